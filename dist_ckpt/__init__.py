@@ -1,0 +1,1 @@
+"""Checkpoints for multi-GPU PyTorch training."""

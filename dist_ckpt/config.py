@@ -1,0 +1,57 @@
+"""The options that no front door takes, and the only reader of environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import isfinite
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Deadlines and sizes. Raises ValueError when built with a value that makes no sense.
+
+    `silence_s`: a rank whose heartbeat stops for this long is dead. `arrive_s`: how long the
+    first rank in a save or load waits for the others to enter; after `warn_s` it logs a warning
+    that names them. `appear_s`: how long a rank waits to see the coordinator's claim on shared
+    storage. `threads`: how many reads or writes a rank has in flight.
+    """
+
+    silence_s: float = 20.0
+    arrive_s: float = 300.0
+    warn_s: float = 30.0
+    appear_s: float = 60.0
+    threads: int = 4
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isfinite(value) or value <= 0:
+                raise ValueError(f"{_variable(field.name)}={value}: it must be a positive number")
+        if self.threads > 64:
+            raise ValueError(f"{_variable('threads')}={self.threads}: it must be 64 at most")
+
+    @staticmethod
+    def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
+        """Return the defaults, changed by DIST_CKPT_SILENCE_S and so on."""
+        options: dict[str, float] = {}
+        for field in fields(Config):
+            text = environ.get(_variable(field.name))
+            if text is None:
+                continue
+            try:
+                options[field.name] = int(text) if field.name == "threads" else float(text)
+            except ValueError:
+                raise ValueError(f"{_variable(field.name)}={text!r} is not a number") from None
+        return Config(**options)  # type: ignore[arg-type]  # only `threads` is an int, made above
+
+
+def _variable(name: str) -> str:
+    return f"DIST_CKPT_{name.upper()}"
+
+
+def launched_world_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks that a launcher such as torchrun says it started, else 1."""
+    text = environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() else 1

@@ -1,0 +1,49 @@
+"""The table of dtypes: our code (torch's name), the size in bytes, and safetensors' code.
+
+A dtype that safetensors lacks is stored as U8 with a last dimension of its size; the true one
+is in the shard file's `__metadata__`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A dtype as it is stored; `safetensors` is None where the format has no code for it."""
+
+    name: str
+    itemsize: int
+    safetensors: str | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_TABLE = (
+    DType("float64", 8, "F64"),
+    DType("float32", 4, "F32"),
+    DType("float16", 2, "F16"),
+    DType("bfloat16", 2, "BF16"),
+    DType("complex128", 16),
+    DType("complex64", 8, "C64"),
+    DType("complex32", 4),
+    DType("float8_e4m3fn", 1, "F8_E4M3"),
+    DType("float8_e5m2", 1, "F8_E5M2"),
+    DType("float8_e8m0fnu", 1, "F8_E8M0"),
+    DType("float8_e4m3fnuz", 1),
+    DType("float8_e5m2fnuz", 1),
+    DType("float4_e2m1fn_x2", 1),
+    DType("int64", 8, "I64"),
+    DType("int32", 4, "I32"),
+    DType("int16", 2, "I16"),
+    DType("int8", 1, "I8"),
+    DType("uint64", 8, "U64"),
+    DType("uint32", 4, "U32"),
+    DType("uint16", 2, "U16"),
+    DType("uint8", 1, "U8"),
+    DType("bool", 1, "BOOL"),
+)
+
+DTYPES = {dtype.name: dtype for dtype in _TABLE}

@@ -1,0 +1,62 @@
+"""The errors of dist_ckpt, grouped by what the caller does next.
+
+Wrong arguments are `ValueError` and `TypeError`; everything the world can do to a
+checkpoint is a `CheckpointError`. A message carries the facts and ends with the next step.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Base of all errors about checkpoints.
+
+    `rank` is the rank of the group on which it happened, `phase` the phase of the save or
+    load; both are None where there was only one process or no phase.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, phase: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+
+
+class NotFoundError(CheckpointError):
+    """There is no committed checkpoint here: choose another path or step."""
+
+
+class ExistsError(CheckpointError):
+    """Something is at the path already: choose another path, or overwrite."""
+
+
+class ConflictError(CheckpointError):
+    """Someone else claimed or abandoned this attempt: look who, then save again."""
+
+
+class CorruptError(CheckpointError):
+    """What is stored is damaged: fall back to an older checkpoint.
+
+    `touched` names the live tensors that may hold partial data; empty means none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        phase: str | None = None,
+        touched: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message, rank=rank, phase=phase)
+        self.touched = touched
+
+
+class IncompatibleError(CheckpointError):
+    """The checkpoint and the state do not fit: change the state, or upgrade dist_ckpt."""
+
+
+class StorageError(CheckpointError):
+    """The storage failed: mend it, or try again later. Older checkpoints are as they were."""
+
+
+class RankError(CheckpointError):
+    """Another rank failed, died or never came; `rank` says which, the message says how."""

@@ -1,0 +1,88 @@
+"""Every file and folder name of the format, and the grammar that recognises them.
+
+A name that does not fit the grammar is not ours: it is never read as ours and never removed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+INDEX = "index.json"
+CLAIM = "claim.json"
+OBJECTS = "objects.msgpack"
+
+_ATTEMPT = re.compile(r"a([1-9][0-9]{0,8})-([0-9a-f]{16})")
+_TRASH = re.compile(r"\.trash-(a[1-9][0-9]{0,8}-[0-9a-f]{16})")
+_TEMPORARY = re.compile(r"\.(?:index|claim)-[0-9a-f]{16}\.tmp")
+_STEM = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_SHARD_FILE = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,9})\.safetensors")
+_OBJECTS_FILE = re.compile(r"objects-([0-9]{5,9})\.msgpack")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Attempt:
+    """The name of one try to write a checkpoint: number first, then a random id."""
+
+    number: int
+    id: str
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return f"a{self.number}-{self.id}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse_attempt(name: str) -> Attempt | None:
+    """Return the attempt that a folder name says, or None if the name is not ours."""
+    match = _ATTEMPT.fullmatch(name)
+    return Attempt(int(match[1]), match[2]) if match else None
+
+
+def trash_name(attempt: Attempt) -> str:
+    """Return the folder name of an attempt that is being removed."""
+    return f".trash-{attempt.name}"
+
+
+def is_trash(name: str) -> bool:
+    """Say whether a folder is an attempt that is being removed."""
+    return _TRASH.fullmatch(name) is not None
+
+
+def temporary_index(nonce: str) -> str:
+    """Return the name under which an index is written before it is renamed into place."""
+    return f".index-{nonce}.tmp"
+
+
+def is_stem(text: str) -> bool:
+    """Say whether a component may name its files as it is."""
+    return _STEM.fullmatch(text) is not None
+
+
+def shard_file(stem: str, rank: int) -> str:
+    """Return the name of one rank's safetensors file of a component."""
+    return f"{stem}-{rank:05d}.safetensors"
+
+
+def objects_file(rank: int) -> str:
+    """Return the name of the file with the values that only this rank stores."""
+    return f"objects-{rank:05d}.msgpack"
+
+
+def parse_shard_file(name: str) -> tuple[str, int] | None:
+    """Return component stem and rank, or None if the name is not a shard file's."""
+    match = _SHARD_FILE.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
+
+
+def is_in_attempt(name: str) -> bool:
+    """Say whether a file name may stand in an attempt folder; nothing else is ever unlinked."""
+    return (
+        name in (INDEX, CLAIM, OBJECTS)
+        or _TEMPORARY.fullmatch(name) is not None
+        or _SHARD_FILE.fullmatch(name) is not None
+        or _OBJECTS_FILE.fullmatch(name) is not None
+    )

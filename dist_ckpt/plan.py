@@ -1,0 +1,235 @@
+"""The values that planners take and return.
+
+A rank's `Inventory` is symbolic: it names the mesh and the placements instead of listing boxes,
+so that ranks with the same view of the state send the same bytes, and it holds no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dist_ckpt.index import Catalog, Key, Node
+from dist_ckpt.layout import Layout
+from dist_ckpt.region import Cell, Piece, Region, Shape, Span
+
+# --- inventories -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks arranged in a box, row-major; `names` are its axes, "" where they have none."""
+
+    names: tuple[str, ...]
+    shape: Shape
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank along the mesh axis holds the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The mesh axis cuts this dimension as `torch.chunk` does."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """The mesh axis cuts each of `split_factor` chunks of the dimension (FSDP2 over TP)."""
+
+    dim: int
+    split_factor: int
+
+
+Placement = Replicate | Shard | StridedShard
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that the rank holds whole: a replica of what the other ranks hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor laid over a mesh, one placement a mesh axis (DTensor)."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Explicit cells that this rank holds (LocalShard, FlatShard, third-party shards)."""
+
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ruled:
+    """A local tensor under a ShardingConfig: `axes[d]` are the mesh axes that cut dimension d.
+
+    The parts may be uneven; the global shape is the sum of the parts, known to the planner only.
+    """
+
+    mesh: Mesh
+    axes: tuple[tuple[int, ...], ...]
+
+
+View = Whole | Placed | Parts | Ruled
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor as one rank sees it: `shape` is global, but local under a `Ruled` view.
+
+    `view` and `component` number the inventory's tables.
+    """
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    view: int
+    component: int
+
+
+@dataclass(frozen=True, slots=True)
+class NameList:
+    """A list of names whose parts are on different ranks, such as an optimizer group's."""
+
+    fqn: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What one rank says it holds. `components` are the names that tensors' entries number.
+
+    `aliases` are (fqn, fqn of the tensor that it is tied to); `values` are the fqns of the values
+    that are not tensors; `per_rank` are (fqn, key); `numpy` are the fqns of the tensors that are
+    numpy arrays in the state.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    components: tuple[str, ...]
+    views: tuple[View, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: tuple[tuple[str, str], ...]
+    values: tuple[str, ...]
+    per_rank: tuple[tuple[str, Key], ...]
+    tree: tuple[Node, ...]
+    name_lists: tuple[NameList, ...]
+    numpy: tuple[str, ...]
+
+
+# --- saving ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Who stores what, the same on every rank; `items_of` derives one rank's part of it.
+
+    `held` has the layout in which the ranks hold a tensor where it is stored in a finer one: a
+    large replica is split among its holders. `value_holders` are the ranks that hold each value.
+    """
+
+    catalog: Catalog
+    held: Mapping[str, Layout]
+    value_holders: Mapping[str, tuple[int, ...]]
+    tree: tuple[Node, ...]
+    name_lists: tuple[NameList, ...]
+    numpy: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """One shard to store: `name` is its key in the file, `span` its bytes after the header."""
+
+    name: str
+    fqn: str
+    dtype: str
+    shape: Shape
+    cell: Cell
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One shard file to write; `component` numbers the catalog's table."""
+
+    name: str
+    component: int
+    rank: int
+    header_nbytes: int
+    nbytes: int
+    items: tuple[WriteItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """Tensors and values that the same ranks hold; their copies must be equal."""
+
+    ranks: tuple[int, ...]
+    cells: tuple[tuple[str, Cell], ...]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a rank wrote: (name, nbytes, header_nbytes, digest) of each file.
+
+    An objects file has no header: its `header_nbytes` is 0 and the digest is of the whole file.
+    `replicas` holds one digest for each of the rank's replica groups, in their order.
+    """
+
+    files: tuple[tuple[str, int, int, str], ...]
+    replicas: tuple[str, ...]
+    seconds: float
+
+
+# --- loading ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor that a rank wants, and the cells of it that it will fill."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """Copy the elements of the box `common` from a stored cell into a wanted one.
+
+    `source` and `target` are the pieces of the stored cell and of wanted cell number `part` that
+    hold it: both are row-major, so with them an element's place in memory is known.
+    """
+
+    fqn: str
+    dtype: str
+    stored: Cell
+    source: Piece
+    part: int
+    target: Piece
+    common: Region
+
+
+@dataclass(frozen=True, slots=True)
+class FileReads:
+    """The items that one shard file serves; `file` numbers the index's `files`."""
+
+    file: int
+    items: tuple[ReadItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank reads, sorted by file."""
+
+    files: tuple[FileReads, ...]
