@@ -1,1 +1,101 @@
-"""Checkpoints for multi-GPU PyTorch training."""
+"""Checkpoints for multi-GPU PyTorch training: atomic, checked, resharded to any world size.
+
+    import dist_ckpt as dc
+
+    dc.save({"model": model, "optim": optimizer}, "runs/a/step-00001000", step=1000)
+    dc.load({"model": model, "optim": optimizer}, "runs/a/step-00001000")
+
+Importing it does not import torch; `save` and `load` do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dist_ckpt.checkpoint import Checkpoint, delete, open  # noqa: A004 - like `gzip.open`
+    from dist_ckpt.errors import (
+        CheckpointError,
+        ConflictError,
+        CorruptError,
+        ExistsError,
+        IncompatibleError,
+        NotFoundError,
+        RankError,
+        StorageError,
+    )
+    from dist_ckpt.loader import load
+    from dist_ckpt.reports import LoadReport, SaveReport
+    from dist_ckpt.resharder import reshard
+    from dist_ckpt.saver import save
+    from dist_ckpt.sharding import ShardingConfig
+    from dist_ckpt.verify import VerifyReport, verify
+    from dist_ckpt.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
+
+# Public name -> module. Each is imported when it is first used, so that reading and listing
+# checkpoints needs no torch.
+_MODULES = {
+    "CheckpointError": "errors",
+    "ConflictError": "errors",
+    "CorruptError": "errors",
+    "ExistsError": "errors",
+    "IncompatibleError": "errors",
+    "NotFoundError": "errors",
+    "RankError": "errors",
+    "StorageError": "errors",
+    "save": "saver",
+    "load": "loader",
+    "open": "checkpoint",
+    "Checkpoint": "checkpoint",
+    "verify": "verify",
+    "VerifyReport": "verify",
+    "reshard": "resharder",
+    "delete": "checkpoint",
+    "SaveReport": "reports",
+    "LoadReport": "reports",
+    "ShardingConfig": "sharding",
+    "LocalShard": "wrappers",
+    "FlatShard": "wrappers",
+    "PerRank": "wrappers",
+    "RNG": "wrappers",
+    "Named": "wrappers",
+}
+
+__all__ = [
+    "RNG",
+    "Checkpoint",
+    "CheckpointError",
+    "ConflictError",
+    "CorruptError",
+    "ExistsError",
+    "FlatShard",
+    "IncompatibleError",
+    "LoadReport",
+    "LocalShard",
+    "Named",
+    "NotFoundError",
+    "PerRank",
+    "RankError",
+    "SaveReport",
+    "ShardingConfig",
+    "StorageError",
+    "VerifyReport",
+    "delete",
+    "load",
+    "open",
+    "reshard",
+    "save",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

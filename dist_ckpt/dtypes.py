@@ -44,6 +44,11 @@ _TABLE = (
     DType("uint16", 2, "U16"),
     DType("uint8", 1, "U8"),
     DType("bool", 1, "BOOL"),
+    # torch keeps one of these in each byte, and computes with none of them
+    *(DType(f"int{bits}", 1) for bits in range(1, 8)),
+    *(DType(f"uint{bits}", 1) for bits in range(1, 8)),
+    *(DType(name, 1) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),
+    DType("bits16", 2),
 )
 
 DTYPES = {dtype.name: dtype for dtype in _TABLE}

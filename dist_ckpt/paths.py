@@ -52,9 +52,25 @@ def is_trash(name: str) -> bool:
     return _TRASH.fullmatch(name) is not None
 
 
+def parse_trash(name: str) -> Attempt | None:
+    """Return the attempt that a trash folder was, or None if the name is not one."""
+    match = _TRASH.fullmatch(name)
+    return parse_attempt(match[1]) if match else None
+
+
 def temporary_index(nonce: str) -> str:
     """Return the name under which an index is written before it is renamed into place."""
     return f".index-{nonce}.tmp"
+
+
+def temporary_claim(nonce: str) -> str:
+    """Return the name under which a claim is written before it is renamed into place."""
+    return f".claim-{nonce}.tmp"
+
+
+def is_temporary(name: str) -> bool:
+    """Say whether a file in an attempt is one that was never renamed into place."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_stem(text: str) -> bool:
@@ -76,6 +92,12 @@ def parse_shard_file(name: str) -> tuple[str, int] | None:
     """Return component stem and rank, or None if the name is not a shard file's."""
     match = _SHARD_FILE.fullmatch(name)
     return (match[1], int(match[2])) if match else None
+
+
+def parse_objects_file(name: str) -> int | None:
+    """Return the rank that wrote an objects file, or None if the name is not one's."""
+    match = _OBJECTS_FILE.fullmatch(name)
+    return int(match[1]) if match else 0 if name == OBJECTS else None
 
 
 def is_in_attempt(name: str) -> bool:

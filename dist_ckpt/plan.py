@@ -62,6 +62,13 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class Flattened:
+    """A tensor cut, in row-major order, into even element ranges, one a rank (ZeRO)."""
+
+    mesh: Mesh
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """Explicit cells that this rank holds (LocalShard, FlatShard, third-party shards)."""
 
@@ -79,7 +86,7 @@ class Ruled:
     axes: tuple[tuple[int, ...], ...]
 
 
-View = Whole | Placed | Parts | Ruled
+View = Whole | Placed | Flattened | Parts | Ruled
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,8 @@ class Inventory:
     """What one rank says it holds. `components` are the names that tensors' entries number.
 
     `aliases` are (fqn, fqn of the tensor that it is tied to); `values` are the fqns of the values
-    that are not tensors; `per_rank` are (fqn, key); `numpy` are the fqns of the tensors that are
+    that are not tensors; `per_rank` are (fqn, key), where None stands for the rank itself, so that
+    ranks that differ in nothing else send the same; `numpy` are the fqns of the tensors that are
     numpy arrays in the state.
     """
 
@@ -119,7 +127,7 @@ class Inventory:
     tensors: tuple[TensorEntry, ...]
     aliases: tuple[tuple[str, str], ...]
     values: tuple[str, ...]
-    per_rank: tuple[tuple[str, Key], ...]
+    per_rank: tuple[tuple[str, Key | None], ...]
     tree: tuple[Node, ...]
     name_lists: tuple[NameList, ...]
     numpy: tuple[str, ...]
@@ -133,12 +141,14 @@ class SavePlan:
     """Who stores what, the same on every rank; `items_of` derives one rank's part of it.
 
     `held` has the layout in which the ranks hold a tensor where it is stored in a finer one: a
-    large replica is split among its holders. `value_holders` are the ranks that hold each value.
+    large replica is split among its holders. `value_holders` are the ranks that hold each value,
+    `per_rank_holders` those that hold each key of a value per rank.
     """
 
     catalog: Catalog
     held: Mapping[str, Layout]
     value_holders: Mapping[str, tuple[int, ...]]
+    per_rank_holders: Mapping[str, tuple[tuple[Key, tuple[int, ...]], ...]]
     tree: tuple[Node, ...]
     name_lists: tuple[NameList, ...]
     numpy: tuple[str, ...]
@@ -170,7 +180,7 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
-    """Tensors and values that the same ranks hold; their copies must be equal."""
+    """Tensors and values, per-rank ones too, that the same ranks hold; all must be equal."""
 
     ranks: tuple[int, ...]
     cells: tuple[tuple[str, Cell], ...]
@@ -182,11 +192,12 @@ class Receipt:
     """What a rank wrote: (name, nbytes, header_nbytes, digest) of each file.
 
     An objects file has no header: its `header_nbytes` is 0 and the digest is of the whole file.
-    `replicas` holds one digest for each of the rank's replica groups, in their order.
+    `replicas` are (group id, digest) of each replica group that the rank belongs to: all ranks
+    that name a group must have the same digest for it.
     """
 
     files: tuple[tuple[str, int, int, str], ...]
-    replicas: tuple[str, ...]
+    replicas: tuple[tuple[str, str], ...]
     seconds: float
 
 
@@ -208,7 +219,8 @@ class ReadItem:
     """Copy the elements of the box `common` from a stored cell into a wanted one.
 
     `source` and `target` are the pieces of the stored cell and of wanted cell number `part` that
-    hold it: both are row-major, so with them an element's place in memory is known.
+    hold it: both are row-major, so with them an element's place in memory is known. `tensor` is
+    the name under which it is stored: another than `fqn` where that is an alias.
     """
 
     fqn: str
@@ -218,6 +230,7 @@ class ReadItem:
     part: int
     target: Piece
     common: Region
+    tensor: str
 
 
 @dataclass(frozen=True, slots=True)

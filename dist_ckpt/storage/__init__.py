@@ -1,85 +1,32 @@
-"""The storage seam: seven methods that a backend keeps, and `open_storage`.
-
-Paths are absolute and use "/". The commit order stands in `commit.py`, in these methods; a
-backend promises what each one says and nothing more.
-"""
+"""The storage seam: the protocol, and `open_storage`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import os
+import re
 
-from dist_ckpt.digest import Buffer
+from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
 
+__all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage"]
 
-@dataclass(frozen=True, slots=True, order=True)
-class Entry:
-    """One name in a folder. `modified_at` is the storage's clock, in seconds."""
-
-    name: str
-    kind: Literal["file", "folder", "other"]
-    nbytes: int
-    modified_at: float
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
-class WritableFile(Protocol):
-    """A file that is being written; threads may write different places at once."""
+def open_storage(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """Return the storage that a user's path lies on, and the path as that storage names it.
 
-    def write_at(self, offset: int, data: Buffer) -> None:
-        """Write all of `data`, or raise StorageError."""
-
-    def finish(self) -> int:
-        """Make the bytes durable, close the file, and return the size the storage sees.
-
-        Raises StorageError if durability is not certain: the file is burnt, never retried.
-        """
-
-    def discard(self) -> None:
-        """Close without any promise; does nothing after `finish`. Never raises."""
-
-
-class ReadableFile(Protocol):
-    """An open file: it can be read even if its name goes away. Threads may share it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size when it was opened."""
-
-    def read_into(self, offset: int, target: memoryview) -> int:
-        """Fill `target` from `offset`; return how many bytes there were (fewer at the end)."""
-
-    def close(self) -> None:
-        """Close it. Never raises."""
-
-
-class Storage(Protocol):
-    """Where checkpoints lie. Errors are StorageError unless a method says otherwise."""
-
-    def list(self, folder: str) -> Sequence[Entry]:
-        """Return the entries of a folder, sorted by name. FileNotFoundError if there is none."""
-
-    def make_folder(self, folder: str) -> None:
-        """Create one folder. FileExistsError if the name exists; its parent must exist."""
-
-    def create(self, path: str, nbytes: int) -> WritableFile:
-        """Create a file of this size exclusively, with its space reserved where possible.
-
-        FileExistsError if the name exists; FileNotFoundError if the folder is gone.
-        """
-
-    def open(self, path: str) -> ReadableFile:
-        """Open a regular file; links are not followed. FileNotFoundError if there is none."""
-
-    def rename(self, old: str, new: str) -> None:
-        """Rename a file or folder within one parent, and never replace.
-
-        Of several callers with the same `new`, at most one returns; for the others it is
-        FileExistsError. FileNotFoundError if `old` is gone.
-        """
-
-    def remove(self, path: str) -> None:
-        """Remove a file or an empty folder. FileNotFoundError if there is none."""
-
-    def sync(self, folder: str) -> None:
-        """Make the names in a folder (created, renamed, removed) durable."""
+    Touches nothing. The path is made absolute here, once, so that a later `chdir` changes
+    nothing. Raises ValueError or TypeError for what is no path.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"path is {type(text).__name__}: pass a str or a pathlib.Path")
+    if match := _SCHEME.match(text):
+        raise ValueError(
+            f"path begins with {match[1]}:// but only file systems are supported: pass the path "
+            f"of a folder on storage that all ranks share"
+        )
+    if not text or "\0" in text:
+        raise ValueError(f"path is {text!r}: pass the path of a folder")
+    return LocalStorage(), os.path.abspath(text).replace(os.sep, "/")

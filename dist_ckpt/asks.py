@@ -1,0 +1,319 @@
+"""What a load asks of a checkpoint, collected name by name; the common ground of all bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt.containers import PathKey, container, entries_of, join
+from dist_ckpt.index import Key
+from dist_ckpt.objects import ObjectsFile
+from dist_ckpt.saved import Saved
+from dist_ckpt.selection import Selection
+from dist_ckpt.state_tree import (
+    Branch,
+    ModuleLeaf,
+    ObjectLeaf,
+    PerRankLeaf,
+    TensorLeaf,
+    Tree,
+    module_children,
+)
+from dist_ckpt.template import Template
+from dist_ckpt.wants import Beside, Fresh, Wants
+from dist_ckpt.wrappers import RNG, OnReshard, PerRank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """The plain values of a checkpoint that were read, by the catalog's names."""
+
+    values: Mapping[str, object]
+    per_rank: Mapping[str, Mapping[Key, object]]
+
+    @staticmethod
+    def of(files: Sequence[ObjectsFile]) -> Contents:
+        """Put the objects files that were read together."""
+        values: dict[str, object] = {}
+        per_rank: dict[str, dict[Key, object]] = {}
+        for file in files:
+            values.update(file.values)
+            for name, keyed in file.per_rank.items():
+                per_rank.setdefault(name, {}).update(keyed)
+        return Contents(values, per_rank)
+
+
+# Returns what was asked for, once it has been read.
+Get = Callable[[Contents], object]
+
+
+class Asks:
+    """What one rank asks for. Each method claims the saved names that it serves.
+
+    `effects` put things in place, in order; `loads` call the user's objects; `last` are the
+    generators.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        saved: Saved,
+        selection: Selection,
+        keys: Mapping[str, Sequence[Key]] | None,
+    ) -> None:
+        self.template = template
+        self.saved = saved
+        self.wants = Wants(template, saved)
+        self.problems = self.wants.problems
+        self.missing: dict[str, None] = {}
+        self.dropped: list[str] = [*saved.dropped]
+        self.restored: dict[str, None] = {}
+        self.claimed: set[str] = set()
+        self.needs: set[int] = set()
+        self.effects: list[Callable[[Contents], None]] = []
+        self.loads: list[Callable[[Contents], None]] = []
+        self.last: list[tuple[RNG, Get]] = []
+        self._selection = selection
+        self._keys = keys or {}
+        self._split: dict[str, object] = {}
+        self._mesh: tuple[tuple[str, int], ...] | None = None
+
+    # --- names -------------------------------------------------------------------------------
+
+    def selected(self, name: str) -> bool:
+        """Say whether `include` and `exclude` leave a name in."""
+        return name in self._selection
+
+    def chosen(self, name: str) -> list[str]:
+        """Return the saved leaves at and below a name that are selected."""
+        own = [name] if name in self.saved.leaves else []
+        return [leaf for leaf in (*own, *self.saved.below(name)) if self.selected(leaf)]
+
+    def has(self, name: str) -> bool:
+        """Say whether anything is saved at or below a name."""
+        return name in self._split or self.saved.holds(name)
+
+    def is_tensor(self, name: str) -> bool:
+        """Say whether a name was saved as a tensor; report what else it is, or that it misses."""
+        if self.saved.tensor(name) is not None:
+            return True
+        self.misfit(name, "a tensor")
+        return False
+
+    def misfit(self, name: str, asked: str) -> None:
+        """Report that a name is missing, or is not what the state has there."""
+        kind = self._kind(name)
+        if kind is None:
+            self.missing[name] = None
+            return
+        for leaf in (name, *self.saved.below(name)):
+            self.claim(leaf)
+        self.problems.append(
+            f"{name}: saved as {kind}, the state has {asked}: make them alike, put None there to "
+            "take what was saved, or exclude the name"
+        )
+
+    def claim(self, name: str) -> None:
+        """Note that a saved name is asked for."""
+        if name in self.saved.leaves:
+            self.claimed.add(self.saved.leaves[name])
+
+    def restore(self, name: str) -> None:
+        """Note that a saved name is asked for and comes back."""
+        self.claim(name)
+        self.restored[name] = None
+
+    def _kind(self, name: str) -> str | None:
+        if self.saved.tensor(name) is not None:
+            return "a tensor"
+        if self.saved.keys_of(name) is not None:
+            return "a per-rank value"
+        if name in self._split or self.saved.is_value(name):
+            return "a value without tensors"
+        return "a container with tensors" if self.saved.holds(name) else None
+
+    # --- values ------------------------------------------------------------------------------
+
+    def value(self, name: str) -> Get | None:
+        """Ask for a value; None if the name is no value."""
+        if name in self._split:
+            self.restored[name] = None
+            value = self._split[name]
+            return lambda _: value
+        if not self.saved.is_value(name):
+            return None
+        self.restore(name)
+        rank = self.saved.catalog.values[self.saved.leaves[name]]
+        if self.saved.leaves[name] not in self.saved.values:
+            self.needs.add(rank)
+        return lambda contents: self.saved.value(name, contents.values)
+
+    def split(self, name: str) -> None:
+        """Treat a saved value that is a container as what it holds, where the state has tensors."""
+        if name in self._split:
+            value = self._split.pop(name)
+        elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.values:
+            value = self.saved.value(name, self.saved.values)
+        else:
+            return
+        entries = entries_of(value)
+        if entries is not None:
+            self.claim(name)
+            self._split.update((join(name, key), item) for key, item in entries.items())
+
+    # --- per-rank values ---------------------------------------------------------------------
+
+    def per_rank(self, name: str, wrapper: PerRank | RNG) -> Get | None:
+        """Ask for the value of this rank's key, by the policy of the wrapper."""
+        saved = self.saved.keys_of(name)
+        if saved is None:
+            self.misfit(name, f"a {type(wrapper).__name__}")
+            return None
+        key = self.template.rank if wrapper.key is None else wrapper.key
+        now = self._keys.get(name, (key,))
+        alike = set(now) == {key for key, _ in saved}
+        if alike and (wrapper.key is not None or self._same_mesh()):
+            return self._keyed(name, key)
+        self.claim(name)
+        return self._resharded(name, key, now, wrapper.on_reshard)
+
+    def open_per_rank(self, name: str) -> Get | None:
+        """Ask for a per-rank value where the state says nothing of it, if the keys are ranks."""
+        saved = self.saved.keys_of(name)
+        assert saved is not None
+        ranks = set(range(self.template.world_size))
+        if {key for key, _ in saved} == ranks and self._same_mesh():
+            get = self._keyed(name, self.template.rank)
+            return lambda contents: PerRank(get(contents))
+        self.claim(name)
+        self.dropped.append(name)
+        return None
+
+    def _keyed(self, name: str, key: Key) -> Get:
+        self.restore(name)
+        fqn = self.saved.leaves[name]
+        self.needs.update(rank for k, rank in self.saved.catalog.per_rank[fqn] if k == key)
+        return lambda contents: contents.per_rank[fqn][key]
+
+    def _resharded(
+        self, name: str, key: Key, now: Sequence[Key], policy: OnReshard
+    ) -> Get | None:
+        fqn = self.saved.leaves[name]
+        saved = self.saved.catalog.per_rank[fqn]
+        if policy == "error":
+            self.problems.append(
+                f"{name}: saved for the keys {_listed([k for k, _ in saved])} on the mesh "
+                f"{_mesh_text(self.saved.catalog.mesh)}, the state has {_listed(now)} on "
+                f"{_mesh_text(self._live_mesh())}: what belongs to one rank has no meaning for "
+                'another; choose on_reshard="drop" or a function for it, or exclude it'
+            )
+            return None
+        if policy == "drop":
+            self.dropped.append(name)
+            return None
+        assert callable(policy)
+        self.restore(name)
+        self.needs.update(rank for _, rank in saved)
+        return lambda contents: policy(dict(contents.per_rank[fqn]), key)
+
+    def _live_mesh(self) -> tuple[tuple[str, int], ...]:
+        if self._mesh is None:
+            self._mesh = self.template.mesh()
+        return self._mesh
+
+    def _same_mesh(self) -> bool:
+        """Say whether a rank means the same as when it was saved, as far as both meshes are known."""
+        catalog = self.saved.catalog
+        if catalog.world_size != self.template.world_size:
+            return False
+        saved = [axis for axis in catalog.mesh if axis[1] > 1]
+        now = [axis for axis in self._live_mesh() if axis[1] > 1]
+        if not saved or not now:
+            return True
+        if [size for _, size in saved] != [size for _, size in now]:
+            return False
+        return all(a == b or not (a and b) for (a, _), (b, _) in zip(saved, now, strict=True))
+
+    # --- whole subtrees ----------------------------------------------------------------------
+
+    def subtree(self, name: str, tree: Tree | None = None, beside: Beside | None = None) -> Get | None:
+        """Ask for all that is saved at and below a name, as new containers of the saved kinds.
+
+        A tensor of `tree` that fits is filled in place and put there; else a new one is, whole in
+        host memory or as `beside` says. None if nothing of it is selected.
+        """
+        own = self._leaf(name, _leaf_at(tree), beside) if self._is_leaf(name) else None
+        children = _children_of(tree)
+        found: list[tuple[PathKey, Get]] = []
+        for key, child in self.saved.children(name):
+            get = self.subtree(child, children.get(key), beside)
+            if get is not None:
+                found.append((key, get))
+        if not found:
+            if own is None and name in self.saved.kinds and self.selected(name):
+                kind = self.saved.kinds[name]
+                return lambda _: container(kind, ())
+            return own
+        return self._assembled(name, own, found)
+
+    def _is_leaf(self, name: str) -> bool:
+        return name in self._split or name in self.saved.leaves
+
+    def _assembled(
+        self, name: str, own: Get | None, found: Sequence[tuple[PathKey, Get]]
+    ) -> Get:
+        kind = self.saved.kinds.get(name, "dict")
+
+        def get(contents: Contents) -> object:
+            before = entries_of(own(contents)) if own is not None else None
+            items = {**(before or {}), **{key: child(contents) for key, child in found}}
+            return container(kind, items.items())
+
+        return get
+
+    def _leaf(self, name: str, leaf: Tree | None, beside: Beside | None) -> Get | None:
+        if not self.selected(name):
+            return None
+        if self.saved.tensor(name) is not None:
+            return self._tensor(name, leaf, beside)
+        if self.saved.keys_of(name) is not None:
+            if isinstance(leaf, PerRankLeaf):
+                return self.per_rank(name, leaf.wrapper)
+            return self.open_per_rank(name)
+        return self.value(name)
+
+    def _tensor(self, name: str, leaf: Tree | None, beside: Beside | None) -> Get:
+        self.restore(name)
+        if isinstance(leaf, TensorLeaf) and self.wants.fits(name, leaf):
+            value = self.wants.fill(name, leaf)
+            return lambda _: value
+        fresh = self.wants.whole(name) if beside is None else self.wants.beside(name, beside)
+        return _value_of(fresh)
+
+
+def _value_of(fresh: Fresh) -> Get:
+    return lambda _: fresh.value
+
+
+def _leaf_at(tree: Tree | None) -> Tree | None:
+    return _leaf_at(tree.content) if isinstance(tree, ObjectLeaf) else tree
+
+
+def _children_of(tree: Tree | None) -> Mapping[PathKey, Tree]:
+    match tree:
+        case Branch():
+            return tree.children
+        case ModuleLeaf():
+            return module_children(tree)
+        case ObjectLeaf():
+            return _children_of(tree.content)
+    return {}
+
+
+def _listed(keys: Sequence[Key]) -> str:
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return ", ".join(map(repr, keys[:8])) + more
+
+
+def _mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
+    return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "of an unknown shape"

@@ -1,0 +1,219 @@
+"""Which holder stores which replica, so that all ranks write about the same number of bytes.
+
+The holder of cell c of a tensor is replica number `(c + rotation) mod replicas`: the choice is one
+small number a tensor, and tensors share their layouts. Large replicas are cut into parts, one a
+holder, so that a checkpoint of a few large tensors is written by all ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import pairwise, product
+from math import prod
+
+from dist_ckpt.holders import layout_of_cells
+from dist_ckpt.layout import Cut, Flat, Grid, Layout, Regions
+from dist_ckpt.region import Cell, Elements, Region
+
+# A replica of more bytes is split among its holders, into parts of no less than the second.
+SPLIT_NBYTES = 64 << 20
+MIN_PART_NBYTES = 16 << 20
+
+# A dimension is cut if each part then has as many rows, so that parts differ by 1/16 at most.
+_EVEN_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One tensor to store: its size, and the layout in which the ranks hold it."""
+
+    fqn: str
+    itemsize: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """The layout in which a tensor is stored, and the rotation that says by whom."""
+
+    layout: Layout
+    rotation: int
+
+
+def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, Storing]:
+    """Decide who stores each cell of each tensor; the same on every rank.
+
+    Pass the same `Layout` object for tensors that share one: work is done once for each object.
+    The bytes that only one rank holds are counted first, then the largest replicas find their
+    holders first.
+    """
+    split = _split_large(tensors)
+    loads = [0] * world_size
+    single: list[Holding] = []
+    several: dict[tuple[tuple[int, ...], ...], list[Holding]] = {}
+    alone: list[tuple[Holding, int]] = []
+    stored: dict[str, Storing] = {}
+    replicated = {id(t.layout): _replicas(t.layout) > 1 for t in tensors}
+    for tensor in tensors:
+        if tensor.fqn in split or not replicated[id(tensor.layout)]:
+            layout = split.get(tensor.fqn, tensor.layout)
+            stored[tensor.fqn] = Storing(layout, 0)
+            alone.append((Holding(tensor.fqn, tensor.itemsize, layout), 0))
+        elif len(tensor.layout.holders) == 1:
+            single.append(tensor)
+        else:
+            several.setdefault(tensor.layout.holders, []).append(tensor)
+    _add_loads(loads, alone)
+    for group in several.values():
+        rotated = _rotate(group)
+        _add_loads(loads, rotated)
+        stored.update((tensor.fqn, Storing(tensor.layout, n)) for tensor, n in rotated)
+    for tensor, rotation in _least_loaded(single, loads):
+        stored[tensor.fqn] = Storing(tensor.layout, rotation)
+    return stored
+
+
+def cell_numels(cut: Cut) -> list[int]:
+    """Return the number of elements of each cell."""
+    match cut:
+        case Grid():
+            sizes = [[b - a for a, b in pairwise(cuts)] for cuts in cut.cuts]
+            return list(map(prod, product(*sizes)))
+        case Flat():
+            return [b - a for a, b in pairwise(cut.cuts)]
+        case Regions():
+            return [region.numel for region in cut.regions]
+
+
+def _replicas(layout: Layout) -> int:
+    return max(map(len, layout.holders))
+
+
+def _numel(layout: Layout) -> int:
+    return sum(cell_numels(layout.cut))
+
+
+def _add_loads(loads: list[int], stored: Iterable[tuple[Holding, int]]) -> None:
+    """Count the bytes that each rank stores; once for each layout and rotation."""
+    layouts: dict[tuple[int, int], Layout] = {}
+    itemsizes: dict[tuple[int, int], int] = {}
+    for tensor, rotation in stored:
+        key = id(tensor.layout), rotation
+        layouts[key] = tensor.layout
+        itemsizes[key] = itemsizes.get(key, 0) + tensor.itemsize
+    for key, layout in layouts.items():
+        for number, numel in enumerate(cell_numels(layout.cut)):
+            loads[layout.holder(number, key[1])] += numel * itemsizes[key]
+
+
+def _largest_first(tensors: Iterable[Holding]) -> list[tuple[int, Holding]]:
+    numels: dict[int, int] = {}
+    sized = []
+    for tensor in tensors:
+        if id(tensor.layout) not in numels:
+            numels[id(tensor.layout)] = _numel(tensor.layout)
+        sized.append((tensor.itemsize * numels[id(tensor.layout)], tensor))
+    return sorted(sized, key=lambda one: (-one[0], one[1].fqn))
+
+
+def _rotate(tensors: Sequence[Holding]) -> list[tuple[Holding, int]]:
+    """Give rotations to tensors of many cells with the same holders, so that each gets its share.
+
+    Whatever the cell, replica r stores it for the tensors with one rotation: rotations with
+    equal bytes are ranks with equal bytes.
+    """
+    heap = [(0, rotation) for rotation in range(_replicas(tensors[0].layout))]
+    rotated = []
+    for nbytes, tensor in _largest_first(tensors):
+        load, rotation = heap[0]
+        heapreplace(heap, (load + nbytes, rotation))
+        rotated.append((tensor, rotation))
+    return rotated
+
+
+def _least_loaded(tensors: Sequence[Holding], loads: list[int]) -> list[tuple[Holding, int]]:
+    """Give each tensor, the largest first, to its holder that has the least to store."""
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    chosen = []
+    for nbytes, tensor in _largest_first(tensors):
+        holders = tensor.layout.holders[0]
+        if holders not in heaps:
+            heaps[holders] = [(loads[rank], place) for place, rank in enumerate(holders)]
+            heapify(heaps[holders])
+        heap = heaps[holders]
+        # A rank's load may have grown since, in another heap; it never shrinks.
+        while heap[0][0] != loads[holders[heap[0][1]]]:
+            place = heap[0][1]
+            heapreplace(heap, (loads[holders[place]], place))
+        place = heap[0][1]
+        loads[holders[place]] += nbytes
+        heapreplace(heap, (loads[holders[place]], place))
+        chosen.append((tensor, place))
+    return chosen
+
+
+# --- splitting -------------------------------------------------------------------------------
+
+
+def _split_large(tensors: Iterable[Holding]) -> dict[str, Layout]:
+    """Return the finer layouts, in which each cell has one holder, of what is split."""
+    layouts: dict[tuple[int, int, int], Layout] = {}
+    shifts: dict[tuple[tuple[int, ...], ...], int] = {}
+    split = {}
+    largest: dict[int, int] = {}
+    for tensor in tensors:
+        layout, key = tensor.layout, id(tensor.layout)
+        if key not in largest:
+            numels = cell_numels(layout.cut)
+            pairs = zip(numels, layout.holders, strict=True)
+            largest[key] = max((numel for numel, who in pairs if len(who) > 1), default=0)
+        nbytes = largest[key] * tensor.itemsize
+        if nbytes <= SPLIT_NBYTES:
+            continue
+        replicas = _replicas(layout)
+        num_parts = min(replicas, -(-nbytes // MIN_PART_NBYTES))
+        if num_parts == 1:
+            continue
+        # Where there are more holders than parts, the next tensor goes on with the next holder.
+        shift = shifts.get(layout.holders, 0)
+        shifts[layout.holders] = (shift + num_parts) % replicas
+        if (key, num_parts, shift) not in layouts:
+            layouts[key, num_parts, shift] = _finer(layout, num_parts, shift)
+        split[tensor.fqn] = layouts[key, num_parts, shift]
+    return split
+
+
+def _finer(layout: Layout, num_parts: int, shift: int) -> Layout:
+    """Cut each cell into parts and give each part one of the cell's holders, in turn."""
+    cells: list[Cell] = [layout.cell(number) for number in range(layout.cut.num_cells)]
+    boxes = [cell for cell in cells if isinstance(cell, Region)]
+    dim = _dim_to_cut(
+        [min(sizes) for sizes in zip(*(box.shape for box in boxes), strict=True)], num_parts
+    )
+    found: dict[Cell, tuple[int, ...]] = {}
+    for cell, who in zip(cells, layout.holders, strict=True):
+        for n, part in enumerate(_parts(cell, num_parts, dim)):
+            found[part] = (who[(n + shift) % len(who)],)
+    return layout_of_cells(found)
+
+
+def _dim_to_cut(sizes: Sequence[int], num_parts: int) -> int:
+    """Return the first dimension that gives even parts, else the one that gives the most."""
+    even = (dim for dim, size in enumerate(sizes) if size >= num_parts * _EVEN_ROWS)
+    return next(even, max(range(len(sizes)), key=lambda dim: sizes[dim], default=0))
+
+
+def _parts(cell: Cell, num_parts: int, dim: int) -> Iterator[Cell]:
+    """Cut a cell along a dimension into parts that differ by one row at most; none is empty."""
+    size = cell.numel if isinstance(cell, Elements) else cell.shape[dim]
+    cuts = sorted({size * n // num_parts for n in range(num_parts + 1)})
+    for start, stop in pairwise(cuts):
+        if isinstance(cell, Elements):
+            yield Elements(cell.start + start, cell.start + stop)
+        else:
+            offset, shape = list(cell.offset), list(cell.shape)
+            offset[dim] += start
+            shape[dim] = stop - start
+            yield Region(tuple(offset), tuple(shape))

@@ -1,0 +1,122 @@
+"""The commands that write or remove: reshard, rm, gc."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import click
+
+from dist_ckpt import checkpoint, commit
+from dist_ckpt.cli import output
+from dist_ckpt.errors import NotFoundError
+from dist_ckpt.resharder import reshard as rewrite
+from dist_ckpt.sharding import ShardingConfig
+from dist_ckpt.storage import open_storage
+
+_path = click.argument("path", type=click.Path(path_type=Path))
+
+
+class Bytes(click.ParamType[int]):
+    """A size such as 512MB or 4GiB, in bytes."""
+
+    name = "size"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        """Return the number of bytes; what is no size is a usage error."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+)\s*([kMGT]?)(i?)B?", str(value))
+        if match is None:
+            self.fail(f"{value!r} is no size: write it like 512MB or 4GiB", param, ctx)
+        base = 1024 if match[3] else 1000
+        return int(match[1]) * base ** " kMGT".index(match[2] or " ")
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--world-size", type=click.IntRange(min=1), help="Cut evenly for so many ranks.")
+@click.option(
+    "--sharding",
+    type=click.Path(path_type=Path),
+    help="A ShardingConfig in a .json or .toml file.",
+)
+@click.option("--max-memory", type=Bytes(), default="1GiB", show_default=True)
+def reshard(
+    source: Path,
+    target: Path,
+    *,
+    world_size: int | None,
+    sharding: Path | None,
+    max_memory: int,
+) -> None:
+    """Write the checkpoint SOURCE again at TARGET, laid out for other ranks.
+
+    Loading does this by itself; reshard once where many jobs will load the same layout.
+
+    \b
+    dist-ckpt reshard run/step-00001000 run-8 --world-size 8
+    """  # noqa: D301 - click knows the backspace
+    if (world_size is None) == (sharding is None):
+        raise click.UsageError("give either --world-size or --sharding")
+    config = None if sharding is None else ShardingConfig.from_file(sharding)
+    with output.progress("reshard") as update:
+        report = rewrite(
+            source,
+            target,
+            sharding=config,
+            world_size=world_size,
+            max_memory=max_memory,
+            progress=update,
+        )
+    click.echo(
+        f"{report.path}: {report.num_tensors} tensors, {output.size(report.nbytes)} "
+        f"in {report.num_files} files"
+    )
+
+
+@click.command()
+@_path
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def rm(path: Path, *, yes: bool) -> None:
+    """Delete the checkpoint at PATH. There is no way back."""
+    storage, where = open_storage(path)
+    if not commit.attempts(storage, where):
+        raise NotFoundError(f"{where} is no checkpoint; nothing is deleted")
+    if not yes:
+        if not sys.stdin.isatty():
+            click.echo(f"dist-ckpt: {path} is not deleted: say --yes to mean it", err=True)
+            raise click.exceptions.Exit(output.REFUSED)
+        if not click.confirm(f"Delete {path}?"):
+            raise click.exceptions.Exit(output.REFUSED)
+    commit.delete(storage, where)
+    click.echo(f"deleted {path}")
+
+
+@click.command()
+@_path
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=0),
+    default=3600.0,
+    show_default=True,
+    help="Seconds for which nothing was written, after which an open attempt counts as dead.",
+)
+def gc(path: Path, *, grace_s: float) -> None:
+    """Remove what dead and abandoned saves left in PATH, a run's folder or one checkpoint.
+
+    What is committed, and what is not ours, is never touched. A save that is still running keeps
+    writing, so the grace protects it.
+    """
+    removed = 0
+    for one in checkpoint.checkpoints_in(path):
+        storage, where = open_storage(one.path)
+        for name in commit.collect(storage, where, grace_s=grace_s):
+            click.echo(f"removed {output.printable(one.path)}/{output.printable(name)}")
+            removed += 1
+    click.echo(f"{removed} removed")

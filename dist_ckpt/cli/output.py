@@ -1,0 +1,122 @@
+"""What the commands print: text, JSON, progress, and errors as exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+)
+
+FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
+INTERRUPTED = 130
+
+# A wait shorter than this needs no progress.
+QUIET_S = 1.0
+# Where there is no terminal, a log gets this many lines at most.
+LOG_LINES = 10
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def exit_code(error: Exception) -> int:
+    """Return the exit code that tells a script what kind of error this was."""
+    match error:
+        case NotFoundError():
+            return NOT_FOUND
+        case IncompatibleError():
+            return INCOMPATIBLE
+        case CorruptError():
+            return FINDING
+        case ValueError() | TypeError():
+            return USAGE
+    return IO_ERROR
+
+
+@contextmanager
+def errors_as_exit_codes() -> Iterator[None]:
+    """Turn what a user can run into one line on stderr and an exit code, never a traceback."""
+    try:
+        yield
+    except (CheckpointError, ValueError, TypeError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        click.echo(f"dist-ckpt: {printable(str(error))}", err=True)
+        raise click.exceptions.Exit(exit_code(error)) from error
+
+
+def printable(text: str) -> str:
+    """Escape what could steer a terminal: names in a checkpoint are somebody else's text."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def print_json(schema: str, facts: Mapping[str, object]) -> None:
+    """Print one document; `schema` names what it looks like, with its version."""
+    click.echo(json.dumps({"schema": f"dist-ckpt.{schema}/1", **facts}, indent=2))
+
+
+def size(nbytes: int) -> str:
+    """Return a size for people: three digits, decimal units."""
+    value, unit = float(nbytes), 0
+    while value >= 999.5 and unit + 1 < len(_UNITS):
+        value, unit = value / 1000, unit + 1
+    return f"{nbytes} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
+
+
+def age(seconds: float) -> str:
+    """Return an age for people: the largest unit that fits."""
+    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(seconds, 0) / divisor:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> None:
+    """Print columns as wide as they need to be; those in `right` are aligned to the right."""
+    table = [list(heads), *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
+    for row in table:
+        cells = (
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        click.echo("  ".join(cells).rstrip())
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a callback (bytes done, bytes in all): a bar on a terminal, a few lines in a log."""
+    if sys.stderr.isatty():
+        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+    yield _Lines(what).update
+
+
+class _Lines:
+    """Progress for a log."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._start = time.monotonic()
+        self._told = 0
+
+    def update(self, done: int, total: int) -> None:
+        tenths = LOG_LINES * done // total if total else LOG_LINES
+        if tenths > self._told and time.monotonic() - self._start > QUIET_S:
+            self._told = tenths
+            click.echo(f"{self._what}: {size(done)} of {size(total)}", err=True)

@@ -1,0 +1,218 @@
+"""The commands that only read: ls, show, tree, verify. None of them imports torch."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import click
+
+from dist_ckpt import checkpoint
+from dist_ckpt import verify as checks
+from dist_ckpt.checkpoint import Checkpoint, CheckpointSummary
+from dist_ckpt.cli import output
+
+_path = click.argument("path", type=click.Path(path_type=Path))
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+@click.command()
+@_path
+@_json
+def ls(path: Path, *, as_json: bool) -> None:
+    """List the checkpoints in a folder.
+
+    PATH is a run's folder, or one checkpoint. What is not committed is listed with its state:
+    "open" is being written or was left by a crash ("dist-ckpt gc" removes what is left).
+    """
+    found = checkpoint.checkpoints_in(path)
+    if as_json:
+        output.print_json("ls", {"path": str(path), "checkpoints": [_facts(one) for one in found]})
+        return
+    if not found:
+        click.echo(f"no checkpoints in {path}")
+        return
+    rows = [
+        (
+            one.name,
+            "-" if one.step is None else str(one.step),
+            one.state,
+            "-" if one.nbytes is None else output.size(one.nbytes),
+            "-" if one.world_size is None else str(one.world_size),
+            "-" if one.num_tensors is None else str(one.num_tensors),
+            "-" if one.saved_at is None else output.age(time.time() - one.saved_at),
+        )
+        for one in found
+    ]
+    heads = ("NAME", "STEP", "STATE", "SIZE", "RANKS", "TENSORS", "AGE")
+    output.print_table(heads, rows, right=frozenset({1, 3, 4, 5, 6}))
+    for one in found:
+        if one.problem is not None and one.state in ("damaged", "incompatible"):
+            click.echo(f"{output.printable(one.name)}: {output.printable(one.problem)}")
+
+
+def _facts(one: CheckpointSummary) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "path": one.path,
+        "state": one.state,
+        "step": one.step,
+        "nbytes": one.nbytes,
+        "world_size": one.world_size,
+        "num_tensors": one.num_tensors,
+        "saved_at": one.saved_at,
+        "metadata": None if one.metadata is None else dict(one.metadata),
+        "problem": one.problem,
+    }
+
+
+@click.command()
+@_path
+@_json
+def show(path: Path, *, as_json: bool) -> None:
+    """Show what one checkpoint is: who saved it, what it holds, how large it is."""
+    with checkpoint.open(path) as ck:
+        if as_json:
+            output.print_json("show", _summary(ck))
+        else:
+            _print_summary(ck)
+
+
+def _summary(ck: Checkpoint) -> dict[str, object]:
+    index = ck.index
+    own = [info for info in ck.tensors.values() if info.alias_of is None]
+    components: Counter[str] = Counter()
+    dtypes: Counter[str] = Counter()
+    for info in own:
+        components[info.component] += info.nbytes
+        dtypes[info.dtype] += info.nbytes
+    return {
+        "path": ck.path,
+        "step": ck.step,
+        "attempt": index.attempt,
+        "saved_at": index.saved_at,
+        "saved_by": dict(index.saved_by),
+        "world_size": ck.world_size,
+        "mesh": dict(ck.mesh),
+        "nbytes": ck.nbytes,
+        "num_tensors": len(own),
+        "num_aliases": len(ck.tensors) - len(own),
+        "num_values": len(index.catalog.values),
+        "num_files": len(index.files) + len(index.objects),
+        "nbytes_by_component": dict(components),
+        "nbytes_by_dtype": dict(dtypes),
+        "per_rank": {fqn: len(keys) for fqn, keys in index.catalog.per_rank.items()},
+        "metadata": dict(index.metadata),
+    }
+
+
+def _print_summary(ck: Checkpoint) -> None:
+    facts, index = _summary(ck), ck.index
+    saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(index.saved_at))
+    mesh = " x ".join(f"{axis or 'axis'}={n}" for axis, n in index.catalog.mesh)
+    by = ", ".join(f"{name} {version}" for name, version in index.saved_by.items())
+    lines = [
+        ("checkpoint", ck.path),
+        ("step", "-" if ck.step is None else str(ck.step)),
+        ("committed", f"{saved}, attempt {index.attempt}"),
+        ("saved by", f"{ck.world_size} ranks{f', mesh {mesh}' if mesh else ''}, {by}"),
+        ("size", f"{output.size(ck.nbytes)} in {facts['num_files']} files"),
+        ("tensors", f"{facts['num_tensors']}, and {facts['num_aliases']} tied names"),
+        ("values", str(facts["num_values"])),
+    ]
+    lines += [
+        ("component", f"{name}: {output.size(nbytes)}")
+        for name, nbytes in _nbytes(facts["nbytes_by_component"])
+    ]
+    lines += [
+        ("dtype", f"{name}: {output.size(nbytes)}")
+        for name, nbytes in _nbytes(facts["nbytes_by_dtype"])
+    ]
+    for fqn, keys in index.catalog.per_rank.items():
+        lines.append(("per rank", f"{fqn}: {len(keys)} keys"))
+    lines += [("metadata", f"{key} = {value!r}") for key, value in index.metadata.items()]
+    for name, text in lines:
+        click.echo(f"{name:<11} {output.printable(text)}")
+
+
+def _nbytes(counts: object) -> list[tuple[str, int]]:
+    assert isinstance(counts, dict)
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+@click.command()
+@_path
+@click.option("--depth", type=click.IntRange(min=1), default=3, show_default=True)
+@_json
+def tree(path: Path, depth: int, *, as_json: bool) -> None:
+    """Show the names in a checkpoint as a tree, with their sizes."""
+    with checkpoint.open(path) as ck:
+        nbytes: dict[tuple[str, ...], int] = {}
+        leaves: dict[tuple[str, ...], str] = {}
+        for fqn, info in ck.tensors.items():
+            parts = tuple(fqn.split("."))
+            own = info.nbytes if info.alias_of is None else 0
+            for length in range(min(depth, len(parts)) + 1):
+                nbytes[parts[:length]] = nbytes.get(parts[:length], 0) + own
+            if len(parts) <= depth:
+                tied = f" (tied to {info.alias_of})" if info.alias_of else ""
+                leaves[parts] = f"{info.dtype} {list(info.shape)}{tied}"
+    if as_json:
+        rows = [
+            {"name": ".".join(parts), "nbytes": n, "tensor": leaves.get(parts)}
+            for parts, n in nbytes.items()
+        ]
+        output.print_json("tree", {"path": str(path), "depth": depth, "nodes": rows})
+        return
+    click.echo(f"{output.printable(str(path))}  {output.size(nbytes.get((), 0))}")
+    for parts in sorted(part for part in nbytes if part):
+        name = output.printable("  " * len(parts) + parts[-1])
+        what = output.printable(leaves.get(parts, ""))
+        click.echo(f"{name:<48}  {output.size(nbytes[parts]):>8}  {what}".rstrip())
+
+
+@click.command()
+@_path
+@click.option(
+    "--quick", is_flag=True, help="Check the index, sizes and headers only, not every block."
+)
+@_json
+def verify(path: Path, *, quick: bool, as_json: bool) -> None:
+    """Check every byte of a checkpoint and name what is damaged.
+
+    Exit code 1 if anything is.
+    """
+    with output.progress("verify") as update:
+        level: checks.Level = "quick" if quick else "full"
+        report = checks.verify(path, level=level, progress=update)
+    if as_json:
+        facts = {
+            "path": report.path,
+            "level": report.level,
+            "ok": report.ok,
+            "num_files": report.num_files,
+            "nbytes_checked": report.nbytes_checked,
+            "problems": [
+                {
+                    "file": problem.file,
+                    "rank": problem.rank,
+                    "tensor": problem.tensor,
+                    "rows": problem.rows and [problem.rows.start, problem.rows.stop],
+                    "what": problem.what,
+                }
+                for problem in report.problems
+            ],
+            "notes": list(report.notes),
+        }
+        output.print_json("verify", facts)
+    else:
+        for problem in report.problems:
+            click.echo(f"DAMAGED  {output.printable(problem.what)}")
+        for note in report.notes:
+            click.echo(f"note     {output.printable(note)}")
+        checked = f"{report.num_files} files, {output.size(report.nbytes_checked)} checked"
+        verdict = "ok" if report.ok else f"{len(report.problems)} problems; load an older one"
+        click.echo(f"{output.printable(report.path)}: {checked}: {verdict}")
+    if not report.ok:
+        raise click.exceptions.Exit(output.FINDING)

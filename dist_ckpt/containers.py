@@ -1,0 +1,62 @@
+"""The containers of a state: their kinds, and how one is made again. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+
+from dist_ckpt.errors import IncompatibleError
+
+PathKey = str | int
+
+_MAPPING = "dict"
+_DEFAULT = "defaultdict:"
+
+_KINDS: Mapping[type, str] = {
+    dict: _MAPPING,
+    OrderedDict: "OrderedDict",
+    list: "list",
+    tuple: "tuple",
+}
+_TYPES = {kind: cls for cls, kind in _KINDS.items()}
+
+_FACTORIES: Mapping[str, type | None] = {
+    **{cls.__name__: cls for cls in (bool, int, float, complex, str, bytes)},
+    **{cls.__name__: cls for cls in (list, tuple, dict, set, frozenset)},
+    "None": None,
+}
+
+
+def kind_of(value: object) -> str | None:
+    """Return the kind of a container that may hold tensors, or None for anything else."""
+    if type(value) is defaultdict:
+        names = [name for name, cls in _FACTORIES.items() if cls is value.default_factory]
+        return f"{_DEFAULT}{names[0]}" if names else None
+    return _KINDS.get(type(value))
+
+
+def is_mapping(kind: str) -> bool:
+    """Say whether a kind of container has keys of its own."""
+    return kind not in ("list", "tuple")
+
+
+def container(kind: str, items: Iterable[tuple[PathKey, object]]) -> object:
+    """Return a new container. Raises IncompatibleError for a kind of a newer version."""
+    if kind.startswith(_DEFAULT) and kind.removeprefix(_DEFAULT) in _FACTORIES:
+        return defaultdict(_FACTORIES[kind.removeprefix(_DEFAULT)], items)
+    if kind not in _TYPES:
+        raise IncompatibleError(f"a container of kind {kind!r} is unknown: upgrade dist_ckpt")
+    return _TYPES[kind](items if is_mapping(kind) else (value for _, value in items))
+
+
+def entries_of(value: object) -> Mapping[PathKey, object] | None:
+    """Return what a container holds by its keys, or None for anything else."""
+    if kind_of(value) is None:
+        return None
+    assert isinstance(value, Mapping | list | tuple)
+    return value if isinstance(value, Mapping) else dict(enumerate(value))
+
+
+def join(fqn: str, key: PathKey) -> str:
+    """Return the name of a container's child."""
+    return f"{fqn}.{key}" if fqn else str(key)

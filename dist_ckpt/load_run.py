@@ -1,0 +1,158 @@
+"""A load as a sequence of exchanges: open, check, then read, place and load objects.
+
+Until every rank has passed the check nothing that the caller holds is touched; afterwards each
+step begins only when the one before has succeeded everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt import commit, index_codec, paths, wire
+from dist_ckpt.channel import Doc
+from dist_ckpt.coordinator import check_alike
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.index import Catalog, Index, Key
+from dist_ckpt.paths import Attempt
+from dist_ckpt.session import Session
+from dist_ckpt.storage import Storage
+
+# So many problems are spelled out in one message; the others are counted.
+MAX_LISTED = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The checkpoint that all ranks load, and the keys that their per-rank templates have."""
+
+    attempt: Attempt
+    index: Index
+    keys: Mapping[str, Sequence[Key]]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What one rank's check found: what is wrong, and the saved names that it does not ask for."""
+
+    problems: tuple[str, ...]
+    unclaimed: tuple[str, ...]
+
+
+class LoadRun:
+    """One load in progress, as one rank sees it: `open`, `check`, then `step` by step."""
+
+    def __init__(self, ranks: Session, storage: Storage, path: str) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._path = path
+
+    def open(self, survey: Callable[[], Mapping[str, Key]]) -> Found:
+        """Find the checkpoint, once, and hand its index to all. Collective: every rank calls this.
+
+        `survey` returns the keys of this rank's per-rank templates.
+        """
+        ranks = self._ranks
+
+        def describe() -> Doc:
+            keys = wire.pack(tuple(survey().items()))
+            return {"path": self._path, "keys": keys, "bulk": ranks.bulk_epoch}
+
+        found: tuple[Attempt, Index] | None = None
+
+        def find(payloads: Sequence[Doc]) -> Doc:
+            nonlocal found
+            check_alike("load", payloads, ("path",))
+            found = commit.find(self._storage, self._path)
+            keys = _merge_keys([wire.unpack(payload["keys"], tuple) for payload in payloads])
+            bulk = max(payload["bulk"] for payload in payloads)
+            return {"attempt": found[0].name, "keys": wire.pack(keys), "bulk": bulk}
+
+        answer = ranks.channel.exchange("open", describe, find)
+        ranks.bulk_epoch = answer["bulk"]
+        attempt = paths.parse_attempt(answer["attempt"])
+        assert attempt is not None
+        index = self._share_index(None if found is None else found[1])
+        return Found(attempt, index, dict(wire.unpack(answer["keys"], tuple)))
+
+    def _share_index(self, index: Index | None) -> Index:
+        """Broadcast the index: it is read once, whatever the number of ranks."""
+        shared = index
+
+        def receive() -> Doc:
+            nonlocal shared
+            if self._ranks.channel.world_size > 1:
+                encoded = None if index is None else index_codec.encode(index)
+                data = self._ranks.bulk().broadcast(encoded)
+                decoded = index_codec.decode(data)
+                assert isinstance(decoded, Index)
+                shared = decoded
+            return None
+
+        self._ranks.channel.exchange("index", receive, lambda _: None)
+        assert shared is not None
+        return shared
+
+    def check(
+        self,
+        catalog: Catalog,
+        examine: Callable[[], Findings],
+        word_unexpected: Callable[[Sequence[str]], Sequence[str]],
+    ) -> tuple[str, ...]:
+        """Agree that all ranks can load; return the names that none of them asks for. Collective.
+
+        Raises IncompatibleError with every problem of every rank, on all ranks.
+        `word_unexpected` says which problems unexpected names are.
+        """
+        names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
+
+        def describe() -> Doc:
+            findings = examine()
+            unclaimed = set(findings.unclaimed)
+            # One bit a name: lists of names would grow with tensors times ranks.
+            bits = sum(1 << i for i, name in enumerate(names) if name in unclaimed)
+            size = (len(names) + 7) // 8
+            return {"problems": list(findings.problems), "unclaimed": bits.to_bytes(size, "big")}
+
+        def judge(payloads: Sequence[Doc]) -> Doc:
+            bits = -1
+            for payload in payloads:
+                bits &= int.from_bytes(payload["unclaimed"], "big")
+            unexpected = [name for i, name in enumerate(names) if bits >> i & 1]
+            problems = _merge_problems([payload["problems"] for payload in payloads])
+            problems += word_unexpected(unexpected)
+            if problems:
+                raise IncompatibleError(self._message(problems))
+            return unexpected
+
+        return tuple(self._ranks.channel.exchange("check", describe, judge))
+
+    def _message(self, problems: Sequence[str]) -> str:
+        more = len(problems) - MAX_LISTED
+        lines = [*problems[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
+        listed = "".join(f"\n  - {line}" for line in lines)
+        return f"{self._path} does not fit the state; nothing was changed:{listed}"
+
+    def step(self, phase: str, work: Callable[[], None]) -> None:
+        """Do one step of the load on all ranks, or raise what any rank raised. Collective."""
+        self._ranks.channel.exchange(phase, work, lambda _: None)
+
+
+def _merge_keys(ranks: Sequence[tuple[tuple[str, Key], ...]]) -> tuple[tuple[str, object], ...]:
+    merged: dict[str, dict[Key, None]] = {}
+    for keys in ranks:
+        for fqn, key in keys:
+            merged.setdefault(fqn, {})[key] = None
+    return tuple((fqn, tuple(keys)) for fqn, keys in merged.items())
+
+
+def _merge_problems(ranks: Sequence[Sequence[str]]) -> list[str]:
+    """Say each problem once, and on which ranks it is where it is not on all of them."""
+    found: dict[str, list[int]] = {}
+    for rank, problems in enumerate(ranks):
+        for problem in problems:
+            found.setdefault(problem, []).append(rank)
+    return [
+        problem if len(who) == len(ranks) else f"{problem} (rank {', '.join(map(str, who[:8]))})"
+        for problem, who in found.items()
+    ]

@@ -1,0 +1,212 @@
+"""`dc.load`: index, wanted regions, plan, check; then read and verify, and place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+
+from dist_ckpt import objects, paths
+from dist_ckpt.binding import bind, survey, unexpected_problem
+from dist_ckpt.errors import CorruptError
+from dist_ckpt.index import Index, Key
+from dist_ckpt.load_planner import plan_load, problems_of
+from dist_ckpt.load_run import Findings, Found, LoadRun
+from dist_ckpt.memory import Target
+from dist_ckpt.open_files import OpenFiles, open_files, read_objects
+from dist_ckpt.phases import Phases
+from dist_ckpt.reader import ReadTotals, read
+from dist_ckpt.region import Piece, Region, Shape
+from dist_ckpt.reports import LoadReport
+from dist_ckpt.saved import saved_of
+from dist_ckpt.selection import selection_of
+from dist_ckpt.session import Session, session_of
+from dist_ckpt.sharding import ShardingConfig
+from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.torch_objects import MAKE
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The options of `load`."""
+
+    sharding: ShardingConfig | None = None
+    strict: bool = True
+    verify: bool = True
+    check_first: bool = False
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    rename: Mapping[str, str | None] | None = None
+
+
+def load(
+    state: MutableMapping[str | int, object],
+    path: str | os.PathLike[str],
+    *,
+    sharding: ShardingConfig | None = None,
+    group: ProcessGroup | None = None,
+    strict: bool = True,
+    verify: bool = True,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Mapping[str, str | None] | None = None,
+    check_first: bool = False,
+) -> LoadReport:
+    """Fill a state from the checkpoint at `path`. Collective: every rank of `group` calls this.
+
+    Any layout loads into any other. Names, shapes, dtypes, coverage, file sizes and headers are
+    agreed by all ranks before the first byte lands: until then nothing is touched. Every block is
+    checked as it is read. If one is damaged, all ranks raise the same CorruptError, whose
+    `touched` names the tensors that may hold partial data; no object's `load_state_dict` has run.
+    With `check_first` all blocks are verified before the first byte lands, by reading twice.
+
+    `strict` makes names that are missing or unexpected an error; shape, dtype and coverage always
+    are one. `include` and `exclude` are globs that cut both sides, `rename` maps globs of saved
+    names to names here. An empty mapping or None in the state takes what was saved there.
+    """
+    options = LoadOptions(sharding, strict, verify, check_first, include, exclude, rename)
+    return load_together(session_of(group), state, path, options)
+
+
+def load_together(
+    ranks: Session,
+    state: MutableMapping[str | int, object],
+    path: str | os.PathLike[str],
+    options: LoadOptions,
+    storage: Storage | None = None,
+) -> LoadReport:
+    """Load over a given session. Collective: every rank of the session calls this."""
+    with ranks.operation("load"), ExitStack() as files:
+        return _Load(ranks, state, path, options, storage, files).run()
+
+
+class _Load:
+    """One rank's side of one load; its methods run inside the exchanges."""
+
+    def __init__(
+        self,
+        ranks: Session,
+        state: MutableMapping[str | int, object],
+        path: str | os.PathLike[str],
+        options: LoadOptions,
+        storage: Storage | None,
+        files: ExitStack,
+    ) -> None:
+        self._ranks = ranks
+        self._state = state
+        self._options = options
+        own, self._path = open_storage(path)
+        self._storage = storage or own
+        self._stack = files
+        self._phases = Phases("load", self._path, quiet=ranks.channel.rank != 0)
+
+    def run(self) -> LoadReport:
+        phases = self._phases
+        run = LoadRun(self._ranks, self._storage, self._path)
+        with phases.phase("open"):
+            found = run.open(self._survey)
+            self._folder = f"{self._path}/{found.attempt.name}"
+        with phases.phase("check"):
+            unexpected = run.check(
+                found.index.catalog, lambda: self._examine(found), self._word_unexpected
+            )
+        with phases.phase("read"):
+            if self._options.check_first:
+                run.step("check first", self._read_nowhere)
+            run.step("read", self._read)
+        with phases.phase("place"):
+            run.step("place", lambda: self._binding.place(self._objects))
+            run.step("objects", self._binding.load_objects)
+        return self._report(found, unexpected)
+
+    def _survey(self) -> Mapping[str, Key]:
+        channel = self._ranks.channel
+        self._template = survey(
+            self._state,
+            sharding=self._options.sharding,
+            rank=channel.rank,
+            world_size=channel.world_size,
+            group_ranks=self._ranks.group_ranks,
+        )
+        return self._template.keys
+
+    def _examine(self, found: Found) -> Findings:
+        """Bind, plan, and open what will be read; nothing live changes."""
+        index, options = found.index, self._options
+        main = self._read_objects(index, paths.OBJECTS)
+        self._binding = binding = bind(
+            self._template,
+            saved_of(index.catalog, main, rename=options.rename),
+            strict=options.strict,
+            selection=selection_of(options.include, options.exclude),
+            keys=found.keys,
+        )
+        problems = (*binding.problems, *problems_of(index.catalog, binding.wanted))
+        if not problems:
+            self._plan = plan_load(index, binding.wanted)
+            names = [paths.objects_file(rank) for rank in binding.needs]
+            self._objects = [self._read_objects(index, name) for name in names]
+            self._files = self._open(index)
+        return Findings(problems, binding.unclaimed)
+
+    def _word_unexpected(self, unexpected: Sequence[str]) -> Sequence[str]:
+        return (unexpected_problem(unexpected),) if unexpected and self._options.strict else ()
+
+    def _read_objects(self, index: Index, name: str) -> objects.ObjectsFile:
+        for record in index.objects:
+            if record.name == name:
+                data = read_objects(self._storage, self._folder, record)
+                return objects.decode(data, make=MAKE)
+        raise CorruptError(f"{self._folder}: the index lists no {name}; load an older checkpoint")
+
+    def _open(self, index: Index) -> OpenFiles:
+        threads = self._ranks.config.threads
+        files = open_files(self._storage, self._folder, index, self._plan, threads=threads)
+        return self._stack.enter_context(files)
+
+    def _read_nowhere(self) -> None:
+        """Verify every block that will be read, without touching anything."""
+        nowhere = _Nowhere()
+        targets = {
+            (wanted.fqn, part): nowhere
+            for wanted in self._binding.wanted
+            for part in range(len(wanted.cells))
+        }
+        self._read_into(targets, verify=True)
+
+    def _read(self) -> None:
+        verify = self._options.verify
+        self._totals = self._read_into(self._binding.allocate(), verify=verify)
+
+    def _read_into(self, targets: Mapping[tuple[str, int], Target], *, verify: bool) -> ReadTotals:
+        threads = self._ranks.config.threads
+        return read(self._files, self._plan, targets, verify=verify, threads=threads)
+
+    def _report(self, found: Found, unexpected: tuple[str, ...]) -> LoadReport:
+        binding = self._binding
+        return LoadReport(
+            path=self._path,
+            step=found.index.step,
+            attempt=found.attempt.name,
+            restored=binding.restored,
+            resharded=binding.resharded,
+            missing=binding.missing,
+            unexpected=unexpected,
+            dropped=binding.dropped,
+            nbytes_read=self._totals.nbytes_read,
+            nbytes_placed=self._totals.nbytes_placed,
+            seconds=self._phases.seconds,
+        )
+
+
+class _Nowhere:
+    """A target that keeps nothing: what is read for it is only verified."""
+
+    def memory(self) -> memoryview | None:
+        return None
+
+    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+        pass

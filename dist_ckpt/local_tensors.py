@@ -1,0 +1,103 @@
+"""Local tensors: those whose memory is their value, their dtypes, and arrays seen as tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dist_ckpt.dtypes import DTYPES
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.torch_private import AsyncCollectiveTensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
+    """Return a tensor whose memory is its value, detached; refuse every other by name.
+
+    Raises TypeError for its class or layout, ValueError if its memory is gone.
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    if remedy := _remedy(tensor):
+        raise TypeError(f"{fqn}: {class_name(tensor)} cannot be stored: {remedy}")
+    tensor = tensor.detach()
+    if tensor.numel() and not tensor.is_meta and not _has_memory(tensor):
+        raise ValueError(
+            f"{fqn}: the memory of this tensor is not there: it was freed (a resharded or "
+            "offloaded parameter), or belongs to a torch transform; take its state when it is whole"
+        )
+    return tensor
+
+
+def _remedy(tensor: torch.Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "run the module once, so that its parameters exist"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return (
+            "its memory is not its value; store the plain tensors that it is made of, or give the "
+            "class `__create_chunk_list__` and `__get_tensor_shard__`"
+        )
+    if tensor.is_nested:
+        return "a nested tensor; store its `values()` and `offsets()`, or the parts of `unbind()`"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}; store `to_dense()`, or its indices and values"
+    if tensor.is_quantized:
+        return "it is quantised; store `int_repr()`, the scales and the zero points"
+    return None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    needed = 1 + tensor.storage_offset() + sum((n - 1) * stride for n, stride in dims)
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() != 0 and storage.nbytes() >= needed * tensor.itemsize
+    except RuntimeError:
+        return False
+
+
+def dtype_name(dtype: torch.dtype, fqn: str) -> str:
+    """Return our name of a torch dtype. Raises TypeError if it cannot be stored."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise TypeError(f"{fqn}: dtype {name} cannot be stored: convert it to one that can")
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of one of our names. Raises IncompatibleError if torch lacks it."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise IncompatibleError(f"torch {torch.__version__} has no dtype {name}: upgrade torch")
+    return dtype
+
+
+def from_numpy(array: np.ndarray, fqn: str, *, writable: bool) -> torch.Tensor:
+    """Return a tensor over a numpy array's memory, for `describe`.
+
+    Where it need not be writable, arrays that torch cannot see are copied. Raises TypeError for
+    a class or dtype that torch lacks, ValueError if it must be writable and cannot be.
+    """
+    if type(array).__name__ not in ("ndarray", "memmap"):
+        raise TypeError(f"{fqn}: {class_name(array)} is more than an array: store its parts")
+    steps = [stride >= 0 and stride % array.itemsize == 0 for stride in array.strides]
+    fits = array.flags.writeable and all(steps)
+    if writable and not fits:
+        raise ValueError(
+            f"{fqn}: a read-only or reversed array, or a field of one, cannot be loaded into: copy it"
+        )
+    try:
+        return torch.from_numpy(array if fits else array.copy())
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{fqn}: a numpy array of dtype {array.dtype} cannot be stored ({error}): convert it "
+            "to a dtype that torch has"
+        ) from error
+
+
+def class_name(value: object) -> str:
+    """Return the full name of a value's class, for messages."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,300 @@
+"""Inventories of all ranks -> one plan that all of them share, and each rank's part of it.
+
+Everything here is a function of its arguments, so ranks that were sent the same inventories make
+the same plan without another message. Work is done once for each different layout, not for each
+tensor on each rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt import paths
+from dist_ckpt.balance import Holding, balance, cell_numels
+from dist_ckpt.digest import BLOCK_NBYTES
+from dist_ckpt.dtypes import DTYPES
+from dist_ckpt.holders import Share, differing, held_by
+from dist_ckpt.index import Catalog, Component, TensorRecord
+from dist_ckpt.inventories import (
+    Body,
+    bodies_of,
+    components_of,
+    key_holders,
+    kind_problems,
+    merged_mesh,
+    merged_names,
+    merged_numpy,
+    merged_tree,
+    untied,
+    value_holders,
+)
+from dist_ckpt.layout import Layout
+from dist_ckpt.mesh import cells_of
+from dist_ckpt.plan import (
+    FilePlan,
+    Inventory,
+    ReplicaGroup,
+    Ruled,
+    SavePlan,
+    TensorEntry,
+    View,
+    WriteItem,
+)
+from dist_ckpt.region import Cell, Region, Shape
+from dist_ckpt.shard_file import ShardFile, arrange, header_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """What all ranks say of one tensor: `layout` is the one in which they hold it."""
+
+    dtype: str
+    shape: Shape
+    component: str
+    layout: Layout
+
+
+def plan_save(
+    inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
+) -> SavePlan:
+    """Return the plan of a save: each different inventory, with the ranks that sent it.
+
+    Raises ValueError, with every problem, unless the ranks' states make one checkpoint.
+    """
+    bodies, aliases = untied(bodies_of(inventories, world_size))
+    problems = kind_problems(bodies)
+    tree = merged_tree(bodies, problems)
+    tensors = _tensors(bodies, problems)
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise ValueError(
+            f"the states of the ranks do not make one checkpoint:{listed}\n"
+            "Make the ranks agree, or wrap what each rank has for itself in dc.PerRank."
+        )
+    stored = balance(
+        [Holding(fqn, DTYPES[t.dtype].itemsize, t.layout) for fqn, t in tensors.items()],
+        world_size,
+    )
+    components = components_of(bodies)
+    numbers = {component.name: number for number, component in enumerate(components)}
+    layouts: dict[int, tuple[int, Layout]] = {}
+    records = {}
+    for fqn, tensor in tensors.items():
+        layout = stored[fqn].layout
+        records[fqn] = TensorRecord(
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            layout=layouts.setdefault(id(layout), (len(layouts), layout))[0],
+            rotation=stored[fqn].rotation,
+            component=numbers.get(tensor.component, 0),
+        )
+    values, keys = value_holders(bodies), key_holders(bodies)
+    catalog = Catalog(
+        world_size=world_size,
+        mesh=merged_mesh(bodies),
+        components=components,
+        layouts=tuple(layout for _, layout in layouts.values()),
+        tensors=records,
+        aliases=aliases,
+        values={fqn: ranks[0] for fqn, ranks in values.items()},
+        per_rank={fqn: tuple((key, who[0]) for key, who in keys[fqn]) for fqn in keys},
+    )
+    split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn].layout is not t.layout}
+    names, numpy = merged_names(bodies), merged_numpy(bodies)
+    return SavePlan(catalog, split, values, keys, tree, names, numpy)
+
+
+def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
+    """Return the shard files that a rank writes, by component; none where it stores nothing."""
+    catalog = plan.catalog
+    held = [_cells_on(layout, rank) for layout in catalog.layouts]
+    cells: dict[int, list[tuple[str, str, Shape, Cell]]] = {}
+    for fqn, record in catalog.tensors.items():
+        for here in held[record.layout]:
+            if (here.number + record.rotation) % here.replicas == here.place:
+                entry = fqn, record.dtype, record.shape, here.cell
+                cells.setdefault(record.component, []).append(entry)
+    return tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+
+
+def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
+    """Return the bytes of the shards in each file of a save, by component and rank."""
+    itemsizes: dict[tuple[int, int, int], int] = {}
+    for record in catalog.tensors.values():
+        key = record.component, record.layout, record.rotation
+        itemsizes[key] = itemsizes.get(key, 0) + DTYPES[record.dtype].itemsize
+    numels = [cell_numels(layout.cut) for layout in catalog.layouts]
+    nbytes: dict[tuple[int, int], int] = {}
+    for (component, number, rotation), itemsize in itemsizes.items():
+        layout = catalog.layouts[number]
+        for cell, numel in enumerate(numels[number]):
+            file = component, layout.holder(cell, rotation)
+            nbytes[file] = nbytes.get(file, 0) + numel * itemsize
+    return nbytes
+
+
+def replica_groups_of(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
+    """Return what a rank holds together with others, by the ranks that hold it.
+
+    Every rank of a group gets the same group.
+    """
+    catalog = plan.catalog
+    cells: dict[tuple[int, ...], list[tuple[str, Cell]]] = {}
+    values: dict[tuple[int, ...], list[str]] = {}
+    shared: dict[int, list[tuple[Cell, list[tuple[str, Cell]]]]] = {}
+    for fqn, record in catalog.tensors.items():
+        layout = plan.held.get(fqn) or catalog.layouts[record.layout]
+        if id(layout) not in shared:
+            shared[id(layout)] = [
+                (here.cell, cells.setdefault(layout.holders[here.number], []))
+                for here in _cells_on(layout, rank)
+                if here.replicas > 1
+            ]
+        for cell, group in shared[id(layout)]:
+            group.append((fqn, cell))
+    for fqn, ranks in plan.value_holders.items():
+        if len(ranks) > 1 and _contains(ranks, rank):
+            values.setdefault(ranks, []).append(fqn)
+    for fqn, keys in plan.per_rank_holders.items():
+        for _, ranks in keys:
+            if len(ranks) > 1 and _contains(ranks, rank):
+                values.setdefault(ranks, []).append(fqn)
+    return tuple(
+        ReplicaGroup(ranks, tuple(cells.get(ranks, ())), tuple(values.get(ranks, ())))
+        for ranks in sorted(cells.keys() | values.keys())
+    )
+
+
+def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tuple[Cell, ...]]:
+    """Return the cells of each tensor in a rank's own inventory, in the order of its local parts.
+
+    Every shard that the rank stores lies in exactly one of them. A local tensor under a
+    ShardingConfig is one cell, an empty one where nothing of the tensor is left for the rank.
+    An alias is listed where the other ranks do not tie it, with the cells of what it is tied to.
+    """
+    catalog = plan.catalog
+    known: dict[tuple[int, Shape], tuple[Cell, ...]] = {}
+    ruled: dict[int, tuple[Cell, ...]] = {}
+    held = {}
+    for entry in inventory.tensors:
+        view = inventory.views[entry.view]
+        if isinstance(view, Ruled):
+            layout = plan.held.get(entry.fqn) or catalog.layouts[catalog.tensors[entry.fqn].layout]
+            if id(layout) not in ruled:
+                ruled[id(layout)] = tuple(here.cell for here in _cells_on(layout, rank))
+            held[entry.fqn] = ruled[id(layout)] or (Region.whole(entry.shape),)
+            continue
+        key = entry.view, entry.shape
+        if key not in known:
+            cells = cells_of(view, rank, entry.shape)
+            # However an empty tensor is cut, it is stored as one empty cell.
+            empty = (Region.whole(entry.shape),) * len(cells)
+            known[key] = empty if 0 in entry.shape else cells
+        held[entry.fqn] = known[key]
+    for fqn, canonical in inventory.aliases:
+        if fqn in catalog.tensors:
+            held[fqn] = held[canonical]
+    return held
+
+
+# --- the tensors of all ranks ----------------------------------------------------------------
+
+
+def _tensors(bodies: Sequence[Body], problems: list[str]) -> dict[str, _Tensor]:
+    """Return what all ranks say of each tensor, in the order of the state."""
+    views: dict[View, int] = {}
+    numbers = [[views.setdefault(v, len(views)) for v in body.inventory.views] for body in bodies]
+    said: dict[str, list[tuple[int, TensorEntry]]] = {}
+    for number, body in enumerate(bodies):
+        for entry in body.inventory.tensors:
+            said.setdefault(entry.fqn, []).append((number, entry))
+    ways = list(views)
+    # How a tensor is held, for each combination of bodies, views and shapes: there are few.
+    known: dict[tuple[tuple[int, int, Shape], ...], tuple[Shape, Layout] | ValueError] = {}
+    layouts: dict[Layout, Layout] = {}
+    tensors = {}
+    for fqn, entries in said.items():
+        key = tuple((n, numbers[n][entry.view], entry.shape) for n, entry in entries)
+        if key not in known:
+            shares = [Share(bodies[n].ranks, ways[view], shape) for n, view, shape in key]
+            try:
+                shape, layout = held_by(shares)
+                known[key] = shape, layouts.setdefault(layout, layout)
+            except ValueError as error:
+                known[key] = error
+        held = known[key]
+        said_of = [(bodies[n], entry) for n, entry in entries]
+        disagreements = _disagreements(said_of) if len(entries) > 1 else []
+        if isinstance(held, ValueError):
+            disagreements.append(str(held))
+        problems += (f"{fqn}: {problem}" for problem in disagreements)
+        if not disagreements and not isinstance(held, ValueError):
+            body, entry = said_of[0]
+            component = body.inventory.components[entry.component]
+            tensors[fqn] = _Tensor(entry.dtype, held[0], component, held[1])
+    return tensors
+
+
+def _disagreements(said: Sequence[tuple[Body, TensorEntry]]) -> list[str]:
+    problems = []
+    if len({entry.dtype for _, entry in said}) > 1:
+        problems.append("dtype " + differing((entry.dtype, body.ranks) for body, entry in said))
+    components = [(body.inventory.components[entry.component], body.ranks) for body, entry in said]
+    if len({name for name, _ in components}) > 1:
+        problems.append("component " + differing(components))
+    return problems
+
+
+# --- one rank's part -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldCell:
+    """A cell that a rank holds, as replica number `place` of `replicas`."""
+
+    number: int
+    place: int
+    replicas: int
+    cell: Cell
+
+
+def _cells_on(layout: Layout, rank: int) -> list[_HeldCell]:
+    found = []
+    for number, ranks in enumerate(layout.holders):
+        if ranks[0] <= rank <= ranks[-1]:
+            place = bisect_left(ranks, rank)
+            if ranks[place] == rank:
+                found.append(_HeldCell(number, place, len(ranks), layout.cell(number)))
+    return found
+
+
+def _contains(ranks: tuple[int, ...], rank: int) -> bool:
+    place = bisect_left(ranks, rank)
+    return place < len(ranks) and ranks[place] == rank
+
+
+def _file_plan(
+    catalog: Catalog, number: int, rank: int, cells: Sequence[tuple[str, str, Shape, Cell]]
+) -> FilePlan:
+    component: Component = catalog.components[number]
+    shards = arrange(cells)
+    file = ShardFile(
+        component=component.name,
+        rank=rank,
+        world_size=catalog.world_size,
+        step=None,
+        block_nbytes=BLOCK_NBYTES,
+        header_nbytes=0,
+        shards=shards,
+    )
+    header = header_nbytes(file)
+    return FilePlan(
+        name=paths.shard_file(component.stem, rank),
+        component=number,
+        rank=rank,
+        header_nbytes=header,
+        nbytes=header + file.nbytes,
+        items=tuple(WriteItem(s.name, s.fqn, s.dtype, s.shape, s.cell, s.span) for s in shards),
+    )

@@ -1,0 +1,268 @@
+"""`dc.save`: inventory, agree and claim, write, receipts and verdict."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import isfinite
+
+from torch.distributed import ProcessGroup
+
+from dist_ckpt import objects, paths
+from dist_ckpt.coordinator import SaveRequest, SaveRun, Verdict
+from dist_ckpt.digest import document_digest
+from dist_ckpt.index import Json
+from dist_ckpt.paths import Attempt
+from dist_ckpt.phases import Phases
+from dist_ckpt.plan import Receipt, ReplicaGroup, SavePlan
+from dist_ckpt.replicas import digest_sample
+from dist_ckpt.reports import SaveReport
+from dist_ckpt.save_planner import held_cells, items_of, replica_groups_of
+from dist_ckpt.session import Session, session_of
+from dist_ckpt.sharding import ShardingConfig
+from dist_ckpt.state import LocalState, take
+from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.writer import RankFiles, Sources, source_of, write_all
+
+# The user's metadata lies in the objects file; its short scalars are mirrored in the index, so
+# that listing checkpoints reads one document.
+MAX_MIRRORED_CHARS = 1024
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """The options of `save`, checked by `check` once a rank's error can reach the others."""
+
+    step: int | None = None
+    sharding: ShardingConfig | None = None
+    overwrite: bool = False
+    metadata: Mapping[str, object] | None = None
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for options that make no sense."""
+        if self.step is not None and type(self.step) is not int:
+            raise TypeError(f"step={self.step!r}: give a whole number or None")
+        if self.step is not None and not 0 <= self.step < 1 << 63:
+            raise ValueError(f"step={self.step}: give a number from 0 to 2**63 - 1")
+        if self.sharding is not None and not isinstance(self.sharding, ShardingConfig):
+            raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
+        if type(self.overwrite) is not bool:
+            raise TypeError(f"overwrite={self.overwrite!r}: give True or False")
+        if self.metadata is not None:
+            if not isinstance(self.metadata, Mapping):
+                raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
+            objects.check_plain(dict(self.metadata), "metadata")
+
+
+def save(
+    state: Mapping[str | int, object],
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    sharding: ShardingConfig | None = None,
+    group: ProcessGroup | None = None,
+    overwrite: bool = False,
+    metadata: Mapping[str, object] | None = None,
+) -> SaveReport:
+    """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
+
+    `path` is on storage that all ranks share. On return the checkpoint is complete and durable on
+    every rank; if it raises, on all ranks, there is none from this call and older ones are as
+    they were. Saving changes nothing in the state and runs no step of an optimizer.
+
+    `sharding` says how plain local tensors are parts of global ones; `overwrite` replaces the
+    checkpoint that is there once the new one is durable; `metadata` is plain data to keep with
+    it. Raises ValueError or TypeError for a state that cannot be saved or that ranks disagree
+    on, ExistsError, ConflictError, StorageError, and RankError if a rank dies or never calls.
+    """
+    options = SaveOptions(step, sharding, overwrite, metadata)
+    return save_together(session_of(group), state, path, options)
+
+
+def save_together(
+    ranks: Session,
+    state: Mapping[str | int, object],
+    path: str | os.PathLike[str],
+    options: SaveOptions,
+    storage: Storage | None = None,
+) -> SaveReport:
+    """Save over a given session. Collective: every rank of the session calls this."""
+    with ranks.operation("save"):
+        return _Save(ranks, state, path, options, storage).run()
+
+
+class _Save:
+    """One rank's side of one save; the callbacks run inside the exchanges."""
+
+    def __init__(
+        self,
+        ranks: Session,
+        state: Mapping[str | int, object],
+        path: str | os.PathLike[str],
+        options: SaveOptions,
+        storage: Storage | None,
+    ) -> None:
+        self._ranks = ranks
+        self._rank = ranks.channel.rank
+        self._state = state
+        self._options = options
+        self._storage, self._path = open_storage(path)
+        if storage is not None:
+            self._storage = storage
+        self._phases = Phases("save", self._path, quiet=self._rank != 0)
+
+    def run(self) -> SaveReport:
+        phases = self._phases
+        run = SaveRun(self._ranks, self._storage, self._path)
+        with phases.phase("agree"):
+            plan, attempt = run.agree(self._request, lambda: self._take().inventory)
+        with phases.phase("write"):
+            verdict = run.settle(
+                plan,
+                attempt,
+                lambda: self._write(plan, attempt),
+                lambda group: self._replica_digests(plan, group),
+            )
+        with phases.phase("clean up"):
+            run.clean_up()
+        return self._report(plan, verdict)
+
+    def _request(self) -> SaveRequest:
+        options = self._options
+        options.check()
+        metadata = dict(options.metadata or {})
+        return SaveRequest(
+            path=self._path,
+            step=options.step,
+            overwrite=options.overwrite,
+            metadata=document_digest(objects.encode_value(metadata)),
+            mirrored=_mirrored(metadata),
+            saved_by={"dist_ckpt": version("dist-ckpt"), "torch": version("torch")},
+        )
+
+    def _take(self) -> LocalState:
+        self._local = take(
+            self._state,
+            sharding=self._options.sharding,
+            rank=self._rank,
+            world_size=self._ranks.channel.world_size,
+            group_ranks=self._ranks.group_ranks,
+        )
+        return self._local
+
+    def _write(self, plan: SavePlan, attempt: Attempt) -> Receipt:
+        start = time.monotonic()
+        sources = self._sources(plan)
+        files = RankFiles(
+            catalog=plan.catalog,
+            step=self._options.step,
+            plans=items_of(plan, self._rank),
+            sources=sources,
+            objects=objects_files(plan, self._local, self._rank, self._options.metadata or {}),
+        )
+        folder = f"{self._path}/{attempt.name}"
+        written = write_all(self._storage, folder, files, threads=self._ranks.config.threads)
+        replicas = []
+        for group in replica_groups_of(plan, self._rank):
+            members = self._digests(group, sources).values()
+            replicas.append((_group_id(group), document_digest("".join(members).encode())))
+        return Receipt(written, tuple(replicas), time.monotonic() - start)
+
+    def _sources(self, plan: SavePlan) -> Sources:
+        held = held_cells(self._local.inventory, self._rank, plan)
+        return {
+            fqn: tuple(zip(held[fqn], parts, strict=True))
+            for fqn, parts in self._local.sources.items()
+        }
+
+    def _digests(self, group: ReplicaGroup, sources: Sources) -> dict[str, str]:
+        """Digest this rank's copy of each member of a replica group, by name."""
+        digests = {}
+        for fqn, cell in group.cells:
+            name = f"{fqn}[{cell}]"
+            digests[name] = digest_sample(source_of(sources, fqn, cell), name)
+        for fqn in group.values:
+            digests[fqn] = document_digest(objects.encode_value(self._value(fqn)))
+        return digests
+
+    def _value(self, fqn: str) -> object:
+        if fqn in self._local.values:
+            return self._local.values[fqn]
+        return self._local.per_rank[fqn]
+
+    def _replica_digests(self, plan: SavePlan, wanted: str) -> dict[str, str]:
+        for group in replica_groups_of(plan, self._rank):
+            if _group_id(group) == wanted:
+                return self._digests(group, self._sources(plan))
+        return {}
+
+    def _report(self, plan: SavePlan, verdict: Verdict) -> SaveReport:
+        return SaveReport(
+            path=self._path,
+            step=self._options.step,
+            attempt=verdict.attempt,
+            nbytes=verdict.nbytes,
+            num_tensors=len(plan.catalog.tensors),
+            num_files=verdict.num_files,
+            seconds=self._phases.seconds,
+            slowest_rank=verdict.slowest_rank,
+            slowest_s=verdict.slowest_s,
+        )
+
+
+def objects_files(
+    plan: SavePlan, local: LocalState, rank: int, metadata: Mapping[str, object]
+) -> dict[str, bytes]:
+    """Return the objects files that a rank writes, encoded, by name.
+
+    The coordinator writes the global one. Every rank writes what only it stores, if there is any.
+    """
+    stored = {
+        fqn: local.values[fqn]
+        for fqn, holder in plan.catalog.values.items()
+        if holder == rank and fqn in local.values
+    }
+    per_rank = {
+        fqn: {key: local.per_rank[fqn][1]}
+        for fqn, keys in plan.catalog.per_rank.items()
+        for key, holder in keys
+        if holder == rank and fqn in local.per_rank and local.per_rank[fqn][0] == key
+    }
+    files = {}
+    if rank == 0:
+        names = {names.fqn: list(names.names) for names in plan.name_lists}
+        main = objects.ObjectsFile(
+            tree=plan.tree,
+            values={**stored, **names},
+            per_rank={},
+            numpy=plan.numpy,
+            metadata=dict(metadata),
+        )
+        files[paths.OBJECTS] = objects.encode(main)
+        stored = {}
+    if stored or per_rank:
+        own = objects.ObjectsFile(tree=(), values=stored, per_rank=per_rank, numpy=(), metadata={})
+        files[paths.objects_file(rank)] = objects.encode(own)
+    return files
+
+
+def _group_id(group: ReplicaGroup) -> str:
+    # The ranks alone tell groups apart: what they hold together follows from the shared plan.
+    return document_digest(repr(group.ranks).encode())
+
+
+def _mirrored(metadata: Mapping[str, object]) -> dict[str, Json]:
+    """Return the short scalars of the metadata; JSON has no NaN, so those become strings."""
+    mirrored: dict[str, Json] = {}
+    for key, value in metadata.items():
+        if type(key) is not str:
+            continue
+        if value is None or type(value) is bool or (type(value) is int and abs(value) < 1 << 63):
+            mirrored[key] = value
+        elif type(value) is float:
+            mirrored[key] = value if isfinite(value) else str(value)
+        elif type(value) is str and len(value) <= MAX_MIRRORED_CHARS:
+            mirrored[key] = value
+    return mirrored

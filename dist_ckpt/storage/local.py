@@ -1,0 +1,328 @@
+"""The storage of local and mounted file systems: POSIX calls and their pitfalls.
+
+Linux first; macOS with F_FULLFSYNC.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+
+from dist_ckpt.digest import Buffer
+from dist_ckpt.errors import CorruptError, StorageError
+from dist_ckpt.storage.protocol import Entry, ReadableFile, WritableFile
+
+# One call moves at most 2 GiB on Linux, and fails above that on macOS.
+_MAX_CALL_NBYTES = 1 << 30
+
+# What a call says where the file system has no such operation.
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+_REMEDIES = {
+    errno.ENOSPC: "free space, or save somewhere else",
+    errno.EDQUOT: "free space in this quota, or save somewhere else",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), or save to another file system",
+    errno.EROFS: "mount the file system writable, or choose another path",
+    errno.EACCES: "give this user the permission, or choose another path",
+    errno.EPERM: "give this user the permission, or choose another path",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ELOOP: "choose a path without circular links",
+    errno.ENOTDIR: "a part of the path is a file; choose another path",
+    errno.ENOTEMPTY: "look what is in it",
+    errno.ENOTSUP: "choose a file system where a checkpoint can be committed safely",
+}
+_OTHERWISE = "check the disk or the network (the kernel's log may say more), then try again"
+
+
+class LocalStorage:
+    """Keeps the `Storage` protocol on a file system. Has no state; threads may share it."""
+
+    def list(self, folder: str) -> Sequence[Entry]:
+        """Return the entries of a folder, sorted by name; links and devices are "other"."""
+        with _errors_of(folder, FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+            return sorted(entry for item in found if (entry := _entry(item)) is not None)
+
+    def make_folder(self, folder: str) -> None:
+        """Create one folder, readable and writable as the umask says."""
+        passed = (FileExistsError, FileNotFoundError, NotADirectoryError)
+        with _errors_of(folder, *passed):
+            os.mkdir(folder)
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        """Create a file exclusively and reserve its space; a file that finds none is removed."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        with _errors_of(path, FileExistsError, FileNotFoundError):
+            fd = os.open(path, flags, 0o666)
+            try:
+                _reserve(fd, nbytes)
+            except OSError:
+                os.close(fd)
+                with suppress(OSError):
+                    os.unlink(path)
+                raise
+        return _LocalWritableFile(path, fd)
+
+    def open(self, path: str) -> ReadableFile:
+        """Open a regular file; a link or a pipe in its place is refused without waiting."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with _errors_of(path, FileNotFoundError):
+            try:
+                fd = os.open(path, flags)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO) and _is_odd(path):
+                    raise _not_a_file(path) from None
+                raise
+            try:
+                status = os.fstat(fd)
+            except OSError:
+                os.close(fd)
+                raise
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise _not_a_file(path)
+        return _LocalReadableFile(path, fd, status.st_size)
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename without replacing: by the system's own call, else by a link for a file."""
+        with _errors_of(new, FileExistsError, FileNotFoundError):
+            if _rename_exclusively(old, new):
+                return
+            if stat.S_ISDIR(os.lstat(old).st_mode):
+                _rename_folder(old, new)
+            else:
+                _rename_by_link(old, new)
+
+    def remove(self, path: str) -> None:
+        """Remove a file (of a link, the link) or an empty folder."""
+        with _errors_of(path, FileNotFoundError):
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                os.rmdir(path)
+            else:
+                os.unlink(path)
+
+    def sync(self, folder: str) -> None:
+        """Fsync the folder."""
+        with _errors_of(folder, FileNotFoundError):
+            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+            try:
+                _sync(fd)
+            except OSError as error:
+                # Some network file systems have no fsync of folders: their names are as durable
+                # as they get when the call that made them returns.
+                if error.errno not in _UNSUPPORTED:
+                    raise
+            finally:
+                os.close(fd)
+
+
+class _LocalWritableFile:
+    def __init__(self, path: str, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        with _errors_of(self._path):
+            write_all(os.pwrite, self._fd, memoryview(data).cast("B"), offset)
+
+    def finish(self) -> int:
+        # After a failed fsync the kernel calls the lost pages clean, so that a second one
+        # succeeds: whatever fails here, the descriptor is gone and the file is burnt.
+        fd, self._fd = self._fd, -1
+        with _errors_of(self._path):
+            try:
+                _sync(fd)
+                nbytes = os.fstat(fd).st_size
+            except OSError:
+                with suppress(OSError):
+                    os.close(fd)
+                raise
+            os.close(fd)  # NFS may report a failed write here at last
+            return nbytes
+
+    def discard(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+
+class _LocalReadableFile:
+    def __init__(self, path: str, fd: int, nbytes: int) -> None:
+        self._path = path
+        self._fd = fd
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        view = target.cast("B")
+        done = 0
+        with _errors_of(self._path):
+            while done < len(view):
+                part = view[done : done + _MAX_CALL_NBYTES]
+                count = os.preadv(self._fd, [part], offset + done)
+                if not count:
+                    break
+                done += count
+        return done
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+
+def write_all(
+    pwrite: Callable[[int, memoryview, int], int], fd: int, data: memoryview, offset: int
+) -> None:
+    """Write all of `data`; a call may write less than it was given (full disk, signal, limit)."""
+    done = 0
+    while done < len(data):
+        count = pwrite(fd, data[done : done + _MAX_CALL_NBYTES], offset + done)
+        if count <= 0:
+            raise OSError(errno.EIO, "the file system accepts no more bytes")
+        done += count
+
+
+@contextmanager
+def _errors_of(path: str, *passed: type[OSError]) -> Iterator[None]:
+    """Turn an OSError into a StorageError that says what to do, but for the `passed` ones."""
+    try:
+        yield
+    except passed:
+        raise
+    except OSError as error:
+        # An NFS client says "stale" of what another one removed.
+        if error.errno == errno.ESTALE and FileNotFoundError in passed:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+        code = errno.errorcode.get(error.errno or 0, "no errno")
+        remedy = _REMEDIES.get(error.errno or 0, _OTHERWISE)
+        raise StorageError(f"{path}: {error.strerror} ({code}): {remedy}") from error
+
+
+def _entry(item: os.DirEntry[str]) -> Entry | None:
+    try:
+        status = item.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None  # removed since the folder was read
+    if stat.S_ISREG(status.st_mode):
+        return Entry(item.name, "file", status.st_size, status.st_mtime)
+    if stat.S_ISDIR(status.st_mode):
+        return Entry(item.name, "folder", 0, status.st_mtime)
+    return Entry(item.name, "other", 0, status.st_mtime)
+
+
+def _is_odd(path: str) -> bool:
+    """Say whether the name itself, not a folder on the way to it, is no regular file."""
+    try:
+        return not stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _not_a_file(path: str) -> CorruptError:
+    return CorruptError(
+        f"{path} is a link, a folder or a device where dist_ckpt writes a regular file: "
+        f"put the file back, or use another checkpoint"
+    )
+
+
+def _sync(fd: int) -> None:
+    if sys.platform == "darwin":  # fsync there leaves the data in the disk's own cache
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+        else:
+            return
+    os.fsync(fd)
+
+
+@cache
+def _system_call(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library that Python's `os` lacks, or None."""
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    return function
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Reserve the space of a file now, so that a full disk fails before the data is written."""
+    if nbytes == 0 or _allocate(fd, nbytes):
+        return
+    volume = os.fstatvfs(fd)
+    if volume.f_blocks > 0 and volume.f_bavail * volume.f_frsize < nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _allocate(fd: int, nbytes: int) -> bool:
+    """Allocate blocks; False where the system or the file system has no call for it.
+
+    Not by `os.posix_fallocate`, which writes the whole file where the call is missing. The size
+    stays 0 (mode 1), so that `finish` sees what was written.
+    """
+    fallocate = _system_call("fallocate") if sys.platform == "linux" else None
+    while fallocate and fallocate(fd, 1, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        code = ctypes.get_errno()
+        if code in _UNSUPPORTED:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return fallocate is not None
+
+
+def _rename_exclusively(old: str, new: str) -> bool:
+    """Rename by the call that never replaces; False where there is none, or not here."""
+    names = os.fsencode(old), os.fsencode(new)
+    if sys.platform == "darwin":
+        renamex = _system_call("renamex_np")
+        failed = renamex is None or renamex(*names, 4)  # RENAME_EXCL
+    else:
+        renameat2 = _system_call("renameat2")
+        # AT_FDCWD twice, RENAME_NOREPLACE
+        failed = renameat2 is None or renameat2(-100, names[0], -100, names[1], 1)
+    if not failed:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), old, None, new)
+
+
+def _rename_by_link(old: str, new: str) -> None:
+    """Rename a file where no call does so exclusively (NFS): link, which never replaces."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except FileExistsError:
+        # A repeated request may find what its first, unanswered one did. Two callers that rename
+        # the same file both get past here, and one of them fails to unlink.
+        if not os.path.samestat(os.lstat(old), os.lstat(new)):
+            raise
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EMLINK, *_UNSUPPORTED):
+            raise OSError(errno.ENOTSUP, "no exclusive rename and no links here") from error
+        raise
+    os.unlink(old)
+
+
+def _rename_folder(old: str, new: str) -> None:
+    """Rename a folder where no call does so exclusively.
+
+    Plain rename replaces only an empty folder, and the names that a folder is renamed to are
+    made by nobody but the one who moves that folder.
+    """
+    if os.path.lexists(new):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+    os.rename(old, new)

@@ -1,0 +1,102 @@
+"""The storage protocol: seven methods that a backend keeps.
+
+Paths are absolute and use "/". The commit order stands in `commit.py`, in these methods; a
+backend promises what each one says and nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from dist_ckpt.digest import Buffer
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entry:
+    """One name in a folder. `modified_at` is the storage's clock, in seconds."""
+
+    name: str
+    kind: Literal["file", "folder", "other"]
+    nbytes: int
+    modified_at: float
+
+
+class WritableFile(Protocol):
+    """A file that is being written; threads may write different places at once."""
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write all of `data`, or raise StorageError."""
+
+    def finish(self) -> int:
+        """Make the bytes durable, close the file, and return the size the storage sees.
+
+        Raises StorageError if durability is not certain: the file is burnt, never retried.
+        """
+
+    def discard(self) -> None:
+        """Close without any promise; does nothing after `finish`. Never raises."""
+
+
+class ReadableFile(Protocol):
+    """An open file: it can be read even if its name goes away. Threads may share it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size when it was opened."""
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        """Fill `target` from `offset`; return how many bytes there were (fewer at the end)."""
+
+    def close(self) -> None:
+        """Close it. Never raises."""
+
+
+class Storage(Protocol):
+    """Where checkpoints lie. Errors are StorageError unless a method says otherwise."""
+
+    def list(self, folder: str) -> Sequence[Entry]:
+        """Return the entries of a folder, sorted by name.
+
+        FileNotFoundError if there is none; NotADirectoryError if the path is a file, or below one.
+        """
+
+    def make_folder(self, folder: str) -> None:
+        """Create one folder.
+
+        FileExistsError if the name exists; FileNotFoundError if its parent does not;
+        NotADirectoryError if that is a file.
+        """
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        """Create a file of this size exclusively, with its space reserved where possible.
+
+        FileExistsError if the name exists; FileNotFoundError if the folder is gone.
+        """
+
+    def open(self, path: str) -> ReadableFile:
+        """Open a regular file.
+
+        FileNotFoundError if there is none. CorruptError if something else has the name: a link
+        (never followed), a folder or a device.
+        """
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file or folder within one parent, and never replace.
+
+        Of several callers with the same `new`, at most one returns; for the others it is
+        FileExistsError. FileNotFoundError if `old` is gone.
+        """
+
+    def remove(self, path: str) -> None:
+        """Remove a file or an empty folder.
+
+        FileNotFoundError if there is none; StorageError if the folder is not empty.
+        """
+
+    def sync(self, folder: str) -> None:
+        """Make the names in a folder (created, renamed, removed) durable.
+
+        FileNotFoundError if the folder is gone. Never retried after an error.
+        """

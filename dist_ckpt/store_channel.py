@@ -1,0 +1,78 @@
+"""The control channel of a group over a key-value store that all its ranks reach."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from dist_ckpt.channel import COORDINATOR, Doc, error_of, failure_of, is_interrupt, pack, unpack
+from dist_ckpt.channel_roles import Coordinator, Follower
+from dist_ckpt.config import Config
+from dist_ckpt.control import Control
+from dist_ckpt.envelope import Envelope, new_nonce
+from dist_ckpt.store_line import Store
+
+
+class StoreChannel:
+    """A `Channel` over a store. Its one thread starts with the first `enter`."""
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, *, host: str, config: Config
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.host = host
+        self._control = control = Control(store, rank, world_size, host, config)
+        self._role = Coordinator(control) if rank == COORDINATOR else Follower(control)
+        # Also at the end of the process: others that wait for this rank then know at once.
+        self._finalizer = weakref.finalize(self, control.line.close)
+
+    @property
+    def token(self) -> str:
+        """A name that only the operation which is going on has; "" until its first answer."""
+        return self._control.token
+
+    def enter(self, what: str) -> None:
+        """See `Channel.enter`. Raises ValueError while another operation is going on."""
+        control = self._control
+        if control.heart.inside:
+            raise ValueError(
+                f"{what} is called while {control.what} of the same group is going on in this "
+                "process: call one after the other"
+            )
+        control.what, control.token = what, ""
+        control.begin(control.number + 1)
+
+    def leave(self) -> None:
+        """See `Channel.leave`."""
+        self._control.end()
+        self._role.clean_up()
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._finalizer()
+
+    def exchange(
+        self, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
+    ) -> Doc:
+        """See `Channel.exchange`."""
+        control = self._control
+        assert control.heart.inside, "exchange is called between enter and leave"
+        body, failure, error = b"", None, None
+        try:
+            body = pack(work())
+        except BaseException as raised:  # noqa: BLE001 - raised below, after the exchange
+            error = raised
+            failure = failure_of(error, rank=self.rank, host=self.host, phase=phase)
+        own = Envelope(control.what, control.token, new_nonce(), body, failure)
+        try:
+            answer = self._role.settle(phase, own, decide)
+        except Exception as told:
+            if error is not None and is_interrupt(error):
+                raise error from told
+            raise
+        if error is not None and is_interrupt(error):
+            raise error
+        if answer.failure is not None:
+            raise error_of(answer.failure) from error
+        return unpack(answer.body)

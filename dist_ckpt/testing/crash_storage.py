@@ -1,0 +1,384 @@
+"""A storage that remembers what it was told, and what a crash may leave of it.
+
+`CrashStorage` works in memory and records every operation. `states` walks through the recording
+and yields, for a crash after each operation, every state in which a file system may legally
+come back:
+
+- the bytes of a file are certain once it is finished; before, they may be absent, cut off,
+  there without their beginning, or zeros;
+- a name (made, renamed, removed) is certain once its folder was synced; before, each change may
+  have happened or not, in any combination, but a change of a name never without the changes of
+  that name that came before it;
+- a folder's own name and the names in it are independent.
+"""
+
+# ruff: noqa: D102  # the protocol documents the methods
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dist_ckpt.digest import Buffer
+from dist_ckpt.storage import Entry, ReadableFile, WritableFile
+from dist_ckpt.testing.memory_storage import MemoryStorage, parent_of
+
+# --- recording -------------------------------------------------------------------------------
+
+Kind = Literal["make_folder", "create", "write", "finish", "rename", "remove", "sync", "mark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One recorded call. `path` is the label of a mark; `file` numbers the created files."""
+
+    kind: Kind
+    path: str
+    client: str = ""
+    new: str = ""
+    file: int = -1
+    offset: int = 0
+    data: bytes = b""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.path}{self.new and ' -> '}{self.new}"
+
+
+class CrashStorage:
+    """Keeps the `Storage` protocol in memory, and records. Threads may share it.
+
+    `client` returns a view that tells whose an operation was. `forget` is asked about every
+    finish and sync, with their number: where it says yes the caller is told that it was done,
+    but nothing becomes durable, as if the call were not in the code.
+    """
+
+    def __init__(self, *, forget: Callable[[int, Operation], bool] | None = None) -> None:
+        self._recording = _Recording(MemoryStorage(), forget or (lambda _, __: False))
+        self._client = ""
+
+    @property
+    def log(self) -> tuple[Operation, ...]:
+        """What was recorded so far."""
+        with self._recording.lock:
+            return tuple(self._recording.log)
+
+    @property
+    def num_syncs(self) -> int:
+        """How many finishes and syncs there were."""
+        return self._recording.num_syncs
+
+    def client(self, name: str) -> CrashStorage:
+        """Return the same storage as another client sees it: a rank, a job."""
+        view = CrashStorage()
+        view._recording = self._recording
+        view._client = name
+        return view
+
+    def mark(self, label: str) -> None:
+        """Note something in the log, such as that a save has been acknowledged."""
+        self._recording.record(Operation("mark", label, self._client), lambda: None)
+
+    def list(self, folder: str) -> Sequence[Entry]:
+        return self._recording.inner.list(folder)
+
+    def open(self, path: str) -> ReadableFile:
+        return self._recording.inner.open(path)
+
+    def make_folder(self, folder: str) -> None:
+        self._record(Operation("make_folder", folder, self._client))
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        recording = self._recording
+        with recording.lock:
+            inner = recording.inner.create(path, nbytes)
+            number, recording.num_files = recording.num_files, recording.num_files + 1
+            recording.log.append(Operation("create", path, self._client, file=number))
+        return _RecordedFile(recording, inner, path, self._client, number)
+
+    def rename(self, old: str, new: str) -> None:
+        self._record(Operation("rename", old, self._client, new=new))
+
+    def remove(self, path: str) -> None:
+        self._record(Operation("remove", path, self._client))
+
+    def sync(self, folder: str) -> None:
+        self._record(Operation("sync", folder, self._client))
+
+    def _record(self, operation: Operation) -> None:
+        inner = self._recording.inner
+        act = getattr(inner, operation.kind)
+        names = (operation.path, operation.new) if operation.new else (operation.path,)
+        self._recording.record(operation, lambda: act(*names))
+
+
+class _Recording:
+    def __init__(self, inner: MemoryStorage, forget: Callable[[int, Operation], bool]) -> None:
+        self.inner = inner
+        self.log: list[Operation] = []
+        self.lock = threading.RLock()
+        self.num_files = 0
+        self.num_syncs = 0
+        self._forget = forget
+
+    def record(self, operation: Operation, act: Callable[[], object]) -> None:
+        """Do it; if that succeeds, write it down, unless it is to be forgotten."""
+        with self.lock:
+            act()
+            if operation.kind in ("finish", "sync"):
+                self.num_syncs += 1
+                if self._forget(self.num_syncs, operation):
+                    return
+            self.log.append(operation)
+
+
+class _RecordedFile:
+    def __init__(
+        self, recording: _Recording, inner: WritableFile, path: str, client: str, number: int
+    ) -> None:
+        self._recording = recording
+        self._inner = inner
+        self._path = path
+        self._client = client
+        self._number = number
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        content = bytes(data)
+        operation = Operation(
+            "write", self._path, self._client, file=self._number, offset=offset, data=content
+        )
+        self._recording.record(operation, lambda: self._inner.write_at(offset, content))
+
+    def finish(self) -> int:
+        nbytes = 0
+
+        def finish() -> None:
+            nonlocal nbytes
+            nbytes = self._inner.finish()
+
+        operation = Operation("finish", self._path, self._client, file=self._number)
+        self._recording.record(operation, finish)
+        return nbytes
+
+    def discard(self) -> None:
+        self._inner.discard()
+
+
+# --- crashing --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CrashPoint:
+    """A crash after the first `number` operations, of which `after` was the last."""
+
+    number: int
+    after: Operation
+    marks: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"crash after operation {self.number} ({self.after}), marks {self.marks}"
+
+
+def states(
+    log: Sequence[Operation], *, since: str = "", own_syncs: bool = False, limit: int = 2000
+) -> Iterator[tuple[CrashPoint, MemoryStorage]]:
+    """Yield every state that a crash may leave, at every point after the mark `since`.
+
+    `own_syncs`: a client's sync covers only the names that this client changed, as on a network
+    file system whose clients keep changes back. States that were yielded before under the same
+    marks are left out. Where a point has more than `limit` states, a sample is yielded: the
+    extremes, all that differ from an extreme in one choice, and `limit` random ones.
+    """
+    disk = _Disk(own_syncs=own_syncs)
+    marks: tuple[str, ...] = ()
+    seen: set[tuple[object, ...]] = set()
+    for number, operation in enumerate(log, 1):
+        disk.apply(operation)
+        if operation.kind == "mark":
+            marks = (*marks, operation.path)
+        if since and since not in marks:
+            continue
+        for tree in disk.trees(limit):
+            key = (marks, *tree.items())
+            if key not in seen:
+                seen.add(key)
+                yield CrashPoint(number, operation, marks), MemoryStorage(tree)
+
+
+Node = int
+
+
+@dataclass(slots=True)
+class _Change:
+    """One change of the names in a folder: `old` goes, `new` becomes `node`."""
+
+    old: str
+    new: str
+    node: Node
+    client: str
+    durable: bool = False
+
+
+@dataclass(slots=True)
+class _FileOnDisk:
+    writes: list[tuple[int, bytes]] = field(default_factory=list)
+    num_durable: int = 0
+
+    def contents(self) -> list[bytes]:
+        """Return what may be in it after a crash; what was meant comes last."""
+        full = _content(self.writes)
+        if self.num_durable == len(self.writes):
+            return [full]
+        least = _content(self.writes[: self.num_durable])
+        headless = _content(self.writes[self.num_durable + 1 :])
+        cut = full[: (len(least) + len(full)) // 2]
+        return list(dict.fromkeys([least, cut, headless, bytes(len(full)), full]))
+
+
+def _content(writes: Sequence[tuple[int, bytes]]) -> bytes:
+    content = bytearray()
+    for offset, data in writes:
+        content.extend(bytes(max(0, offset - len(content))))
+        content[offset : offset + len(data)] = data
+    return bytes(content)
+
+
+class _Disk:
+    """Folders and files by number, with all changes ever made and which of them are durable."""
+
+    def __init__(self, *, own_syncs: bool) -> None:
+        self._own_syncs = own_syncs
+        self._folders: dict[Node, list[_Change]] = {0: []}
+        self._files: dict[Node, _FileOnDisk] = {}
+        self._opened: dict[int, Node] = {}
+        self._names: dict[str, Node] = {"/": 0}
+
+    def apply(self, operation: Operation) -> None:
+        """Take over one operation."""
+        match operation.kind:
+            case "make_folder" | "create":
+                node = len(self._folders) + len(self._files)
+                if operation.kind == "create":
+                    self._files[node] = _FileOnDisk()
+                    self._opened[operation.file] = node
+                else:
+                    self._folders[node] = []
+                self._names[operation.path] = node
+                self._change(operation, "", operation.path, node)
+            case "rename":
+                self._change(operation, operation.path, operation.new, self._move(operation))
+            case "remove":
+                self._change(operation, operation.path, "", self._names.pop(operation.path))
+            case "write":
+                file = self._files[self._opened[operation.file]]
+                file.writes.append((operation.offset, operation.data))
+            case "finish":
+                file = self._files[self._opened[operation.file]]
+                file.num_durable = len(file.writes)
+            case "sync":
+                self._sync(self._folders[self._names[operation.path]], operation.client)
+
+    def _move(self, operation: Operation) -> Node:
+        """Follow the rename of a file, or of a folder and of what is below it."""
+        below = operation.path + "/"
+        for path in [p for p in self._names if f"{p}/".startswith(below)]:
+            self._names[operation.new + path[len(operation.path) :]] = self._names.pop(path)
+        return self._names[operation.new]
+
+    def _sync(self, changes: Sequence[_Change], client: str) -> None:
+        """Make changes durable: the client's own, and those that they build on."""
+        built_on: set[Node | str] = set()
+        for change in reversed(changes):
+            own = not self._own_syncs or change.client == client
+            if own or change.durable or not built_on.isdisjoint({change.node, change.old}):
+                change.durable = True
+                built_on |= {change.node, change.new}
+
+    def _change(self, operation: Operation, old: str, new: str, node: Node) -> None:
+        folder = self._folders[self._names[parent_of(old or new)]]
+        change = _Change(old.rpartition("/")[2], new.rpartition("/")[2], node, operation.client)
+        folder.append(change)
+
+    def trees(self, limit: int) -> Iterator[dict[str, bytes | None]]:
+        """Yield what may be there after a crash now, perhaps some of it twice."""
+        taken: list[int] = []
+        for _ in range(limit):
+            choices = _Choices(taken)
+            yield self._tree(choices)
+            # Count on to the next combination, like an odometer.
+            taken = choices.taken
+            while taken and taken[-1] == choices.sizes[len(taken) - 1] - 1:
+                taken.pop()
+            if not taken:
+                return
+            taken[-1] += 1
+        yield from self._sample(limit)
+
+    def _sample(self, limit: int) -> Iterator[dict[str, bytes | None]]:
+        for default in (_first, _last):
+            choices = _Choices([], default=default)
+            yield self._tree(choices)
+            for position, size in enumerate(choices.sizes):
+                for choice in range(size):
+                    taken = [*choices.taken[:position], choice]
+                    yield self._tree(_Choices(taken, default=default))
+        drawn = random.Random(0)
+        for _ in range(limit):
+            yield self._tree(_Choices([], default=drawn.randrange))
+
+    def _tree(self, choices: _Choices) -> dict[str, bytes | None]:
+        tree: dict[str, bytes | None] = {}
+        self._fill(tree, "", 0, choices)
+        return tree
+
+    def _fill(
+        self, tree: dict[str, bytes | None], path: str, folder: Node, choices: _Choices
+    ) -> None:
+        names: dict[str, Node] = {}
+        lost: set[Node] = set()
+        for change in self._folders[folder]:
+            # What came before for this file or folder is lost, or for the name that it gets.
+            possible = change.node not in lost and change.new not in names
+            if not possible or not (change.durable or choices.choose(2)):
+                lost.add(change.node)
+                continue
+            names.pop(change.old, None)
+            if change.new:
+                names[change.new] = change.node
+        for name, node in sorted(names.items()):
+            below = f"{path}/{name}"
+            if node in self._files:
+                contents = self._files[node].contents()
+                tree[below] = contents[choices.choose(len(contents))]
+            else:
+                tree[below] = None
+                self._fill(tree, below, node, choices)
+
+
+def _first(size: int) -> int:
+    return 0
+
+
+def _last(size: int) -> int:
+    return size - 1
+
+
+class _Choices:
+    """Answers "which of n?" from a list, then by default with the first; notes what was asked."""
+
+    def __init__(self, given: Sequence[int], *, default: Callable[[int], int] = _first) -> None:
+        self._given = given
+        self._default = default
+        self.taken: list[int] = []
+        self.sizes: list[int] = []
+
+    def choose(self, size: int) -> int:
+        if size == 1:
+            return 0
+        number = len(self.taken)
+        choice = self._given[number] if number < len(self._given) else self._default(size)
+        self.taken.append(min(choice, size - 1))
+        self.sizes.append(size)
+        return self.taken[-1]

@@ -1,0 +1,183 @@
+"""A file system in memory that keeps the whole `Storage` contract."""
+
+# ruff: noqa: D102  # the protocol documents the methods
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from dist_ckpt.digest import Buffer
+from dist_ckpt.errors import CorruptError, StorageError
+from dist_ckpt.storage import Entry, ReadableFile, WritableFile
+
+# Path to content; None is a folder. The root "/" is always there and not in it.
+Tree = Mapping[str, bytes | None]
+
+
+class _Node:
+    """A file, or a folder if `data` is None. A node outlives its name while it is open."""
+
+    __slots__ = ("data", "modified_at")
+
+    def __init__(self, data: bytearray | None, modified_at: float) -> None:
+        self.data = data
+        self.modified_at = modified_at
+
+
+class MemoryStorage:
+    """Keeps the `Storage` protocol in memory; begins with `tree`. Threads may share it."""
+
+    def __init__(self, tree: Tree | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._nodes = {"/": _Node(None, clock())}
+        for path, data in sorted((tree or {}).items()):
+            self._add(path, None if data is None else bytearray(data))
+
+    def tree(self) -> dict[str, bytes | None]:
+        """Return everything that is stored, as the constructor takes it."""
+        with self._lock:
+            return {
+                path: None if node.data is None else bytes(node.data)
+                for path, node in sorted(self._nodes.items())
+                if path != "/"
+            }
+
+    def list(self, folder: str) -> Sequence[Entry]:
+        with self._lock:
+            self._folder(folder)
+            prefix = folder.rstrip("/") + "/"
+            found = []
+            for path, node in self._nodes.items():
+                name = path.removeprefix(prefix)
+                if path.startswith(prefix) and name and "/" not in name:
+                    kind, data = ("folder", b"") if node.data is None else ("file", node.data)
+                    found.append(Entry(name, kind, len(data), node.modified_at))  # type: ignore[arg-type]  # one of the literals
+            return sorted(found)
+
+    def make_folder(self, folder: str) -> None:
+        with self._lock:
+            self._add(folder, None)
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        with self._lock:
+            try:
+                node = self._add(path, bytearray())
+            except NotADirectoryError as error:
+                raise StorageError(f"{path}: a part of the path is a file") from error
+        return _MemoryWritableFile(self, path, node)
+
+    def open(self, path: str) -> ReadableFile:
+        with self._lock:
+            node = self._node(path)
+            if node.data is None:
+                raise CorruptError(f"{path} is a folder where dist_ckpt writes a regular file")
+            return _MemoryReadableFile(path, node.data)
+
+    def rename(self, old: str, new: str) -> None:
+        assert parent_of(old) == parent_of(new), "a rename stays within its folder"
+        with self._lock:
+            self._node(old)
+            if new in self._nodes:
+                raise FileExistsError(new)
+            for path in [p for p in self._nodes if p == old or p.startswith(old + "/")]:
+                self._nodes[new + path[len(old) :]] = self._nodes.pop(path)
+            self._touch(parent_of(new))
+
+    def remove(self, path: str) -> None:
+        with self._lock:
+            self._node(path)
+            if any(p.startswith(path + "/") for p in self._nodes):
+                raise StorageError(f"{path}: the folder is not empty: look what is in it")
+            del self._nodes[path]
+            self._touch(parent_of(path))
+
+    def sync(self, folder: str) -> None:
+        with self._lock:
+            self._folder(folder)
+
+    def write(self, node: _Node, offset: int, data: Buffer) -> None:
+        """Write into an open file; its name may be gone."""
+        view = memoryview(data).cast("B")
+        with self._lock:
+            content = node.data
+            assert content is not None
+            if len(content) < offset:
+                content.extend(bytes(offset - len(content)))
+            content[offset : offset + len(view)] = view
+            node.modified_at = self._clock()
+
+    def _node(self, path: str) -> _Node:
+        try:
+            return self._nodes[path]
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+    def _folder(self, path: str) -> None:
+        above = path
+        while above not in self._nodes:
+            above = parent_of(above)
+        if self._nodes[above].data is not None:
+            raise NotADirectoryError(path)
+        self._node(path)
+
+    def _add(self, path: str, data: bytearray | None) -> _Node:
+        self._folder(parent_of(path))
+        if path in self._nodes:
+            raise FileExistsError(path)
+        node = self._nodes[path] = _Node(data, self._clock())
+        self._touch(parent_of(path))
+        return node
+
+    def _touch(self, folder: str) -> None:
+        self._nodes[folder].modified_at = self._clock()
+
+
+class _MemoryWritableFile:
+    def __init__(self, storage: MemoryStorage, path: str, node: _Node) -> None:
+        self._storage = storage
+        self._path = path
+        self._node: _Node | None = node
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        if self._node is None:
+            raise StorageError(f"{self._path}: the file is closed")
+        self._storage.write(self._node, offset, data)
+
+    def finish(self) -> int:
+        node, self._node = self._node, None
+        if node is None or node.data is None:
+            raise StorageError(f"{self._path}: the file is closed")
+        return len(node.data)
+
+    def discard(self) -> None:
+        self._node = None
+
+
+class _MemoryReadableFile:
+    def __init__(self, path: str, data: bytearray) -> None:
+        self._path = path
+        self._data: bytearray | None = data
+        self._nbytes = len(data)
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        if self._data is None:
+            raise StorageError(f"{self._path}: the file is closed")
+        view = target.cast("B")
+        data = bytes(self._data[offset : offset + len(view)])
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._data = None
+
+
+def parent_of(path: str) -> str:
+    """Return the folder that a path lies in; of "/" itself, "/"."""
+    return path.rpartition("/")[0] or "/"

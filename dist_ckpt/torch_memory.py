@@ -1,0 +1,182 @@
+"""The memory seam for torch: a local tensor as the source or the target of bytes.
+
+Bits are copied, never cast: tensors are seen as integers of the same size. Threads may use one
+source or target at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+
+from dist_ckpt.region import Cell, Elements, Piece, Region, Shape, boxes_of, row_major_strides
+
+# An integer of each size. There is none of 16 bytes: complex128 is two of 8 in a last dimension.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class TensorSource:
+    """The bytes of a local tensor in row-major order (`memory.Source`).
+
+    A contiguous CPU tensor is read in place; anything else is copied as it is asked for.
+    Conjugate and negative views are resolved into a copy when the source is made.
+    """
+
+    __slots__ = ("_itemsize", "_memory", "_tensor", "_within", "_words")
+
+    def __init__(self, tensor: torch.Tensor, within: Elements | None = None) -> None:
+        """Make the source of a tensor, or of the elements `within` it in row-major order."""
+        self._tensor = tensor.detach().resolve_conj().resolve_neg()
+        self._within = within or Elements(0, tensor.numel())
+        self._itemsize = tensor.itemsize
+        self._memory = host_memory(self._tensor)
+        words = as_words(self._tensor)
+        # One copy serves any range of a contiguous tensor.
+        if tensor.is_contiguous():
+            words = words.view(tensor.numel(), *words.shape[tensor.ndim :])
+        self._words = words
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self._within.numel * self._itemsize
+
+    def part(self, cell: Cell) -> TensorSource:
+        """Return the source of a part, in coordinates that begin at this cell's start."""
+        if isinstance(cell, Elements):
+            first = self._within.start
+            return TensorSource(self._tensor, Elements(first + cell.start, first + cell.stop))
+        assert self._within.numel == self._tensor.numel(), "a box of a range of elements"
+        return TensorSource(self._tensor[slices_of(cell)])
+
+    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+        """Return the bytes `start` to `stop`: a view of the tensor, or `scratch`, filled."""
+        first = self._within.start * self._itemsize
+        if self._memory is not None:
+            return self._memory[first + start : first + stop]
+        filled = scratch[: stop - start]
+        if filled.nbytes:
+            self._fill((first + start) // self._itemsize, filled)
+        return filled
+
+    def _fill(self, element: int, memory: memoryview) -> None:
+        elements = Elements(element, element + memory.nbytes // self._itemsize)
+        shape, extra = _split(self._words, self._itemsize)
+        words = _over(memory, _WORDS[self._itemsize]).view(elements.numel, *extra)
+        done = 0
+        for box in boxes_of(elements, shape):
+            target = words[done : done + box.numel].view(*box.shape, *extra)
+            target.copy_(self._words[slices_of(box)])
+            done += box.numel
+
+
+class TensorTarget:
+    """The local tensor that holds `cell` (`memory.Target`): of the cell's shape, or 1-d if flat.
+
+    The tensor must not overlap itself.
+    """
+
+    __slots__ = ("_cell", "_memory", "_tensor", "_typed", "_words")
+
+    def __init__(self, tensor: torch.Tensor, cell: Cell) -> None:
+        self._cell = cell
+        self._tensor = tensor.detach()
+        # The memory of these views is not their value: torch has to write it.
+        self._typed = tensor.is_conj() or tensor.is_neg()
+        self._memory = None if self._typed else host_memory(self._tensor)
+        self._words = self._tensor if self._typed else as_words(self._tensor)
+
+    def memory(self) -> memoryview | None:
+        """Return the tensor's bytes if they are row-major in host memory, else None."""
+        if self._memory is not None:
+            # Autograd counts what is written in place; this write it cannot see.
+            torch.autograd.graph.increment_version(self._tensor)
+        return self._memory
+
+    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+        """Copy the elements of `box` out of `data` into the tensor."""
+        if box.numel == 0:
+            return
+        itemsize = self._tensor.itemsize
+        dtype = self._tensor.dtype if self._typed else _WORDS[itemsize]
+        factor = itemsize // dtype.itemsize
+        extra = (factor,) if factor > 1 else ()
+        last = sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
+        values = _over(data[: (last + 1) * itemsize], dtype).as_strided(
+            (*box.shape, *extra), (*(s * factor for s in strides), *((1,) * len(extra)))
+        )
+        with torch.no_grad():
+            self._box(piece, box).copy_(values)
+
+    def _box(self, piece: Piece, box: Region) -> torch.Tensor:
+        within = box.relative_to(piece.region.offset)
+        if isinstance(self._cell, Region):
+            return self._words[slices_of(within)]
+        # The piece is row-major in the flat memory, whose elements may lie apart.
+        flat = self._words[piece.start : piece.start + piece.region.numel]
+        step = flat.stride(0)
+        strides = (s * step for s in row_major_strides(piece.region.shape))
+        extra, extra_strides = flat.shape[1:], flat.stride()[1:]
+        boxed = flat.as_strided((*piece.region.shape, *extra), (*strides, *extra_strides))
+        return boxed[slices_of(within)]
+
+
+def synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for all work on the accelerators that hold these tensors.
+
+    Sources and targets copy in threads, on other streams than the training's: call it before the
+    first read or place, and after the last place.
+    """
+    devices = {tensor.device for tensor in tensors} - {torch.device("cpu"), torch.device("meta")}
+    for device in sorted(devices, key=str):
+        torch.accelerator.synchronize(device)
+
+
+def host_memory(tensor: torch.Tensor) -> memoryview | None:
+    """Return the bytes of a tensor, writable, if they are row-major in host memory, else None.
+
+    The view keeps the tensor alive; it must not be used after the tensor's storage was resized.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    nbytes = tensor.numel() * tensor.itemsize
+    if nbytes == 0:
+        return memoryview(bytearray())
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]  # the memory lives as long as the view
+    return memoryview(array).cast("B")
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as integers of the item size, or pairs of them in a last dimension."""
+    if tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_WORDS[tensor.itemsize])
+
+
+def slices_of(region: Region) -> tuple[slice, ...]:
+    """Return the index that takes a region out of a tensor."""
+    return tuple(slice(o, s) for o, s in zip(region.offset, region.stop, strict=True))
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Say whether two elements may share memory, as in what `expand` returns."""
+    reach = 0
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+
+def _split(words: torch.Tensor, itemsize: int) -> tuple[Shape, Shape]:
+    dims = words.ndim - (itemsize != words.itemsize)
+    return tuple(words.shape[:dims]), tuple(words.shape[dims:])
+
+
+def _over(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    # frombuffer warns about read-only memory, though nothing here writes into it
+    return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=dtype)

@@ -1,0 +1,243 @@
+"""What a rank wants of a checkpoint's tensors, and the memory that they will fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dist_ckpt.index import TensorRecord
+from dist_ckpt.local_tensors import torch_dtype
+from dist_ckpt.memory import Target
+from dist_ckpt.plan import Wanted, Whole
+from dist_ckpt.region import Cell, Region
+from dist_ckpt.rules import target_cells
+from dist_ckpt.saved import Saved
+from dist_ckpt.state_tree import TensorLeaf, as_tensor, is_array
+from dist_ckpt.template import Template
+from dist_ckpt.tensors import (
+    Held,
+    describe_target,
+    empty_like_saved,
+    is_meta,
+    materialize,
+    tie_key,
+)
+from dist_ckpt.torch_memory import TensorTarget, synchronize
+
+
+@dataclass(slots=True, eq=False)
+class Fresh:
+    """A tensor that a load makes; `value` is there once `Wants.allocate` has run."""
+
+    make: Callable[[], object]
+    value: object = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """The parameter that state lies beside; `on_host` says that the state stays in host memory."""
+
+    parameter: torch.Tensor
+    rule: str
+    on_host: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fill:
+    """Cells of a stored tensor from number `first` on, and the local memory of each."""
+
+    fqn: str
+    first: int
+    cells: tuple[Cell, ...]
+    parts: Callable[[], Sequence[torch.Tensor]]
+
+
+class Wants:
+    """The tensors that a rank wants, added one after another.
+
+    What does not fit goes to `problems`, in words. `resharded` are the names whose cells here are
+    not cells of the stored layout.
+    """
+
+    def __init__(self, template: Template, saved: Saved) -> None:
+        self.problems: list[str] = []
+        self.resharded: list[str] = []
+        self._template = template
+        self._saved = saved
+        self._cells: dict[str, list[Cell]] = {}
+        self._fills: list[_Fill] = []
+        self._fresh: list[Fresh] = []
+        self._ties: dict[Hashable, tuple[str, str]] = {}
+        self._whole: dict[tuple[str, bool], Fresh] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._stored: dict[int, frozenset[Cell]] = {}
+
+    def fill(self, name: str, leaf: TensorLeaf) -> object:
+        """Want a tensor in the memory of a leaf; return the leaf's value, or what replaces it.
+
+        Meta tensors and read-only arrays are replaced. The name is a tensor of the checkpoint.
+        """
+        value = leaf.value
+        try:
+            if is_meta(value):
+                value = materialize(value)
+            elif is_array(value) and not value.flags.writeable:
+                value = value.copy()
+            held = self._held(value, name)
+        except (TypeError, ValueError) as error:
+            self.problems.append(str(error))
+            return value
+        fqn, record = self._tensor(name)
+        cells = self._cells_of(name, held, leaf)
+        if cells is None:
+            self.problems.append(self._misfit(name, held, record))
+        elif held.dtype != record.dtype:
+            self.problems.append(
+                f"{name}: saved as {record.dtype}, the state has {held.dtype}: nothing is cast; "
+                f"make it {record.dtype}, load, and convert"
+            )
+        elif self._is_first(name, fqn, held):
+            self._want(name, cells, lambda: held.parts)
+        return value
+
+    def fits(self, name: str, leaf: TensorLeaf) -> bool:
+        """Say whether `fill` would find nothing wrong with class, shape and dtype."""
+        if is_meta(leaf.value):
+            return False
+        try:
+            held = self._held(leaf.value, name)
+        except (TypeError, ValueError):
+            return False
+        cells = self._cells_of(name, held, leaf)
+        return cells is not None and held.dtype == self._tensor(name)[1].dtype
+
+    def whole(self, name: str) -> Fresh:
+        """Want a tensor whole, in new host memory. Tied names get the same tensor."""
+        fqn, record = self._tensor(name)
+        as_array = name in self._saved.numpy
+        if (fqn, as_array) not in self._whole:
+
+            def make() -> object:
+                tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
+                return tensor.numpy() if as_array else tensor
+
+            cells = (Region.whole(record.shape),)
+            self._whole[fqn, as_array] = self._want_fresh(name, cells, make)
+        return self._whole[fqn, as_array]
+
+    def beside(self, name: str, beside: Beside) -> Fresh:
+        """Want a tensor in new memory: laid out as a parameter if it has its shape, else whole."""
+        record = self._tensor(name)[1]
+        dtype, parameter = torch_dtype(record.dtype), beside.parameter
+        whole = (Region.whole(record.shape),)
+        if beside.on_host:
+            return self._want_fresh(name, whole, lambda: torch.empty(record.shape, dtype=dtype))
+        held = self._held(parameter, name)
+        leaf = TensorLeaf(parameter, (beside.rule, tuple(parameter.shape)))
+        cells = self._cells_of(name, held, leaf)
+        if cells is not None:
+            return self._want_fresh(name, cells, lambda: empty_like_saved(parameter, record.dtype))
+        if not record.shape:
+            device = parameter.device
+            return self._want_fresh(
+                name, whole, lambda: torch.empty((), dtype=dtype, device=device)
+            )
+        # What the optimizer's own `new_zeros` would give: replicated, where the parameter is a
+        # DTensor.
+        like = parameter.detach()
+        return self._want_fresh(name, whole, lambda: like.new_empty(record.shape, dtype=dtype))
+
+    def wanted(self) -> tuple[Wanted, ...]:
+        """Return what a load plan is made for."""
+        tensors = self._saved.catalog.tensors
+        return tuple(
+            Wanted(fqn, tensors[fqn].dtype, tensors[fqn].shape, tuple(cells))
+            for fqn, cells in self._cells.items()
+        )
+
+    def allocate(self) -> dict[tuple[str, int], Target]:
+        """Make what has to be made; return the memory of each wanted cell by fqn and number."""
+        for fresh in self._fresh:
+            fresh.value = fresh.make()
+        targets: dict[tuple[str, int], Target] = {}
+        for fill in self._fills:
+            self._tensors += fill.parts()
+            for number, (cell, part) in enumerate(zip(fill.cells, fill.parts(), strict=True)):
+                targets[fill.fqn, fill.first + number] = TensorTarget(part, cell)
+        self.synchronize()
+        return targets
+
+    def synchronize(self) -> None:
+        """Wait for the accelerators: before the first byte is placed, and after the last."""
+        synchronize(self._tensors)
+
+    def _tensor(self, name: str) -> tuple[str, TensorRecord]:
+        found = self._saved.tensor(name)
+        assert found is not None, name
+        return found
+
+    def _held(self, value: object, name: str) -> Held:
+        return describe_target(
+            as_tensor(value, name, writable=True),
+            name,
+            rank=self._template.rank,
+            group=self._template.group_ranks,
+        )
+
+    def _cells_of(
+        self, name: str, held: Held, leaf: TensorLeaf
+    ) -> tuple[Cell, ...] | None:
+        """Return the cells that a leaf is of the saved tensor, or None if its shape is another."""
+        shape = self._tensor(name)[1].shape
+        found = None
+        if isinstance(held.view, Whole):
+            found = self._template.rules.view(name, leaf, held.shape)
+        if found is not None:
+            return target_cells(found[0], held.shape, self._template.rank, shape)
+        return held.cells if held.shape == shape else None
+
+    def _misfit(self, name: str, held: Held, record: TensorRecord) -> str:
+        if held.shape != record.shape:
+            return (
+                f"{name}: saved with shape {record.shape}, the state has {held.shape}: make the "
+                "model as it was saved, or exclude the name"
+            )
+        return (
+            f"{name}: saved with shape {record.shape}, of which the ShardingConfig gives this rank "
+            f"another part than the {held.shape} that the state has: mend the rule or the shape"
+        )
+
+    def _is_first(self, name: str, fqn: str, held: Held) -> bool:
+        """Say whether no other name has wanted this memory; it is a problem if for other data."""
+        tie = tie_key(held)
+        if tie is None:
+            return True
+        first, other = self._ties.setdefault(tie, (name, fqn))
+        if other != fqn:
+            self.problems.append(
+                f"{first} and {name} are one tensor in the state, but were saved as two: untie "
+                "them, or exclude one"
+            )
+        return first == name
+
+    def _want_fresh(self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]) -> Fresh:
+        fresh = Fresh(make)
+        self._fresh.append(fresh)
+        self._want(name, cells, lambda: self._held(fresh.value, name).parts)
+        return fresh
+
+    def _want(
+        self, name: str, cells: tuple[Cell, ...], parts: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        fqn, record = self._tensor(name)
+        wanted = self._cells.setdefault(fqn, [])
+        self._fills.append(_Fill(fqn, len(wanted), cells, parts))
+        wanted += cells
+        layout = self._saved.catalog.layouts[record.layout]
+        if record.layout not in self._stored:
+            stored = (layout.cell(number) for number in range(layout.cut.num_cells))
+            self._stored[record.layout] = frozenset(stored)
+        if not self._stored[record.layout].issuperset(cells):
+            self.resharded.append(name)

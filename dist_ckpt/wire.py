@@ -1,0 +1,104 @@
+"""Plans and inventories as messages between ranks: msgpack, and a fixed table of classes.
+
+A value is None, a bool, a number, a str, bytes, a tuple, a dict, or one of the dataclasses of the
+table, nested; a list comes back as a tuple. Nothing is looked up by a name from the message, and
+every object is built by its class's constructor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TypeVar
+
+import msgpack
+
+from dist_ckpt import index, layout, plan, region
+
+T = TypeVar("T")
+
+# The place in the table is the code on the wire. Ranks of one job run one version, so the table
+# may change freely.
+_CLASSES: tuple[type, ...] = (
+    region.Region,
+    region.Elements,
+    region.Span,
+    region.Piece,
+    layout.Grid,
+    layout.Flat,
+    layout.Regions,
+    layout.Layout,
+    index.Component,
+    index.TensorRecord,
+    index.Catalog,
+    index.ShardFileRecord,
+    index.ObjectsFileRecord,
+    index.Index,
+    index.Node,
+    index.Abandoned,
+    plan.Mesh,
+    plan.Replicate,
+    plan.Shard,
+    plan.StridedShard,
+    plan.Whole,
+    plan.Placed,
+    plan.Flattened,
+    plan.Parts,
+    plan.Ruled,
+    plan.TensorEntry,
+    plan.NameList,
+    plan.Inventory,
+    plan.SavePlan,
+    plan.WriteItem,
+    plan.FilePlan,
+    plan.ReplicaGroup,
+    plan.Receipt,
+    plan.Wanted,
+    plan.ReadItem,
+    plan.FileReads,
+    plan.LoadPlan,
+)
+_CODES = {cls: code for code, cls in enumerate(_CLASSES)}
+_FIELDS = {cls: tuple(field.name for field in fields(cls)) for cls in _CLASSES}
+
+
+def pack(value: object) -> bytes:
+    """Return a value as bytes. Raises TypeError for what the wire does not carry."""
+    data = msgpack.packb(value, default=_to_extension)
+    assert isinstance(data, bytes)
+    return data
+
+
+def unpack(data: bytes, expected: type[T]) -> T:
+    """Return the value that `pack` made bytes of.
+
+    Raises ValueError if the bytes are no message, or one of another class than `expected`.
+    """
+    try:
+        value = _unpack(data)
+    except (msgpack.UnpackException, TypeError, RecursionError) as error:
+        raise ValueError(f"not a message between ranks: {error}") from error
+    if not isinstance(value, expected):
+        raise ValueError(
+            f"a message holds a {type(value).__name__} where a {expected.__name__} was expected"
+        )
+    return value
+
+
+def _unpack(data: bytes) -> object:
+    return msgpack.unpackb(data, ext_hook=_from_extension, use_list=False, strict_map_key=False)
+
+
+def _to_extension(value: object) -> msgpack.ExtType:
+    cls = type(value)
+    if cls not in _CODES:
+        raise TypeError(f"a {cls.__name__} does not go over the wire")
+    return msgpack.ExtType(_CODES[cls], pack([getattr(value, name) for name in _FIELDS[cls]]))
+
+
+def _from_extension(code: int, data: bytes) -> object:
+    if not 0 <= code < len(_CLASSES):
+        raise ValueError(f"no class has the code {code}")
+    values = _unpack(data)
+    if not isinstance(values, tuple):
+        raise ValueError(f"{_CLASSES[code].__name__} from a {type(values).__name__}")
+    return _CLASSES[code](*values)

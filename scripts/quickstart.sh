@@ -1,0 +1,151 @@
+#!/usr/bin/env bash
+# The whole of dist_ckpt in two minutes: trains a small GPT on four ranks, kills one of them in the
+# middle of a save, goes on with two ranks, and proves that nothing was lost. It sets itself up.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+root=runs/quickstart          # the run's checkpoints
+proof=runs/quickstart-proof   # logs, and digests of every tensor made by the training itself
+save_every=5
+limit_s=150                   # for each of the two trainings
+
+export OMP_NUM_THREADS=1      # four ranks on few cores
+export PYTHONWARNINGS=ignore  # of torch about itself
+job=                          # process id of torchrun while it runs
+frozen=                       # process id of the rank that is about to be killed
+viewer=
+
+say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+fail() {
+    printf '\nquickstart failed: %s\n' "$*" >&2
+    printf 'The logs are in %s; the checkpoints in %s.\n' "$proof" "$root" >&2
+    exit 1
+}
+
+end_processes() {
+    if [ -n "$frozen" ]; then kill -KILL "$frozen" 2>/dev/null || true; fi
+    if [ -n "$job" ]; then
+        kill -TERM "$job" 2>/dev/null || true # torchrun ends its ranks
+        wait "$job" 2>/dev/null || true
+    fi
+    if [ -n "$viewer" ]; then kill "$viewer" 2>/dev/null || true; fi
+    job= frozen= viewer=
+}
+trap end_processes EXIT
+trap 'exit 130' INT TERM
+
+# train LOG RANKS ARGUMENTS...: starts a training in the background and shows what rank 0 says.
+train() {
+    local log=$1 ranks=$2
+    shift 2
+    : >"$log"
+    timeout -k 10 "$limit_s" .venv/bin/torchrun --standalone --nproc-per-node "$ranks" \
+        launch/train_gpt.py --root "$root" --save-every "$save_every" --digest-out "$proof" "$@" \
+        >"$log" 2>&1 &
+    job=$!
+    tail -n +1 -f --pid="$job" "$log" |
+        grep --line-buffered -E '^(rank|step|saved|resumed|[0-9.]+ M )' | sed -u 's/^/  /' &
+    viewer=$!
+}
+
+# reason_in LOG: the error messages of the ranks, else the log's end.
+reason_in() { grep -E '^(\[rank[0-9]+\]: )?[A-Za-z_.]+(Error|Exception)' "$1" || tail -n 5 "$1"; }
+path_of() { printf '%s/step-%08d' "$root" "$1"; }
+is_committed() { compgen -G "$(path_of "$1")/a*/index.json" >/dev/null; }
+has_attempt() { compgen -G "$(path_of "$1")/a*" >/dev/null; }
+is_running() { kill -0 "$job" 2>/dev/null; }
+
+# wait_for COMMAND...: until it succeeds; the training's own limit is the deadline.
+wait_for() {
+    until "$@"; do
+        is_running || fail "the training ended too early: $(reason_in "$proof/four-ranks.log")"
+        sleep 0.01
+    done
+}
+
+# kill_in_save STEP RANK: kills the rank while the save of STEP is under way. False if the save was
+# faster. The rank is frozen first, so that the save cannot end between the look and the kill.
+kill_in_save() {
+    local pid
+    pid=$(sed -n "s/^rank $2 is process \([0-9]*\):.*/\1/p" "$proof/four-ranks.log")
+    wait_for has_attempt "$1"
+    frozen=$pid
+    kill -STOP "$pid"
+    sleep 0.5
+    if is_committed "$1"; then
+        kill -CONT "$pid"
+        frozen=
+        return 1
+    fi
+    kill -KILL "$pid"
+    frozen=
+}
+
+loss_of() { sed -n "s/^step *$2  loss \([0-9.]*\) .*/\1/p" "$1"; }
+
+scripts/setup_venv.sh
+rm -rf "$root" "$proof"
+mkdir -p "$root" "$proof"
+started=$SECONDS
+
+say "1. Train on 4 ranks: FSDP2 x tensor parallel, 2 x 2; save every $save_every steps"
+train "$proof/four-ranks.log" 4 --tp 2 --steps 1000
+wait_for is_committed "$save_every"
+
+torn=$((3 * save_every))
+until kill_in_save "$torn" 3; do torn=$((torn + save_every)); done
+wait "$job" || true
+job=
+newest=$((torn - save_every))
+is_committed "$newest" || fail "step $newest is not there"
+is_committed "$torn" && fail "step $torn was committed although a rank was killed"
+
+say "2. Rank 3 was killed (kill -9) in the middle of the save of step $torn. On disk there is now:"
+(cd "$(path_of "$torn")" && find . -type f -printf '  %12s bytes  %P\n' | sort -k3)
+echo "  No index says \"committed\", so there is no checkpoint of step $torn:"
+.venv/bin/dist-ckpt ls "$root"
+
+say "3. Go on with 2 ranks, FSDP2 only, from the newest committed step"
+train "$proof/two-ranks.log" 2 --steps $((torn + 1))
+wait "$job" || fail "the resumed training failed: $(reason_in "$proof/two-ranks.log")"
+job=
+wait "$viewer" || true
+viewer=
+
+say "4. The proof"
+saved=$(printf '%s/saved-%08d' "$proof" "$newest")
+resumed=$(printf '%s/resumed-%08d' "$proof" "$newest")
+cmp "$saved" "$resumed" || fail "what was loaded is not what was saved"
+echo "  $(wc -l <"$saved") tensors (weights and AdamW's moments) have the SHA-256 that they had on 4 ranks."
+.venv/bin/python - "$(path_of "$newest")" "$saved" <<'PYTHON' || fail "the files hold something else"
+import hashlib
+import sys
+
+import dist_ckpt as dc
+
+with dc.open(sys.argv[1]) as checkpoint:
+    lines = sorted(
+        f"{hashlib.sha256(checkpoint[fqn][...].data).hexdigest()}  {fqn}\n"
+        for fqn in checkpoint.tensors
+    )
+with open(sys.argv[2]) as saved:
+    assert lines == saved.readlines()
+assert "torch" not in sys.modules
+PYTHON
+echo "  So has what a process without torch reads from the files, put together from their shards."
+echo "  The loss goes on where it was:"
+echo "    step   4 ranks   2 ranks, resumed"
+for ((step = newest + 1; step <= torn; step++)); do
+    four=$(loss_of "$proof/four-ranks.log" "$step")
+    two=$(loss_of "$proof/two-ranks.log" "$step")
+    printf '    %4d   %7s   %7s\n' "$step" "$four" "$two"
+    awk -v a="$four" -v b="$two" 'BEGIN { exit !(a != "" && b != "" && (a - b) ^ 2 < 1e-4) }' ||
+        fail "the loss of step $step differs"
+done
+
+say "5. What there is to look at: dist-ckpt ls $root"
+.venv/bin/dist-ckpt ls "$root"
+say "dist-ckpt show $(path_of "$torn")"
+.venv/bin/dist-ckpt show "$(path_of "$torn")"
+
+say "Done in $((SECONDS - started)) s. Read launch/train_gpt.py next; the checkpoints stay in $root."

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Makes .venv in the project folder with everything that the tests and the quick start need, from
+# package registries. Does nothing if it is there and complete. Set PYTHON to choose the Python.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+is_new_enough() {
+    command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if is_new_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "setup: dist_ckpt needs Python 3.11 or newer; ${PYTHON:-python3} is: $(${PYTHON:-python3} --version 2>&1 || true)." >&2
+    echo "Install one, or name it: PYTHON=/path/to/python3.11 $0" >&2
+    return 1
+}
+
+python=$(find_python)
+
+# Whatever changes what has to be installed changes this.
+wanted=$({ "$python" --version; cat pyproject.toml constraints.txt; } | cksum)
+complete=$(cat .venv/complete 2>/dev/null || true)
+if [ "$complete" = "$PWD"$'\n'"$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
+    exit 0
+fi
+
+if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    echo "setup: $python has no venv module." >&2
+    echo "On Debian and Ubuntu: apt-get install python$version-venv; then run this again." >&2
+    exit 1
+fi
+
+echo "setup: installing into .venv (a few minutes the first time)"
+# The programs in .venv name its folder: one that was moved or copied is made anew.
+clear=()
+if [ -n "$complete" ] && [ "${complete%%$'\n'*}" != "$PWD" ]; then clear=(--clear); fi
+"$python" -m venv ${clear[@]+"${clear[@]}"} .venv
+if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    -c constraints.txt -e '.[torch,dev]'; then
+    echo "setup: pip could not install the packages named in pyproject.toml; its reason is above." >&2
+    echo "Mend that (network, disk space) and run this again: it goes on where it was." >&2
+    exit 1
+fi
+printf '%s\n' "$PWD" "$wanted" >.venv/complete

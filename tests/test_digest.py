@@ -1,0 +1,41 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt import digest
+
+
+def test_the_digests_of_known_bytes_never_change():
+    assert digest.block_digest(b"") == "2d06800538d394c2"
+    assert digest.block_digest(b"dist_ckpt") == "846400e3802fa690"
+    assert digest.document_digest(b"") == "99aa06d3014798d86001c324468d497f"
+    assert digest.document_digest(b"dist_ckpt") == "53757003e2eab8510dedb2a943990b02"
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_any_buffer_has_the_digest_of_its_bytes(kind):
+    assert digest.block_digest(kind(b"abc")) == digest.block_digest(b"abc")
+    assert len(digest.block_digest(kind(b"abc"))) == digest.BLOCK_DIGEST_CHARS
+    assert len(digest.document_digest(kind(b"abc"))) == digest.DOCUMENT_DIGEST_CHARS
+
+
+@given(st.binary(min_size=1, max_size=64), st.data())
+def test_one_flipped_bit_changes_both_digests(data, draw):
+    bit = draw.draw(st.integers(0, len(data) * 8 - 1))
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert digest.block_digest(flipped) != digest.block_digest(data)
+    assert digest.document_digest(flipped) != digest.document_digest(data)
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_blocks_follow_each_other_and_only_the_last_is_short(nbytes, block_nbytes):
+    spans = list(digest.blocks(nbytes, block_nbytes))
+    assert len(spans) == digest.num_blocks(nbytes, block_nbytes)
+    assert [n for span in spans for n in range(span.start, span.stop)] == [*range(nbytes)]
+    assert all(span.nbytes == block_nbytes for span in spans[:-1])
+
+
+def test_an_empty_shard_has_no_blocks():
+    assert digest.num_blocks(0) == 0
+    assert list(digest.blocks(0)) == []

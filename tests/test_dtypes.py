@@ -1,0 +1,46 @@
+import json
+
+import pytest
+import torch
+from safetensors import deserialize
+
+from dist_ckpt.dtypes import DTYPES
+
+# Quantised tensors are refused, and nothing computes in the others.
+NOT_STORED = (
+    "quint",
+    "qint",
+    "bits",
+    "uint1",
+    "uint2",
+    "uint3",
+    "uint4",
+    "uint5",
+    "uint6",
+    "uint7",
+)
+NOT_STORED += tuple(f"int{n}" for n in range(1, 8))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_code_is_torchs_name_and_its_size_is_torchs(name):
+    dtype = getattr(torch, name)
+    assert str(dtype) == f"torch.{name}"
+    assert dtype.itemsize == DTYPES[name].itemsize
+    assert str(DTYPES[name]) == name
+
+
+def test_every_dtype_that_torch_computes_in_has_a_code():
+    names = {str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype}
+    without = names - set(DTYPES)
+    assert all(n.startswith(NOT_STORED) and n not in ("int8", "int16") for n in without), without
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_safetensors_knows_its_code_and_the_size(dtype):
+    shape = [3] if dtype.safetensors else [3, dtype.itemsize]
+    end = 3 * dtype.itemsize
+    entry = {"dtype": dtype.safetensors or "U8", "shape": shape, "data_offsets": [0, end]}
+    header = json.dumps({"w": entry}).encode()
+    ((_, tensor),) = deserialize(len(header).to_bytes(8, "little") + header + bytes(end))
+    assert tensor["shape"] == shape

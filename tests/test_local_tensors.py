@@ -1,0 +1,47 @@
+"""Dtypes and arrays; which tensors are refused is tested with the leaves, in test_tensors.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.local_tensors import dtype_name, from_numpy, torch_dtype
+
+
+def test_dtypes_have_the_names_of_torch():
+    assert dtype_name(torch.float8_e4m3fn, "w") == "float8_e4m3fn"
+    assert torch_dtype("complex32") == torch.complex32
+    with pytest.raises(IncompatibleError, match="no dtype float7"):
+        torch_dtype("float7")
+    with pytest.raises(IncompatibleError):
+        torch_dtype("nn")
+    with pytest.raises(TypeError, match="w: dtype qint8 cannot be stored"):
+        dtype_name(torch.qint8, "w")
+
+
+def test_every_dtype_of_torch_can_be_stored_or_is_quantised():
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    for dtype in dtypes:
+        if "q" in str(dtype):
+            continue
+        assert torch_dtype(dtype_name(dtype, "w")) == dtype
+
+
+def test_numpy_arrays_share_their_memory_with_the_tensor():
+    array = np.zeros((2, 3), dtype=np.uint16)
+    from_numpy(array, "a", writable=True)[1, 2] = 7
+    assert array[1, 2] == 7
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    assert from_numpy(fixed, "a", writable=False).tolist() == [0, 1, 2]
+    assert from_numpy(np.arange(3)[::-1], "a", writable=False).tolist() == [2, 1, 0]
+    field = np.array([(1, 2), (3, 4)], dtype=[("a", "i2"), ("b", "i8")])["b"]
+    assert from_numpy(field, "a", writable=False).tolist() == [2, 4]
+    for array in (fixed, np.arange(3)[::-1], field):
+        with pytest.raises(ValueError, match="a: a read-only or reversed array"):
+            from_numpy(array, "a", writable=True)
+    for array in (np.array(["x"]), np.array([object()]), np.arange(3, dtype=">i4"), np.ma.ones(2)):
+        with pytest.raises(TypeError, match="a: "):
+            from_numpy(array, "a", writable=False)

@@ -1,0 +1,99 @@
+"""Several calls at once: in order, bounded, and nothing goes on after an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dist_ckpt.errors import StorageError
+from dist_ckpt.parallel import Slots, each
+
+
+def test_results_come_in_the_order_of_the_items() -> None:
+    gates = [threading.Event() for _ in range(3)]
+
+    def work(i: int) -> int:
+        # Each waits for the next one: they end in the opposite order.
+        if i + 1 < len(gates):
+            assert gates[i + 1].wait(10)
+        gates[i].set()
+        return i * i
+
+    assert each(work, range(3), threads=3) == [0, 1, 4]
+
+
+def test_no_more_run_or_wait_than_asked_for() -> None:
+    lock = threading.Lock()
+    counts = {"taken": 0, "done": 0, "running": 0, "most": 0, "ahead": 0}
+
+    def items() -> Iterator[int]:
+        for i in range(200):
+            with lock:
+                counts["taken"] += 1
+                counts["ahead"] = max(counts["ahead"], counts["taken"] - counts["done"])
+            yield i
+
+    def work(_: int) -> None:
+        with lock:
+            counts["running"] += 1
+            counts["most"] = max(counts["most"], counts["running"])
+        with lock:
+            counts["running"] -= 1
+            counts["done"] += 1
+
+    each(work, items(), threads=3)
+    assert counts["done"] == 200
+    assert counts["most"] <= 3
+    assert counts["ahead"] <= 7
+
+
+def test_the_first_error_is_raised_once_what_runs_has_ended_and_no_more_begins() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+    failed = threading.Event()
+
+    def work(i: int) -> None:
+        begun.append(i)
+        if i == 1:
+            failed.set()
+            raise StorageError("item 1 failed")
+        if i == 2:
+            assert failed.wait(10)
+        ended.append(i)
+
+    with pytest.raises(StorageError, match="item 1 failed"):
+        each(work, range(100), threads=2)
+    assert len(begun) < 20
+    assert sorted(begun) == sorted([*ended, 1])
+
+
+def test_a_call_that_hangs_is_a_storage_error() -> None:
+    gate = threading.Event()
+    try:
+        with pytest.raises(StorageError, match=r"did not answer for 0\.05 s"):
+            each(lambda _: gate.wait(10), range(1), threads=1, stall_s=0.05)
+    finally:
+        gate.set()
+
+
+def test_an_error_while_items_are_made_ends_what_runs() -> None:
+    ended: list[int] = []
+
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        each(ended.append, items(), threads=1)
+    assert ended in ([], [1])
+
+
+def test_a_slot_is_lent_to_one_at_a_time_and_used_again() -> None:
+    slots = Slots(8)
+    with slots.one() as first, slots.one() as second:
+        assert first is not second
+        assert len(first) == len(second) == 8
+    with slots.one() as again:
+        assert again is first or again is second

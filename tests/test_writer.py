@@ -1,0 +1,282 @@
+"""What the writer puts into a folder is exactly what the plan and the header say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import pytest
+from written import (
+    BytesSource,
+    Saved,
+    catalog_of,
+    one_cell,
+    random_tensor,
+    rank_files,
+    rows,
+)
+
+from dist_ckpt import writer
+from dist_ckpt.digest import Buffer, block_digest, document_digest
+from dist_ckpt.errors import ConflictError, StorageError
+from dist_ckpt.layout import Flat, Layout
+from dist_ckpt.plan import WriteItem
+from dist_ckpt.region import Elements, Region, Span
+from dist_ckpt.shard_file import decode_header
+from dist_ckpt.storage import WritableFile
+from dist_ckpt.testing.memory_storage import MemoryStorage
+from dist_ckpt.writer import RankFiles, batches_of, source_of, write_all
+
+FOLDER = "/ck"
+
+
+def folder() -> MemoryStorage:
+    return MemoryStorage({FOLDER: None})
+
+
+def content(storage: MemoryStorage, name: str) -> bytes:
+    data = storage.tree()[f"{FOLDER}/{name}"]
+    assert data is not None
+    return data
+
+
+def tensors() -> dict[str, Saved]:
+    return {
+        "model.w": random_tensor((40, 8), rows((40, 8), 13), seed=1),
+        "model.b": random_tensor((5,), one_cell((5,)), dtype="bfloat16", seed=2),
+        "model.n": random_tensor((), one_cell(()), dtype="int64", seed=3),
+        "model.e": random_tensor((0, 3), one_cell((0, 3)), seed=4),
+        "model.z": random_tensor((3, 4), one_cell((3, 4)), dtype="complex128", seed=5),
+    }
+
+
+def files_of(saved: Mapping[str, Saved], rank: int = 0, **options: object) -> RankFiles:
+    catalog = catalog_of(saved, 2)
+    return rank_files(saved, catalog, rank, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block_nbytes", [16, 64, 4 << 20])
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("small", [0, 48, 1 << 20])
+def test_a_file_holds_every_shard_at_its_place_with_the_digests_of_its_blocks(
+    monkeypatch: pytest.MonkeyPatch, block_nbytes: int, copies: bool, small: int
+) -> None:
+    monkeypatch.setattr(writer, "SMALL_NBYTES", small)
+    storage, saved = folder(), tensors()
+    files = files_of(saved, block_nbytes=block_nbytes, copies=copies)
+    (receipt,) = write_all(storage, FOLDER, files, threads=3)
+    data = content(storage, "model-00000.safetensors")
+    name, nbytes, header_nbytes, digest = receipt
+    assert (name, nbytes) == ("model-00000.safetensors", len(data))
+    assert digest == document_digest(data[:header_nbytes])
+    header = decode_header(data[:header_nbytes], nbytes=len(data))
+    assert (header.component, header.rank, header.step) == ("model", 0, 7)
+    assert {shard.fqn for shard in header.shards} == set(saved)
+    for shard in header.shards:
+        stored = data[header_nbytes + shard.span.start : header_nbytes + shard.span.stop]
+        assert stored == saved[shard.fqn].of(shard.cell)
+        blocks = [stored[i : i + block_nbytes] for i in range(0, len(stored), block_nbytes)]
+        assert shard.digests == tuple(map(block_digest, blocks))
+
+
+def test_the_same_state_gives_the_same_bytes_however_many_threads_write_it() -> None:
+    contents = []
+    for threads in (1, 4):
+        storage = folder()
+        write_all(storage, FOLDER, files_of(tensors(), block_nbytes=32), threads=threads)
+        contents.append(storage.tree())
+    assert contents[0] == contents[1]
+
+
+def test_each_component_and_each_objects_file_has_a_receipt() -> None:
+    storage = folder()
+    saved = {
+        "model.w": random_tensor((2,), one_cell((2,))),
+        "optim.m": random_tensor((2,), one_cell((2,))),
+    }
+    catalog = catalog_of(saved, 1, ("model", "optim"))
+    files = rank_files(saved, catalog, 0, objects={"objects.msgpack": b"abc"})
+    receipts = write_all(storage, FOLDER, files, threads=2)
+    assert [receipt[0] for receipt in receipts] == [
+        "model-00000.safetensors",
+        "optim-00000.safetensors",
+        "objects.msgpack",
+    ]
+    assert receipts[-1] == ("objects.msgpack", 3, 0, document_digest(b"abc"))
+    assert content(storage, "objects.msgpack") == b"abc"
+
+
+def test_a_rank_that_stores_nothing_touches_nothing() -> None:
+    saved = {"model.w": random_tensor((2,), one_cell((2,)))}
+    assert write_all(MemoryStorage(), "/gone", files_of(saved, rank=1), threads=2) == ()
+
+
+def item(name: str, start: int, nbytes: int) -> WriteItem:
+    return WriteItem(
+        name, name, "uint8", (nbytes,), Region((0,), (nbytes,)), Span(start, start + nbytes)
+    )
+
+
+def test_small_blocks_that_adjoin_are_written_together_and_large_ones_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer, "SMALL_NBYTES", 40)
+    sizes = {"a": 130, "b": 10, "empty": 0, "c": 30, "d": 39, "e": 21, "f": 1, "g": 64, "h": 5}
+    items, start = [], 0
+    for name, nbytes in sizes.items():
+        items.append(item(name, start, nbytes))
+        start += nbytes
+    batches = [[(part.item.name, part.number) for part in batch] for batch in batches_of(items, 64)]
+    assert batches == [
+        [("a", 0)],
+        [("a", 1)],
+        [("a", 2), ("b", 0), ("c", 0)],
+        [("d", 0), ("e", 0), ("f", 0)],
+        [("g", 0)],
+        [("h", 0)],
+    ]
+
+
+def test_a_stored_cell_is_found_in_the_larger_cell_that_a_rank_holds() -> None:
+    saved = random_tensor((6, 4), one_cell((6, 4)))
+    whole, part = Region.whole((6, 4)), Region((2, 1), (3, 2))
+    sources = {"w": [(Region((0, 0), (1, 1)), None), (whole, BytesSource(saved, whole))]}
+    found = source_of(sources, "w", part)  # type: ignore[arg-type]
+    assert bytes(found.read(0, found.nbytes, memoryview(b""))) == saved.of(part)
+
+
+def test_a_stored_range_is_found_in_the_larger_range_that_a_rank_holds() -> None:
+    saved = random_tensor((6, 4), Layout(Flat((0, 24)), ((0,),)))
+    held, part = Elements(3, 20), Elements(5, 9)
+    sources = {"w": [(Elements(0, 3), None), (held, BytesSource(saved, held))]}
+    found = source_of(sources, "w", part)  # type: ignore[arg-type]
+    assert bytes(found.read(0, found.nbytes, memoryview(b""))) == saved.of(part)
+
+
+def test_a_plan_for_a_cell_that_is_not_held_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="does not hold it"):
+        source_of({"w": []}, "w", Elements(0, 1))
+
+
+class Spoiled(MemoryStorage):
+    """A storage whose files break on cue; it records what was discarded and finished."""
+
+    def __init__(self, *, fail_write: int | None = None, finish: int | None = None) -> None:
+        super().__init__({FOLDER: None})
+        self.fail_write = fail_write
+        self.finish = finish
+        self.ended: list[str] = []
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        return SpoiledFile(self, path, super().create(path, nbytes))
+
+
+class SpoiledFile:
+    def __init__(self, storage: Spoiled, path: str, file: WritableFile) -> None:
+        self._storage = storage
+        self._path = path
+        self._file = file
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        if self._storage.fail_write is not None:
+            self._storage.fail_write -= 1
+            if self._storage.fail_write < 0:
+                raise StorageError(f"{self._path}: no space left")
+        self._file.write_at(offset, data)
+
+    def finish(self) -> int:
+        actual = self._file.finish()
+        return actual if self._storage.finish is None else self._storage.finish
+
+    def discard(self) -> None:
+        self._storage.ended.append(self._path)
+        self._file.discard()
+
+
+def test_a_failed_write_is_raised_and_every_file_is_let_go() -> None:
+    saved = {
+        "model.w": random_tensor((64,), one_cell((64,))),
+        "optim.m": random_tensor((64,), one_cell((64,))),
+    }
+    catalog = catalog_of(saved, 1, ("model", "optim"))
+    for n in range(4):
+        storage = Spoiled(fail_write=n)
+        files = rank_files(saved, catalog, 0)
+        with pytest.raises(StorageError, match="no space left"):
+            write_all(storage, FOLDER, files, threads=2)
+        assert sorted(storage.ended) == [
+            f"{FOLDER}/model-00000.safetensors",
+            f"{FOLDER}/optim-00000.safetensors",
+        ]
+        # No file is left that could be taken for a good one: the header comes last.
+        if n < 2:
+            assert not content(storage, "model-00000.safetensors")[:8].strip(b"\0")
+
+
+def test_a_file_whose_size_is_not_what_was_written_is_a_storage_error() -> None:
+    with pytest.raises(StorageError, match="has 12 bytes after writing"):
+        write_all(Spoiled(finish=12), FOLDER, files_of(tensors()), threads=1)
+
+
+def test_an_objects_file_of_another_size_is_a_storage_error() -> None:
+    files = RankFiles(catalog_of({}, 1), None, (), {}, {"objects.msgpack": b"abc"})
+    with pytest.raises(StorageError, match="has 1 bytes after writing 3"):
+        write_all(Spoiled(finish=1), FOLDER, files, threads=1)
+
+
+def test_a_folder_that_is_gone_means_the_attempt_was_given_up() -> None:
+    with pytest.raises(ConflictError, match="gave this attempt up"):
+        write_all(MemoryStorage(), "/gone", files_of(tensors()), threads=1)
+
+
+def test_a_file_that_is_there_already_means_the_rank_runs_twice() -> None:
+    storage = folder()
+    write_all(storage, FOLDER, files_of(tensors()), threads=1)
+    with pytest.raises(ConflictError, match="running twice"):
+        write_all(storage, FOLDER, files_of(tensors()), threads=1)
+
+
+def test_names_are_synced_only_after_every_file_is_durable() -> None:
+    events: list[str] = []
+
+    class Recording(MemoryStorage):
+        def create(self, path: str, nbytes: int) -> WritableFile:
+            events.append("create")
+            file = super().create(path, nbytes)
+            finish = file.finish
+
+            def recorded() -> int:
+                events.append("finish")
+                return finish()
+
+            file.finish = recorded  # type: ignore[method-assign]
+            return file
+
+        def sync(self, folder: str) -> None:
+            events.append(f"sync {folder}")
+            super().sync(folder)
+
+    files = files_of(tensors(), objects={"objects.msgpack": b"x"})
+    write_all(Recording({FOLDER: None}), FOLDER, files, threads=2)
+    assert events == ["create", "finish", "create", "finish", f"sync {FOLDER}"]
+
+
+def test_no_more_scratch_is_used_than_there_are_threads() -> None:
+    seen: set[int] = set()
+    lock = threading.Lock()
+
+    class Watching(BytesSource):
+        def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+            with lock:
+                seen.add(id(scratch.obj))
+            return super().read(start, stop, scratch)
+
+    saved = {"model.w": random_tensor((4096,), one_cell((4096,)))}
+    files = files_of(saved, block_nbytes=64)
+    watching = [
+        (cell, Watching(saved["model.w"], cell, copies=True))
+        for cell, _ in files.sources["model.w"]
+    ]
+    files = RankFiles(files.catalog, 7, files.plans, {"model.w": watching}, {}, 64)
+    write_all(folder(), FOLDER, files, threads=3)
+    assert 1 <= len(seen) <= 3
