@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dist_ckpt.resharder import reshard
     from dist_ckpt.saver import save
     from dist_ckpt.sharding import ShardingConfig
-    from dist_ckpt.verify import VerifyReport, verify
+    from dist_ckpt.verifier import VerifyReport, verify
     from dist_ckpt.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
 
 # Public name -> module. Each is imported when it is first used, so that reading and listing
@@ -48,8 +48,8 @@ _MODULES = {
     "load": "loader",
     "open": "checkpoint",
     "Checkpoint": "checkpoint",
-    "verify": "verify",
-    "VerifyReport": "verify",
+    "verify": "verifier",
+    "VerifyReport": "verifier",
     "reshard": "resharder",
     "delete": "checkpoint",
     "SaveReport": "reports",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.containers import PathKey, container, entries_of, join
+from dist_ckpt.errors import CorruptError
 from dist_ckpt.index import Key
 from dist_ckpt.objects import ObjectsFile
 from dist_ckpt.saved import Saved
@@ -42,6 +43,16 @@ class Contents:
                 per_rank.setdefault(name, {}).update(keyed)
         return Contents(values, per_rank)
 
+    def check(self, needed: Sequence[tuple[str, Key | None]]) -> None:
+        """Raise CorruptError unless these values (and keys of per-rank values) are there."""
+        for fqn, key in needed:
+            if key is None and fqn not in self.values:
+                raise CorruptError(f"{fqn}: no objects file has it: load an older checkpoint")
+            if key is not None and key not in self.per_rank.get(fqn, {}):
+                raise CorruptError(
+                    f"{fqn}: no objects file has it for {key!r}: load an older checkpoint"
+                )
+
 
 # Returns what was asked for, once it has been read.
 Get = Callable[[Contents], object]
@@ -50,6 +61,7 @@ Get = Callable[[Contents], object]
 class Asks:
     """What one rank asks for. Each method claims the saved names that it serves.
 
+    `needs` are the ranks whose objects file is needed, `needed` the values and keys in them.
     `effects` put things in place, in order; `loads` call the user's objects; `last` are the
     generators.
     """
@@ -70,6 +82,7 @@ class Asks:
         self.restored: dict[str, None] = {}
         self.claimed: set[str] = set()
         self.needs: set[int] = set()
+        self.needed: list[tuple[str, Key | None]] = []
         self.effects: list[Callable[[Contents], None]] = []
         self.loads: list[Callable[[Contents], None]] = []
         self.last: list[tuple[RNG, Get]] = []
@@ -84,6 +97,14 @@ class Asks:
         """Say whether `include` and `exclude` leave a name in."""
         return name in self._selection
 
+    def unmatched(self) -> tuple[str, ...]:
+        """Return the problem of each pattern of `include` that no saved name matches."""
+        return tuple(
+            f"include: {pattern!r} matches no saved name: mend or remove it"
+            for pattern in self._selection.include or ()
+            if not any(name in Selection((pattern,)) for name in self.saved.leaves)
+        )
+
     def chosen(self, name: str) -> list[str]:
         """Return the saved leaves at and below a name that are selected."""
         own = [name] if name in self.saved.leaves else []
@@ -92,6 +113,10 @@ class Asks:
     def has(self, name: str) -> bool:
         """Say whether anything is saved at or below a name."""
         return name in self._split or self.saved.holds(name)
+
+    def is_container(self, name: str) -> bool:
+        """Say whether a container with tensors was saved under a name."""
+        return name not in self._split and name not in self.saved.leaves and self.has(name)
 
     def is_tensor(self, name: str) -> bool:
         """Say whether a name was saved as a tensor; report what else it is, or that it misses."""
@@ -143,10 +168,22 @@ class Asks:
         if not self.saved.is_value(name):
             return None
         self.restore(name)
-        rank = self.saved.catalog.values[self.saved.leaves[name]]
-        if self.saved.leaves[name] not in self.saved.values:
-            self.needs.add(rank)
+        fqn = self.saved.leaves[name]
+        self.needed.append((fqn, None))
+        if fqn not in self.saved.values:
+            self.needs.add(self.saved.catalog.values[fqn])
         return lambda contents: self.saved.value(name, contents.values)
+
+    def check_keys(self, name: str, keys: Iterable[PathKey]) -> None:
+        """Report keys of a container in the state that were saved as another class."""
+        saved = {str(key): key for key, _ in self.saved.entries.get(name, ())}
+        for key in keys:
+            other = saved.get(str(key), key)
+            if type(other) is not type(key) and self.selected(join(name, key)):
+                self.problems.append(
+                    f"{join(name, key)}: saved under the key {other!r}, the state has {key!r}: "
+                    "use the same class of key"
+                )
 
     def split(self, name: str) -> None:
         """Treat a saved value that is a container as what it holds, where the state has tensors."""
@@ -160,6 +197,18 @@ class Asks:
         if entries is not None:
             self.claim(name)
             self._split.update((join(name, key), item) for key, item in entries.items())
+
+    def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
+        """Return the key and the name of each child of what is saved under a name."""
+        parts = [n for n in self._split if n.startswith(f"{name}.")]
+        return *self.saved.children(name), *((n[len(name) + 1 :], n) for n in parts)
+
+    def params(self, group: str) -> Sequence[str]:
+        """Return the parameters' names of an optimizer's group, as saved."""
+        value = self._split.get(group)
+        if isinstance(value, dict) and isinstance(value.get("params"), list):
+            return [name for name in value["params"] if isinstance(name, str)]
+        return self.saved.params.get(group, ())
 
     # --- per-rank values ---------------------------------------------------------------------
 
@@ -192,12 +241,11 @@ class Asks:
     def _keyed(self, name: str, key: Key) -> Get:
         self.restore(name)
         fqn = self.saved.leaves[name]
+        self.needed.append((fqn, key))
         self.needs.update(rank for k, rank in self.saved.catalog.per_rank[fqn] if k == key)
         return lambda contents: contents.per_rank[fqn][key]
 
-    def _resharded(
-        self, name: str, key: Key, now: Sequence[Key], policy: OnReshard
-    ) -> Get | None:
+    def _resharded(self, name: str, key: Key, now: Sequence[Key], policy: OnReshard) -> Get | None:
         fqn = self.saved.leaves[name]
         saved = self.saved.catalog.per_rank[fqn]
         if policy == "error":
@@ -213,6 +261,7 @@ class Asks:
             return None
         assert callable(policy)
         self.restore(name)
+        self.needed += [(fqn, k) for k, _ in saved]
         self.needs.update(rank for _, rank in saved)
         return lambda contents: policy(dict(contents.per_rank[fqn]), key)
 
@@ -222,7 +271,7 @@ class Asks:
         return self._mesh
 
     def _same_mesh(self) -> bool:
-        """Say whether a rank means the same as when it was saved, as far as both meshes are known."""
+        """Say whether a rank means what it meant at the save, as far as both meshes are known."""
         catalog = self.saved.catalog
         if catalog.world_size != self.template.world_size:
             return False
@@ -236,7 +285,9 @@ class Asks:
 
     # --- whole subtrees ----------------------------------------------------------------------
 
-    def subtree(self, name: str, tree: Tree | None = None, beside: Beside | None = None) -> Get | None:
+    def subtree(
+        self, name: str, tree: Tree | None = None, beside: Beside | None = None
+    ) -> Get | None:
         """Ask for all that is saved at and below a name, as new containers of the saved kinds.
 
         A tensor of `tree` that fits is filled in place and put there; else a new one is, whole in
@@ -250,7 +301,8 @@ class Asks:
             if get is not None:
                 found.append((key, get))
         if not found:
-            if own is None and name in self.saved.kinds and self.selected(name):
+            empty = name in self.saved.kinds and not self.saved.children(name)
+            if own is None and empty and self.selected(name):
                 kind = self.saved.kinds[name]
                 return lambda _: container(kind, ())
             return own
@@ -259,9 +311,7 @@ class Asks:
     def _is_leaf(self, name: str) -> bool:
         return name in self._split or name in self.saved.leaves
 
-    def _assembled(
-        self, name: str, own: Get | None, found: Sequence[tuple[PathKey, Get]]
-    ) -> Get:
+    def _assembled(self, name: str, own: Get | None, found: Sequence[tuple[PathKey, Get]]) -> Get:
         kind = self.saved.kinds.get(name, "dict")
 
         def get(contents: Contents) -> object:

@@ -125,8 +125,8 @@ def _without_short_runs(needs: Sequence[Need]) -> Iterator[Need]:
 
 
 def _adjoin_directly(a: Need, b: Need) -> bool:
-    """Say whether two blocks can come with one read straight into one target."""
-    return a.direct and b.direct and a.stop == b.start and a.wishes[0] is b.wishes[0]
+    """Say whether two blocks in a row can come with one read straight into one target."""
+    return a.direct and b.direct and a.wishes[0] is b.wishes[0]
 
 
 def reads_of(needs: Iterable[Need]) -> Iterator[BlockRead]:
@@ -183,15 +183,12 @@ def _maps_whole(wish: Wish, span: Span, itemsize: int) -> bool:
 
 def _block_numbers(wish: Wish, block_numel: int) -> Iterator[int]:
     """Return the numbers of the blocks that hold elements of an item, ascending."""
-    last = -1
     if wish.source is not None:
         runs: Iterable[Elements] = (wish.source,)
     else:
         runs = runs_of(wish.item.common, wish.item.source, block_numel)
     for run in runs:
-        first = max(run.start // block_numel, last + 1)
-        last = num_blocks(run.stop, block_numel) - 1
-        yield from range(first, last + 1)
+        yield from range(run.start // block_numel, num_blocks(run.stop, block_numel))
 
 
 def runs_of(box: Region, piece: Piece, gap: int) -> Iterator[Elements]:

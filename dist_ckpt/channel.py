@@ -30,6 +30,13 @@ class NoAnswerError(RankError):
     """This rank does not know what was decided: the coordinator, or the store, went silent."""
 
 
+class FalloutError(RankError):
+    """An error that another rank's error or death has brought about, such as a broken connection.
+
+    Of several errors, one that is no fallout is told first.
+    """
+
+
 class Channel(Protocol):
     """A group's control channel. One thread of a rank uses it at a time."""
 
@@ -74,13 +81,17 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error on its way between ranks; `kind` is the name of the class to raise."""
+    """An error on its way between ranks; `kind` is the name of the class to raise.
+
+    `fallout`: it is only the consequence of another one.
+    """
 
     kind: str
     message: str
     rank: int | None
     phase: str | None
-    touched: tuple[str, ...]
+    touched: tuple[str, ...] = ()
+    fallout: bool = False
 
 
 _KINDS: Mapping[str, type[Exception]] = {
@@ -125,15 +136,16 @@ def decision_failure_of(error: BaseException, *, phase: str) -> Failure:
         rank=rank,
         phase=own_phase or phase,
         touched=error.touched if isinstance(error, CorruptError) else (),
+        fallout=isinstance(error, FalloutError),
     )
 
 
 def first_of(failures: Mapping[int, Failure]) -> Failure:
-    """Return the failure of the lowest rank, which tells that of the others."""
-    first, *others = sorted(failures)
+    """Return the failure of the lowest rank, which tells who else failed."""
+    first, *others = sorted(failures, key=lambda rank: (failures[rank].fallout, rank))
     failure = failures[first]
     if others:
-        message = f"{failure.message} (also failed: {ranks_text(others)})"
+        message = f"{failure.message} (also failed: {ranks_text(sorted(others))})"
         touched = {name: None for rank in (first, *others) for name in failures[rank].touched}
         failure = replace(failure, message=message, touched=tuple(touched))
     return failure

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from dist_ckpt.channel import (
@@ -22,6 +24,9 @@ from dist_ckpt.channel import (
 from dist_ckpt.control import Control, Pace
 from dist_ckpt.envelope import NO_NONCE, Answer, Envelope
 from dist_ckpt.errors import CheckpointError
+
+# How long the coordinator's process puts off its end for the sake of the others.
+LINGER_S = 2.0
 
 # Answers to operations that some rank missed are kept for it; so many at most.
 MAX_KEPT_ANSWERS = 64
@@ -55,7 +60,21 @@ class Coordinator:
         return answer
 
     def clean_up(self) -> None:
-        """Delete what nobody needs after the operation: of the coordinator's, nothing yet."""
+        """Do nothing: the others may still read the answers of the operation that ends."""
+
+    def linger(self) -> None:
+        """Wait, not for long, until the others have read the last answer.
+
+        The store may go with this process.
+        """
+        control = self._control
+        until = time.monotonic() + LINGER_S
+        late = list(range(1, control.world_size))
+        with suppress(NoAnswerError):
+            while control.number and late and time.monotonic() < until:
+                control.peers.look(late)
+                late = [rank for rank in late if control.peers.is_in(rank, control.number)]
+                time.sleep(0.005 if late else 0)
 
     def _failure_of(self, error: BaseException, phase: str) -> Failure:
         if isinstance(error, CheckpointError | ValueError | TypeError):
@@ -91,7 +110,7 @@ class Coordinator:
             if envelope.failure is not None:
                 failures[rank] = envelope.failure
             elif envelope.operation != own.operation:
-                failures[rank] = Failure("ConflictError", _STALE, rank, phase, ())
+                failures[rank] = Failure("ConflictError", _STALE, rank, phase)
         return envelopes, failures
 
     def _await(self, phase: str, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
@@ -173,6 +192,9 @@ class Follower:
     def clean_up(self) -> None:
         """Delete this rank's envelopes: they have been answered."""
         self._control.delete_soon(self._envelopes)
+
+    def linger(self) -> None:
+        """Do nothing: nobody waits for this rank."""
 
     def _ask(self, phase: str, own: Envelope) -> Answer:
         control = self._control

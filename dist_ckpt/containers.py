@@ -9,6 +9,9 @@ from dist_ckpt.errors import IncompatibleError
 
 PathKey = str | int
 
+# Of containers in containers, in a state and in a checkpoint.
+MAX_DEPTH = 100
+
 _MAPPING = "dict"
 _DEFAULT = "defaultdict:"
 
@@ -40,12 +43,19 @@ def is_mapping(kind: str) -> bool:
     return kind not in ("list", "tuple")
 
 
+def check_kind(kind: str) -> None:
+    """Raise IncompatibleError for a kind that `kind_of` never returns."""
+    factory = kind.removeprefix(_DEFAULT)
+    if kind not in _TYPES and (factory == kind or factory not in _FACTORIES):
+        raise IncompatibleError(
+            f"a container of the kind {kind[:100]!r} is unknown: upgrade dist_ckpt"
+        )
+
+
 def container(kind: str, items: Iterable[tuple[PathKey, object]]) -> object:
-    """Return a new container. Raises IncompatibleError for a kind of a newer version."""
-    if kind.startswith(_DEFAULT) and kind.removeprefix(_DEFAULT) in _FACTORIES:
+    """Return a new container of a kind that `check_kind` has passed."""
+    if kind.startswith(_DEFAULT):
         return defaultdict(_FACTORIES[kind.removeprefix(_DEFAULT)], items)
-    if kind not in _TYPES:
-        raise IncompatibleError(f"a container of kind {kind!r} is unknown: upgrade dist_ckpt")
     return _TYPES[kind](items if is_mapping(kind) else (value for _, value in items))
 
 

@@ -30,7 +30,7 @@ class Pace:
 
     def __init__(self, world_size: int, config: Config) -> None:
         self._rarest_s = max(0.05, world_size / MAX_POLLS_PER_S)
-        self._look_s = min(1.0, config.silence_s / 10)
+        self._look_s = min(1.0, config.silence_s / 10, config.warn_s / 2, config.arrive_s / 4)
         self._pause_s = 0.001
         self._began_at = time.monotonic()
         self._look_at = self._began_at + self._look_s
@@ -139,7 +139,7 @@ class Control:
                     f"{phase!r} of {self.what}). Look into that rank's log; if it is gone, "
                     "restart the job from its last checkpoint."
                 )
-                found[rank] = Failure("RankError", message, rank, phase, ())
+                found[rank] = Failure("RankError", message, rank, phase)
         return found
 
     def absences(self, phase: str, ranks: Sequence[int], pace: Pace) -> dict[int, Failure]:
@@ -156,7 +156,7 @@ class Control:
             "make the same call; look for a condition like `if rank == 0:` around it."
         )
         if pace.waited_s >= self.config.arrive_s:
-            return {absent[0]: Failure("RankError", message, absent[0], phase, ())}
+            return {absent[0]: Failure("RankError", message, absent[0], phase)}
         if pace.waited_s >= self.config.warn_s and not pace.has_warned:
             pace.has_warned = True
             _log.warning("%s", message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from dist_ckpt.channel import Doc, Failure, pack, unpack
 
@@ -78,11 +78,11 @@ class Answer:
 def _encode(failure: Failure | None) -> Doc:
     if failure is None:
         return None
-    return [failure.kind, failure.message, failure.rank, failure.phase, failure.touched]
+    return astuple(failure)
 
 
 def _decode(doc: Doc) -> Failure | None:
     if doc is None:
         return None
-    kind, message, rank, phase, touched = doc
-    return Failure(kind, message, rank, phase, tuple(touched))
+    kind, message, rank, phase, touched, fallout = doc
+    return Failure(kind, message, rank, phase, tuple(touched), fallout)

@@ -15,8 +15,8 @@ import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
+from dist_ckpt.channel import FalloutError
 from dist_ckpt.collective import NAME_NBYTES, Bodies, distinct, name_of, nbytes_of
-from dist_ckpt.errors import RankError
 
 T = TypeVar("T")
 
@@ -76,10 +76,10 @@ class GlooCollective:
         except RuntimeError as error:
             # A gloo connection that has failed once fails for ever, on every rank.
             self.renew(self.epoch + 1)
-            lines = str(error).splitlines()
-            raise RankError(
-                f"the ranks' own gloo connections failed: {lines[0] if lines else error!r}. If no "
-                "rank has died, try again: they are made anew."
+            reason = str(error).splitlines()[0].partition(". ")[0]
+            raise FalloutError(
+                f"the ranks' own gloo connections failed: {reason}. If no rank has died, try "
+                "again: they are made anew."
             ) from error
 
     def _connected(self) -> _Group:

@@ -54,15 +54,8 @@ def held_by(shares: Sequence[Share]) -> tuple[Shape, Layout]:
     ]
     if len(layouts) == len(views) and all(layout.cut == layouts[0].cut for layout in layouts):
         return shape, _united(layouts)
-    cells: dict[Cell, set[int]] = {}
-    for layout in layouts:
-        for number, who in enumerate(layout.holders):
-            cells.setdefault(layout.cell(number), set()).update(who)
-    for view, ranks in views.items():
-        if isinstance(view, Parts):
-            for cell in view.cells:
-                cells.setdefault(cell, set()).update(ranks)
-    return shape, _tiled({cell: tuple(sorted(who)) for cell, who in cells.items()}, shape)
+    parts = {view: ranks for view, ranks in views.items() if isinstance(view, Parts)}
+    return shape, _tiled(_holders_of_cells(layouts, parts), shape)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -124,6 +117,17 @@ def _united(layouts: Sequence[Layout]) -> Layout:
 # --- parts that ranks name themselves --------------------------------------------------------
 
 _Holders = Mapping[Cell, tuple[int, ...]]
+
+
+def _holders_of_cells(layouts: Sequence[Layout], parts: Mapping[Parts, list[int]]) -> _Holders:
+    holders: dict[Cell, set[int]] = {}
+    for layout in layouts:
+        for number, who in enumerate(layout.holders):
+            holders.setdefault(layout.cell(number), set()).update(who)
+    for view, ranks in parts.items():
+        for cell in view.cells:
+            holders.setdefault(cell, set()).update(ranks)
+    return {cell: tuple(sorted(who)) for cell, who in holders.items()}
 
 
 def _tiled(cells: _Holders, shape: Shape) -> Layout:

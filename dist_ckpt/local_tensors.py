@@ -87,7 +87,7 @@ def from_numpy(array: np.ndarray, fqn: str, *, writable: bool) -> torch.Tensor:
     fits = array.flags.writeable and all(steps)
     if writable and not fits:
         raise ValueError(
-            f"{fqn}: a read-only or reversed array, or a field of one, cannot be loaded into: copy it"
+            f"{fqn}: an array that is read-only, reversed or a field cannot be loaded into: copy it"
         )
     try:
         return torch.from_numpy(array if fits else array.copy())

@@ -15,7 +15,7 @@ from dist_ckpt.tensors import is_meta
 def bind_module(asks: Asks, fqn: str, leaf: ModuleLeaf) -> None:
     """Ask for what a module's state dict holds. Modules are closed."""
     state = leaf.state
-    made: dict[int, object] = {}
+    made: dict[int, tuple[str, object]] = {}
     assigned: dict[str, object] = {}
     for name, live in state.live.items():
         full = join(fqn, name)
@@ -25,12 +25,12 @@ def bind_module(asks: Asks, fqn: str, leaf: ModuleLeaf) -> None:
         if not is_meta(live):
             # The live tensor, not what the state dict returned: a hook may have copied that.
             asks.wants.fill(full, TensorLeaf(live))
-        elif id(live) in made:
-            # Tied parameters stay one object.
-            assigned[state.raw[name]] = made[id(live)]
-        else:
-            value = asks.wants.fill(full, TensorLeaf(live))
-            assigned[state.raw[name]] = made[id(live)] = value
+            continue
+        if id(live) not in made:
+            made[id(live)] = full, asks.wants.fill(full, TensorLeaf(live))
+        # Tied parameters stay one object.
+        first, assigned[state.raw[name]] = made[id(live)]
+        asks.wants.check_tied(first, full)
     if assigned:
         asks.effects.append(lambda _: _load(state.module, assigned, assign=True))
     _bind_extras(asks, fqn, leaf)

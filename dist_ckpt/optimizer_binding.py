@@ -5,31 +5,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from dist_ckpt.asks import Asks, Contents, Get
-from dist_ckpt.containers import PathKey, entries_of, join
-from dist_ckpt.optimizers import LOCAL_KEYS, ParameterName
-from dist_ckpt.region import Shape
-from dist_ckpt.state_tree import Branch, OptimizerLeaf, PlainLeaf, TensorLeaf, Tree, read_value
-from dist_ckpt.optimizers import state_branch
+from dist_ckpt.containers import PathKey, join
+from dist_ckpt.optimizers import LOCAL_KEYS, ParameterName, state_branch
+from dist_ckpt.state_tree import PlainLeaf, TensorLeaf, Tree, read_value
+from dist_ckpt.tensors import is_meta
 from dist_ckpt.wants import Beside
+
+# As torch does: unless the step is computed on the device, it is counted in host memory.
+_STEP = "step"
 
 
 def bind_optimizer(
-    asks: Asks, fqn: str, leaf: OptimizerLeaf, names: Mapping[int, ParameterName], *, strict: bool
+    asks: Asks,
+    fqn: str,
+    optimizer: Optimizer,
+    names: Mapping[int, ParameterName],
+    *,
+    strict: bool,
 ) -> None:
     """Ask for an optimizer's state and groups. Optimizers are closed.
 
     State that the checkpoint has and memory lacks is made; state in memory that the checkpoint
-    lacks is missing.
+    lacks is missing. Under `strict` a parameter must be in the group in which it was saved.
     """
-    optimizer = leaf.optimizer
-    asks.split(join(fqn, "param_groups"))
+    if asks.chosen(fqn) and any(map(is_meta, _parameters(optimizer))):
+        asks.problems.append(
+            f"{fqn}: the optimizer holds meta parameters, which a load of the module replaces: "
+            "materialize the module (`to_empty`) and make the optimizer then"
+        )
+        return
+    state, groups = join(fqn, "state"), join(fqn, "param_groups")
+    asks.split(groups)
+    for number, group in enumerate(optimizer.param_groups):
+        on_host = not (group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            beside = Beside(parameter, name.rule, on_host)
+            _bind_state(asks, join(state, name.stored), optimizer, beside)
+        _bind_group(asks, join(groups, number), group)
+    if strict:
+        _check_groups(asks, groups, optimizer, names)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _bind_state(asks: Asks, fqn: str, optimizer: Optimizer, beside: Beside) -> None:
+    parameter = beside.parameter
+    under = beside.rule, tuple(parameter.shape)
+    live = state_branch(optimizer.state.get(parameter, {}), fqn, under).children
+    asks.split(fqn)
+    saved = asks.children(fqn)
+    gets: dict[PathKey, Get] = {}
+    for key, name in saved:
+        if asks.chosen(name) and (get := _entry(asks, name, key, live.get(key), beside)):
+            gets[key] = get
+    absent = live.keys() - {key for key, _ in saved}
+    asks.missing.update((join(fqn, key), None) for key in live if key in absent)
+
+    def assign(contents: Contents) -> None:
+        entries = {key: get(contents) for key, get in gets.items()}
+        optimizer.state[parameter].update(entries)
+
+    if gets:
+        asks.effects.append(assign)
+
+
+def _entry(asks: Asks, name: str, key: PathKey, live: Tree | None, beside: Beside) -> Get | None:
+    """Ask for one entry of a parameter's state; what is there must be of the saved kind."""
+    if asks.saved.tensor(name) is None:
+        if isinstance(live, TensorLeaf):
+            asks.misfit(name, "a tensor")
+            return None
+        return asks.subtree(name, live, Beside(beside.parameter, beside.rule))
+    if isinstance(live, TensorLeaf):
+        asks.restore(name)
+        value = asks.wants.fill(name, live)
+        return lambda _: value
+    if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
+        asks.misfit(name, "no tensor")
+        return None
+    on_host = beside.on_host and key == _STEP
+    return asks.subtree(name, None, Beside(beside.parameter, beside.rule, on_host))
+
+
+def _bind_group(asks: Asks, fqn: str, group: dict[str, Any]) -> None:
+    if not asks.selected(fqn):
+        return
+    get = asks.value(fqn)
+    if get is None:
+        asks.misfit(fqn, "a parameter group")
+        return
+    values = get
+    tensors: dict[PathKey, Get] = {}
+    for key, name in asks.children(fqn):
+        live = read_value(group.get(str(key)), name)
+        if (tensor := asks.subtree(name, live)) is not None:
+            tensors[key] = tensor
+
+    def assign(contents: Contents) -> None:
+        saved = values(contents)
+        assert isinstance(saved, Mapping)
+        group.update((key, value) for key, value in saved.items() if key not in LOCAL_KEYS)
+        group.update((str(key), get(contents)) for key, get in tensors.items())
+
+    asks.effects.append(assign)
+
+
+def _check_groups(
+    asks: Asks, groups: str, optimizer: Optimizer, names: Mapping[int, ParameterName]
+) -> None:
+    saved: dict[str, int] = {}
+    number = 0
+    while asks.has(name := join(groups, number)):
+        saved.update(dict.fromkeys(asks.params(name), number))
+        number += 1
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            _bind_state(asks, fqn, leaf, group, parameter, names[id(parameter)])
-        _bind_group(asks, join(join(fqn, "param_groups"), number), group)
-    _check_groups(asks, fqn, optimizer.param_groups, names, strict=strict)
+            name = names[id(parameter)].stored
+            if saved.get(name, number) != number and asks.selected(join(groups, number)):
+                asks.problems.append(
+                    f"{groups}: {name} was saved in group {saved[name]} and is in group {number} "
+                    "here: group the parameters as they were, or exclude the groups to keep the "
+                    "present hyperparameters"
+                )

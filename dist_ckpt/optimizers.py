@@ -13,7 +13,7 @@ the first name counts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
@@ -177,7 +177,7 @@ def group_leaf(
 
 def _under(tree: Tree, under: tuple[str, Shape]) -> Tree:
     if isinstance(tree, TensorLeaf):
-        return replace(tree, under=under)
+        return TensorLeaf(tree.value, under)
     if isinstance(tree, Branch):
-        return replace(tree, children={k: _under(t, under) for k, t in tree.children.items()})
+        return Branch(tree.kind, tree.live, {k: _under(t, under) for k, t in tree.children.items()})
     return tree

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from mmap import mmap
 from typing import TypeVar
 
 from dist_ckpt.errors import StorageError
@@ -68,7 +69,8 @@ class Slots:
         try:
             slot = self._free.pop()
         except IndexError:
-            slot = memoryview(bytearray(self._nbytes))
+            # Unlike a bytearray it costs no memory before it is used, and begins on a page.
+            slot = memoryview(mmap(-1, self._nbytes))
         try:
             yield slot
         finally:

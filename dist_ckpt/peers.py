@@ -38,6 +38,15 @@ class Peers:
         beat = self._watch.beat(rank)
         return beat is not None and beat.number >= number
 
+    def is_in(self, rank: int, number: int) -> bool:
+        """Say whether a rank was last seen within this operation, alive."""
+        beat = self._watch.beat(rank)
+        return (
+            beat is not None
+            and (beat.number, beat.inside, beat.gone) == (number, True, False)
+            and self._watch.silent_s(rank) < self._silence_s
+        )
+
     def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
         """Say why nothing more will come from a rank in this operation, or None if it may.
 

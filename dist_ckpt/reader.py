@@ -143,25 +143,21 @@ class _Reading:
             for wish in row[0].wishes:
                 self.touched.add(wish.item.fqn)
                 target = self._targets[wish.item.fqn, wish.item.part]
-                _place(wish, target, stored, data[offset : offset + stop - start])
+                _copy(wish, target, stored, data[offset : offset + stop - start])
 
 
 def _rows(needs: Iterable[Need]) -> Iterator[list[Need]]:
-    """Gather blocks that adjoin in one shard and that the same items want: placed at once."""
+    """Gather blocks of one shard that the same items want: they are placed at once."""
     row: list[Need] = []
     for need in needs:
-        if row and not (
-            row[-1].shard is need.shard
-            and row[-1].stop == need.start
-            and row[-1].wishes == need.wishes
-        ):
+        if row and (row[-1].shard is not need.shard or row[-1].wishes != need.wishes):
             yield row
             row = []
         row.append(need)
     yield row
 
 
-def _place(wish: Wish, target: Target, stored: Elements, data: memoryview) -> None:
+def _copy(wish: Wish, target: Target, stored: Elements, data: memoryview) -> None:
     """Copy what a wish wants of some elements of a stored cell, which are `data`."""
     itemsize = DTYPES[wish.item.dtype].itemsize
     memory = target.memory()

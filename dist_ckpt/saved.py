@@ -6,10 +6,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dist_ckpt.containers import PathKey, is_mapping, join
+from dist_ckpt.containers import MAX_DEPTH, PathKey, check_kind, is_mapping, join
+from dist_ckpt.errors import CorruptError
 from dist_ckpt.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.objects import ObjectsFile
-from dist_ckpt.selection import Rename, rename_of
+from dist_ckpt.selection import rename_of
 
 _PARAMS = ".params"
 _GROUPS = ".param_groups."
@@ -56,7 +57,7 @@ class Saved:
         return self.catalog.per_rank.get(self.leaves.get(name, ""))
 
     def value(self, name: str, values: Mapping[str, object]) -> object:
-        """Return a value; `values` are by the catalog's names. KeyError if it is not in there."""
+        """Return a value; `values` are by the catalog's names and have it."""
         value = values[self.leaves[name]]
         if name in self.params and isinstance(value, dict):
             return {**value, "params": list(self.params[name])}
@@ -65,10 +66,10 @@ class Saved:
     def below(self, name: str) -> Iterator[str]:
         """Yield the leaves below a name, sorted."""
         prefix = f"{name}." if name else ""
-        for leaf in self.order[bisect_left(self.order, prefix) :]:
-            if not leaf.startswith(prefix):
+        for number in range(bisect_left(self.order, prefix), len(self.order)):
+            if not self.order[number].startswith(prefix):
                 return
-            yield leaf
+            yield self.order[number]
 
     def holds(self, name: str) -> bool:
         """Say whether there is a leaf or a container of this name, or a leaf below it."""
@@ -100,7 +101,8 @@ def saved_of(
     """Return what a checkpoint holds; `main` is its `objects.msgpack`.
 
     Raises TypeError or ValueError for a rename that makes no sense in itself; one that does not
-    fit the checkpoint is in `problems`.
+    fit the checkpoint is in `problems`. CorruptError or IncompatibleError for a tree that no
+    state has made.
     """
     rules = rename_of(rename)
     names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
@@ -111,14 +113,16 @@ def saved_of(
     if problems:
         renamed = dict(zip(names, names, strict=True))
     leaves = {new: name for name in names if (new := renamed[name]) is not None}
-    kinds, entries = _containers(main.tree, renamed, leaves)
+    params = dict(_renamed_groups(groups, renamed))
+    kinds, entries = _containers(main.tree, renamed, leaves, params)
+    _check_tree(kinds, entries)
     numpy = set(main.numpy)
     return Saved(
         catalog=catalog,
         leaves=leaves,
         kinds=kinds,
         entries=entries,
-        params=dict(_renamed_groups(groups, renamed)),
+        params=params,
         numpy=frozenset(new for new, name in leaves.items() if name in numpy),
         values=main.values,
         dropped=tuple(name for name in names if renamed[name] is None),
@@ -163,7 +167,10 @@ def _renamed_groups(
 
 
 def _containers(
-    tree: Iterable[Node], renamed: Mapping[str, str | None], leaves: Mapping[str, str]
+    tree: Iterable[Node],
+    renamed: Mapping[str, str | None],
+    leaves: Iterable[str],
+    groups: Iterable[str],
 ) -> tuple[dict[str, str], dict[str, Sequence[tuple[PathKey, str]]]]:
     """Return the kind and the entries of each container, by its name in the state."""
     nodes = {node.fqn: node for node in tree}
@@ -184,10 +191,30 @@ def _containers(
             kinds.setdefault(new, node.kind)
             entries.setdefault(new, []).extend(kept)
             fitted.update(child for _, child in kept)
+    for group in groups:
+        # A group's value is a dict; hyperparameters that are tensors belong in it.
+        kinds.setdefault(group, "dict")
+        entries.setdefault(group, [])
     for name in dict.fromkeys((*leaves, *kinds)):
         if name and name not in fitted:
             _adopt(name, kinds, entries)
     return kinds, dict(entries)
+
+
+def _check_tree(
+    kinds: Mapping[str, str], entries: Mapping[str, Sequence[tuple[PathKey, str]]]
+) -> None:
+    """Raise an error for a tree that no state has made."""
+    depths: dict[str, int] = {}
+    for name in sorted(kinds, key=len):
+        check_kind(kinds[name])
+        depth = depths.get(name, 0) + 1
+        if depth > MAX_DEPTH:
+            raise CorruptError(
+                f"{name[:100]}: nested deeper than {MAX_DEPTH}: load an older checkpoint"
+            )
+        for _, child in entries[name]:
+            depths[child] = max(depth, depths.get(child, 0))
 
 
 def _children(
@@ -196,8 +223,9 @@ def _children(
     """Yield each key of a container and where its child is now; not what is dropped."""
     for key in node.keys:
         child = join(node.fqn, key)
+        # No key is empty in what we write; one would make a container its own child.
         new = moved[child] if child in moved else renamed.get(child)
-        if new is not None:
+        if new is not None and key != "":
             yield key, new
 
 

@@ -20,9 +20,9 @@ from dist_ckpt.config import Config, launched_world_size
 from dist_ckpt.gloo_collective import GlooCollective
 from dist_ckpt.store_channel import StoreChannel
 
-# A step of a bulk collective begins when all ranks have just met in an exchange, so that a rank
-# that is silent for longer than this is dead; but connecting on a busy host takes a moment.
-MIN_BULK_TIMEOUT_S = 10.0
+# A bulk collective begins when all ranks have just met in an exchange: one that is not there after
+# `silence_s` is dead. To connect on a busy host takes a moment longer.
+CONNECT_S = 5.0
 
 
 class Session:
@@ -36,11 +36,11 @@ class Session:
         self,
         channel: Channel,
         collective: Collective,
-        config: Config,
+        config: Config | None = None,
         group_ranks: tuple[int, ...] | None = None,
     ) -> None:
         self.channel = channel
-        self.config = config
+        self.config = config or Config()
         self.group_ranks = group_ranks or tuple(range(channel.world_size))
         self.plan_cache: Any = None
         self._collective = collective
@@ -142,7 +142,7 @@ def _connect(group: ProcessGroup, config: Config) -> Session:
         lambda: open_store(f"gloo/{channel.token}"),
         rank,
         world_size,
-        timeout_s=max(config.silence_s, MIN_BULK_TIMEOUT_S),
+        timeout_s=config.silence_s + CONNECT_S,
     )
     return Session(channel, collective, config, ranks)
 

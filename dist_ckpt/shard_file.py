@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import count
 
 from dist_ckpt import strict_json
 from dist_ckpt.digest import BLOCK_DIGEST_CHARS, num_blocks
@@ -146,8 +146,8 @@ def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> Shar
     facts = strict_json.parse(ours.encode("utf-8"), f"{what}, dist_ckpt")
     check_version(facts, f"{what}, dist_ckpt")
     _, digests = strict_json.fields(metadata, ("dist_ckpt", "digests"), f"{what}, __metadata__")
-    file = _facts(facts, len(data), f"{what}, dist_ckpt")
-    file = replace(file, shards=_with_digests(file, strict_json.string(digests, what), what))
+    hexes = _hexes(strict_json.string(digests, what), what)
+    file = _facts(facts, len(data), hexes, f"{what}, dist_ckpt")
     if file.nbytes != nbytes:
         raise corrupt(what, f"{nbytes} bytes; its header says {file.nbytes}")
     _check_entries(file.shards, entries, what)
@@ -223,25 +223,35 @@ def _natural_name(fqn: str, shape: Shape, cell: Cell) -> str | None:
 # --- decoding --------------------------------------------------------------------------------
 
 
-def _facts(facts: Json, header: int, what: str) -> ShardFile:
+def _hexes(digests: str, what: str) -> list[str]:
+    if len(digests) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(digests):
+        raise corrupt(what, f"{len(digests)} characters of digests, not all of them hex")
+    starts = range(0, len(digests), BLOCK_DIGEST_CHARS)
+    return [digests[i : i + BLOCK_DIGEST_CHARS] for i in starts]
+
+
+def _facts(facts: Json, header: int, digests: list[str], what: str) -> ShardFile:
     names = ("format", "component", "rank", "world_size", "step", "block_nbytes", "shards")
     _, component, rank, world_size, step, block_nbytes, rows = strict_json.fields(
         facts, names, what
     )
     world_size = strict_json.integer(world_size, 1, MAX_RANK + 1, f"{what}, world_size")
+    block_nbytes = strict_json.integer(block_nbytes, 1, 1 << 40, f"{what}, block_nbytes")
     return ShardFile(
         component=strict_json.string(component, f"{what}, component"),
         rank=strict_json.integer(rank, 0, world_size - 1, f"{what}, rank"),
         world_size=world_size,
         step=None if step is None else strict_json.integer(step, 0, MAX_STEP, f"{what}, step"),
-        block_nbytes=strict_json.integer(block_nbytes, 1, 1 << 40, f"{what}, block_nbytes"),
+        block_nbytes=block_nbytes,
         header_nbytes=header,
-        shards=_shards(strict_json.array(rows, f"{what}, shards"), what),
+        shards=_shards(strict_json.array(rows, f"{what}, shards"), block_nbytes, digests, what),
     )
 
 
-def _shards(rows: list[Json], what: str) -> tuple[StoredShard, ...]:
-    shards, start = [], 0
+def _shards(
+    rows: list[Json], block_nbytes: int, digests: list[str], what: str
+) -> tuple[StoredShard, ...]:
+    shards, start, used = [], 0, 0
     for number, row in enumerate(rows):
         here = f"{what}, shard {number}"
         name, fqn, dtype, shape, region = strict_json.row(row, 5, here)
@@ -249,9 +259,12 @@ def _shards(rows: list[Json], what: str) -> tuple[StoredShard, ...]:
         sizes = decode_shape(shape, kind, here)
         cell = _decode_cell(region, sizes, here)
         span = Span(start, start + cell.numel * kind.itemsize)
-        start = span.stop
+        ours = tuple(digests[used : used + num_blocks(span.nbytes, block_nbytes)])
+        start, used = span.stop, used + num_blocks(span.nbytes, block_nbytes)
         name, fqn = strict_json.string(name, here), strict_json.string(fqn, here)
-        shards.append(StoredShard(name, fqn, kind.name, sizes, cell, span))
+        shards.append(StoredShard(name, fqn, kind.name, sizes, cell, span, ours))
+    if used != len(digests):
+        raise corrupt(what, f"{len(digests)} digests, but its shards have {used} blocks")
     return tuple(shards)
 
 
@@ -268,17 +281,6 @@ def _decode_cell(value: Json, shape: Shape, what: str) -> Cell:
     except ValueError as error:
         raise corrupt(what, str(error)) from None
     return cell
-
-
-def _with_digests(file: ShardFile, digests: str, what: str) -> tuple[StoredShard, ...]:
-    if len(digests) != _digest_chars(file) or not _HEX.fullmatch(digests):
-        raise corrupt(what, f"{len(digests)} characters of digests are not what its shards need")
-    counts = [num_blocks(shard.span.nbytes, file.block_nbytes) for shard in file.shards]
-    cut = [digests[i : i + BLOCK_DIGEST_CHARS] for i in range(0, len(digests), BLOCK_DIGEST_CHARS)]
-    return tuple(
-        replace(shard, digests=tuple(cut[stop - blocks : stop]))
-        for shard, blocks, stop in zip(file.shards, counts, accumulate(counts), strict=True)
-    )
 
 
 def _check_entries(shards: Sequence[StoredShard], entries: dict[str, Json], what: str) -> None:

@@ -183,8 +183,9 @@ class _Taker:
         self._add_value(fqn, dict(group.values))
         self._claim(f"{fqn}.params")
         self._name_lists.append(NameList(f"{fqn}.params", group.params))
-        if group.tensors:
-            self._add_branch(fqn, "dict", group.tensors)
+        # No container of this name: the group is a value, its tensors lie below it.
+        for key, child in group.tensors.items():
+            self._add(join(fqn, key), child)
 
     def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
         self._claim(fqn)

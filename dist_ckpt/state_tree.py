@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from torch import nn
 from torch.optim import Optimizer
 
-from dist_ckpt.containers import PathKey, entries_of, join, kind_of
+from dist_ckpt.containers import MAX_DEPTH, PathKey, entries_of, join, kind_of
 from dist_ckpt.local_tensors import from_numpy
 from dist_ckpt.modules import ModuleState, module_state
 from dist_ckpt.region import Shape
@@ -23,8 +23,6 @@ from dist_ckpt.wrappers import RNG, Named, PerRank
 
 if TYPE_CHECKING:
     import numpy as np
-
-MAX_DEPTH = 100
 
 # The component of tensors that are themselves at the top of the state.
 LOOSE = "state"
@@ -195,13 +193,19 @@ def _read(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
         return PlainLeaf(value)
     if id(value) in above:
         raise ValueError(f"{fqn}: the state contains itself here: break the cycle")
-    if len(above) > MAX_DEPTH:
+    if len(above) >= MAX_DEPTH:
         raise ValueError(f"{fqn}: nested deeper than {MAX_DEPTH}: flatten the state")
     above = (*above, id(value))
     if isinstance(value, nn.Module):
         return _read_module(module_state(value, fqn), fqn, above)
     if entries is None:
         return ObjectLeaf(value, _read(state_of(value), fqn, above))
+    return _read_container(value, entries, fqn, above)
+
+
+def _read_container(
+    value: object, entries: Mapping[PathKey, object], fqn: str, above: tuple[int, ...]
+) -> Branch | PlainLeaf:
     if _ATOMS.issuperset(map(type, entries.values())):
         return PlainLeaf(value)
     children = _children(entries, fqn, above)

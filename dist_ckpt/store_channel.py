@@ -25,7 +25,7 @@ class StoreChannel:
         self._control = control = Control(store, rank, world_size, host, config)
         self._role = Coordinator(control) if rank == COORDINATOR else Follower(control)
         # Also at the end of the process: others that wait for this rank then know at once.
-        self._finalizer = weakref.finalize(self, control.line.close)
+        self._finalizer = weakref.finalize(self, _close, control, self._role)
 
     @property
     def token(self) -> str:
@@ -76,3 +76,9 @@ class StoreChannel:
         if answer.failure is not None:
             raise error_of(answer.failure) from error
         return unpack(answer.body)
+
+
+def _close(control: Control, role: Coordinator | Follower) -> None:
+    if control.line.is_open and not control.heart.inside:
+        role.linger()
+    control.line.close()

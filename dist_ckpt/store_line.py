@@ -135,16 +135,20 @@ class StoreLine:
         """Send a heartbeat soon: what it says has changed."""
         self.post(partial(_beat, self._heart))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the thread runs: not before the first call, nor in a forked child."""
+        return self._thread is not None and self._thread.is_alive()
+
     def close(self) -> None:
         """Send a last heartbeat, which says so, and end the thread. May be called again."""
-        if self._thread is None:
+        if self._thread is None or not self.is_open:
             return
         self._heart.gone = True
         self.beat()
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
-        self._thread = None
 
     def _submit(self, future: Future[T], function: Callable[[Store], T]) -> None:
         if self._thread is None:
@@ -156,6 +160,11 @@ class StoreLine:
                 daemon=True,
             )
             self._thread.start()
+        elif not self._thread.is_alive():
+            raise NoAnswerError(
+                "the channel is closed, or belongs to the process that this one was forked from: "
+                "save and load in the process that made the group"
+            )
         store = self._store
 
         def run() -> None:

@@ -26,7 +26,7 @@ from dist_ckpt.mesh import cells_of
 from dist_ckpt.region import Cell, Elements, Region, Shape
 from dist_ckpt.strided import readings
 from dist_ckpt.torch_memory import overlaps_itself, slices_of
-from dist_ckpt.torch_private import AsyncCollectiveTensor, ShardedTensor, StridedShard
+from dist_ckpt.torch_private import ShardedTensor, StridedShard
 from dist_ckpt.wrappers import FlatShard, LocalShard
 
 
@@ -278,8 +278,7 @@ def _parts(
 
 def _local(value: DTensor) -> torch.Tensor:
     with torch.no_grad():
-        local = value.to_local()
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        return value.to_local()
 
 
 def _placement(placement: Placement, value: DTensor, fqn: str) -> plan.Placement:

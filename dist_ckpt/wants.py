@@ -10,8 +10,8 @@ import torch
 from dist_ckpt.index import TensorRecord
 from dist_ckpt.local_tensors import torch_dtype
 from dist_ckpt.memory import Target
-from dist_ckpt.plan import Wanted, Whole
-from dist_ckpt.region import Cell, Region
+from dist_ckpt.plan import Flattened, Ruled, Wanted, Whole
+from dist_ckpt.region import Cell, Region, Shape
 from dist_ckpt.rules import target_cells
 from dist_ckpt.saved import Saved
 from dist_ckpt.state_tree import TensorLeaf, as_tensor, is_array
@@ -69,7 +69,7 @@ class Wants:
         self._cells: dict[str, list[Cell]] = {}
         self._fills: list[_Fill] = []
         self._fresh: list[Fresh] = []
-        self._ties: dict[Hashable, tuple[str, str]] = {}
+        self._ties: dict[Hashable, str] = {}
         self._whole: dict[tuple[str, bool], Fresh] = {}
         self._tensors: list[torch.Tensor] = []
         self._stored: dict[int, frozenset[Cell]] = {}
@@ -89,16 +89,16 @@ class Wants:
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return value
-        fqn, record = self._tensor(name)
+        record = self._tensor(name)[1]
         cells = self._cells_of(name, held, leaf)
         if cells is None:
-            self.problems.append(self._misfit(name, held, record))
+            self.problems.append(self._misfit(name, held, leaf))
         elif held.dtype != record.dtype:
             self.problems.append(
                 f"{name}: saved as {record.dtype}, the state has {held.dtype}: nothing is cast; "
                 f"make it {record.dtype}, load, and convert"
             )
-        elif self._is_first(name, fqn, held):
+        elif self._is_first(name, held):
             self._want(name, cells, lambda: held.parts)
         return value
 
@@ -149,6 +149,14 @@ class Wants:
         like = parameter.detach()
         return self._want_fresh(name, whole, lambda: like.new_empty(record.shape, dtype=dtype))
 
+    def check_tied(self, first: str, name: str) -> None:
+        """Report it if two names of one tensor in the state were saved as two tensors."""
+        if self._tensor(first)[0] != self._tensor(name)[0]:
+            self.problems.append(
+                f"{first} and {name} are one tensor in the state, but were saved as two: untie "
+                "them, or exclude one"
+            )
+
     def wanted(self) -> tuple[Wanted, ...]:
         """Return what a load plan is made for."""
         tensors = self._saved.catalog.tensors
@@ -186,40 +194,40 @@ class Wants:
             group=self._template.group_ranks,
         )
 
-    def _cells_of(
-        self, name: str, held: Held, leaf: TensorLeaf
-    ) -> tuple[Cell, ...] | None:
+    def _cells_of(self, name: str, held: Held, leaf: TensorLeaf) -> tuple[Cell, ...] | None:
         """Return the cells that a leaf is of the saved tensor, or None if its shape is another."""
         shape = self._tensor(name)[1].shape
-        found = None
-        if isinstance(held.view, Whole):
-            found = self._template.rules.view(name, leaf, held.shape)
+        found = self._ruled(name, held, leaf)
         if found is not None:
             return target_cells(found[0], held.shape, self._template.rank, shape)
         return held.cells if held.shape == shape else None
 
-    def _misfit(self, name: str, held: Held, record: TensorRecord) -> str:
-        if held.shape != record.shape:
+    def _ruled(
+        self, name: str, held: Held, leaf: TensorLeaf
+    ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
+        if not isinstance(held.view, Whole):
+            return None
+        return self._template.rules.view(name, leaf, held.shape)
+
+    def _misfit(self, name: str, held: Held, leaf: TensorLeaf) -> str:
+        shape = self._tensor(name)[1].shape
+        if self._ruled(name, held, leaf) is None:
             return (
-                f"{name}: saved with shape {record.shape}, the state has {held.shape}: make the "
-                "model as it was saved, or exclude the name"
+                f"{name}: saved with shape {shape}, the state has {held.shape}: make the model as "
+                "it was saved, or exclude the name"
             )
         return (
-            f"{name}: saved with shape {record.shape}, of which the ShardingConfig gives this rank "
+            f"{name}: saved with shape {shape}, of which the ShardingConfig gives this rank "
             f"another part than the {held.shape} that the state has: mend the rule or the shape"
         )
 
-    def _is_first(self, name: str, fqn: str, held: Held) -> bool:
+    def _is_first(self, name: str, held: Held) -> bool:
         """Say whether no other name has wanted this memory; it is a problem if for other data."""
         tie = tie_key(held)
         if tie is None:
             return True
-        first, other = self._ties.setdefault(tie, (name, fqn))
-        if other != fqn:
-            self.problems.append(
-                f"{first} and {name} are one tensor in the state, but were saved as two: untie "
-                "them, or exclude one"
-            )
+        first = self._ties.setdefault(tie, name)
+        self.check_tied(first, name)
         return first == name
 
     def _want_fresh(self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]) -> Fresh:

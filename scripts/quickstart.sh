@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # The whole of dist_ckpt in two minutes: trains a small GPT on four ranks, kills one of them in the
 # middle of a save, goes on with two ranks, and proves that nothing was lost. It sets itself up.
+# The checkpoints go to runs/quickstart, anew each time, or into a new folder that is named.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-root=runs/quickstart          # the run's checkpoints
-proof=runs/quickstart-proof   # logs, and digests of every tensor made by the training itself
+root=${1:-runs/quickstart}    # the run's checkpoints
+proof=$root-proof             # logs, and digests of every tensor made by the training itself
 save_every=5
 limit_s=150                   # for each of the two trainings
 
@@ -84,8 +85,9 @@ kill_in_save() {
 loss_of() { sed -n "s/^step *$2  loss \([0-9.]*\) .*/\1/p" "$1"; }
 
 scripts/setup_venv.sh
-rm -rf "$root" "$proof"
-mkdir -p "$root" "$proof"
+if [ $# -eq 0 ]; then rm -rf "$root" "$proof"; fi
+mkdir -p "$(dirname "$root")"
+mkdir "$root" "$proof"
 started=$SECONDS
 
 say "1. Train on 4 ranks: FSDP2 x tensor parallel, 2 x 2; save every $save_every steps"

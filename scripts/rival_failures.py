@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import sys
 import tempfile
 import textwrap
@@ -32,6 +33,7 @@ import dist_ckpt as dc
 
 State = dict[str, Any]
 RANKS_LIMIT_S = 60
+MAX_CHARS = 330
 
 
 # --- the accidents: each function tells in a few words what happened ----------------------------
@@ -80,7 +82,7 @@ def our_flipped_bit(folder: Path) -> str:
 
 def dcp_swallowed_write_error(folder: Path) -> str:
     state = {"a": torch.ones(1000), "b": torch.ones(1000)}
-    with fsync_failing(lambda: threading.current_thread() is not threading.main_thread()):
+    with full_disk(lambda: threading.current_thread() is not threading.main_thread()):
         outcome = error_of(
             lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=2))
         )
@@ -89,7 +91,7 @@ def dcp_swallowed_write_error(folder: Path) -> str:
 
 
 def our_swallowed_write_error(folder: Path) -> str:
-    with fsync_failing(lambda: True):
+    with full_disk(lambda: True):
         return "save: " + error_of(lambda: dc.save({"a": torch.ones(1000)}, folder))
 
 
@@ -244,10 +246,10 @@ def values(tensor: torch.Tensor) -> str:
 
 
 def flip_a_bit(folder: Path) -> None:
-    """Flip one bit in the middle of the largest file: inside the tensor."""
+    """Flip one bit in the largest file, late enough to be inside the tensor."""
     largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[len(data) * 3 // 4] ^= 1
     largest.write_bytes(data)
 
 
@@ -269,12 +271,13 @@ def stale_plan_steps() -> list[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def fsync_failing(when: Callable[[], bool]) -> Iterator[None]:
-    """Make the disk full for whoever `when` says."""
+def full_disk(is_for_thread: Callable[[], bool]) -> Iterator[None]:
+    """Let the disk be full, for anything larger than a few notes."""
     fsync = os.fsync
 
     def failing(fd: int) -> None:
-        if when():
+        status = os.fstat(fd)
+        if is_for_thread() and stat.S_ISREG(status.st_mode) and status.st_size > 4000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(fd)
 
@@ -291,7 +294,7 @@ def error_of(action: Callable[[], object]) -> str:
     except BaseException as error:  # noqa: BLE001  (DCP's error is no Exception)
         if isinstance(error, dcp.CheckpointException):
             error = error.failures[0][0]
-        return f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0]
+        return f"{type(error).__name__}: {error}"
     return "success"
 
 
@@ -354,12 +357,9 @@ def main() -> None:
         print(f"{number}. {accident.name}")
         for who, run in (("DCP", accident.with_dcp), ("dist_ckpt", accident.with_dist_ckpt)):
             with tempfile.TemporaryDirectory() as folder:
-                line = line_of(run, Path(folder) / "checkpoint")
-            print(
-                textwrap.fill(
-                    f"{who:9} {line}", 100, initial_indent="   ", subsequent_indent=" " * 13
-                )
-            )
+                text = line_of(run, Path(folder) / "checkpoint").replace(f"{folder}/", "")
+            line = f"{who:9} {textwrap.shorten(text, MAX_CHARS)}"
+            print(textwrap.fill(line, 100, initial_indent="   ", subsequent_indent=" " * 13))
         sys.stdout.flush()
 
 

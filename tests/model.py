@@ -4,7 +4,8 @@ A program is a chain of functions: each gets a storage and what the one before r
 deterministic, so what one does next follows from the answers that the storage gave it so far: it
 is run again from its start with those answers until it asks for something new. A state of the
 whole is the files and, of every program, the function, what it was given and the answers; a
-breadth-first search visits them all. A program that takes no further step is one that died.
+breadth-first search visits them all. Where code knows that what it does next depends on less than
+all answers so far, it says so (`forget_answers`). A program that takes no further step has died.
 Writing and syncing are no steps of their own: others see names, and contents only once renamed.
 """
 
@@ -52,6 +53,7 @@ class _Node:
     number: int
     given: object
     answers: tuple[object, ...]
+    keys: tuple[object, ...]
     asked: Call | None = None
     outcome: Outcome | None = None
     next: dict[object, tuple[Mapping[str, bytes], _Node]] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class Model:
     def search(self, check: Callable[[State], str | None]) -> Iterator[tuple[str, list[str]]]:
         """Yield what `check` finds wrong, each once, with the shortest way there."""
         names = list(self._programs)
-        nodes = tuple(self._run(name, 0, None, ())[1] for name in names)
+        nodes = tuple(self._run(name, 0, None, (), ())[1] for name in names)
         first = (self._first, nodes, self._num_faults, frozenset[object]())
         came: dict[object, tuple[object, str] | None] = {first: None}
         queue = deque([first])
@@ -139,7 +141,8 @@ class Model:
         self, name: str, node: _Node, answer: object, key: object
     ) -> tuple[Mapping[str, bytes], _Node]:
         if key not in node.next:
-            node.next[key] = self._run(name, node.number, node.given, (*node.answers, answer))
+            answers, keys = (*node.answers, answer), (*node.keys, key)
+            node.next[key] = self._run(name, node.number, node.given, answers, keys)
         return node.next[key]
 
     def _replies(
@@ -167,22 +170,26 @@ class Model:
         return self._answers[world, call]
 
     def _run(
-        self, name: str, number: int, given: object, answers: tuple[object, ...]
+        self,
+        name: str,
+        number: int,
+        given: object,
+        answers: tuple[object, ...],
+        keys: tuple[object, ...],
     ) -> tuple[Mapping[str, bytes], _Node]:
         """Run a program up to its next question; return what it wrote since the last one."""
-        replay = _Replay(answers)
+        replay = Replay(answers)
         self._prepare(name, number)
         try:
             result = self._programs[name][number](replay, given)
         except _AskedError:
-            key = (name, number, given) if not answers else object()
-            node = self._nodes.setdefault(key, _Node(number, given, answers, asked=replay.asked))
-            return replay.written, node
+            place = (name, number, given, replay.knows, keys[replay.num_forgotten :])
+            node = _Node(number, given, answers, keys, asked=replay.asked)
+            return replay.written, self._nodes.setdefault(place, node)
         if isinstance(result, Outcome):
-            key = (name, result)
-            node = self._nodes.setdefault(key, _Node(number, given, (), outcome=result))
-            return replay.written, node
-        written, node = self._run(name, number + 1, result, ())
+            node = _Node(number, given, (), (), outcome=result)
+            return replay.written, self._nodes.setdefault((name, result), node)
+        written, node = self._run(name, number + 1, result, (), ())
         return {**replay.written, **written}, node
 
     def _write(self, world: int, written: Mapping[str, bytes]) -> int:
@@ -228,14 +235,21 @@ class _AskedError(BaseException):
     """The program asks for what it has no answer to yet. No clean-up catches it."""
 
 
-class _Replay:
+class Replay:
     """A storage that gives recorded answers, and stops the program at the first new question."""
 
     def __init__(self, answers: Sequence[object]) -> None:
         self._answers = answers
         self._count = 0
+        self.knows: object = None
+        self.num_forgotten = 0
         self.asked: Call | None = None
         self.written: dict[str, bytes] = {}
+
+    def forget_answers(self, knows: object) -> None:
+        """Note that all that the program does from here on follows from `knows`."""
+        self.knows = knows
+        self.num_forgotten = self._count
 
     def _ask(self, *call: str) -> Any:
         if self._count == len(self._answers):

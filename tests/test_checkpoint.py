@@ -186,14 +186,16 @@ def test_damage_is_found_when_it_is_read_and_not_elsewhere() -> None:
 
 
 class Watched(MemoryStorage):
-    """Counts the files that are open."""
+    """Counts the files that are open, and how many ever were."""
 
     num_open = 0
+    num_opened = 0
 
     def open(self, path: str) -> ReadableFile:
         file = super().open(path)
         close = file.close
         self.num_open += 1
+        self.num_opened += 1
 
         def closing() -> None:
             self.num_open -= 1
@@ -220,6 +222,17 @@ def test_only_so_many_files_stay_open_and_none_after_closing(
     assert watched.num_open == 0
     with pytest.raises(ValueError, match="/ck was closed; open it again"):
         ck["model.w"][0]
+
+
+def test_the_file_that_was_used_last_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "MAX_KEPT", 2)
+    saved = random_tensor((6, 2), rows((6, 2), 2, 4))
+    storage, index = in_memory({"model.w": saved}, 3)
+    watched = Watched(storage.tree())
+    ck = Checkpoint(watched, "/ck", Attempt(1, "0123456789abcdef"), index)
+    for row in (0, 2, 0, 4, 0, 1):
+        ck["model.w"][row]
+    assert watched.num_opened == 3
 
 
 def test_threads_may_share_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +362,7 @@ def test_a_damaged_index_is_corrupt(tmp_path: Path) -> None:
 def test_looking_into_a_checkpoint_needs_no_torch_and_no_numpy(tmp_path: Path) -> None:
     full_checkpoint(tmp_path / "ck")
     script = (
-        "import sys; from dist_ckpt.checkpoint import open; from dist_ckpt.verify import verify; "
+        "import sys; from dist_ckpt.checkpoint import open; from dist_ckpt.verifier import verify; "
         "ck = open(sys.argv[1]); ck['model.w'][1:, 0]; ck.objects; ck.per_rank; "
         "assert verify(sys.argv[1]).ok; assert not {'torch', 'numpy'} & set(sys.modules)"
     )

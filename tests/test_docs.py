@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+# What the examples import is imported here, once: the ranks are forked from a process that has
+# imported this module.
+import torch._dynamo  # by optimizers
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel  # noqa: F401
+from multi_process.ranks import run_ranks
+
+import dist_ckpt.loader
+import dist_ckpt.saver  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120
@@ -52,6 +64,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("docs")
 
 
+def be_rank(_: int, program: str) -> None:
+    """Run a program as torchrun would."""
+    os.chdir(Path(program).parent)
+    runpy.run_path(program, run_name="__main__")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def run(folder: Path, *command: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -81,8 +106,8 @@ def test_a_program_of_the_how_to_runs(example: Example, folder: Path) -> None:
         if ranks == 1:
             run(folder, str(program))
         else:
-            launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-            run(folder, *launcher, str(program))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            run_ranks(ranks, be_rank, str(program), store=None, launched=True, environ=place)
 
 
 # What the README takes for granted: a job that trains.

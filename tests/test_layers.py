@@ -20,7 +20,7 @@ PACKAGE = "dist_ckpt"
 GROUPS = ("use", "act", "seams", "plan", "format", "base")
 PURE = ("plan", "format", "base")
 THIRD_PARTY_OF_PURE = {"msgpack", "xxhash"}
-TORCH_FREE = ("dist_ckpt", "dist_ckpt.checkpoint", "dist_ckpt.verify", "dist_ckpt.cli")
+TORCH_FREE = ("dist_ckpt", "dist_ckpt.checkpoint", "dist_ckpt.verifier", "dist_ckpt.cli")
 
 # The front door imports what is asked of it; nothing else is lazy without saying why.
 LAZY_MODULE = "dist_ckpt"

@@ -111,17 +111,29 @@ def test_a_scalar_and_an_empty_tensor_have_one_region():
         check_tiling([Region((0, 0), (0, 2)), Region((0, 2), (0, 2))], (0, 4))
 
 
-def test_a_hundred_thousand_rows_and_cells_of_a_grid_are_checked_at_once():
+def test_many_rows_and_cells_of_a_grid_are_checked_at_once():
     check_tiling([Region((i, 0), (1, 8)) for i in range(20_000)], (20_000, 8))
     grid = Grid((tuple(range(33)), tuple(range(33)), tuple(range(9))))
     check_tiling([grid.cell(n) for n in range(grid.num_cells)], (32, 32, 8))
 
 
+def test_a_grid_of_twelve_dimensions_is_checked_although_its_cells_have_4096_corners():
+    grid = Grid(((0, 1, 2),) * 12)
+    check_tiling([grid.cell(n) for n in range(grid.num_cells)], (2,) * 12)
+
+
 def test_regions_that_cut_many_dimensions_at_once_are_no_bait():
-    shape = (2,) * 40
-    corners = [Region((0,) * 40, (1,) * 40), Region((1,) * 40, (1,) * 40)]
-    with pytest.raises(ValueError, match=r"too many dimensions|hole"):
-        check_tiling(corners, shape)
+    # Half of what is left, in one dimension after the other: 2**20 corners that cancel only in
+    # the end.
+    regions, offset, shape = [], (0,) * 20, (2,) * 20
+    for dim in range(20):
+        regions.append(Region(offset, (*shape[:dim], 1, *shape[dim + 1 :])))
+        offset = (*offset[:dim], 1, *offset[dim + 1 :])
+        shape = (*shape[:dim], 1, *shape[dim + 1 :])
+    regions.append(Region(offset, shape))
+    with pytest.raises(ValueError, match="too many dimensions"):
+        check_tiling(regions, (2,) * 20)
+    check_tiling([Region((n, 0), (1, 8)) for n in range(1000)], (1000, 8))
 
 
 @given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), max_size=3))

@@ -31,7 +31,7 @@ from dist_ckpt.errors import CorruptError
 from dist_ckpt.layout import Flat, Grid, Regions
 from dist_ckpt.load_planner import plan_load, problems_of
 from dist_ckpt.mesh import layout_of
-from dist_ckpt.plan import Flattened, Mesh, Placed, Replicate, Shard, Wanted, Whole
+from dist_ckpt.plan import Flattened, Mesh, Parts, Placed, Replicate, Shard, Wanted, Whole
 from dist_ckpt.region import Elements, Region, Shape
 from dist_ckpt.save_planner import plan_save
 
@@ -72,7 +72,7 @@ def test_replicas_that_are_split_among_their_holders_load_as_well(
 
 
 @settings(max_examples=200, deadline=None)
-@given(random=randoms, shape=st.lists(st.integers(3, 9), min_size=4, max_size=4).map(tuple))
+@given(random=randoms, shape=st.lists(st.integers(1, 4), min_size=4, max_size=4).map(tuple))
 def test_tensors_of_four_dimensions_load_as_well(random: Random, shape: Shape) -> None:
     kinds = [placed, flat_parts, boxes, ruled]
     assert_loads(
@@ -105,8 +105,6 @@ def pinwheel() -> Tiling:
         Region((2, 1), (1, 2)),
     ]
     cells = {rank: (region,) for rank, region in enumerate(regions)}
-    from dist_ckpt.plan import Parts
-
     views = {rank: (Parts(mine), (3, 3)) for rank, mine in cells.items()}
     return Tiling((3, 3), views, cells)
 
@@ -202,11 +200,12 @@ def test_an_index_that_lacks_a_needed_file_is_corrupt() -> None:
 def test_one_rank_of_many_plans_its_part_of_a_large_checkpoint() -> None:
     saving, loading = 4096, 1024
     view = Placed(line(saving), (Shard(0),))
-    tilings = {f"model.{n}.w": one_tensor(view, (8192, 16), saving) for n in range(300)}
+    names = [f"model.{n}.w" for n in range(300)]
+    tilings = dict.fromkeys(names, of_view(view, [0], (8192, 16)))
     inventory = inventory_of(tilings, 0)
     index = index_of(plan_save([(inventory, tuple(range(saving)))], saving))
     cells = (Region((8 * 77, 0), (8, 16)),)
-    wanted = [Wanted(fqn, "float32", (8192, 16), cells) for fqn in tilings]
+    wanted = [Wanted(fqn, "float32", (8192, 16), cells) for fqn in names]
     reads = plan_load(index, wanted)
     assert [index.files[file.file].rank for file in reads.files] == [308, 309, 310, 311]
     assert all(len(file.items) == 300 for file in reads.files)

@@ -61,6 +61,7 @@ def test_the_first_error_is_raised_once_what_runs_has_ended_and_no_more_begins()
             raise StorageError("item 1 failed")
         if i == 2:
             assert failed.wait(10)
+            sum(range(1_000_000))  # long enough for the error to arrive
         ended.append(i)
 
     with pytest.raises(StorageError, match="item 1 failed"):

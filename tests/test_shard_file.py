@@ -267,6 +267,10 @@ CORRUPTIONS = {
     "version true": fact(format={"version": True, "requires": []}),
     "requires no list": fact(format={"version": 1, "requires": {}}),
     "a region outside": shard(4, [[1], [1]]),
+    "a region beyond the end": lambda doc, facts: facts["shards"][0].__setitem__(4, [[1], [3]]),
+    "elements beyond the end": lambda doc, facts: facts["shards"][2].__setitem__(
+        4, {"flat": [8, 11]}
+    ),
     "a region of other dimensions": shard(4, [[0, 0], [1, 1]]),
     "a negative region": shard(4, [[-1], [1]]),
     "half a region": shard(4, [[]]),

@@ -160,6 +160,20 @@ def test_a_shape_that_reads_in_two_ways_is_given_as_explicit_cells(on_ranks):
     assert views == {(7, plan.Parts), (12, plan.Placed)}
 
 
+def test_a_rank_that_cannot_tell_what_it_holds_says_so(on_ranks):
+    # FSDP over TP gives rank 10 row 26 of 27, torch's placements row 20; both are one row. It
+    # takes an uneven cut into fewer rows a rank than there are TP ranks.
+    for rank in on_ranks(12):
+        mesh = init_device_mesh("cpu", (3, 4))
+        placements = (StridedShard(0, split_factor=4), Shard(0))
+        tensor = distribute_tensor(numbered(27), mesh, placements, src_data_rank=None)
+        if rank != 10:
+            check_parts(describe(tensor, "w", rank=rank, group=range(12)), numbered(27))
+        else:
+            with pytest.raises(ValueError, match=r"w: .*\(27,\).* two ways"):
+                describe(tensor, "w", rank=rank, group=range(12))
+
+
 def test_ranks_of_a_mesh_are_named_by_their_number_in_the_group(on_ranks):
     for rank in on_ranks(8):
         mesh = DeviceMesh("cpu", [[6, 2], [4, 0]])

@@ -33,7 +33,8 @@ class Bytes(click.ParamType[int]):
         if match is None:
             self.fail(f"{value!r} is no size: write it like 512MB or 4GiB", param, ctx)
         base = 1024 if match[3] else 1000
-        return int(match[1]) * base ** " kMGT".index(match[2] or " ")
+        factor: int = base ** " kMGT".index(match[2] or " ")
+        return int(match[1]) * factor
 
 
 @click.command()

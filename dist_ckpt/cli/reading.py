@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from dist_ckpt import checkpoint
-from dist_ckpt import verify as checks
+from dist_ckpt import checkpoint, verifier
 from dist_ckpt.checkpoint import Checkpoint, CheckpointSummary
 from dist_ckpt.cli import output
 
@@ -184,8 +183,8 @@ def verify(path: Path, *, quick: bool, as_json: bool) -> None:
     Exit code 1 if anything is.
     """
     with output.progress("verify") as update:
-        level: checks.Level = "quick" if quick else "full"
-        report = checks.verify(path, level=level, progress=update)
+        level: verifier.Level = "quick" if quick else "full"
+        report = verifier.verify(path, level=level, progress=update)
     if as_json:
         facts = {
             "path": report.path,

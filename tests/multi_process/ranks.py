@@ -190,7 +190,7 @@ def _serve() -> None:
         folder = tempfile.mkdtemp(prefix="ranks-")
         try:
             answer = repr(_run(request, Path(folder)))
-        except Exception:
+        except Exception:  # noqa: BLE001 - a process's outer edge
             answer = repr(traceback.format_exc())
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -296,7 +296,7 @@ def _be_rank(
         value = function(rank, *request["args"])
         result = {"value": value}
         ast.literal_eval(repr(value))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - a process's outer edge
         result = {
             "error": type(error).__name__,
             "message": str(error),
@@ -319,9 +319,7 @@ def _join_group(rank: int, world_size: int, kind: str, folder: Path) -> None:
         store = _store_server(dist, folder)
     else:
         store = dist.TCPStore("127.0.0.1", _await_port(folder), None, False, timeout)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _serve_store(dist: Any, folder: Path) -> None:

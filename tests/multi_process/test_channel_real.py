@@ -1,0 +1,460 @@
+"""The control channel and the bulk collectives between real processes that die, freeze and idle."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Options, Outcome, run_ranks, try_ranks
+
+from dist_ckpt import session as session_module
+from dist_ckpt.errors import RankError
+from dist_ckpt.session import Session, session_of
+
+pytestmark = pytest.mark.multi_process
+
+SILENCE_S = 1.5
+# From the death to the error: silence, the age of the last beat, a look, and a busy machine.
+NOTICED_S = SILENCE_S + 3
+
+FRAIL = {"DIST_CKPT_SILENCE_S": str(SILENCE_S), "DIST_CKPT_ARRIVE_S": "30"}
+HASTY = {"DIST_CKPT_SILENCE_S": "5", "DIST_CKPT_ARRIVE_S": "0.5", "DIST_CKPT_WARN_S": "0.2"}
+
+STORES = ["file", "rank 0", "launcher"]
+
+
+def save(ranks: Session, rank: int, *, phases: int = 2, what: str = "save") -> int:
+    """Do what stands for a save: every rank's number is added up."""
+    total = 0
+    with ranks.operation(what):
+        for phase in range(phases):
+            total = ranks.channel.exchange(str(phase), lambda: rank, sum)
+    return total
+
+
+def told(ranks: Session, rank: int) -> tuple[str, int | None, str, float]:
+    """Save, and return the error that must come: class, rank, message, seconds."""
+    start = time.monotonic()
+    try:
+        save(ranks, rank)
+    except RankError as error:
+        return type(error).__name__, error.rank, str(error), time.monotonic() - start
+    raise AssertionError("the save should have failed")
+
+
+def assert_told(outcome: Outcome, rank: int, text: str, *, within_s: float = NOTICED_S) -> None:
+    assert outcome.error is None, outcome
+    _, who, message, seconds = outcome.value
+    assert who == rank, message
+    assert text in message
+    assert seconds < within_s
+
+
+# --- all is well -------------------------------------------------------------------------------
+
+
+def exchange_and_gather(rank: int) -> Any:
+    ranks = session_of()
+    assert ranks is session_of(dist.group.WORLD)
+    total = save(ranks, rank)
+    with ranks.operation("load"):
+        ranks.channel.exchange("open", int, len)
+        bulk = ranks.bulk()
+        bodies = bulk.all_gather_distinct(bytes([rank % 2]) * 100_000)
+        assert [(body[:1], len(body), who) for body, who in bodies] == [
+            (b"\0", 100_000, (0, 2)),
+            (b"\1", 100_000, (1, 3)),
+        ]
+        assert bulk.all_gather_distinct(b"") == ((b"", (0, 1, 2, 3)),)
+        own = str(rank).encode()
+        assert bulk.all_gather_distinct(own) == tuple((str(r).encode(), (r,)) for r in range(4))
+        assert bulk.broadcast(b"zero" if rank == 0 else None) == b"zero"
+        assert bulk.broadcast(b"") == b""
+    return total
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_ranks_exchange_and_gather_over_every_store(store):
+    assert run_ranks(4, exchange_and_gather, store=store) == [6, 6, 6, 6]
+
+
+def use_own_groups(rank: int) -> Any:
+    """User's groups are made before, between and after ours; not every rank is in each."""
+    first = dist.new_group([0, 1])
+    odd = dist.new_group([1, 3])
+    ranks = session_of()
+    save(ranks, rank)
+    with ranks.operation("load"):
+        ranks.channel.exchange("open", int, len)
+        ranks.bulk().broadcast(b"data")
+    if rank in (1, 3):
+        part = session_of(odd)
+        assert part.group_ranks == (1, 3)
+        assert part.channel.rank == (1, 3).index(rank)
+        assert save(part, rank) == 4
+        with part.operation("load"):
+            part.channel.exchange("open", int, len)
+            assert part.bulk().all_gather_distinct(b"x") == ((b"x", (0, 1)),)
+    else:
+        with pytest.raises(ValueError, match=f"rank {rank} is not in this group"):
+            session_of(odd)
+    later = dist.new_group([0, 1, 2, 3])
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=later)
+    if rank < 2:
+        dist.all_reduce(total, group=first)
+    dist.barrier()
+    return total.item(), save(ranks, rank)
+
+
+def test_the_users_own_groups_work_beside_ours_and_a_session_may_be_of_a_part():
+    values = run_ranks(4, use_own_groups)
+    assert values == [(12.0, 6), (12.0, 6), (6.0, 6), (6.0, 6)]
+
+
+def lose_the_training_group(rank: int, folder: str) -> Any:
+    """A rank that is late for one collective of a gloo group breaks that group for ever."""
+    store = dist.FileStore(f"{folder}/store", 3)
+    timeout = timedelta(seconds=0.5)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timeout)
+    time.sleep(1.2 if rank == 1 else 0)
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1))
+    ranks = session_of()
+    with ranks.operation("load"):
+        ranks.channel.exchange("open", int, len)
+        ranks.bulk().broadcast(b"data")
+    return save(ranks, rank)
+
+
+def test_nothing_of_ours_goes_over_the_training_group(tmp_path):
+    assert run_ranks(3, lose_the_training_group, str(tmp_path), store=None) == [3, 3, 3]
+
+
+def fork_a_child(rank: int) -> Any:
+    ranks = session_of()
+    save(ranks, rank)
+    child = os.fork()
+    if child == 0:
+        try:
+            save(ranks, rank)
+        except RankError as error:
+            os._exit(42 if "forked" in str(error) else 1)
+        os._exit(2)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), save(ranks, rank)
+
+
+def test_a_forked_child_cannot_speak_for_its_parent():
+    assert run_ranks(2, fork_a_child) == [(42, 1)] * 2
+
+
+def give_something_else(rank: int) -> str:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    with pytest.raises(TypeError, match=r"mesh.get_group\(\)") as caught:
+        session_of(mesh)
+    return str(caught.value)
+
+
+def test_what_is_no_group_is_refused_with_the_remedy():
+    assert "DeviceMesh" in run_ranks(2, give_something_else)[0]
+
+
+def start_again(rank: int, folder: str) -> Any:
+    """Groups come and go over one store, as in a process that initialises torch twice."""
+    dist.destroy_process_group()
+    sums = []
+    for start in range(3):
+        store = dist.PrefixStore(f"user/{start}", dist.FileStore(f"{folder}/user", 2))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        ranks = session_of()
+        sums.append([save(ranks, rank + start) for _ in range(start + 1)])
+        dist.barrier()
+        dist.destroy_process_group()
+        del ranks
+        gc.collect()
+        assert len(session_module._sessions) == 0
+        assert [thread for thread in threading.enumerate() if "dist_ckpt" in thread.name] == []
+    return sums
+
+
+def test_a_session_ends_with_its_group_and_the_next_begins_anew(tmp_path):
+    expected = [[1], [3, 3], [5, 5, 5]]
+    assert run_ranks(2, start_again, str(tmp_path), store="file") == [expected] * 2
+
+
+def exchange_thousands(rank: int) -> tuple[int, int]:
+    ranks = session_of()
+    store = dist.distributed_c10d._get_default_store()
+    for _ in range(100):
+        save(ranks, rank, phases=5)
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    for _ in range(300):
+        save(ranks, rank, phases=5)
+    dist.barrier()
+    return before, store.num_keys()
+
+
+def test_thousands_of_exchanges_do_not_grow_the_store():
+    for before, after in run_ranks(2, exchange_thousands, store="launcher"):
+        assert after <= before + 20
+
+
+# --- ranks that die, freeze, or never come -----------------------------------------------------
+
+
+def die_while_others_save(rank: int, victim: int, how: int) -> Any:
+    ranks = session_of()
+    save(ranks, rank)
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), how)
+    return told(ranks, rank)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_rank_killed_before_a_save_is_named_by_all_others(store):
+    options = Options(store=store, environ=FRAIL)
+    outcomes = try_ranks(4, die_while_others_save, 2, signal.SIGKILL.value, options=options)
+    assert outcomes[2].signal == signal.SIGKILL
+    for rank in (0, 1, 3):
+        assert_told(outcomes[rank], 2, "rank 2 (host")
+        assert outcomes[rank].value[0] == "RankError"
+
+
+@pytest.mark.parametrize("store", ["file", "launcher"])
+def test_a_killed_coordinator_is_named_by_all_others(store):
+    options = Options(store=store, environ=FRAIL)
+    outcomes = try_ranks(3, die_while_others_save, 0, signal.SIGKILL.value, options=options)
+    for rank in (1, 2):
+        assert_told(outcomes[rank], 0, "is dead or frozen: no heartbeat")
+        assert outcomes[rank].value[0] == "NoAnswerError"
+
+
+def test_a_killed_coordinator_that_served_the_store_is_noticed_at_once():
+    options = Options(store="rank 0", environ=FRAIL)
+    outcomes = try_ranks(3, die_while_others_save, 0, signal.SIGKILL.value, options=options)
+    for rank in (1, 2):
+        name, _, message, seconds = outcomes[rank].value
+        assert name == "NoAnswerError"
+        assert "key-value store is gone" in message
+        assert "rank 0" in message
+        assert seconds < NOTICED_S
+
+
+def die_in_the_middle(rank: int, victim: int) -> Any:
+    ranks = session_of()
+    save(ranks, rank)
+    dist.barrier()
+
+    def write() -> int:
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rank
+
+    start = time.monotonic()
+    try:
+        with ranks.operation("save"):
+            ranks.channel.exchange("agree", lambda: rank, sum)
+            ranks.channel.exchange("write", write, sum)
+    except RankError as error:
+        return type(error).__name__, error.rank, str(error), time.monotonic() - start
+    return None
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_while_it_writes_is_named_with_the_phase(victim):
+    options = Options(store="launcher", environ=FRAIL)
+    outcomes = try_ranks(3, die_in_the_middle, victim, options=options)
+    for rank in {0, 1, 2} - {victim}:
+        assert_told(outcomes[rank], victim, "in phase 'write' of save")
+
+
+def freeze_one(rank: int, victim: int) -> Any:
+    """The victim is frozen when the others save, and thawed when they have given it up."""
+    ranks = session_of()
+    save(ranks, rank)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        # Thawed. The others have raised by now, and train on; this rank saves at last.
+        first = told(ranks, rank)
+    else:
+        first = told(ranks, rank)
+        if rank == (victim + 1) % 3:
+            time.sleep(0.2)
+            os.kill(int(pids[victim].item()), signal.SIGCONT)
+    dist.barrier()
+    return first, save(ranks, rank)
+
+
+def test_a_frozen_rank_is_named_and_gets_the_same_error_when_it_thaws():
+    for rank, (first, total) in enumerate(run_ranks(3, freeze_one, 1, environ=FRAIL)):
+        name, who, message, seconds = first
+        assert (name, who) == ("RankError", 1)
+        assert "rank 1 (host" in message
+        assert "is dead or frozen" in message
+        assert seconds < NOTICED_S, rank
+        assert total == 3
+
+
+def test_a_frozen_coordinator_is_named_and_all_can_save_again_when_it_thaws():
+    values = run_ranks(3, freeze_one, 0, store="launcher", environ=FRAIL)
+    for first, total in values:
+        assert total == 3
+        assert first[3] < NOTICED_S
+    for first, _ in values[1:]:
+        assert first[:2] == ("NoAnswerError", 0)
+        assert "is dead or frozen" in first[2]
+    assert "is no longer taking part" in values[0][0][2]
+
+
+def test_a_frozen_coordinator_that_serves_the_store_does_not_hang_the_others():
+    values = run_ranks(3, freeze_one, 0, store="rank 0", environ=FRAIL)
+    for first, total in values:
+        assert total == 3
+        assert first[3] < NOTICED_S
+    for first, _ in values[1:]:
+        assert first[0] == "NoAnswerError"
+        assert "key-value store is gone or cut off (no answer for 1.5 s)" in first[2]
+
+
+def save_on_rank_0_only(rank: int) -> Any:
+    ranks = session_of()
+    first = told(ranks, rank) if rank == 0 else None
+    dist.barrier()
+    return first, [save(ranks, rank) for _ in range(3)]
+
+
+def test_a_rank_that_never_calls_is_named_and_the_next_save_works():
+    values = run_ranks(3, save_on_rank_0_only, environ=HASTY)
+    name, who, message, seconds = values[0][0]
+    assert (name, who) == ("RankError", 1)
+    assert "ranks 1 and 2 did not call save" in message
+    assert "if rank == 0:" in message
+    assert seconds < 3
+    assert [sums for _, sums in values] == [[3, 3, 3]] * 3
+
+
+def raise_on_one(rank: int) -> Any:
+    ranks = session_of()
+    messages = []
+    for victim in range(3):
+        try:
+            with ranks.operation("save"):
+                ranks.channel.exchange("agree", int, len)
+                ranks.channel.exchange("write", lambda: 1 // (rank - victim) and 0, len)  # noqa: B023
+        except RankError as error:
+            messages.append(str(error).replace(ranks.channel.host, "a"))
+    return messages, save(ranks, rank)
+
+
+def test_an_error_of_one_rank_is_raised_by_all_and_they_go_on():
+    text = "rank {} (host a): ZeroDivisionError: integer division or modulo by zero"
+    expected = ([text.format(victim) for victim in range(3)], 3)
+    assert run_ranks(3, raise_on_one) == [expected] * 3
+
+
+def end_with_a_save(rank: int) -> int:
+    """The others read the last answer a moment after rank 0, which takes the store with it."""
+    ranks = session_of()
+    with ranks.operation("save"):
+        ranks.channel.exchange("agree", int, len)
+        return ranks.channel.exchange("write", lambda: rank, sum)
+
+
+def test_a_job_may_end_with_a_save():
+    for _ in range(5):
+        assert run_ranks(4, end_with_a_save, store="rank 0") == [6, 6, 6, 6]
+
+
+def end_without_saving(rank: int) -> Any:
+    ranks = session_of()
+    save(ranks, rank)
+    return None if rank == 1 else told(ranks, rank)
+
+
+def test_a_rank_whose_process_ends_is_named_at_once():
+    outcomes = try_ranks(3, end_without_saving, options=Options(store="launcher"))
+    for rank in (0, 2):
+        assert_told(outcomes[rank], 1, "has ended", within_s=5)
+
+
+# --- bulk collectives that fail ----------------------------------------------------------------
+
+
+def lose_the_bulk_connections(rank: int) -> Any:
+    ranks = session_of()
+
+    def bulk(*, skip: bool) -> bytes:
+        with ranks.operation("load"):
+            ranks.bulk_epoch = ranks.channel.exchange("open", lambda: ranks.bulk_epoch, max)
+
+            def receive() -> bytes:
+                if skip and rank == 1:
+                    raise ValueError("bad index")
+                return ranks.bulk().broadcast(b"data" if rank == 0 else None)
+
+            return ranks.channel.exchange("index", receive, lambda parts: parts[-1])
+
+    first = bulk(skip=False)
+    try:
+        bulk(skip=True)
+    except (ValueError, RankError) as error:
+        failed = str(error)
+    return first, failed, bulk(skip=False), ranks.bulk_epoch
+
+
+@pytest.mark.slow
+def test_bulk_connections_that_fail_are_made_anew():
+    environ = {"DIST_CKPT_SILENCE_S": "1"}
+    for first, failed, second, epoch in run_ranks(3, lose_the_bulk_connections, environ=environ):
+        assert first == second == b"data"
+        assert "bad index" in failed
+        assert epoch <= 1
+
+
+def die_in_the_bulk(rank: int) -> Any:
+    ranks = session_of()
+    save(ranks, rank)
+    with ranks.operation("load"):
+        ranks.channel.exchange("open", int, len)
+        ranks.bulk().broadcast(b"data")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        try:
+            ranks.channel.exchange("plan", lambda: len(ranks.bulk().all_gather_distinct(b"x")), sum)
+        except RankError as error:
+            return type(error).__name__, error.rank, str(error), time.monotonic() - start
+    return None
+
+
+def test_a_rank_killed_in_a_bulk_collective_is_named():
+    options = Options(store="launcher", environ=FRAIL)
+    outcomes = try_ranks(3, die_in_the_bulk, options=options)
+    for rank in (0, 2):
+        name, _, message, seconds = outcomes[rank].value
+        assert name == "RankError"
+        assert "rank 1 (host" in message
+        assert seconds < NOTICED_S
+
+
+def kind_of_channel(rank: int) -> str:
+    return type(session_of().channel).__name__
+
+
+def test_a_process_group_of_one_rank_is_alone():
+    assert run_ranks(1, kind_of_channel, launched=True) == ["Alone"]

@@ -1,0 +1,266 @@
+"""The command line, run as a user runs it; a few commands also as real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dist_ckpt as dc
+from dist_ckpt import cli
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command; return its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return exit_.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    path = tmp_path / "run" / "step-00000007"
+    state = {
+        "model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(4)},
+        "step": 7,
+        "loader": dc.PerRank({"position": 3}),
+    }
+    dc.save(state, path, step=7, metadata={"loss": 2.5, "note": "first"})
+    return path
+
+
+def damage(path: Path) -> Path:
+    """Flip a bit in the last byte of the model's shard file."""
+    (file,) = path.glob("a1-*/model-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+def open_attempt(path: Path) -> None:
+    """Leave what a save leaves that died after its claim."""
+    folder = path / "a1-0123456789abcdef"
+    folder.mkdir(parents=True)
+    (folder / "claim.json").write_text("{}")
+
+
+def test_ls_lists_a_run_with_steps_and_states(run, checkpoint):
+    open_attempt(checkpoint.parent / "step-00000008")
+    code, out, _ = run("ls", checkpoint.parent)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split() == ["NAME", "STEP", "STATE", "SIZE", "RANKS", "TENSORS", "AGE"]
+    assert lines[1].split()[:3] == ["step-00000007", "7", "committed"]
+    assert lines[2].split()[:3] == ["step-00000008", "-", "open"]
+
+
+def test_ls_as_json_has_a_schema_and_the_metadata(run, checkpoint):
+    code, out, _ = run("ls", checkpoint.parent, "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["schema"] == "dist-ckpt.ls/1"
+    (one,) = document["checkpoints"]
+    assert (one["step"], one["state"], one["world_size"]) == (7, "committed", 1)
+    assert one["metadata"] == {"loss": 2.5, "note": "first"}
+
+
+def test_ls_of_an_empty_folder_says_so(run, tmp_path):
+    assert run("ls", tmp_path) == (0, f"no checkpoints in {tmp_path}\n", "")
+
+
+def test_ls_of_no_folder_exits_with_not_found(run, tmp_path):
+    code, _, err = run("ls", tmp_path / "gone")
+    assert code == 3
+    assert "gone" in err
+    assert "Traceback" not in err
+
+
+def test_show_tells_what_a_checkpoint_is(run, checkpoint):
+    code, out, _ = run("show", checkpoint)
+    assert code == 0
+    for fact in ("step        7", "1 ranks", "2, and 0 tied names", "loader: 1 keys", "loss = 2.5"):
+        assert fact in out
+
+
+def test_show_as_json_counts_bytes_by_component_and_dtype(run, checkpoint):
+    _, out, _ = run("show", checkpoint, "--json")
+    document = json.loads(out)
+    assert document["schema"] == "dist-ckpt.show/1"
+    assert document["nbytes_by_component"] == {"model": 64}
+    assert document["nbytes_by_dtype"] == {"float32": 64}
+    assert document["per_rank"] == {"loader": 1}
+
+
+def test_show_of_an_uncommitted_checkpoint_exits_with_not_found(run, tmp_path):
+    open_attempt(tmp_path / "ck")
+    code, _, err = run("show", tmp_path / "ck")
+    assert code == 3
+    assert "ck" in err
+
+
+def test_tree_shows_names_shapes_and_sizes(run, checkpoint):
+    code, out, _ = run("tree", checkpoint)
+    assert code == 0
+    assert "float32 [3, 4]" in out
+    _, out, _ = run("tree", checkpoint, "--depth", 1)
+    assert "float32" not in out
+    assert "model" in out
+
+
+def test_tree_as_json(run, checkpoint):
+    _, out, _ = run("tree", checkpoint, "--json")
+    document = json.loads(out)
+    assert document["schema"] == "dist-ckpt.tree/1"
+    assert {"name": "model.b", "nbytes": 16, "tensor": "float32 [4]"} in document["nodes"]
+
+
+def test_a_terminal_cannot_be_steered_by_a_name(run, tmp_path):
+    dc.save({"evil\x1b[2J": torch.ones(1)}, tmp_path / "ck")
+    _, out, _ = run("tree", tmp_path / "ck")
+    assert "\x1b" not in out
+    assert "evil\\x1b[2J" in out
+
+
+def test_verify_of_a_sound_checkpoint_is_fine(run, checkpoint):
+    code, out, _ = run("verify", checkpoint)
+    assert code == 0
+    assert out.endswith("ok\n")
+
+
+def test_verify_names_what_is_damaged_and_exits_with_a_finding(run, checkpoint):
+    file = damage(checkpoint)
+    code, out, _ = run("verify", checkpoint)
+    assert code == 1
+    assert "model.w" in out
+    assert file.name in out
+    code, out, _ = run("verify", checkpoint, "--json")
+    document = json.loads(out)
+    assert (code, document["ok"]) == (1, False)
+    assert document["problems"][0]["tensor"] == "model.w"
+    assert document["problems"][0]["rank"] == 0
+
+
+def test_a_quick_verify_reads_no_tensor(run, checkpoint):
+    damage(checkpoint)
+    assert run("verify", checkpoint, "--quick")[0] == 0
+
+
+def test_reshard_writes_what_was_stored_for_other_ranks(run, checkpoint, tmp_path):
+    code, out, _ = run("reshard", checkpoint, tmp_path / "wide", "--world-size", 3)
+    assert code == 0
+    assert "2 tensors" in out
+    with dc.open(checkpoint) as old, dc.open(tmp_path / "wide") as new:
+        assert new.world_size == 3
+        assert all(old[fqn][...] == new[fqn][...] for fqn in old.tensors)
+        assert new.objects == old.objects
+        assert new.per_rank == old.per_rank
+        assert new.metadata == old.metadata
+
+
+def test_reshard_takes_a_sharding_from_a_file(run, checkpoint, tmp_path):
+    file = tmp_path / "tp.toml"
+    file.write_text('[mesh]\ntp = 2\n[rules."w"]\ntp = 1\n')
+    code, _, _ = run("reshard", checkpoint, tmp_path / "tp", "--sharding", file)
+    assert code == 0
+    names = sorted(f.name for f in (tmp_path / "tp").glob("a1-*/*.safetensors"))
+    assert names == ["model-00000.safetensors", "model-00001.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--world-size", "2", "--sharding", "x.toml"), ("--world-size", "0")],
+)
+def test_reshard_with_an_unclear_target_is_a_usage_error(run, checkpoint, tmp_path, arguments):
+    assert run("reshard", checkpoint, tmp_path / "new", *arguments)[0] == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_reshard_onto_something_is_refused_and_changes_nothing(run, checkpoint, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("keep")
+    code, _, err = run("reshard", checkpoint, tmp_path / "mine", "--world-size", 2)
+    assert code == 5
+    assert "mine" in err
+    assert [f.name for f in (tmp_path / "mine").iterdir()] == ["file"]
+
+
+def test_rm_without_yes_is_refused(run, checkpoint):
+    code, _, err = run("rm", checkpoint)
+    assert code == 6
+    assert "--yes" in err
+    assert dc.open(checkpoint).step == 7
+
+
+def test_rm_deletes_the_checkpoint_even_a_damaged_one(run, checkpoint):
+    damage(checkpoint)
+    assert run("rm", checkpoint, "--yes")[0] == 0
+    assert not checkpoint.exists()
+    assert run("rm", checkpoint, "--yes")[0] == 3
+
+
+def test_rm_of_a_folder_that_is_no_checkpoint_touches_nothing(run, tmp_path):
+    (tmp_path / "file").write_text("keep")
+    assert run("rm", tmp_path, "--yes")[0] == 3
+    assert (tmp_path / "file").read_text() == "keep"
+
+
+def test_gc_removes_what_a_dead_save_left_and_nothing_else(run, checkpoint):
+    dead = checkpoint.parent / "step-00000008"
+    open_attempt(dead)
+    assert "0 removed" in run("gc", checkpoint.parent)[1]
+    code, out, _ = run("gc", checkpoint.parent, "--grace", "0")
+    assert code == 0
+    assert "1 removed" in out
+    assert not list(dead.glob("a1-*"))
+    assert dc.open(checkpoint).step == 7
+
+
+def test_a_wrong_option_is_a_usage_error(run, checkpoint):
+    assert run("show", checkpoint, "--nonsense")[0] == 2
+    assert run("nonsense")[0] == 2
+
+
+def test_every_command_teaches_with_help(run):
+    for command in ("ls", "show", "tree", "verify", "reshard", "rm", "gc"):
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert len(out.splitlines()) > 5
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(checkpoint):
+    command = f"{sys.executable} -m dist_ckpt tree {checkpoint} --json | head -n 1"
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout == "{\n"
+
+
+def test_reading_commands_never_import_torch(checkpoint):
+    code = (
+        "import sys\nfrom dist_ckpt import cli\n"
+        "for command in ('ls', 'show', 'tree', 'verify'):\n"
+        "    try:\n        cli.main([command, sys.argv[1]])\n"
+        "    except SystemExit as exit_:\n        assert exit_.code == 0, command\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(checkpoint)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,340 @@
+"""Every interleaving of savers, late ranks, deleters and collectors keeps the promises.
+
+The programs call the real `commit.py`; `model.Model` visits every order of their calls, with
+deaths at any point and up to one failed call or lost reply. Each planted mistake is found.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+from commit_cases import PATH, content, index_of, save, sizes_of, write_rank
+from model import Call, Files, Model, Outcome, Program, Replay, State
+
+from dist_ckpt import attempts, commit, index_codec, paths, removal
+from dist_ckpt.commit import Claim
+from dist_ckpt.errors import CheckpointError, NotFoundError
+from dist_ckpt.index import Index
+from dist_ckpt.paths import Attempt, parse_attempt
+from dist_ckpt.storage import Storage
+from dist_ckpt.testing.memory_storage import MemoryStorage
+
+EMPTY: Files = {"/runs": None}
+
+# --- programs; the last letter of a name is in all ids that it makes ----------------------------
+
+
+def saver(step: int, *, overwrite: bool = False) -> Program:
+    """Save as the coordinator does; what comes of it is the outcome."""
+
+    def claim(storage: Storage, _: None) -> Claim | Outcome:
+        try:
+            return commit.claim(storage, PATH, overwrite=overwrite, by=f"saver of {step}")
+        except CheckpointError:
+            return Outcome("refused")
+
+    def write(storage: Storage, claim: Claim) -> tuple[str, Claim]:
+        try:
+            write_rank(storage, claim.folder, step, 0)
+            commit.check_files(storage, claim.folder, sizes_of(step, 1))
+        except (CheckpointError, FileNotFoundError):
+            return "give up", claim
+        return "commit", claim
+
+    def put(storage: Storage, given: tuple[str, Claim]) -> tuple[str, Claim]:
+        what, claim = given
+        if what == "commit":
+            try:
+                commit.commit(storage, claim, index_of(claim.attempt, step, 1))
+            except CheckpointError:
+                return "settle", claim
+        return what, claim
+
+    def end(storage: Storage, given: tuple[str, Claim]) -> Outcome | Attempt:
+        what, claim = given
+        if what == "commit":
+            return claim.attempt
+        try:
+            if what == "settle" and not commit.abandon(
+                storage, PATH, claim.attempt, by=f"saver of {step}", reason="it failed"
+            ):
+                return Outcome("unknown", claim.attempt)
+            commit.give_up(storage, claim)
+        except CheckpointError:
+            return Outcome("unknown", claim.attempt)
+        return Outcome("failed", claim.attempt)
+
+    return claim, write, put, end, lambda _, attempt: Outcome("saved", attempt)
+
+
+def overwriter(step: int) -> Program:
+    """Save over what is there, and supersede it after the verdict."""
+
+    def supersede(storage: Storage, attempt: Attempt) -> Outcome:
+        try:
+            commit.supersede(storage, PATH, attempt)
+        except CheckpointError:
+            pass
+        return Outcome("saved", attempt)
+
+    return *saver(step, overwrite=True)[:-1], supersede
+
+
+def late_rank_of(name: str) -> Program:
+    """Settle what became of a save, as a rank does that got no verdict."""
+
+    def settle(storage: Storage, _: None) -> Outcome:
+        try:
+            for attempt in attempts.list_attempts(storage, PATH):
+                if attempt.id.startswith(prefix_of(name)):
+                    failed = commit.abandon(storage, PATH, attempt, by="a rank", reason="late")
+                    return Outcome("failed" if failed else "saved", attempt)
+        except CheckpointError:
+            pass
+        return Outcome("nothing")
+
+    return (settle,)
+
+
+def deleter() -> Program:
+    def delete(storage: Storage, _: None) -> Outcome:
+        try:
+            commit.delete(storage, PATH)
+        except CheckpointError:
+            return Outcome("nothing")
+        return Outcome("deleted")
+
+    return (delete,)
+
+
+def collector() -> Program:
+    """Collect without any grace: every open attempt looks dead."""
+
+    def collect(storage: Storage, _: None) -> Outcome:
+        try:
+            commit.collect(storage, PATH, grace_s=-1)
+        except CheckpointError:
+            pass
+        return Outcome("collected")
+
+    return (collect,)
+
+
+def reader() -> Program:
+    def find(storage: Storage, _: None) -> Outcome:
+        try:
+            return Outcome("found", commit.find(storage, PATH)[0])
+        except NotFoundError:
+            return Outcome("found nothing")
+
+    return (find,)
+
+
+def prefix_of(name: str) -> str:
+    return f"{ord(name[-1]):02x}"
+
+
+# --- the check -------------------------------------------------------------------------------
+
+
+@functools.cache
+def _decoded(data: bytes) -> object:
+    return index_codec.decode(data)
+
+
+def committed_in(files: Files) -> dict[Attempt, Index]:
+    found = {}
+    for path, data in files.items():
+        folder, _, name = path.rpartition("/")
+        attempt = parse_attempt(folder.removeprefix(f"{PATH}/"))
+        if name == paths.INDEX and attempt and data and isinstance(_decoded(data), Index):
+            found[attempt] = _decoded(data)
+    return found
+
+
+def note_deleted(name: str, call: Call, files: Files) -> object | None:
+    """Remember the committed attempts that a deleter takes away."""
+    attempt = parse_attempt(call[1].rpartition("/")[2])
+    return attempt if name.startswith("deleter") and attempt in committed_in(files) else None
+
+
+def wrong(state: State) -> str | None:
+    """Return which promise a state breaks, or None."""
+    committed = committed_in(state.files)
+    if committed:
+        highest = max(committed)
+        for file in committed[highest].files:
+            name = f"{PATH}/{highest}/{paths.shard_file('model', file.rank)}"
+            if state.files.get(name) != content(committed[highest].step, file.rank):
+                return "a checkpoint shows that is not whole"
+    last = max([*committed, *state.notes], default=Attempt(0, ""))
+    for name, outcome in state.outcomes.items():
+        if outcome is None:
+            continue
+        if outcome.what == "saved" and last < outcome.attempt:
+            return "what was reported saved is gone, and nobody deleted it"
+        if outcome.what == "failed" and outcome.attempt in committed:
+            return "what was reported failed is committed"
+        if outcome.what == "found nothing" and not any("deleter" in n for n in state.outcomes):
+            return "a reader found nothing while there was a checkpoint all the time"
+    return None
+
+
+def one_saver_wins(state: State) -> str | None:
+    saved = {o.attempt for o in state.outcomes.values() if o is not None and o.what == "saved"}
+    return "two savers succeeded without overwrite" if len(saved) > 1 else wrong(state)
+
+
+# --- running ---------------------------------------------------------------------------------
+
+
+class _Ids:
+    """Ids that are the same whenever a program is run again from its start."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._count = 0
+
+    def begin(self, name: str, number: int) -> None:
+        self._name, self._count = name, 1000 * number
+
+    def new(self) -> str:
+        self._count += 1
+        return f"{prefix_of(self._name)}{self._count:014x}"
+
+
+@pytest.fixture
+def ids(monkeypatch) -> _Ids:
+    """Make the library deterministic, faster, and tell where a claim forgets what came before."""
+    made = _Ids()
+    for module in (attempts, commit, removal):
+        monkeypatch.setattr(module, "new_id", made.new)
+    encode = functools.cache(attempts.encode_abandoned)
+    monkeypatch.setattr(attempts, "encode_abandoned", encode)
+    monkeypatch.setattr(commit, "encode_abandoned", encode)
+    monkeypatch.setattr(index_codec, "decode", functools.cache(index_codec.decode))
+    for name in ("_fence", "_store_claim"):
+        monkeypatch.setattr(commit, name, _forgetting(getattr(commit, name)))
+    return made
+
+
+def _forgetting(step: Callable) -> Callable:
+    def run(storage, path, attempt, *rest, **options):
+        # Of what the claim has seen before, only these are used after.
+        made = tuple(sys._getframe(1).f_locals["made"])
+        if isinstance(storage, Replay):
+            storage.forget_answers((step.__name__, attempt, made))
+        return step(storage, path, attempt, *rest, **options)
+
+    return run
+
+
+def private(call: Call) -> bool:
+    """Say whether a call touches only temporary names and trash, which nobody else looks at.
+
+    Others can only take away the whole folder; scenarios with two programs interleave all.
+    """
+    method, path = call[:2]
+    if method == "rename":
+        return call[2].endswith(paths.CLAIM)
+    return method == "create" or ".trash-" in path or ".tmp" in path
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Programs by name, and what is there when they begin; up to `num_faults` calls fail."""
+
+    programs: Mapping[str, Program]
+    begins_with: str = "nothing"
+    num_faults: int = 0
+    check: Callable[[State], str | None] = wrong
+    every_call: bool = False
+
+
+TWO_SAVERS = {"saver A": saver(2), "saver B": saver(3)}
+TWO_OVERWRITERS = {"saver A": overwriter(2), "saver B": overwriter(3)}
+
+SCENARIOS = {
+    "two savers": Scenario(TWO_SAVERS, check=one_saver_wins),
+    "two savers, every call": Scenario(TWO_SAVERS, "a folder", 0, one_saver_wins, every_call=True),
+    "two savers and a fault": Scenario(TWO_SAVERS, "a folder", 1, one_saver_wins),
+    "three savers": Scenario({**TWO_SAVERS, "saver C": saver(4)}, "a folder", 0, one_saver_wins),
+    "a save after a dead one": Scenario(TWO_SAVERS, "a dead save", 0, one_saver_wins),
+    "two overwriters": Scenario(TWO_OVERWRITERS, "a checkpoint"),
+    "an overwriter and a fault": Scenario({"saver A": overwriter(2)}, "a checkpoint", 1),
+    "a saver, a rank and a fault": Scenario(
+        {"saver A": saver(2), "rank B": late_rank_of("A")}, "a folder", 1, every_call=True
+    ),
+    "a saver, a rank and a collector": Scenario(
+        {"saver A": saver(2), "rank B": late_rank_of("A"), "collector C": collector()}
+    ),
+    "an overwriter, a rank and a collector": Scenario(
+        {"saver A": overwriter(2), "rank B": late_rank_of("A"), "collector C": collector()},
+        "a checkpoint",
+    ),
+    "an overwriter, a collector and a fault": Scenario(
+        {"saver A": overwriter(2), "collector C": collector()}, "a checkpoint", 1
+    ),
+    "an overwriter and a deleter": Scenario(
+        {"saver A": overwriter(2), "deleter B": deleter()}, "a checkpoint", 1
+    ),
+    "an overwriter, a rank and a deleter": Scenario(
+        {"saver A": overwriter(2), "rank B": late_rank_of("A"), "deleter C": deleter()},
+        "a checkpoint",
+    ),
+    "two overwriters and a deleter": Scenario(
+        {**TWO_OVERWRITERS, "deleter C": deleter()}, "a checkpoint"
+    ),
+    "two collectors": Scenario(
+        {"collector A": collector(), "collector B": collector()}, "a dead save", every_call=True
+    ),
+    "an overwriter and a reader": Scenario(
+        {"saver A": overwriter(2), "reader B": reader()}, "a checkpoint", every_call=True
+    ),
+    "a deleter and a saver": Scenario(
+        {"saver A": saver(2), "deleter B": deleter()}, "a checkpoint", 1
+    ),
+}
+
+
+@pytest.fixture
+def search(ids) -> Callable[[str], list[tuple[str, list[str]]]]:
+    def search(name: str) -> list[tuple[str, list[str]]]:
+        scenario = SCENARIOS[name]
+        model = Model(
+            scenario.programs,
+            _files(ids, scenario.begins_with),
+            prepare=ids.begin,
+            note=note_deleted,
+            num_faults=scenario.num_faults,
+            private=(lambda _: False) if scenario.every_call else private,
+        )
+        began = time.time()
+        found = list(model.search(scenario.check))
+        print(f"{name}: {model.num_states} states {time.time() - began:.1f}")
+        return found
+
+    return search
+
+
+def _files(ids: _Ids, what: str) -> Files:
+    storage = MemoryStorage({"/runs": None})
+    ids.begin("what was there", 0)
+    if what == "a folder":
+        storage.make_folder(PATH)
+    if what == "a checkpoint":
+        save(storage, 1)
+    if what == "a dead save":
+        claim = commit.claim(storage, PATH, overwrite=False, by="a saver that died")
+        write_rank(storage, claim.folder, 1, 0)
+    return storage.tree()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_order_of_steps_breaks_a_promise(name, search):
+    assert search(name) == []
