@@ -7,7 +7,7 @@ holder, so that a checkpoint of a few large tensors is written by all ranks too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import pairwise, product
@@ -42,6 +42,19 @@ class Storing:
     rotation: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """What a layout comes to: `largest` is its largest cell with several holders, in elements.
+
+    Layouts with equal holders have the same `group`.
+    """
+
+    numel: int
+    replicas: int
+    largest: int
+    group: int
+
+
 def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, Storing]:
     """Decide who stores each cell of each tensor; the same on every rank.
 
@@ -49,30 +62,47 @@ def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, Storing]:
     The bytes that only one rank holds are counted first, then the largest replicas find their
     holders first.
     """
-    split = _split_large(tensors)
-    loads = [0] * world_size
-    single: list[Holding] = []
-    several: dict[tuple[tuple[int, ...], ...], list[Holding]] = {}
+    measures = _measures(tensors)
+    split = _split_large(tensors, measures)
     alone: list[tuple[Holding, int]] = []
-    stored: dict[str, Storing] = {}
-    replicated = {id(t.layout): _replicas(t.layout) > 1 for t in tensors}
+    several: dict[int, list[Holding]] = {}
+    single: list[Holding] = []
     for tensor in tensors:
-        if tensor.fqn in split or not replicated[id(tensor.layout)]:
-            layout = split.get(tensor.fqn, tensor.layout)
-            stored[tensor.fqn] = Storing(layout, 0)
-            alone.append((Holding(tensor.fqn, tensor.itemsize, layout), 0))
+        measure = measures[id(tensor.layout)]
+        if tensor.fqn in split:
+            alone.append((Holding(tensor.fqn, tensor.itemsize, split[tensor.fqn]), 0))
+        elif measure.replicas == 1:
+            alone.append((tensor, 0))
         elif len(tensor.layout.holders) == 1:
             single.append(tensor)
         else:
-            several.setdefault(tensor.layout.holders, []).append(tensor)
+            several.setdefault(measure.group, []).append(tensor)
+    loads = [0] * world_size
     _add_loads(loads, alone)
+    stored = [*alone]
     for group in several.values():
-        rotated = _rotate(group)
+        rotated = _rotate(_largest_first(group, measures), measures[id(group[0].layout)].replicas)
         _add_loads(loads, rotated)
-        stored.update((tensor.fqn, Storing(tensor.layout, n)) for tensor, n in rotated)
-    for tensor, rotation in _least_loaded(single, loads):
-        stored[tensor.fqn] = Storing(tensor.layout, rotation)
-    return stored
+        stored += rotated
+    stored += _least_loaded(_largest_first(single, measures), loads)
+    return {tensor.fqn: Storing(tensor.layout, rotation) for tensor, rotation in stored}
+
+
+def _measures(tensors: Iterable[Holding]) -> dict[int, _Measure]:
+    """Return what each layout comes to, by its id()."""
+    measures: dict[int, _Measure] = {}
+    groups: dict[tuple[tuple[int, ...], ...], int] = {}
+    for layout in (tensor.layout for tensor in tensors):
+        if id(layout) not in measures:
+            numels = cell_numels(layout.cut)
+            replicated = (n for n, who in zip(numels, layout.holders, strict=True) if len(who) > 1)
+            measures[id(layout)] = _Measure(
+                numel=sum(numels),
+                replicas=max(map(len, layout.holders)),
+                largest=max(replicated, default=0),
+                group=groups.setdefault(layout.holders, len(groups)),
+            )
+    return measures
 
 
 def cell_numels(cut: Cut) -> list[int]:
@@ -85,14 +115,6 @@ def cell_numels(cut: Cut) -> list[int]:
             return [b - a for a, b in pairwise(cut.cuts)]
         case Regions():
             return [region.numel for region in cut.regions]
-
-
-def _replicas(layout: Layout) -> int:
-    return max(map(len, layout.holders))
-
-
-def _numel(layout: Layout) -> int:
-    return sum(cell_numels(layout.cut))
 
 
 def _add_loads(loads: list[int], stored: Iterable[tuple[Holding, int]]) -> None:
@@ -108,41 +130,40 @@ def _add_loads(loads: list[int], stored: Iterable[tuple[Holding, int]]) -> None:
             loads[layout.holder(number, key[1])] += numel * itemsizes[key]
 
 
-def _largest_first(tensors: Iterable[Holding]) -> list[tuple[int, Holding]]:
-    numels: dict[int, int] = {}
-    sized = []
-    for tensor in tensors:
-        if id(tensor.layout) not in numels:
-            numels[id(tensor.layout)] = _numel(tensor.layout)
-        sized.append((tensor.itemsize * numels[id(tensor.layout)], tensor))
+_Sized = Sequence[tuple[int, Holding]]
+
+
+def _largest_first(tensors: Iterable[Holding], measures: Mapping[int, _Measure]) -> _Sized:
+    """Return tensors with their bytes, in an order that does not depend on the given one."""
+    sized = [(t.itemsize * measures[id(t.layout)].numel, t) for t in tensors]
     return sorted(sized, key=lambda one: (-one[0], one[1].fqn))
 
 
-def _rotate(tensors: Sequence[Holding]) -> list[tuple[Holding, int]]:
+def _rotate(tensors: _Sized, replicas: int) -> list[tuple[Holding, int]]:
     """Give rotations to tensors of many cells with the same holders, so that each gets its share.
 
     Whatever the cell, replica r stores it for the tensors with one rotation: rotations with
     equal bytes are ranks with equal bytes.
     """
-    heap = [(0, rotation) for rotation in range(_replicas(tensors[0].layout))]
+    heap = [(0, rotation) for rotation in range(replicas)]
     rotated = []
-    for nbytes, tensor in _largest_first(tensors):
+    for nbytes, tensor in tensors:
         load, rotation = heap[0]
         heapreplace(heap, (load + nbytes, rotation))
         rotated.append((tensor, rotation))
     return rotated
 
 
-def _least_loaded(tensors: Sequence[Holding], loads: list[int]) -> list[tuple[Holding, int]]:
+def _least_loaded(tensors: _Sized, loads: list[int]) -> list[tuple[Holding, int]]:
     """Give each tensor, the largest first, to its holder that has the least to store."""
-    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    heaps: dict[int, list[tuple[int, int]]] = {}
     chosen = []
-    for nbytes, tensor in _largest_first(tensors):
+    for nbytes, tensor in tensors:
         holders = tensor.layout.holders[0]
-        if holders not in heaps:
-            heaps[holders] = [(loads[rank], place) for place, rank in enumerate(holders)]
-            heapify(heaps[holders])
-        heap = heaps[holders]
+        if id(holders) not in heaps:
+            heaps[id(holders)] = [(loads[rank], place) for place, rank in enumerate(holders)]
+            heapify(heaps[id(holders)])
+        heap = heaps[id(holders)]
         # A rank's load may have grown since, in another heap; it never shrinks.
         while heap[0][0] != loads[holders[heap[0][1]]]:
             place = heap[0][1]
@@ -157,31 +178,24 @@ def _least_loaded(tensors: Sequence[Holding], loads: list[int]) -> list[tuple[Ho
 # --- splitting -------------------------------------------------------------------------------
 
 
-def _split_large(tensors: Iterable[Holding]) -> dict[str, Layout]:
+def _split_large(tensors: Iterable[Holding], measures: Mapping[int, _Measure]) -> dict[str, Layout]:
     """Return the finer layouts, in which each cell has one holder, of what is split."""
     layouts: dict[tuple[int, int, int], Layout] = {}
-    shifts: dict[tuple[tuple[int, ...], ...], int] = {}
+    shifts: dict[int, int] = {}
     split = {}
-    largest: dict[int, int] = {}
     for tensor in tensors:
-        layout, key = tensor.layout, id(tensor.layout)
-        if key not in largest:
-            numels = cell_numels(layout.cut)
-            pairs = zip(numels, layout.holders, strict=True)
-            largest[key] = max((numel for numel, who in pairs if len(who) > 1), default=0)
-        nbytes = largest[key] * tensor.itemsize
-        if nbytes <= SPLIT_NBYTES:
-            continue
-        replicas = _replicas(layout)
-        num_parts = min(replicas, -(-nbytes // MIN_PART_NBYTES))
-        if num_parts == 1:
+        measure = measures[id(tensor.layout)]
+        nbytes = measure.largest * tensor.itemsize
+        num_parts = min(measure.replicas, -(-nbytes // MIN_PART_NBYTES))
+        if nbytes <= SPLIT_NBYTES or num_parts == 1:
             continue
         # Where there are more holders than parts, the next tensor goes on with the next holder.
-        shift = shifts.get(layout.holders, 0)
-        shifts[layout.holders] = (shift + num_parts) % replicas
-        if (key, num_parts, shift) not in layouts:
-            layouts[key, num_parts, shift] = _finer(layout, num_parts, shift)
-        split[tensor.fqn] = layouts[key, num_parts, shift]
+        shift = shifts.get(measure.group, 0)
+        shifts[measure.group] = (shift + num_parts) % measure.replicas
+        key = id(tensor.layout), num_parts, shift
+        if key not in layouts:
+            layouts[key] = _finer(tensor.layout, num_parts, shift)
+        split[tensor.fqn] = layouts[key]
     return split
 
 

@@ -145,14 +145,13 @@ class Coordinator:
         """
         control = self._control
         given_up = [rank for rank, envelope in envelopes.items() if envelope.gave_up]
-        for rank in given_up:
-            earlier = envelopes[rank]
-            if (
-                earlier.what != control.what
-                or control.peers.newer(given_up, control.number) is not None
-            ):
-                return Answer(earlier.what, "", b"", b"", earlier.failure)
-        return None
+        if not given_up:
+            return None
+        earlier = envelopes[given_up[0]]
+        is_other = earlier.what != control.what
+        if not is_other and control.peers.newer(given_up, control.number) is None:
+            return None
+        return Answer(earlier.what, "", b"", b"", earlier.failure)
 
     def _forget_answers(self, *, everybody_is_here: bool) -> None:
         """Delete the answers to older operations, which nobody can look for any more."""

@@ -187,11 +187,9 @@ class Checkpoint:
         info = self.tensors[fqn]
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
-        if region.numel:
-            plan = plan_load(self.index, (Wanted(fqn, info.dtype, info.shape, (region,)),))
-            targets = {(fqn, 0): ArrayTarget(data, itemsize)}
-            with self._turn:
-                self._read(plan, targets)
+        plan = plan_load(self.index, (Wanted(fqn, info.dtype, info.shape, (region,)),))
+        with self._turn:
+            self._read(plan, {(fqn, 0): ArrayTarget(data, itemsize)})
         return Array(info.dtype, region.shape, data)
 
     def _read(self, plan: LoadPlan, targets: Targets) -> None:
@@ -295,7 +293,7 @@ def _bounds(entry: Slice, size: int, dim: int) -> range:
         start, stop, step = entry.indices(size)
         if step != 1:
             raise ValueError(f"a step of {step}: read the range and pick from it")
-        return range(start, max(start, stop))
+        return range(start, stop)
     if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
         raise ValueError(f"{entry!r} is no index here: use integers, slices and `...`")
     number = as_int(entry)

@@ -201,7 +201,7 @@ class SaveRun:
             saved_by=self._request.saved_by,
             saved_at=time.time(),
         )
-        commit.commit(self._storage, self._claim, index)
+        self._commit(self._claim, index)
         slowest = max(range(len(receipts)), key=lambda rank: receipts[rank].seconds)
         verdict = {
             "attempt": self._claim.attempt.name,
@@ -211,6 +211,19 @@ class SaveRun:
             "slowest_s": receipts[slowest].seconds,
         }
         return {"differing": [], "verdict": verdict}
+
+    def _commit(self, claim: commit.Claim, index: Index) -> None:
+        try:
+            commit.commit(self._storage, claim, index)
+        except StorageError as error:
+            reason = f"the commit failed: {error}"[:500]
+            if commit.abandon(self._storage, self._path, claim.attempt, by=self._by, reason=reason):
+                raise
+            # A sync that failed cannot be made good by another one (fsync forgets its errors).
+            raise StorageError(
+                f"{error}. The checkpoint is in place, but it is unknown whether it outlives a "
+                "power cut: see what is wrong with the storage, then save once more"
+            ) from error
 
     def _recover(self, attempt: Attempt, error: BaseException) -> Verdict | None:
         """Make "not committed" true after a failure, or find that it was committed after all.

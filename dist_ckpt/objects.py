@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dist_ckpt import paths
+from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.index import Json, Key, Node
 from dist_ckpt.json_fields import VERSION, check_version
 from dist_ckpt.plain_decoder import decode_value
@@ -83,6 +84,8 @@ def decode(
         doc: Json = decode_value(data, make=make)
     except (ValueError, RecursionError) as error:
         raise corrupt(what, str(error)) from None
+    except IncompatibleError as error:
+        raise IncompatibleError(f"{what}: {error}") from error
     check_version(doc, what)
     _, tree, values, per_rank, numpy, metadata = fields(doc, _FIELDS, what)
     return ObjectsFile(

@@ -64,6 +64,12 @@ class Rules:
         axes = axes_under(self._sharding, name, shape, parameter)
         return (Ruled(self._sharding.ranks(), axes), shape) if any(axes) else None
 
+    def flat_part(self, shape: Shape) -> tuple[Cell, ...] | None:
+        """Return what ZeRO gives this rank of new state under a parameter of `shape`, if flat."""
+        if self._sharding is None or not self._sharding.flat or not shape:
+            return None
+        return cells_of(Flattened(self._sharding.ranks()), self._rank, shape)
+
     def _name(self, fqn: str) -> str:
         """Return the name that patterns see."""
         component = next((name for name in names_above(fqn) if name in self._components), "")
@@ -96,8 +102,9 @@ def target_cells(
     if not cells:
         return () if 0 in shape else None
     (cell,) = cells
-    part = cell.shape if isinstance(cell, Region) else (cell.numel,)
-    return cells if part == shape else None
+    if isinstance(view, Ruled) and isinstance(cell, Region):
+        return cells if cell.shape == shape else None
+    return cells if (cell.numel,) == shape else None
 
 
 def _chunked(view: Ruled) -> Placed:

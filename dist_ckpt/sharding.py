@@ -263,11 +263,11 @@ def _rule(pattern: object, value: object, mesh: Mapping[str, int]) -> dict[str, 
 def _shapes(value: object) -> dict[str, Shape]:
     if not isinstance(value, Mapping):
         raise TypeError(f"shapes are a {type(value).__name__}: map names to shapes")
-    shapes = {name: tuple(shape) for name, shape in value.items()}
-    for name, shape in shapes.items():
-        if type(name) is not str or any(type(n) is not int or n < 0 for n in shape):
+    for name, shape in value.items():
+        sizes = shape if isinstance(shape, tuple | list) else (None,)
+        if type(name) is not str or any(type(n) is not int or n < 0 for n in sizes):
             raise TypeError(f"shapes have {name!r}: {shape!r}: map names to tuples of sizes")
-    return shapes
+    return {name: tuple(shape) for name, shape in value.items()}
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

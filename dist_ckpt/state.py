@@ -14,7 +14,7 @@ from dist_ckpt.containers import PathKey, join
 from dist_ckpt.index import Key, Node
 from dist_ckpt.memory import Source
 from dist_ckpt.optimizers import ParameterName, name_parameters, optimizer_tree
-from dist_ckpt.plan import Inventory, NameList, Placed, TensorEntry, View, Whole
+from dist_ckpt.plan import Flattened, Inventory, NameList, Placed, TensorEntry, View, Whole
 from dist_ckpt.rules import Rules
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.state_tree import (
@@ -198,8 +198,11 @@ class _Taker:
         view, shape = held.view, held.shape
         if isinstance(view, Whole):
             view, shape = self._rules.view(fqn, leaf, shape) or (view, shape)
-        self._sources[fqn] = tuple(map(TensorSource, held.parts))
-        self._parts += held.parts
+        # ZeRO leaves the last ranks nothing of a short tensor: an empty part of no cell.
+        left = not isinstance(view, Flattened) or 0 in shape or 0 not in held.shape
+        parts = held.parts if left else ()
+        self._sources[fqn] = tuple(map(TensorSource, parts))
+        self._parts += parts
         if is_array(leaf.value):
             self._numpy.append(fqn)
         if (tie := tie_key(held)) is not None:

@@ -135,6 +135,13 @@ class Wants:
         if beside.on_host:
             return self._want_fresh(name, whole, lambda: torch.empty(record.shape, dtype=dtype))
         held = self._held(parameter, name)
+        if record.shape == held.shape and isinstance(held.view, Whole):
+            flat = self._template.rules.flat_part(record.shape)
+            if flat is not None:
+                numel = sum(cell.numel for cell in flat)
+                return self._want_fresh(
+                    name, flat, lambda: parameter.detach().new_empty(numel, dtype=dtype)
+                )
         leaf = TensorLeaf(parameter, (beside.rule, tuple(parameter.shape)))
         cells = self._cells_of(name, held, leaf)
         if cells is not None:
@@ -241,8 +248,10 @@ class Wants:
     ) -> None:
         fqn, record = self._tensor(name)
         wanted = self._cells.setdefault(fqn, [])
-        self._fills.append(_Fill(fqn, len(wanted), cells, parts))
-        wanted += cells
+        # Without cells the local tensor is an empty part.
+        if cells:
+            self._fills.append(_Fill(fqn, len(wanted), cells, parts))
+            wanted += cells
         layout = self._saved.catalog.layouts[record.layout]
         if record.layout not in self._stored:
             stored = (layout.cell(number) for number in range(layout.cut.num_cells))

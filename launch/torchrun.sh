@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH"
 root=${1:-runs/torchrun}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several ranks share this machine's cores
 
 # Four ranks: two shards of the data, and the model cut in two.
 torchrun --standalone --nproc-per-node 4 launch/train_gpt.py --root "$root" --tp 2 --steps 20

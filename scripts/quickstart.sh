@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole of dist_ckpt in two minutes: trains a small GPT on four ranks, kills one of them in the
-# middle of a save, goes on with two ranks, and proves that nothing was lost. It sets itself up.
+# The whole of dist_ckpt in under three minutes: trains a small GPT on four ranks, kills one of them
+# in the middle of a save, goes on with two, and proves that nothing was lost. It sets itself up.
 # The checkpoints go to runs/quickstart, anew each time, or into a new folder that is named.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -98,12 +98,17 @@ class Model:
         came: dict[object, tuple[object, str] | None] = {first: None}
         queue = deque([first])
         found: set[str] = set()
+        checked: dict[object, str | None] = {}
         while queue:
             state = queue.popleft()
             self.num_states += 1
             world, nodes, _, notes = state
-            outcomes = dict(zip(names, (node.outcome for node in nodes), strict=True))
-            wrong = check(State(self._worlds[world], outcomes, notes))
+            outcomes = tuple(node.outcome for node in nodes)
+            if (world, outcomes, notes) not in checked:
+                named = dict(zip(names, outcomes, strict=True))
+                seen = State(self._worlds[world], named, notes)
+                checked[world, outcomes, notes] = check(seen)
+            wrong = checked[world, outcomes, notes]
             if wrong is not None:
                 if wrong not in found:
                     found.add(wrong)

@@ -293,6 +293,24 @@ def test_a_call_by_rank_0_alone_does_not_spoil_the_next_call_by_all(what, order)
     assert run_ranks(3, run, config=HASTY) == [3, 3, 3]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [(0,), (1, 2)])
+def test_after_a_call_by_some_alone_they_may_come_late_to_the_next_call(early):
+    """Later than the others look for them: these know the call that they missed by its path."""
+    alone = threading.Barrier(3)
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
+        if rank in early:
+            with pytest.raises(RankError, match="did not call save to a"):
+                ask(channel, what="save to a")
+        alone.wait(10)
+        time.sleep(0.6 if rank in early else 0)
+        return ask(channel, lambda: rank, sum, what="save to b")
+
+    config = Config(silence_s=1.2, arrive_s=2.0, warn_s=1.0)
+    assert run_ranks(3, run, config=config) == [3, 3, 3]
+
+
 @pytest.mark.parametrize("what", ["the same path", "another path"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_call_by_all_but_rank_0_does_not_spoil_the_next_call_by_all(what, first):
@@ -462,9 +480,11 @@ def test_a_store_that_does_not_answer_is_lost_after_silence_s():
         with closing(ThreadChannel(mine, rank, 2, FRAIL)) as channel:
             ask(channel)
             mine.fail = freeze
+            start = time.monotonic()
             try:
                 return ask(channel)
             finally:
+                assert time.monotonic() - start < FRAIL.silence_s + 2
                 told.wait(10)
                 thawed.set()
 

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from threading import Lock
+from time import sleep
 
 import pytest
 from hypothesis import given, settings
@@ -235,15 +237,38 @@ def test_the_file_that_was_used_last_stays_open(monkeypatch: pytest.MonkeyPatch)
     assert watched.num_opened == 3
 
 
-def test_threads_may_share_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_share_a_checkpoint_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "MAX_KEPT", 1)
+    busy = Lock()
+    overlaps: list[str] = []
+
+    class Busy(MemoryStorage):
+        def open(self, path: str) -> ReadableFile:
+            file = super().open(path)
+            read_into = file.read_into
+
+            def reading(offset: int, target: memoryview) -> int:
+                if not busy.acquire(blocking=False):
+                    overlaps.append(path)
+                    return read_into(offset, target)
+                try:
+                    for _ in range(20):
+                        sleep(0)  # lets others come, if they can
+                    return read_into(offset, target)
+                finally:
+                    busy.release()
+
+            file.read_into = reading  # type: ignore[method-assign]
+            return file
+
     saved = SAVED["model.rows"]
-    ck = opened(SAVED, 3)
+    storage, index = in_memory(SAVED, 3)
+    ck = Checkpoint(Busy(storage.tree()), "/ck", Attempt(1, "0123456789abcdef"), index)
     with ThreadPoolExecutor(4) as executor:
-        got = list(
-            executor.map(lambda i: bytes(ck["model.rows"][i % 6].data), range(60), timeout=60)
-        )
-    assert got == [saved.data[i % 6 * 80 : (i % 6 + 1) * 80] for i in range(60)]
+        rows_read = executor.map(lambda i: ck["model.rows"][i % 6, 0].data, range(60), timeout=60)
+        got = [bytes(data) for data in rows_read]
+    assert got == [saved.data[i % 6 * 80 : i % 6 * 80 + 16] for i in range(60)]
+    assert not overlaps
 
 
 # --- what it says of itself ------------------------------------------------------------------

@@ -52,5 +52,5 @@ def test_after_a_failure_thread_ranks_meet_again_once_they_agree_on_an_epoch():
         channel.leave()
         return collective.epoch, data
 
-    outcomes = try_ranks(3, run, config=Config(silence_s=0.5, arrive_s=30))
+    outcomes = try_ranks(3, run, config=Config(silence_s=1.5, arrive_s=30))
     assert [outcome.value for outcome in outcomes] == [(1, b"second")] * 3

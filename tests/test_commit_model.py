@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -76,13 +76,16 @@ def overwriter(step: int) -> Program:
     """Save over what is there, and supersede it after the verdict."""
 
     def supersede(storage: Storage, attempt: Attempt) -> Outcome:
-        try:
+        with suppress(CheckpointError):
             commit.supersede(storage, PATH, attempt)
-        except CheckpointError:
-            pass
         return Outcome("saved", attempt)
 
     return *saver(step, overwrite=True)[:-1], supersede
+
+
+def claimer() -> Program:
+    """Claim, and die."""
+    return saver(9)[0], lambda _, claim: Outcome("died", claim.attempt)
 
 
 def late_rank_of(name: str) -> Program:
@@ -116,10 +119,8 @@ def collector() -> Program:
     """Collect without any grace: every open attempt looks dead."""
 
     def collect(storage: Storage, _: None) -> Outcome:
-        try:
+        with suppress(CheckpointError):
             commit.collect(storage, PATH, grace_s=-1)
-        except CheckpointError:
-            pass
         return Outcome("collected")
 
     return (collect,)
@@ -173,7 +174,7 @@ def wrong(state: State) -> str | None:
             if state.files.get(name) != content(committed[highest].step, file.rank):
                 return "a checkpoint shows that is not whole"
     last = max([*committed, *state.notes], default=Attempt(0, ""))
-    for name, outcome in state.outcomes.items():
+    for outcome in state.outcomes.values():
         if outcome is None:
             continue
         if outcome.what == "saved" and last < outcome.attempt:
@@ -220,7 +221,16 @@ def ids(monkeypatch) -> _Ids:
     monkeypatch.setattr(index_codec, "decode", functools.cache(index_codec.decode))
     for name in ("_fence", "_store_claim"):
         monkeypatch.setattr(commit, name, _forgetting(getattr(commit, name)))
+    monkeypatch.setattr(removal, "attempts", _attempts)
     return made
+
+
+def _attempts(storage: Storage, path: str) -> tuple[attempts.Status, ...]:
+    found = attempts.attempts(storage, path)
+    if isinstance(storage, Replay):
+        # Deleters and collectors begin with it, and do not ask for sizes.
+        storage.forget_answers(tuple((status.attempt, status.state) for status in found))
+    return found
 
 
 def _forgetting(step: Callable) -> Callable:
@@ -263,7 +273,9 @@ SCENARIOS = {
     "two savers": Scenario(TWO_SAVERS, check=one_saver_wins),
     "two savers, every call": Scenario(TWO_SAVERS, "a folder", 0, one_saver_wins, every_call=True),
     "two savers and a fault": Scenario(TWO_SAVERS, "a folder", 1, one_saver_wins),
-    "three savers": Scenario({**TWO_SAVERS, "saver C": saver(4)}, "a folder", 0, one_saver_wins),
+    "two savers and a claim": Scenario(
+        {**TWO_SAVERS, "claimer C": claimer()}, "a folder", 0, one_saver_wins
+    ),
     "a save after a dead one": Scenario(TWO_SAVERS, "a dead save", 0, one_saver_wins),
     "two overwriters": Scenario(TWO_OVERWRITERS, "a checkpoint"),
     "an overwriter and a fault": Scenario({"saver A": overwriter(2)}, "a checkpoint", 1),
@@ -290,8 +302,9 @@ SCENARIOS = {
     "two overwriters and a deleter": Scenario(
         {**TWO_OVERWRITERS, "deleter C": deleter()}, "a checkpoint"
     ),
-    "two collectors": Scenario(
-        {"collector A": collector(), "collector B": collector()}, "a dead save", every_call=True
+    "two collectors and a rank": Scenario(
+        {"collector A": collector(), "collector B": collector(), "rank C": late_rank_of("there")},
+        "a dead save",
     ),
     "an overwriter and a reader": Scenario(
         {"saver A": overwriter(2), "reader B": reader()}, "a checkpoint", every_call=True
@@ -306,9 +319,14 @@ SCENARIOS = {
 def search(ids) -> Callable[[str], list[tuple[str, list[str]]]]:
     def search(name: str) -> list[tuple[str, list[str]]]:
         scenario = SCENARIOS[name]
+        files = _files(ids, scenario.begins_with)
+        older = {
+            f"older {attempt}": (lambda *_, attempt=attempt: Outcome("saved", attempt),)
+            for attempt in committed_in(files)
+        }
         model = Model(
-            scenario.programs,
-            _files(ids, scenario.begins_with),
+            {**scenario.programs, **older},
+            files,
             prepare=ids.begin,
             note=note_deleted,
             num_faults=scenario.num_faults,
@@ -335,6 +353,134 @@ def _files(ids: _Ids, what: str) -> Files:
     return storage.tree()
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+SLOW = ("two savers and a claim", "two overwriters and a deleter", "two savers, every call")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SCENARIOS]
+)
 def test_no_order_of_steps_breaks_a_promise(name, search):
     assert search(name) == []
+
+
+# --- planted mistakes ------------------------------------------------------------------------
+
+
+def no_abandon_before_collecting(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(removal, "_abandon_dead", lambda *_: True)
+
+
+def unlink_in_place(patch: pytest.MonkeyPatch) -> None:
+    def remove(storage: Storage, path: str, attempt: Attempt) -> None:
+        folder = f"{path}/{attempt}"
+        with suppress(FileNotFoundError):
+            for entry in storage.list(folder):
+                storage.remove(f"{folder}/{entry.name}")
+            storage.remove(folder)
+
+    patch.setattr(removal, "remove", remove)
+    patch.setattr(commit, "remove", remove)
+
+
+def claim_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(commit, "_fence", lambda *_, **__: None)
+
+
+def claim_ignores_higher_attempts(patch: pytest.MonkeyPatch) -> None:
+    fence = commit._fence
+
+    def fence_lower(storage: Storage, path: str, attempt: Attempt, **options: object) -> None:
+        lower = lambda *where: [a for a in attempts.list_attempts(*where) if a <= attempt]  # noqa: E731
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(commit, "list_attempts", lower)
+            made: list[str] = sys._getframe(1).f_locals["made"]  # noqa: F841  (the fence asks)
+            fence(storage, path, attempt, **options)
+
+    patch.setattr(commit, "_fence", fence_lower)
+
+
+def claim_leaves_lower_attempts_open(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(commit, "abandon", lambda *_, **__: False)
+
+
+def commit_replaces_the_index(patch: pytest.MonkeyPatch) -> None:
+    put = attempts.put_index
+
+    def replace(storage: Storage, path: str, attempt: Attempt, temporary: str) -> object:
+        with suppress(FileNotFoundError):
+            storage.remove(f"{path}/{attempt}/{paths.INDEX}")
+        return put(storage, path, attempt, temporary)
+
+    patch.setattr(commit, "put_index", replace)
+
+
+def lost_replies_are_failures(patch: pytest.MonkeyPatch) -> None:
+    def put(storage: Storage, path: str, attempt: Attempt, temporary: str) -> None:
+        storage.rename(temporary, f"{path}/{attempt}/{paths.INDEX}")
+
+    patch.setattr(commit, "put_index", put)
+    patch.setattr(commit, "abandon", lambda *_, **__: True)
+
+
+def ranks_look_instead_of_abandoning(patch: pytest.MonkeyPatch) -> None:
+    def look(storage: Storage, path: str, attempt: Attempt, **_: object) -> bool:
+        return not isinstance(attempts.read_index(storage, path, attempt), Index)
+
+    patch.setattr(commit, "abandon", look)
+
+
+def what_exists_counts_as_abandoned(patch: pytest.MonkeyPatch) -> None:
+    abandon = attempts.abandon
+    patch.setattr(commit, "abandon", lambda *where, **why: abandon(*where, **why) or True)
+
+
+def supersede_removes_higher_ones_too(patch: pytest.MonkeyPatch) -> None:
+    def supersede(storage: Storage, path: str, attempt: Attempt) -> None:
+        for other in attempts.list_attempts(storage, path):
+            if other != attempt:
+                commit.remove(storage, path, other)
+
+    patch.setattr(commit, "supersede", supersede)
+
+
+def supersede_comes_before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    put = attempts.put_index
+
+    def supersede_and_put(storage: Storage, path: str, attempt: Attempt, temporary: str) -> object:
+        removal.supersede(storage, path, attempt)
+        return put(storage, path, attempt, temporary)
+
+    patch.setattr(commit, "put_index", supersede_and_put)
+
+
+def readers_look_once(patch: pytest.MonkeyPatch) -> None:
+    def find(storage: Storage, path: str) -> tuple[Attempt, Index]:
+        for attempt in reversed(attempts.list_attempts(storage, path)):
+            if isinstance(index := attempts.read_index(storage, path, attempt), Index):
+                return attempt, index
+        raise NotFoundError(path)
+
+    patch.setattr(commit, "find", find)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "name"),
+    [
+        (no_abandon_before_collecting, "a saver, a rank and a collector"),
+        (unlink_in_place, "a saver, a rank and a collector"),
+        (claim_does_not_look_again, "two savers"),
+        (claim_ignores_higher_attempts, "two savers"),
+        (claim_leaves_lower_attempts_open, "two savers"),
+        (commit_replaces_the_index, "a saver, a rank and a fault"),
+        (lost_replies_are_failures, "a saver, a rank and a fault"),
+        (ranks_look_instead_of_abandoning, "a saver, a rank and a fault"),
+        (what_exists_counts_as_abandoned, "a saver, a rank and a fault"),
+        (supersede_removes_higher_ones_too, "two overwriters"),
+        (supersede_comes_before_the_commit, "an overwriter and a fault"),
+        (readers_look_once, "an overwriter and a reader"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_planted_mistake_is_found(mistake, name, search, monkeypatch):
+    mistake(monkeypatch)
+    assert search(name) != []

@@ -257,6 +257,16 @@ def test_a_large_shard_comes_straight_into_the_target_in_a_few_reads() -> None:
     assert totals == ReadTotals(len(data), len(data), 4)
 
 
+def test_cells_that_begin_and_end_with_blocks_come_straight_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_reads, "DIRECT_NBYTES", 0)
+    saved = {"model.w": random_tensor((8, 4), one_cell((8, 4)))}
+    parts = [Region((i, 0), (2, 4)) for i in (0, 2, 4, 6)]
+    totals, _ = round_trip(saved, [want(saved, "model.w", *parts)], block_nbytes=16)
+    assert totals == ReadTotals(128, 128, 4)
+
+
 def test_many_small_tensors_come_with_one_read() -> None:
     saved = {
         f"model.t{i}": random_tensor((50,), one_cell((50,)), dtype="float16", seed=i)

@@ -15,8 +15,11 @@ from dist_ckpt.store_channel import StoreChannel
 
 T = TypeVar("T")
 
-# Short, so that a test of a lost rank is short; a busy machine still beats in time.
-TEST_CONFIG = Config(silence_s=2.0, arrive_s=10.0, warn_s=5.0, appear_s=5.0)
+# Shorter than in a job, but no busy machine stops a rank for so long.
+TEST_CONFIG = Config(silence_s=5.0, arrive_s=20.0, warn_s=10.0, appear_s=5.0)
+
+# A TCPStore resets the connection of who sends more.
+MAX_VALUE_NBYTES = 8 << 20
 
 
 class ThreadStore:
@@ -28,6 +31,8 @@ class ThreadStore:
 
     def set(self, key: str, value: bytes, /) -> None:
         """Store a value."""
+        if len(value) > MAX_VALUE_NBYTES:
+            raise ConnectionResetError(f"a value of {len(value)} bytes")
         with self._lock:
             self._values[key] = value
 

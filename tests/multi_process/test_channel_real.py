@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -126,8 +127,9 @@ def lose_the_training_group(rank: int, folder: str) -> Any:
     timeout = timedelta(seconds=0.5)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timeout)
     time.sleep(1.2 if rank == 1 else 0)
-    with pytest.raises(RuntimeError):
+    with contextlib.suppress(RuntimeError):
         dist.all_reduce(torch.zeros(1))
+    with pytest.raises(RuntimeError):
         dist.all_reduce(torch.zeros(1))
     ranks = session_of()
     with ranks.operation("load"):

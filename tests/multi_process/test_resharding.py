@@ -19,11 +19,11 @@ def save_as(_rank: int, cut: str, path: str) -> None:
 
 
 def load_each(_rank: int, cut: str, paths: dict[str, str]) -> dict[str, list[str]]:
-    found = {}
+    found, expected = {}, make(cut, SAVED)
     for source, path in paths.items():
         state = make(cut, BLANK)
         dc.load(state, path, sharding=sharding_of(cut))
-        found[source] = difference(state, make(cut, SAVED))
+        found[source] = difference(state, expected)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -59,8 +60,9 @@ class Net(nn.Module):
         self.even = Block(8, 16, torch.float32)
         self.odd = Block(7, 11, low)
         self.norm = nn.LayerNorm(5)
-        self.short = nn.Parameter(torch.empty(1, 3))
+        self.short = nn.Parameter(torch.empty(1, 2))
         self.register_buffer("table", torch.empty(6))
+        self.register_buffer("nothing", torch.empty(0, 3))
         self.register_buffer("count", torch.empty((), dtype=torch.int64))
 
 
@@ -82,29 +84,32 @@ def whole(values: str, quantity: str) -> nn.Module:
 
 
 def cut_model(cut: str, model: nn.Module) -> nn.Module:
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
     match cut:
         case "ddp":
             return DistributedDataParallel(model)
         case "tp":
-            _parallelize(model, init_device_mesh("cpu", (world_size,)))
+            _parallelize(model, mesh(dist.get_world_size()))
         case "fsdp":
-            _shard(model, init_device_mesh("cpu", (world_size,)))
+            _shard(model, mesh(dist.get_world_size()))
         case "hsdp":
-            _shard(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard")))
+            _shard(model, mesh(2, 2))
         case "fsdp x tp":
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            _parallelize(model, mesh["tp"])
-            _shard(model, mesh["dp"])
+            _parallelize(model, mesh(2, 2)["tp"])
+            _shard(model, mesh(2, 2)["dp"])
     return model
 
 
-def _parallelize(model: nn.Module, mesh: Any) -> None:
+@cache
+def mesh(*sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+
+
+def _parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
     parallelize_module(model, mesh, plan, src_data_rank=None)
 
 
-def _shard(model: Any, mesh: Any) -> None:
+def _shard(model: Any, mesh: DeviceMesh) -> None:
     for module in (model.even, model.odd, model):
         fully_shard(module, mesh=mesh)
 
@@ -242,7 +247,7 @@ def difference(found: Any, expected: Any) -> list[str]:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_as_bytes(a), _as_bytes(b))
-    return type(a) is type(b) and repr(a) == repr(b)
+    return type(a) is type(b) and a == b
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
