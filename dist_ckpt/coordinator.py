@@ -29,11 +29,13 @@ _log = logging.getLogger("dist_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What all ranks must ask for alike; `metadata` is a digest of the user's metadata.
+    """What a rank asks for; but for the storage all must ask alike.
 
-    `mirrored` and `saved_by` go into the index as the coordinator has them.
+    `metadata` is a digest of the user's metadata; `mirrored` and `saved_by` go into the index as
+    the coordinator has them.
     """
 
+    storage: Storage
     path: str
     step: int | None
     overwrite: bool
@@ -68,12 +70,10 @@ class Verdict:
 class SaveRun:
     """One save in progress, as one rank sees it: first `agree`, then `settle`."""
 
-    def __init__(self, ranks: Session, storage: Storage, path: str) -> None:
+    def __init__(self, ranks: Session) -> None:
         self._ranks = ranks
-        self._storage = storage
-        self._path = path
         self._claim: commit.Claim | None = None
-        self._request: SaveRequest | None = None
+        self._request: SaveRequest
         self._body = b""
 
     def agree(
@@ -132,11 +132,18 @@ class SaveRun:
         return plan, _attempt(answer)
 
     def _make_claim(self) -> str:
-        assert self._request is not None
         self._claim = commit.claim(
             self._storage, self._path, overwrite=self._request.overwrite, by=self._by
         )
         return self._claim.attempt.name
+
+    @property
+    def _storage(self) -> Storage:
+        return self._request.storage
+
+    @property
+    def _path(self) -> str:
+        return self._request.path
 
     @property
     def _by(self) -> str:
@@ -183,7 +190,6 @@ class SaveRun:
     def _decide(self, plan: SavePlan, payloads: Sequence[Doc]) -> Doc:
         """Check the receipts and commit, or name the replica groups that differ."""
         assert self._claim is not None
-        assert self._request is not None
         receipts = [wire.unpack(payload["receipt"], Receipt) for payload in payloads]
         if differing := differing_groups(receipts):
             return {"differing": differing, "verdict": {}}

@@ -23,6 +23,17 @@ MAX_LISTED = 50
 
 
 @dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What a rank asks for: path and options, the same on all, and its per-rank templates' keys."""
+
+    storage: Storage
+    path: str
+    strict: bool
+    check_first: bool
+    keys: Mapping[str, Key]
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """The checkpoint that all ranks load, and the keys that their per-rank templates have."""
 
@@ -42,28 +53,31 @@ class Findings:
 class LoadRun:
     """One load in progress, as one rank sees it: `open`, `check`, then `step` by step."""
 
-    def __init__(self, ranks: Session, storage: Storage, path: str) -> None:
+    def __init__(self, ranks: Session) -> None:
         self._ranks = ranks
-        self._storage = storage
-        self._path = path
+        self._request: LoadRequest
 
-    def open(self, survey: Callable[[], Mapping[str, Key]]) -> Found:
-        """Find the checkpoint, once, and hand its index to all. Collective: every rank calls this.
-
-        `survey` returns the keys of this rank's per-rank templates.
-        """
+    def open(self, request: Callable[[], LoadRequest]) -> Found:
+        """Find the checkpoint once, and hand its index to all. Collective: every rank calls this."""
         ranks = self._ranks
 
         def describe() -> Doc:
-            keys = wire.pack(tuple(survey().items()))
-            return {"path": self._path, "keys": keys, "bulk": ranks.bulk_epoch}
+            self._request = asked = request()
+            keys = wire.pack(tuple(asked.keys.items()))
+            return {
+                "path": asked.path,
+                "strict": asked.strict,
+                "check_first": asked.check_first,
+                "keys": keys,
+                "bulk": ranks.bulk_epoch,
+            }
 
         found: tuple[Attempt, Index] | None = None
 
         def find(payloads: Sequence[Doc]) -> Doc:
             nonlocal found
-            check_alike("load", payloads, ("path",))
-            found = commit.find(self._storage, self._path)
+            check_alike("load", payloads, ("path", "strict", "check_first"))
+            found = commit.find(self._request.storage, self._request.path)
             keys = _merge_keys([wire.unpack(payload["keys"], tuple) for payload in payloads])
             bulk = max(payload["bulk"] for payload in payloads)
             return {"attempt": found[0].name, "keys": wire.pack(keys), "bulk": bulk}
@@ -131,7 +145,7 @@ class LoadRun:
         more = len(problems) - MAX_LISTED
         lines = [*problems[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
         listed = "".join(f"\n  - {line}" for line in lines)
-        return f"{self._path} does not fit the state; nothing was changed:{listed}"
+        return f"{self._request.path} does not fit the state; nothing was changed:{listed}"
 
     def step(self, phase: str, work: Callable[[], None]) -> None:
         """Do one step of the load on all ranks, or raise what any rank raised. Collective."""

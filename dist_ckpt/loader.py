@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 from dist_ckpt import objects, paths
 from dist_ckpt.binding import bind, survey, unexpected_problem
 from dist_ckpt.errors import CorruptError
-from dist_ckpt.index import Index, Key
+from dist_ckpt.index import Index
 from dist_ckpt.load_planner import plan_load, problems_of
-from dist_ckpt.load_run import Findings, Found, LoadRun
+from dist_ckpt.load_run import Findings, Found, LoadRequest, LoadRun
 from dist_ckpt.memory import Target
 from dist_ckpt.open_files import OpenFiles, open_files, read_objects
 from dist_ckpt.phases import Phases
@@ -79,7 +79,7 @@ def load_together(
     storage: Storage | None = None,
 ) -> LoadReport:
     """Load over a given session. Collective: every rank of the session calls this."""
-    with ranks.operation("load"), ExitStack() as files:
+    with ranks.operation(f"load of {path}"), ExitStack() as files:
         return _Load(ranks, state, path, options, storage, files).run()
 
 
@@ -98,16 +98,16 @@ class _Load:
         self._ranks = ranks
         self._state = state
         self._options = options
-        own, self._path = open_storage(path)
-        self._storage = storage or own
+        self._where = path
+        self._given = storage
         self._stack = files
-        self._phases = Phases("load", self._path, quiet=ranks.channel.rank != 0)
+        self._phases = Phases("load", str(path), quiet=ranks.channel.rank != 0)
 
     def run(self) -> LoadReport:
         phases = self._phases
-        run = LoadRun(self._ranks, self._storage, self._path)
+        run = LoadRun(self._ranks)
         with phases.phase("open"):
-            found = run.open(self._survey)
+            found = run.open(self._request)
             self._folder = f"{self._path}/{found.attempt.name}"
         with phases.phase("check"):
             unexpected = run.check(
@@ -122,7 +122,9 @@ class _Load:
             run.step("objects", self._binding.load_objects)
         return self._report(found, unexpected)
 
-    def _survey(self) -> Mapping[str, Key]:
+    def _request(self) -> LoadRequest:
+        own, self._path = open_storage(self._where)
+        self._storage = self._given or own
         channel = self._ranks.channel
         self._template = survey(
             self._state,
@@ -131,7 +133,14 @@ class _Load:
             world_size=channel.world_size,
             group_ranks=self._ranks.group_ranks,
         )
-        return self._template.keys
+        options = self._options
+        return LoadRequest(
+            storage=self._storage,
+            path=self._path,
+            strict=options.strict,
+            check_first=options.check_first,
+            keys=self._template.keys,
+        )
 
     def _examine(self, found: Found) -> Findings:
         """Bind, plan, and open what will be read; nothing live changes."""

@@ -31,6 +31,7 @@ from dist_ckpt.writer import RankFiles, Sources, source_of, write_all
 # that listing checkpoints reads one document.
 MAX_MIRRORED_CHARS = 1024
 
+
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
     """The options of `save`, checked by `check` once a rank's error can reach the others."""
@@ -89,7 +90,7 @@ def save_together(
     storage: Storage | None = None,
 ) -> SaveReport:
     """Save over a given session. Collective: every rank of the session calls this."""
-    with ranks.operation("save"):
+    with ranks.operation(f"save to {path}"):
         return _Save(ranks, state, path, options, storage).run()
 
 
@@ -108,14 +109,13 @@ class _Save:
         self._rank = ranks.channel.rank
         self._state = state
         self._options = options
-        self._storage, self._path = open_storage(path)
-        if storage is not None:
-            self._storage = storage
-        self._phases = Phases("save", self._path, quiet=self._rank != 0)
+        self._where = path
+        self._given = storage
+        self._phases = Phases("save", str(path), quiet=self._rank != 0)
 
     def run(self) -> SaveReport:
         phases = self._phases
-        run = SaveRun(self._ranks, self._storage, self._path)
+        run = SaveRun(self._ranks)
         with phases.phase("agree"):
             plan, attempt = run.agree(self._request, lambda: self._take().inventory)
         with phases.phase("write"):
@@ -132,8 +132,11 @@ class _Save:
     def _request(self) -> SaveRequest:
         options = self._options
         options.check()
+        own, self._path = open_storage(self._where)
+        self._storage = self._given or own
         metadata = dict(options.metadata or {})
         return SaveRequest(
+            storage=self._storage,
             path=self._path,
             step=options.step,
             overwrite=options.overwrite,

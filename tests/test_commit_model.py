@@ -332,10 +332,7 @@ def search(ids) -> Callable[[str], list[tuple[str, list[str]]]]:
             num_faults=scenario.num_faults,
             private=(lambda _: False) if scenario.every_call else private,
         )
-        began = time.time()
-        found = list(model.search(scenario.check))
-        print(f"{name}: {model.num_states} states {time.time() - began:.1f}")
-        return found
+        return list(model.search(scenario.check))
 
     return search
 

@@ -11,6 +11,7 @@ import fcntl
 import os
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -124,20 +125,71 @@ class LocalStorage:
                 os.close(fd)
 
 
+class _Descriptor:
+    """An open file's descriptor, which threads share; closed once nobody uses it any more.
+
+    A call that hangs in the kernel outlives the wait for it: were the descriptor closed under it,
+    it could go on with its number when that has become another file's.
+    """
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._released = False
+
+    @contextmanager
+    def lend(self) -> Iterator[int]:
+        """Lend the descriptor for some calls. Raises StorageError once it was released."""
+        with self._lock:
+            if self._released:
+                raise StorageError(f"{self.path} is closed: it was given up; try again")
+            self._num_users += 1
+        try:
+            yield self._fd
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                is_last = self._released and not self._num_users
+            if is_last:
+                self._close()
+
+    def release(self) -> None:
+        """Lend it no more, and have it closed: now, or by the last that uses it."""
+        with self._lock:
+            is_last = not self._released and not self._num_users
+            self._released = True
+        if is_last:
+            self._close()
+
+    def take(self) -> int:
+        """Hand it over to the caller, who closes it. Nobody else may be using it."""
+        with self._lock:
+            if self._released:
+                raise StorageError(f"{self.path} is closed: it was given up; try again")
+            assert not self._num_users, f"{self.path} is finished while it is written"
+            self._released = True
+            return self._fd
+
+    def _close(self) -> None:
+        with suppress(OSError):
+            os.close(self._fd)
+
+
 class _LocalWritableFile:
     def __init__(self, path: str, fd: int) -> None:
-        self._path = path
-        self._fd = fd
+        self._descriptor = _Descriptor(path, fd)
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        with _errors_of(self._path):
-            write_all(os.pwrite, self._fd, memoryview(data).cast("B"), offset)
+        with _errors_of(self._descriptor.path), self._descriptor.lend() as fd:
+            write_all(os.pwrite, fd, memoryview(data).cast("B"), offset)
 
     def finish(self) -> int:
         # After a failed fsync the kernel calls the lost pages clean, so that a second one
         # succeeds: whatever fails here, the descriptor is gone and the file is burnt.
-        fd, self._fd = self._fd, -1
-        with _errors_of(self._path):
+        fd = self._descriptor.take()
+        with _errors_of(self._descriptor.path):
             try:
                 _sync(fd)
                 nbytes = os.fstat(fd).st_size
@@ -149,16 +201,12 @@ class _LocalWritableFile:
             return nbytes
 
     def discard(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with suppress(OSError):
-                os.close(fd)
+        self._descriptor.release()
 
 
 class _LocalReadableFile:
     def __init__(self, path: str, fd: int, nbytes: int) -> None:
-        self._path = path
-        self._fd = fd
+        self._descriptor = _Descriptor(path, fd)
         self._nbytes = nbytes
 
     @property
@@ -168,20 +216,17 @@ class _LocalReadableFile:
     def read_into(self, offset: int, target: memoryview) -> int:
         view = target.cast("B")
         done = 0
-        with _errors_of(self._path):
+        with _errors_of(self._descriptor.path), self._descriptor.lend() as fd:
             while done < len(view):
                 part = view[done : done + _MAX_CALL_NBYTES]
-                count = os.preadv(self._fd, [part], offset + done)
+                count = os.preadv(fd, [part], offset + done)
                 if not count:
                     break
                 done += count
         return done
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with suppress(OSError):
-                os.close(fd)
+        self._descriptor.release()
 
 
 def write_all(

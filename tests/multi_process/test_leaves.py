@@ -43,9 +43,9 @@ GRID = [
     )
 ]
 # Even and uneven over four ranks; and such that the last ones have nothing.
-SHAPES = [(8, 12), (9, 7), (3, 2), (1, 5), (0, 4)]
+SHAPES = [(8, 12), (9, 7), (1, 5), (0, 4)]
 
-# A pinwheel: no straight cut through it. The last rank holds two of its boxes.
+# The boxes of each rank. No straight cut goes through a pinwheel.
 PINWHEEL = [
     [((0, 0), (3, 6))],
     [((0, 6), (5, 3))],
@@ -57,6 +57,12 @@ COLUMNS = [
     [((0, 2), (3, 7))],
     [((3, 2), (4, 2))],
     [((3, 4), (4, 5))],
+]
+ROWS = [
+    [((3, 0), (1, 9))],
+    [((0, 0), (3, 4))],
+    [((0, 4), (3, 5))],
+    [((4, 0), (3, 9))],
 ]
 Boxes = list[tuple[tuple[int, int], tuple[int, int]]]
 
@@ -132,7 +138,7 @@ def load_distributed(_rank: int, path: str, shift: int) -> list[str]:
 def test_dtensors_under_all_placements_load_under_all_others(tmp_path: Path):
     path = str(tmp_path / "c")
     run_ranks(WORLD_SIZE, save_distributed, path)
-    for world_size, shift in [(WORLD_SIZE, 0), (WORLD_SIZE, 3), (3, 1), (2, 2)]:
+    for world_size, shift in [(WORLD_SIZE, 3), (3, 1), (2, 2)]:
         assert run_ranks(world_size, load_distributed, path, shift) == [[]] * world_size
     state: dict[str, Any] = {}
     dc.load(state, path)
@@ -165,33 +171,217 @@ class Tiles:
         return self.tensors[at]
 
 
-def parts(tiling: list[Boxes], rank: int, *, blank: bool) -> dict[str, Any]:
-    """Return one tensor as each of the classes that hold parts."""
+def part(kind: str, boxes: Boxes, whole: torch.Tensor) -> Any:
+    """Return what this rank holds of a tensor, as one of the classes that hold parts."""
+    shape, rank = tuple(whole.shape), dist.get_rank()
+    tensors = [box(whole, *where) for where in boxes]
+    offsets = [offset for offset, _ in boxes]
+    match kind:
+        case "local":
+            return dc.LocalShard(tensors[0], shape, offsets[0])
+        case "flat":
+            cuts = [0, 0, 7, 41, 63]  # the first rank has nothing
+            flat = whole.view(-1)[cuts[rank] : cuts[rank + 1]]
+            return dc.FlatShard(flat.clone(), shape, cuts[rank])
+        case "tiles":
+            return Tiles(shape, boxes, tensors)
+        case "wrapper":
+            mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+            wrapper = LocalShardsWrapper(tensors, offsets)
+            size, stride = whole.shape, whole.stride()
+            return DTensor.from_local(
+                wrapper, mesh, [Shard(0)], run_check=False, shape=size, stride=stride
+            )
+        case "sharded":
+            shards = [
+                OwnShard.from_tensor_and_offsets(tensor, list(offset), rank)
+                for tensor, offset in zip(tensors, offsets, strict=True)
+            ]
+            return init_from_local_shards(shards, *shape)
+        case "dtensor":
+            mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+            return distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
+    return whole.clone()
 
-    def held(name: str) -> list[torch.Tensor]:
+
+def local_tensors(leaf: Any) -> list[torch.Tensor]:
+    match leaf:
+        case dc.LocalShard() | dc.FlatShard():
+            return [leaf.tensor]
+        case Tiles():
+            return leaf.tensors
+        case ShardedTensor():
+            return [shard.tensor for shard in leaf.local_shards()]
+        case DTensor():
+            local = leaf.to_local()
+            return local.local_shards() if isinstance(local, LocalShardsWrapper) else [local]
+    return [leaf]
+
+
+# How each tensor is saved; the others follow in turn for a load.
+KINDS = ["local", "flat", "tiles", "wrapper", "sharded", "dtensor", "whole"]
+
+
+def parts(shift: int, *, blank: bool) -> dict[str, Any]:
+    rank = dist.get_rank()
+    made = {}
+    for number, name in enumerate(KINDS):
+        kind = KINDS[(number + shift) % len(KINDS)]
+        tilings = [COLUMNS, ROWS] if kind == "local" else [PINWHEEL, COLUMNS]
         whole = full(name, 7, 9)
         whole = torch.full_like(whole, -1) if blank else whole
-        return [box(whole, *where) for where in tiling[rank]]
+        made[name] = part(kind, tilings[shift % 2][rank], whole)
+    return made
 
-    boxes = tiling[rank]
-    first = rank * rank * 7  # uneven
-    flat = full("flat", 7, 9).view(-1)[first : (rank + 1) ** 2 * 7 if rank < 3 else 63]
-    wrapper = LocalShardsWrapper(held("wrapper"), [offset for offset, _ in boxes])
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    shards = [
-        OwnShard.from_tensor_and_offsets(tensor, list(offset), rank)
-        for tensor, (offset, _) in zip(held("sharded"), boxes, strict=True)
+
+def save_parts(_rank: int, path: str) -> None:
+    dc.save(parts(0, blank=False), path)
+
+
+def load_parts(_rank: int, path: str, shift: int) -> list[str]:
+    state, expected = parts(shift, blank=True), parts(shift, blank=False)
+    dc.load(state, path)
+    return [
+        name
+        for name, leaf in state.items()
+        if not all(map(is_same, local_tensors(leaf), local_tensors(expected[name]), strict=True))
     ]
-    last = len(boxes) - 1
-    whole_of_last = [full("local", 7, 9)] if blank else held("local")
-    return {
-        "flat": dc.FlatShard(torch.full_like(flat, -1) if blank else flat, (7, 9), first),
-        "tiles": Tiles((7, 9), boxes, held("tiles")),
-        "wrapper": DTensor.from_local(
-            wrapper, mesh, [Shard(0)], run_check=False, shape=torch.Size((7, 9)), stride=(9, 1)
-        ),
-        "sharded": init_from_local_shards(shards, 7, 9),
-        "local": dc.LocalShard(held("local")[last], (7, 9), boxes[last][0])
-        if last == 0
-        else dc.LocalShard(whole_of_last[0], (7, 9), (0, 0)),
+
+
+def test_every_class_that_holds_parts_loads_into_every_other(tmp_path: Path):
+    path = str(tmp_path / "c")
+    run_ranks(WORLD_SIZE, save_parts, path)
+    for shift in range(len(KINDS)):
+        assert run_ranks(WORLD_SIZE, load_parts, path, shift) == [[]] * WORLD_SIZE
+    with dc.open(path) as checkpoint:
+        for name in KINDS:
+            assert bytes(checkpoint[name][...].data) == full(name, 7, 9).numpy().tobytes()
+
+
+# --- whole tensors, and what belongs to some ranks only ------------------------------------------
+
+
+def whole_tensors() -> dict[str, Any]:
+    """Return tensors that all ranks hold, of every kind of memory."""
+    base = full("base", 6, 8)
+    tied = full("tied", 3)
+    tensors = {
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "scalar": torch.tensor(-0.0),
+        "empty": torch.empty(0, 3, dtype=torch.int8),
+        "bool": base % 3 == 0,
+        "complex": torch.complex(base.float(), -base.float()),
+        "conjugate": torch.complex(base.float(), -base.float()).conj(),
+        "complex128": torch.complex(base.double(), base.double()),
+        "float8": base.view(-1).view(torch.uint8).view(torch.float8_e4m3fn),
+        "uint64": base.view(torch.uint64),
+        "tied": {"a": tied, "b": tied},
+        "parameter": torch.nn.Parameter(base.double()),
+        "array": np.arange(5.0),
     }
+    return {"whole": tensors}
+
+
+def blank_like(value: Any) -> Any:
+    if isinstance(value, dict):
+        copies = {key: blank_like(child) for key, child in value.items()}
+        return {key: copies["a"] for key in copies} if "a" in copies else copies
+    return np.zeros_like(value) if isinstance(value, np.ndarray) else torch.zeros_like(value)
+
+
+def stages(rank: int, names: list[list[int]]) -> dict[str, Any]:
+    """Return a pipeline stage: the layers of this rank, which have names of their own."""
+    return {f"{n}": {"weight": full(f"layer {n}", 4, n), "extra": n} for n in names[rank]}
+
+
+SAVED_STAGES = [[0, 1], [2], [], [3, 4, 5]]
+
+
+def save_own(rank: int, path: str) -> str:
+    random.seed(rank)
+    torch.manual_seed(rank)
+    state = {
+        **whole_tensors(),
+        "loader": dc.PerRank(
+            {"at": rank // 2, "order": torch.arange(rank // 2)}, key=("dp", rank // 2)
+        ),
+        "mine": dc.PerRank([rank]),
+        "sum": dc.PerRank(rank + 1),
+        "rng": dc.RNG(),
+    }
+    if layers := stages(rank, SAVED_STAGES):
+        state["layers"] = layers
+    dc.save(state, path)
+    return f"{random.random()} {torch.rand(1).item()}"
+
+
+def load_own(rank: int, path: str, names: list[list[int]]) -> Any:
+    world_size = dist.get_world_size()
+    expected = whole_tensors()["whole"]
+    layers = stages(rank, names)
+    on_reshard = "error" if world_size == WORLD_SIZE else "drop"
+    # Keys are shared by all ranks that are alike; fewer ranks may have the same keys.
+    key = ("dp", rank * 2 // world_size)
+    state: dict[str, Any] = {
+        "whole": blank_like(expected),
+        "layers": {n: {"weight": blank_like(v["weight"]), "extra": -1} for n, v in layers.items()},
+        "loader": dc.PerRank({}, key=key),
+        "mine": dc.PerRank([-1], on_reshard=on_reshard),
+        "sum": dc.PerRank(0, on_reshard=lambda values, _: sum(values.values())),
+        "rng": dc.RNG(on_reshard=on_reshard),
+    }
+    report = dc.load(state, path)
+    for name, tensor in expected.items():
+        found = state["whole"][name]
+        if name == "tied":
+            assert found["a"] is found["b"]
+            found, tensor = found["a"], tensor["a"]
+        if isinstance(tensor, torch.Tensor):
+            assert is_same(
+                torch.view_as_real(found) if tensor.is_complex() else found.clone(),
+                torch.view_as_real(tensor.resolve_conj())
+                if tensor.is_complex()
+                else tensor.clone(),
+            ), name
+        else:
+            assert (found == tensor).all()
+    for n, layer in layers.items():
+        assert is_same(state["layers"][n]["weight"], layer["weight"])
+        assert state["layers"][n]["extra"] == layer["extra"]
+    loader = state["loader"].value
+    assert (loader["at"], loader["order"].tolist()) == (key[1], list(range(key[1])))
+    drawn = f"{random.random()} {torch.rand(1).item()}"
+    return drawn, state["mine"].value, state["sum"].value, sorted(report.dropped)
+
+
+def refuse_own(rank: int, path: str) -> str:
+    state = {"mine": dc.PerRank([-1]), "rng": dc.RNG()}
+    before = random.getstate()
+    with pytest.raises(ValueError, match="on_reshard") as raised:
+        dc.load(state, path, include=["mine", "rng"])
+    assert random.getstate() == before
+    return str(raised.value)
+
+
+def test_what_belongs_to_some_ranks_comes_back_to_them(tmp_path: Path):
+    path = str(tmp_path / "c")
+    drawn = run_ranks(WORLD_SIZE, save_own, path)
+    assert len(set(drawn)) == WORLD_SIZE
+    # Other stages have the layers now; the generators are whose they were.
+    others = [[5, 0], [4], [3, 2], [1]]
+    assert run_ranks(WORLD_SIZE, load_own, path, others) == [
+        (drawn[rank], [rank], rank + 1, []) for rank in range(WORLD_SIZE)
+    ]
+    halves = [[0, 2, 4], [1, 3, 5]]
+    for _, mine, added, dropped in run_ranks(2, load_own, path, halves):
+        assert (mine, added, dropped) == ([-1], 10, ["mine", "rng"])
+    for message in run_ranks(2, refuse_own, path):
+        assert "mine" in message
+        assert "rng" in message
+    with dc.open(path) as checkpoint:
+        assert checkpoint.per_rank["mine"] == {rank: [rank] for rank in range(WORLD_SIZE)}
+        assert set(checkpoint.per_rank["loader"]) == {("dp", 0), ("dp", 1)}
+        for n in range(6):
+            expected = full(f"layer {n}", 4, n).numpy().tobytes()
+            assert bytes(checkpoint[f"layers.{n}.weight"][...].data) == expected
