@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from dist_ckpt.verifier import VerifyReport, verify
     from dist_ckpt.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
 
+__version__ = "0.1.0"
+
 # Public name -> module. Each is imported when it is first used, so that reading and listing
 # checkpoints needs no torch.
 _MODULES = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dist_ckpt import commit, paths, wire
 from dist_ckpt.channel import Doc, NoAnswerError, ranks_text
 from dist_ckpt.digest import document_digest
-from dist_ckpt.errors import ConflictError, StorageError
+from dist_ckpt.errors import CheckpointError, StorageError
 from dist_ckpt.index import Index, Json
 from dist_ckpt.paths import Attempt
 from dist_ckpt.plan import Inventory, Receipt, SavePlan
@@ -108,11 +108,16 @@ class SaveRun:
             hit = len(epochs) == 1 and "" not in epochs
             return {"bulk": bulk, "attempt": self._make_claim() if hit else ""}
 
-        answer = ranks.channel.exchange("agree", describe, compare)
-        if answer["attempt"] and cached is not None:
-            return cached.plan, _attempt(answer["attempt"])
-        ranks.bulk_epoch = answer["bulk"]
-        return self._plan()
+        try:
+            answer = ranks.channel.exchange("agree", describe, compare)
+            if answer["attempt"] and cached is not None:
+                return cached.plan, _attempt(answer["attempt"])
+            ranks.bulk_epoch = answer["bulk"]
+            return self._plan()
+        except BaseException as error:
+            if self._claim is not None:  # claimed, but the ranks could not be told
+                self._recover(self._claim.attempt, error)
+            raise
 
     def _plan(self) -> tuple[SavePlan, Attempt]:
         """Gather the inventories and plan, the same on every rank; then claim."""
@@ -247,7 +252,12 @@ class SaveRun:
                     commit.give_up(self._storage, self._claim)
                 return None
             return self._read_verdict(attempt) if no_answer else None
-        except (StorageError, ConflictError) as failure:
+        except (CheckpointError, OSError) as failure:
+            if no_answer:
+                raise StorageError(
+                    f"{self._path}: this rank was told no verdict ({error}), and the storage does "
+                    f"not tell it either ({failure}): look with `dist-ckpt ls` what is there"
+                ) from error
             _log.warning("%s of %s could not be cleaned up: %s", attempt, self._path, failure)
             return None
 
@@ -267,7 +277,7 @@ class SaveRun:
             return
         try:
             commit.supersede(self._storage, self._path, self._claim.attempt)
-        except (StorageError, OSError) as error:
+        except (CheckpointError, OSError) as error:
             _log.warning("%s: an older attempt could not be removed yet: %s", self._path, error)
 
 

@@ -58,7 +58,7 @@ class LoadRun:
         self._request: LoadRequest
 
     def open(self, request: Callable[[], LoadRequest]) -> Found:
-        """Find the checkpoint once, and hand its index to all. Collective: every rank calls this."""
+        """Find the checkpoint, and hand its index to all. Collective: every rank calls this."""
         ranks = self._ranks
 
         def describe() -> Doc:

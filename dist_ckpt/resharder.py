@@ -11,9 +11,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 
-from dist_ckpt import commit, objects, paths
+from dist_ckpt import __version__, commit, objects, paths
 from dist_ckpt.array import ArrayTarget
 from dist_ckpt.config import Config
 from dist_ckpt.digest import BLOCK_NBYTES, blocks
@@ -239,7 +238,7 @@ class _Reshard:
             catalog=self._plan.catalog,
             files=files,
             objects=objects_files,
-            saved_by={**self._stored.index.saved_by, "resharded_by": version("dist-ckpt")},
+            saved_by={**self._stored.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
             saved_at=time.time(),
         )
 

@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from math import isfinite
 
+import torch
 from torch.distributed import ProcessGroup
 
-from dist_ckpt import objects, paths
+from dist_ckpt import __version__, objects, paths
 from dist_ckpt.coordinator import SaveRequest, SaveRun, Verdict
 from dist_ckpt.digest import document_digest
 from dist_ckpt.index import Json
@@ -142,7 +142,7 @@ class _Save:
             overwrite=options.overwrite,
             metadata=document_digest(objects.encode_value(metadata)),
             mirrored=_mirrored(metadata),
-            saved_by={"dist_ckpt": version("dist-ckpt"), "torch": version("torch")},
+            saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
         )
 
     def _take(self) -> LocalState:
@@ -176,8 +176,8 @@ class _Save:
     def _sources(self, plan: SavePlan) -> Sources:
         held = held_cells(self._local.inventory, self._rank, plan)
         return {
-            fqn: tuple(zip(held[fqn], parts, strict=True))
-            for fqn, parts in self._local.sources.items()
+            fqn: tuple(zip(cells, self._local.sources[fqn], strict=True))
+            for fqn, cells in held.items()
         }
 
     def _digests(self, group: ReplicaGroup, sources: Sources) -> dict[str, str]:

@@ -104,6 +104,9 @@ def is_meta(value: object) -> bool:
             return is_meta(value.tensor)
         case DTensor():
             return bool(_local(value).is_meta)
+        case ShardedTensor():
+            # It answers itself, and only where it has one shard.
+            return False
         case torch.Tensor():
             return bool(value.is_meta)
     return False
@@ -167,9 +170,7 @@ def _held(value: object, fqn: str, rank: int, group: tuple[int, ...]) -> Held:
     if isinstance(value, ShardedTensor):
         return _sharded(value, fqn)
     if _is_chunked(value):
-        shards = _shards_of(value, fqn)
-        dtype = shards[0][1].dtype if shards else value.dtype
-        return _parts(fqn, dtype, tuple(value.shape), shards)
+        return _parts(fqn, value.dtype, tuple(value.shape), _shards_of(value, fqn))
     if isinstance(value, torch.Tensor):
         local = plain(value, fqn)
         cell = Region.whole(tuple(local.shape))
@@ -235,8 +236,10 @@ def _sharded(value: ShardedTensor, fqn: str) -> Held:
 
 
 def _is_chunked(value: object) -> TypeGuard[_Chunked]:
-    names = ("__create_chunk_list__", "__get_tensor_shard__", "shape", "dtype")
-    return all(hasattr(type(value), name) for name in names)
+    methods = ("__create_chunk_list__", "__get_tensor_shard__")
+    if not all(hasattr(type(value), name) for name in methods):
+        return False
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _shards_of(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
@@ -257,7 +260,12 @@ def _shards_of(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
 def _parts(
     fqn: str, dtype: torch.dtype, shape: Shape, shards: Iterable[tuple[Shape, torch.Tensor]]
 ) -> Held:
-    """Return what a rank holds that has these boxes, given by where they begin."""
+    """Return what a rank holds that has these boxes, given by where they begin.
+
+    `dtype` counts only where there are none: torch's LocalShardsWrapper says float32 always.
+    """
+    shards = list(shards)
+    dtype = shards[0][1].dtype if shards else dtype
     if 0 in shape:
         shards = [((0,) * len(shape), torch.empty(shape, dtype=dtype, device="cpu"))]
     else:

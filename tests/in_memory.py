@@ -36,6 +36,7 @@ class InMemory:
                 values.setdefault(fqn, value)
             for fqn, (key, value) in local.per_rank.items():
                 per_rank.setdefault(fqn, {}).setdefault(key, value)
+        self.values = values
         names = {names.fqn: list(names.names) for names in plan.name_lists}
         self._main = objects.encode(
             objects.ObjectsFile(plan.tree, {**values, **names}, {}, plan.numpy, {})

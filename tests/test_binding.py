@@ -14,12 +14,13 @@ from in_memory import load, save
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dist_ckpt.binding import saved_of, survey
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.index import Node
 from dist_ckpt.objects import ObjectsFile
+from dist_ckpt.region import Region
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.wrappers import RNG, FlatShard, LocalShard, PerRank
 
@@ -228,6 +229,13 @@ def test_tied_tensors_come_back_as_one() -> None:
     assert state["a"] is state["b"]
 
 
+def test_tied_tensors_are_read_once() -> None:
+    t, target = torch.ones(2), torch.zeros(2)
+    binding = load(save({"a": t, "b": t}), {"a": target, "b": target})
+    assert [wanted.cells for wanted in binding.wanted] == [(Region((0,), (2,)),)]
+    assert sorted(binding.restored) == ["a", "b"]
+
+
 def test_a_tensor_that_was_a_part_comes_whole() -> None:
     saved = save(
         {"m": {"w": LocalShard(torch.zeros(1, 2), (2, 2), (0, 0))}},
@@ -347,6 +355,21 @@ def test_a_sharded_module_and_its_fresh_optimizer_are_restored(mesh: Any) -> Non
     meta = pair("meta")
     load(saved, {"model": meta["model"]}, include="model")
     assert torch.equal(meta["model"].weight.full_tensor(), source["model"].weight.full_tensor())
+
+
+def test_the_step_of_a_parameter_without_dimensions_stays_a_plain_tensor(mesh: Any) -> None:
+    def pair() -> dict[str, Any]:
+        scale = nn.Parameter(distribute_tensor(torch.tensor(1.0), mesh, [Replicate()]))
+        model = nn.ParameterDict({"scale": scale})
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+
+    source, target = pair(), pair()
+    source["model"]["scale"].grad = torch.ones_like(source["model"]["scale"])
+    source["optim"].step()
+    load(save(source), target)
+    state = target["optim"].state[target["model"]["scale"]]
+    assert type(state["step"]) is torch.Tensor
+    assert type(state["exp_avg"]) is DTensor
 
 
 def test_meta_dtensors_come_on_the_device_of_their_mesh(mesh: Any) -> None:
@@ -477,6 +500,26 @@ def test_other_keys_than_saved_follow_the_policy_of_the_template() -> None:
     merged = state(lambda values, key: (sum(values.values()), key))
     load(saved, merged, world_size=2, keys=keys)
     assert merged["p"].value == (3, ("dp", 0))
+
+
+@pytest.mark.parametrize(
+    ("now", "same"),
+    [
+        ({"x": 1, "dp": 4, "tp": 2}, True),
+        ({"dp": 2, "tp": 4}, False),
+        ({"dp": 8}, False),
+        ({"a": 4, "b": 2}, False),
+    ],
+)
+def test_meshes_are_the_same_if_their_axes_are(now: dict[str, int], same: bool) -> None:
+    config = ShardingConfig({"dp": 4, "tp": 2})
+    saved = save(*({"p": PerRank(r)} for r in range(8)), sharding=config)
+    state = {"p": PerRank(-1)}
+    options = {"world_size": 8, "keys": {"p": range(8)}, "sharding": ShardingConfig(now)}
+    if same:
+        load(saved, state, **options)
+    else:
+        refuses(state, saved, "no meaning", **options)
 
 
 def test_a_rank_means_another_thing_on_another_mesh() -> None:

@@ -44,6 +44,12 @@ def test_each_key_of_a_value_per_rank_is_stored_by_its_lowest_rank() -> None:
     assert replica_groups_of(plan, 3) == (ReplicaGroup((1, 3), (), ("loader",)),)
 
 
+def test_keys_are_in_the_order_of_the_ranks_that_store_them() -> None:
+    first, second = (inventory_of({}, 0, per_rank=(("loader", key),)) for key in ("b", "a"))
+    plan = plan_save([(second, (1,)), (first, (0,))], 2)
+    assert plan.catalog.per_rank == {"loader": (("b", 0), ("a", 1))}
+
+
 def test_containers_and_lists_of_names_get_what_all_ranks_have() -> None:
     def stage(layer: str, names: tuple[str, ...]) -> Inventory:
         return inventory_of(

@@ -32,7 +32,7 @@ from dist_ckpt.layout import Flat, Grid, Regions
 from dist_ckpt.load_planner import plan_load, problems_of
 from dist_ckpt.mesh import layout_of
 from dist_ckpt.plan import Flattened, Mesh, Parts, Placed, Replicate, Shard, Wanted, Whole
-from dist_ckpt.region import Elements, Region, Shape
+from dist_ckpt.region import Cell, Elements, Region, Shape
 from dist_ckpt.save_planner import plan_save
 
 WORLD = 8
@@ -95,6 +95,12 @@ def test_several_tensors_load_together(random: Random, shapes: list[Shape]) -> N
                 assert loaded[want.fqn, part] == elements_of(cell, want.shape)
 
 
+def of_cells(shape: Shape, *cells: Cell) -> Tiling:
+    """Give one cell to each rank."""
+    views = {rank: (Parts((cell,)), shape) for rank, cell in enumerate(cells)}
+    return Tiling(shape, views, {rank: (cell,) for rank, cell in enumerate(cells)})
+
+
 def pinwheel() -> Tiling:
     """Return the tiling of a square that no straight cut goes through."""
     regions = [
@@ -104,9 +110,7 @@ def pinwheel() -> Tiling:
         Region((1, 1), (1, 1)),
         Region((2, 1), (1, 2)),
     ]
-    cells = {rank: (region,) for rank, region in enumerate(regions)}
-    views = {rank: (Parts(mine), (3, 3)) for rank, mine in cells.items()}
-    return Tiling((3, 3), views, cells)
+    return of_cells((3, 3), *regions)
 
 
 def test_a_pinwheel_of_regions_loads_into_rows_and_columns() -> None:
@@ -116,6 +120,23 @@ def test_a_pinwheel_of_regions_loads_into_rows_and_columns() -> None:
     assert isinstance(plan.catalog.layouts[0].cut, Regions)
     for dim in (0, 1):
         assert_loads(saved, of_view(Placed(mesh, (Shard(dim),)), mesh.ranks, (3, 3)))
+
+
+def test_a_long_region_is_found_behind_short_ones() -> None:
+    shape = (7, 2)
+    column = [Region((n, 1), (1, 1)) for n in range(7)]
+    saved = of_cells(shape, Region((0, 0), (7, 1)), *column)
+    assert_loads(saved, of_cells(shape, Region((6, 0), (1, 2))))
+
+
+def test_tensors_of_other_shapes_may_share_a_flat_layout() -> None:
+    parts = (Elements(0, 5), Elements(5, 12))
+    plan, files = save({f"model.{s[0]}": of_cells(s, *parts) for s in ((2, 6), (3, 4))}, WORLD)
+    assert len(plan.catalog.layouts) == 1
+    cells = (Elements(1, 11),)
+    wanted = [Wanted(f"model.{s[0]}", "float32", s, cells) for s in ((2, 6), (3, 4))]
+    for elements in load(index_of(plan), files, wanted).values():
+        assert elements == list(range(1, 11))
 
 
 def line(world_size: int) -> Mesh:

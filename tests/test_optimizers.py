@@ -366,3 +366,13 @@ def test_an_open_template_gets_an_optimizer_in_the_form_of_torchs_helpers() -> N
     assert group["betas"] == (0.9, 0.999)
     expected = optimizer.state[model[0].bias]["exp_avg"]  # type: ignore[index]
     assert equal(state["optim"]["state"]["0.bias"]["exp_avg"], expected)
+
+
+def test_the_names_that_torch_gives_parameters_in_groups_stay_as_they_are() -> None:
+    model = make_model()
+    checkpoint = save({"model": model, "optim": torch.optim.SGD(model.named_parameters())})
+    assert "param_names" not in checkpoint.values["optim.param_groups.0"]
+    other = make_model()
+    renamed = torch.optim.SGD([("x." + name, p) for name, p in other.named_parameters()])
+    load(checkpoint, {"model": other, "optim": renamed})
+    assert renamed.param_groups[0]["param_names"] == ["x.0.weight", "x.0.bias", "x.2.weight"]

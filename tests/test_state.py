@@ -252,7 +252,11 @@ def test_a_rule_holds_for_a_parameter_and_for_what_is_stored_under_it() -> None:
     optimizer.step()
     by_helpers = {"state": {"wq.weight": {"exp_avg": torch.ones(2, 4), "step": torch.ones(())}}}
     local = taken(
-        {"model": model, "optim": optimizer, "more": by_helpers},
+        {
+            "model": model,
+            "nested": {"optim": optimizer},
+            "more": by_helpers,
+        },
         sharding=TP,
         rank=1,
         world_size=4,
@@ -262,8 +266,8 @@ def test_a_rule_holds_for_a_parameter_and_for_what_is_stored_under_it() -> None:
     ruled = {fqn for fqn, view in views.items() if isinstance(view, plan.Ruled)}
     assert ruled == {
         "model.wq.weight",
-        "optim.state.wq.weight.exp_avg",
-        "optim.state.wq.weight.exp_avg_sq",
+        "nested.optim.state.wq.weight.exp_avg",
+        "nested.optim.state.wq.weight.exp_avg_sq",
         "more.state.wq.weight.exp_avg",
     }
     assert local.inventory.mesh == (("dp", 2), ("tp", 2))

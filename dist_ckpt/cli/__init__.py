@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 import click
 
+from dist_ckpt import __version__
 from dist_ckpt.cli import changing, output, reading
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(version("dist-ckpt"), prog_name="dist-ckpt")
+@click.version_option(__version__, prog_name="dist-ckpt")
 def cli() -> None:
     """Look at checkpoints, check them, rewrite and remove them.
 

@@ -244,7 +244,8 @@ class StorageContract:
 
         with ThreadPoolExecutor(racers) as pool:
             done = [pool.submit(rename, i) for i in range(racers)]
-            winners = [i for one in done if (i := one.result(timeout=_TIMEOUT_S)) is not None]
+            results = [one.result(timeout=_TIMEOUT_S) for one in done]
+            winners = [result for result in results if result is not None]
         assert len(winners) == 1
         winner = old(winners[0]).rpartition("/")[2]
         assert read(storage, f"{root}/{new}") == bytes([int(winner)])

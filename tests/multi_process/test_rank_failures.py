@@ -30,8 +30,8 @@ CALM = {"DIST_CKPT_SILENCE_S": "15", "DIST_CKPT_ARRIVE_S": "30", "DIST_CKPT_APPE
 FRAIL = {"DIST_CKPT_SILENCE_S": str(SILENCE_S), "DIST_CKPT_ARRIVE_S": "30"}
 HASTY = {"DIST_CKPT_SILENCE_S": "15", "DIST_CKPT_ARRIVE_S": "0.5", "DIST_CKPT_WARN_S": "0.2"}
 
-# Enough for several blocks and so for several writes of each rank.
-ROWS, COLUMNS = 3, 1 << 20
+# Each rank holds so many rows of the state that fails.
+ROWS = 3
 
 
 class Told(NamedTuple):
@@ -43,17 +43,6 @@ class Told(NamedTuple):
     cause: str
     seconds: float
     touched: tuple[str, ...] = ()
-
-
-def state(rank: int, value: int, *, rows: int = ROWS, columns: int = 64) -> dict[str, Any]:
-    part = torch.full((rows, columns), value, dtype=torch.int32)
-    part += torch.arange(rows, dtype=torch.int32)[:, None]
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    return {
-        "part": dc.LocalShard(part, (world_size * rows, columns), (rank * rows, 0)),
-        "replica": torch.full((100,), value),
-        "plain": {"value": value},
-    }
 
 
 def told(call: Callable[[], object]) -> Told:
@@ -138,6 +127,15 @@ class Elsewhere(LocalStorage):
 
     def make_folder(self, folder: str) -> None:
         super().make_folder(self._at(folder))
+
+    def rename(self, old: str, new: str) -> None:
+        super().rename(self._at(old), self._at(new))
+
+    def remove(self, path: str) -> None:
+        super().remove(self._at(path))
+
+    def sync(self, folder: str) -> None:
+        super().sync(self._at(folder))
 
     def _at(self, path: str) -> str:
         return path.replace(self._shared, self._own, 1)
@@ -326,7 +324,7 @@ def assert_all_told(name: str, values: list[Any], path: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_are_told_the_same_of_one_that_fails_and_they_go_on(name, tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(3, fail_then_go_on, name, path, (), environ=CALM)
+    values = run_ranks(3, fail_then_go_on, name, path, (), store="launcher", environ=CALM)
     assert_all_told(name, [(Told(*error), left) for error, left in values], path)
 
 
@@ -336,3 +334,296 @@ def test_all_ranks_of_a_part_of_the_world_are_told_the_same_and_all_go_on(name, 
     values = run_ranks(4, fail_then_go_on, name, path, (1, 2, 3), environ=CALM)
     assert values[0][0] is None
     assert_all_told(name, [(error and Told(*error), left) for error, left in values], path)
+
+
+def interrupt_one(rank: int, path: str) -> Any:
+    good = parts(rank, 1)
+    dc.save(good, path)
+    bad = {**parts(rank, 2), "bad": Fails(KeyboardInterrupt())}
+    error = None
+    if rank == 1:
+        with pytest.raises(KeyboardInterrupt):
+            dc.save(bad, path, overwrite=True)
+    else:
+        error = tuple(told(lambda: dc.save(bad, path, overwrite=True)))
+    dist.barrier()
+    left = os.listdir(path)
+    dist.barrier()
+    dc.save(parts(rank, 3), path, overwrite=True)
+    return error, left
+
+
+def test_an_interrupt_of_one_rank_is_told_to_all_others(tmp_path):
+    path = str(tmp_path / "ck")
+    values = run_ranks(3, interrupt_one, path, environ=CALM)
+    assert values[1][0] is None
+    for error, left in values:
+        assert len(left) == 1
+        if error is not None:
+            assert Told(*error).kind == "RankError"
+            assert Told(*error).rank == 1
+            assert "KeyboardInterrupt" in Told(*error).message
+    assert_stands(path, 3)
+
+
+# --- one rank dies -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def at(moment: str, act: Callable[[], object]) -> Any:
+    """Do something at a moment of a save or load of this rank: once."""
+    owner, name, when, number = MOMENTS[moment]
+    original = getattr(owner, name)
+    counts = {"calls": 0}
+
+    def hooked(*args: Any, **options: Any) -> Any:
+        if moment.endswith("commit") and not args[2].endswith("/index.json"):
+            return original(*args, **options)
+        counts["calls"] += 1
+        is_it = counts["calls"] == number
+        if is_it and when == "before":
+            act()
+        value = original(*args, **options)
+        if is_it and when == "after":
+            act()
+        return value
+
+    setattr(owner, name, hooked)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+# What is called then, before or after which of its calls it is.
+MOMENTS: dict[str, tuple[Any, str, str, int]] = {
+    "before the claim": (commit, "claim", "before", 1),
+    "after the claim": (commit, "claim", "after", 1),
+    "while it writes": (os, "pwrite", "after", 2),
+    "before it makes its files durable": (os, "fsync", "before", 1),
+    "before the commit": (LocalStorage, "rename", "before", 1),
+    "after the commit": (LocalStorage, "rename", "after", 1),
+    "while it reads": (os, "preadv", "before", 2),
+}
+
+
+def large(rank: int, world_size: int, value: int) -> dict[str, Any]:
+    """Return a state of which each rank writes several blocks."""
+    part = torch.full((2, 1 << 20), value, dtype=torch.int32)
+    part += torch.arange(2, dtype=torch.int32)[:, None]
+    return {
+        "part": dc.LocalShard(part, (2 * world_size, 1 << 20), (2 * rank, 0)),
+        "replica": torch.full((100,), value),
+        "plain": {"value": value},
+    }
+
+
+def die(how: int = signal.SIGKILL) -> None:
+    os.kill(os.getpid(), how)
+
+
+def outcome_of(call: Callable[[], dc.SaveReport]) -> Any:
+    try:
+        report = call()
+    except dc.CheckpointError as error:
+        return type(error).__name__, error.rank, str(error)
+    return "saved", report.attempt, ""
+
+
+def lose_one(rank: int, victim: int, moment: str, path: str) -> Any:
+    """One rank dies in a save; the others go on with a group of their own."""
+    dc.save(large(rank, 3, 1), path)
+    start = time.monotonic()
+    context = at(moment, die) if rank == victim else contextlib.nullcontext()
+    with context:
+        came_to = outcome_of(lambda: dc.save(large(rank, 3, 2), path, overwrite=True))
+    seconds = time.monotonic() - start
+    living = sorted({0, 1, 2} - {victim})
+    group = dist.new_group(living, use_local_synchronization=True)
+    dist.barrier(group)
+    found = load_all(path)["plain"]["value"] if rank == living[0] else None
+    states = [status.state for status in commit.attempts(LocalStorage(), path)]
+    dist.barrier(group)
+    dc.save(large(living.index(rank), 2, 3), path, overwrite=True, group=group)
+    return came_to, seconds, found, states
+
+
+def survivors_of(victim: int, moment: str, path: str) -> list[Any]:
+    options = Options(store="launcher", environ=FRAIL)
+    outcomes = try_ranks(3, lose_one, victim, moment, path, options=options)
+    assert outcomes[victim].signal == signal.SIGKILL
+    living = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+    assert [outcome.error for outcome in living] == [None, None], living
+    for outcome in living:
+        assert outcome.value[1] < NOTICED_S
+    assert_stands(path, 3, rows=2)
+    return [outcome.value for outcome in living]
+
+
+@pytest.mark.parametrize("moment", ["while it writes", "before it makes its files durable"])
+def test_of_a_rank_killed_in_a_save_all_are_told_and_nothing_of_the_save_is_left(moment, tmp_path):
+    for (kind, who, message), _, _, states in survivors_of(1, moment, str(tmp_path / "ck")):
+        assert (kind, who) == ("RankError", 1)
+        assert message.startswith("rank 1 (host")
+        assert "dead or frozen" in message
+        assert "in phase 'write' of save" in message
+        assert states == ["committed"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "left"),
+    [
+        ("before the claim", ["committed"]),
+        # Nobody else knows of this attempt. The next save removes it.
+        ("after the claim", ["committed", "open"]),
+        ("while it writes", ["committed", "abandoned"]),
+        ("before the commit", ["committed", "abandoned"]),
+    ],
+)
+def test_of_a_coordinator_killed_before_the_commit_all_are_told_and_nothing_can_be_committed(
+    moment, left, tmp_path
+):
+    for (kind, who, message), _, found, states in survivors_of(0, moment, str(tmp_path / "ck")):
+        assert (kind, who) == ("NoAnswerError", 0)
+        assert "rank 0 (host" in message
+        assert "dead or frozen" in message
+        assert found in (1, None)
+        assert states == left
+
+
+def test_a_save_whose_coordinator_is_killed_after_the_commit_has_succeeded(tmp_path):
+    for came_to, _, found, states in survivors_of(0, "after the commit", str(tmp_path / "ck")):
+        assert came_to[0] == "saved", came_to
+        assert came_to[1].startswith("a2-")
+        assert found in (2, None)
+        assert states == ["committed", "committed"]
+
+
+# --- one rank freezes --------------------------------------------------------------------------
+
+
+def freeze_one(rank: int, victim: int, moment: str, path: str) -> Any:
+    """One rank is frozen in a save, and thawed when the others have left it."""
+    dc.save(large(rank, 3, 1), path)
+    others = sorted({0, 1, 2} - {victim})
+    pair = dist.new_group(others)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    freeze = at(moment, lambda: die(signal.SIGSTOP)) if rank == victim else contextlib.nullcontext()
+    with freeze:
+        came_to = outcome_of(lambda: dc.save(large(rank, 3, 2), path, overwrite=True))
+    if rank != victim:
+        dist.barrier(pair)
+        if rank == others[0]:
+            os.kill(int(pids[victim].item()), signal.SIGCONT)
+    dist.barrier()
+    states = [status.state for status in commit.attempts(LocalStorage(), path)]
+    found = load_all(path)["plain"]["value"] if rank == 0 else None
+    use_own_groups(rank, 3)
+    dc.save(large(rank, 3, 3), path, overwrite=True)
+    return came_to, states, found
+
+
+def test_a_rank_frozen_while_it_writes_is_told_the_same_when_it_thaws_and_all_go_on(tmp_path):
+    path = str(tmp_path / "ck")
+    values = run_ranks(3, freeze_one, 1, "while it writes", path, environ=FRAIL)
+    for came_to, states, found in values:
+        assert came_to == values[0][0]
+        kind, who, message = came_to
+        assert (kind, who) == ("RankError", 1)
+        assert "rank 1 (host" in message
+        assert "dead or frozen" in message
+        assert states == ["committed"]
+        assert found in (1, None)
+    assert_stands(path, 3, rows=2)
+
+
+def test_a_coordinator_frozen_before_the_commit_cannot_commit_when_it_thaws(tmp_path):
+    path = str(tmp_path / "ck")
+    values = run_ranks(3, freeze_one, 0, "before the commit", path, environ=FRAIL)
+    for came_to, states, found in values:
+        assert states == ["committed"]
+        assert found in (1, None)
+        if came_to != values[0][0]:
+            assert came_to[:2] == ("NoAnswerError", 0)
+            assert "dead or frozen" in came_to[2]
+    kind, _, message = values[0][0]
+    assert kind == "ConflictError"
+    assert "was abandoned by rank " in message
+    assert "NoAnswerError: rank 0 (host" in message
+    assert_stands(path, 3, rows=2)
+
+
+def test_a_coordinator_frozen_after_the_commit_does_not_keep_the_others_from_success(tmp_path):
+    path = str(tmp_path / "ck")
+    values = run_ranks(3, freeze_one, 0, "after the commit", path, environ=FRAIL)
+    for came_to, states, found in values:
+        assert came_to == values[0][0]
+        assert came_to[0] == "saved"
+        assert states == ["committed"]
+        assert found in (2, None)
+    assert_stands(path, 3, rows=2)
+
+
+# --- one rank never comes ----------------------------------------------------------------------
+
+
+def save_on_some(rank: int, some: tuple[int, ...], path: str) -> Any:
+    dc.save(parts(rank, 1), path)
+    error = None
+    if rank in some:
+        error = tuple(told(lambda: dc.save(parts(rank, 2), path, overwrite=True)))
+    dist.barrier()
+    left = os.listdir(path)
+    use_own_groups(rank, 3)
+    dc.save(parts(rank, 3), path, overwrite=True)
+    return error, left
+
+
+@pytest.mark.parametrize(
+    ("some", "absent"), [((0,), "ranks 1 and 2"), ((0, 2), "rank 1"), ((1, 2), "rank 0")]
+)
+def test_ranks_that_never_call_save_are_named_and_all_go_on(some, absent, tmp_path):
+    path = str(tmp_path / "ck")
+    for rank, (error, left) in enumerate(run_ranks(3, save_on_some, some, path, environ=HASTY)):
+        assert len(left) == 1
+        assert (error is not None) == (rank in some)
+        if error is not None:
+            message = Told(*error).message
+            assert absent in message
+            assert f"did not call save to {path}" in message
+            assert "Every rank of the group must make the same call" in message
+            assert "`if rank == 0:`" in message
+            assert Told(*error).seconds < 5
+    assert_stands(path, 3)
+
+
+# --- the coordinator loses its store -----------------------------------------------------------
+
+
+def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
+    from dist_ckpt import store_line
+
+    dc.save(parts(rank, 1), path)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Broken pipe")
+
+    def cut_off() -> None:
+        store_line.put = refuse  # type: ignore[assignment]
+
+    with at("after the claim", cut_off) if rank == 0 else contextlib.nullcontext():
+        error = tuple(told(lambda: dc.save(parts(rank, 2), path, overwrite=True)))
+    dist.barrier()
+    return error, [status.state for status in commit.attempts(LocalStorage(), path)]
+
+
+def test_a_coordinator_that_cannot_tell_of_its_claim_leaves_no_attempt(tmp_path):
+    path = str(tmp_path / "ck")
+    values = run_ranks(3, lose_the_store_after_the_claim, path, environ=FRAIL)
+    for error, states in values:
+        assert Told(*error).kind == "NoAnswerError"
+        assert states == ["committed"]
+    assert "key-value store is gone" in Told(*values[0][0]).message
+    assert "rank 0 (host" in Told(*values[1][0]).message
+    assert_stands(path, 1)
