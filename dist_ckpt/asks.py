@@ -250,9 +250,9 @@ class Asks:
         saved = self.saved.catalog.per_rank[fqn]
         if policy == "error":
             self.problems.append(
-                f"{name}: saved for the keys {_listed([k for k, _ in saved])} on the mesh "
-                f"{_mesh_text(self.saved.catalog.mesh)}, the state has {_listed(now)} on "
-                f"{_mesh_text(self._live_mesh())}: what belongs to one rank has no meaning for "
+                f"{name}: saved for the keys {_listed([k for k, _ in saved])} (mesh "
+                f"{_mesh_text(self.saved.catalog.mesh)}), the state has {_listed(now)} (mesh "
+                f"{_mesh_text(self._live_mesh())}): what belongs to one rank has no meaning for "
                 'another; choose on_reshard="drop" or a function for it, or exclude it'
             )
             return None
@@ -366,4 +366,4 @@ def _listed(keys: Sequence[Key]) -> str:
 
 
 def _mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
-    return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "of an unknown shape"
+    return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "unknown"

@@ -115,6 +115,10 @@ class Binding:
             generators.restore(get(self._contents))
 
 
+# With more names an error says how many there are in each component.
+_MAX_NAMED = 20
+
+
 def missing_problem(names: Sequence[str]) -> str:
     """Word the error about names that the state asks for and the checkpoint lacks."""
     return (
@@ -133,8 +137,19 @@ def unexpected_problem(names: Sequence[str]) -> str:
 
 
 def _counted(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return f"{len(names)} names: " * (len(names) > 1) + ", ".join(names[:20]) + more
+    if len(names) <= _MAX_NAMED:
+        return f"{len(names)} names: " * (len(names) > 1) + ", ".join(names)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition(".")[0], []).append(name)
+    some = [_some(group) for group in groups.values()]
+    more = f", and more in {len(some) - _MAX_NAMED} others" if len(some) > _MAX_NAMED else ""
+    return f"{len(names)} names: {', '.join(some[:_MAX_NAMED])}{more}"
+
+
+def _some(group: Sequence[str]) -> str:
+    above = group[0].partition(".")[0]
+    return group[0] + f" and {len(group) - 1} more in {above!r}" * (len(group) > 1)
 
 
 def _them(names: Sequence[str]) -> str:

@@ -18,8 +18,7 @@ from dist_ckpt.load_run import Findings, Found, LoadRequest, LoadRun
 from dist_ckpt.memory import Target
 from dist_ckpt.open_files import OpenFiles, open_files, read_objects
 from dist_ckpt.phases import Phases
-from dist_ckpt.reader import ReadTotals, read
-from dist_ckpt.region import Piece, Region, Shape
+from dist_ckpt.reader import Nowhere, ReadTotals, read
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.saved import saved_of
 from dist_ckpt.selection import selection_of
@@ -101,6 +100,7 @@ class _Load:
         self._where = path
         self._given = storage
         self._stack = files
+        self._filled: tuple[str, ...] = ()
         self._phases = Phases("load", str(path), quiet=ranks.channel.rank != 0)
 
     def run(self) -> LoadReport:
@@ -113,14 +113,23 @@ class _Load:
             unexpected = run.check(
                 found.index.catalog, lambda: self._examine(found), self._word_unexpected
             )
-        with phases.phase("read"):
+        try:
+            self._fill(run)
+        except CorruptError as error:
+            # Who met the damage tells what it has touched; only this rank knows of its own.
+            error.touched = tuple(sorted({*error.touched, *self._filled}))
+            raise
+        return self._report(found, unexpected)
+
+    def _fill(self, run: LoadRun) -> None:
+        """Read, place and load objects, each when the one before has succeeded everywhere."""
+        with self._phases.phase("read"):
             if self._options.check_first:
                 run.step("check first", self._read_nowhere)
             run.step("read", self._read)
-        with phases.phase("place"):
+        with self._phases.phase("place"):
             run.step("place", lambda: self._binding.place(self._objects))
             run.step("objects", self._binding.load_objects)
-        return self._report(found, unexpected)
 
     def _request(self) -> LoadRequest:
         own, self._path = open_storage(self._where)
@@ -178,7 +187,7 @@ class _Load:
 
     def _read_nowhere(self) -> None:
         """Verify every block that will be read, without touching anything."""
-        nowhere = _Nowhere()
+        nowhere = Nowhere()
         targets = {
             (wanted.fqn, part): nowhere
             for wanted in self._binding.wanted
@@ -189,6 +198,7 @@ class _Load:
     def _read(self) -> None:
         verify = self._options.verify
         self._totals = self._read_into(self._binding.allocate(), verify=verify)
+        self._filled = tuple(wanted.fqn for wanted in self._binding.wanted if wanted.cells)
 
     def _read_into(self, targets: Mapping[tuple[str, int], Target], *, verify: bool) -> ReadTotals:
         threads = self._ranks.config.threads
@@ -209,13 +219,3 @@ class _Load:
             nbytes_placed=self._totals.nbytes_placed,
             seconds=self._phases.seconds,
         )
-
-
-class _Nowhere:
-    """A target that keeps nothing: what is read for it is only verified."""
-
-    def memory(self) -> memoryview | None:
-        return None
-
-    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
-        pass

@@ -17,7 +17,27 @@ from dist_ckpt.memory import Target
 from dist_ckpt.open_files import OpenFile, OpenFiles, block_problem, damage, listed
 from dist_ckpt.parallel import Slots, each
 from dist_ckpt.plan import LoadPlan, ReadItem
-from dist_ckpt.region import Cell, Elements, Region, boxes_of, row_major_strides
+from dist_ckpt.region import (
+    Cell,
+    Elements,
+    Piece,
+    Region,
+    Shape,
+    boxes_of,
+    row_major_strides,
+)
+
+
+class Nowhere:
+    """A target that keeps nothing: what is read for it is only verified."""
+
+    def memory(self) -> memoryview | None:
+        """See `Target.memory`."""
+        return None
+
+    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+        """See `Target.place`."""
+
 
 # The memory of each wanted cell, by tensor and number of the cell.
 Targets = Mapping[tuple[str, int], Target]
@@ -141,9 +161,10 @@ class _Reading:
             stored = Elements(start // itemsize, stop // itemsize)
             offset = row[0].start - one.span.start
             for wish in row[0].wishes:
-                self.touched.add(wish.item.fqn)
                 target = self._targets[wish.item.fqn, wish.item.part]
-                _copy(wish, target, stored, data[offset : offset + stop - start])
+                if not isinstance(target, Nowhere):
+                    self.touched.add(wish.item.fqn)
+                    _copy(wish, target, stored, data[offset : offset + stop - start])
 
 
 def _rows(needs: Iterable[Need]) -> Iterator[list[Need]]:

@@ -8,9 +8,10 @@ from math import prod
 import torch
 
 from dist_ckpt.mesh import cells_of
-from dist_ckpt.plan import Flattened, Placed, Replicate, Ruled, Shard
+from dist_ckpt.plan import Flattened, Ruled
 from dist_ckpt.region import Cell, Region, Shape
 from dist_ckpt.selection import names_above
+from dist_ckpt.sharded_views import chunked
 from dist_ckpt.sharding import ShardingConfig, axes_under, name_of, parameter_of
 from dist_ckpt.state_tree import Branch, TensorLeaf, walk
 
@@ -98,18 +99,10 @@ def target_cells(
     """
     if len(shape) != len(saved) and isinstance(view, Ruled):
         return None
-    cells = cells_of(_chunked(view) if isinstance(view, Ruled) else view, rank, saved)
+    cells = cells_of(chunked(view) if isinstance(view, Ruled) else view, rank, saved)
     if not cells:
         return () if 0 in shape else None
     (cell,) = cells
     if isinstance(view, Ruled) and isinstance(cell, Region):
         return cells if cell.shape == shape else None
     return cells if (cell.numel,) == shape else None
-
-
-def _chunked(view: Ruled) -> Placed:
-    cut = {axis: dim for dim, axes in enumerate(view.axes) for axis in axes}
-    placements = tuple(
-        Shard(cut[axis]) if axis in cut else Replicate() for axis in range(len(view.mesh.shape))
-    )
-    return Placed(view.mesh, placements)

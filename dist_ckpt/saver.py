@@ -157,6 +157,7 @@ class _Save:
 
     def _write(self, plan: SavePlan, attempt: Attempt) -> Receipt:
         start = time.monotonic()
+        self._local.synchronize()
         sources = self._sources(plan)
         files = RankFiles(
             catalog=plan.catalog,

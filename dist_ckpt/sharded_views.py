@@ -1,4 +1,4 @@
-"""A ShardingConfig applied: local tensors as views of global ones, and who gets what on a load."""
+"""A ShardingConfig applied to what is stored: who gets which part on a load or a reshard."""
 
 from __future__ import annotations
 
@@ -8,30 +8,9 @@ from math import prod
 
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.index import Catalog
-from dist_ckpt.mesh import cells_of
 from dist_ckpt.plan import Flattened, Mesh, Placed, Replicate, Ruled, Shard, View, Whole
 from dist_ckpt.region import Shape
 from dist_ckpt.sharding import ShardingConfig, axes_under, name_of, parameter_of
-
-
-def saved_view(
-    config: ShardingConfig,
-    name: str,
-    shape: Shape,
-    *,
-    rank: int,
-    parameter: tuple[str, Shape] | None = None,
-) -> tuple[View, Shape]:
-    """Return the view of a plain local tensor for a save, and the shape for its entry.
-
-    `parameter` is the name and local shape of the one that it is stored under, if any. The shape
-    is the local one under a `Ruled` view, else the global one. Raises ValueError for a flat part
-    whose size is not what ZeRO leaves the rank.
-    """
-    if config.flat and shape and _is_partitioned(config, parameter):
-        return _flat_view(config, name, shape, rank, parameter)
-    axes = axes_under(config, name, shape, parameter)
-    return (Ruled(config.ranks(), axes) if any(axes) else Whole()), shape
 
 
 def target_view(
@@ -55,11 +34,16 @@ def target_view(
     axes = axes_under(config, name, shape, parameter)
     if not any(axes):
         return Whole()
-    dims = {axis: dim for dim, cutting in enumerate(axes) for axis in cutting}
+    return chunked(Ruled(config.ranks(), axes))
+
+
+def chunked(view: Ruled) -> Placed:
+    """Return the same cuts with the parts that `torch.chunk` makes."""
+    dims = {axis: dim for dim, cutting in enumerate(view.axes) for axis in cutting}
     placements = (
-        Shard(dims[axis]) if axis in dims else Replicate() for axis in range(len(config.mesh))
+        Shard(dims[axis]) if axis in dims else Replicate() for axis in range(len(view.mesh.shape))
     )
-    return Placed(config.ranks(), tuple(placements))
+    return Placed(view.mesh, tuple(placements))
 
 
 def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
@@ -104,30 +88,3 @@ def assign(nbytes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 def _is_partitioned(config: ShardingConfig, parameter: tuple[str, Shape] | None) -> bool:
     return config.zero_stage == 3 or (config.zero_stage > 0 and parameter is not None)
-
-
-def _flat_view(
-    config: ShardingConfig,
-    name: str,
-    shape: Shape,
-    rank: int,
-    parameter: tuple[str, Shape] | None,
-) -> tuple[View, Shape]:
-    whole = config.shapes.get(parameter[0] if parameter else name)
-    if whole is None and parameter is not None and config.zero_stage < 3:
-        whole = parameter[1]
-    if whole is None:
-        raise ValueError(
-            f"{name}: a flat part of {list(shape)} does not tell the shape of its tensor: "
-            "pass shapes={name: shape} to ShardingConfig.zero, or wrap it in dc.FlatShard"
-        )
-    view = Flattened(config.ranks())
-    numel = sum(cell.numel for cell in cells_of(view, rank, whole))
-    if shape == (numel,):
-        return view, whole
-    if parameter is not None:
-        return Whole(), shape
-    raise ValueError(
-        f"{name}: rank {rank} holds {list(shape)}, but the even part of {list(whole)} has {numel} "
-        f"elements: wrap it in dc.FlatShard, which may be uneven"
-    )

@@ -115,6 +115,7 @@ class _Taker:
         self._parts: list[torch.Tensor] = []
         self._values: dict[str, object] = {}
         self._per_rank: dict[str, tuple[Key, object]] = {}
+        self._keys: dict[str, Key | None] = {}
 
     def add_root(self, root: Branch) -> None:
         self._tree.append(Node("", root.kind, tuple(root.children)))
@@ -130,7 +131,7 @@ class _Taker:
             tensors=tuple(self._tensors),
             aliases=tuple(self._aliases),
             values=tuple(self._values),
-            per_rank=tuple((fqn, key) for fqn, (key, _) in self._per_rank.items()),
+            per_rank=tuple(self._keys.items()),
             tree=tuple(self._tree),
             name_lists=tuple(self._name_lists),
             numpy=tuple(self._numpy),
@@ -178,6 +179,7 @@ class _Taker:
         data = without_tensors(value, fqn)
         objects.check_plain(data, fqn)
         self._per_rank[fqn] = (self._rank if wrapper.key is None else wrapper.key, data)
+        self._keys[fqn] = wrapper.key
 
     def _add_group(self, fqn: str, group: GroupLeaf) -> None:
         self._add_value(fqn, dict(group.values))

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dist_ckpt.binding import saved_of, survey
+from dist_ckpt.binding import saved_of, survey, unexpected_problem
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.index import Node
 from dist_ckpt.objects import ObjectsFile
@@ -636,6 +636,13 @@ def test_a_key_of_another_class_than_saved_is_a_problem() -> None:
 
 def test_an_include_that_matches_nothing_is_a_problem() -> None:
     refuses({"a": 1}, save({"a": 1}), "include: 'modle' matches no saved name", include="modle")
+
+
+def test_many_unexpected_names_are_counted_by_component() -> None:
+    few = unexpected_problem(["a.x", "b"])
+    assert "2 names: a.x, b, which" in few
+    many = unexpected_problem(["optim.state", *(f"m.{n}" for n in range(30)), "b"])
+    assert "32 names: optim.state, m.0 and 29 more in 'm', b, which" in many
 
 
 # --- damaged trees ---------------------------------------------------------------------------

@@ -309,6 +309,14 @@ SCENARIOS = {
     "an overwriter and a reader": Scenario(
         {"saver A": overwriter(2), "reader B": reader()}, "a checkpoint", every_call=True
     ),
+    "a saver, a rank, a collector and a deleter": Scenario(
+        {
+            "saver A": saver(2),
+            "rank B": late_rank_of("A"),
+            "collector C": collector(),
+            "deleter D": deleter(),
+        }
+    ),
     "a deleter and a saver": Scenario(
         {"saver A": saver(2), "deleter B": deleter()}, "a checkpoint", 1
     ),

@@ -189,8 +189,8 @@ def wrong(point: CrashPoint, storage: MemoryStorage) -> str | None:
         for mark in point.marks:
             if mark.startswith("failed"):
                 _survivor_commits(storage, int(mark.removeprefix("failed ")))
-        if (step := step_at(storage)) not in allowed(point.marks):
-            return f"{point}: a coordinator that survived committed step {step}"
+                if (step := step_at(storage)) not in allowed(point.marks):
+                    return f"{point}: a coordinator that survived committed step {step}"
     except (AssertionError, FileNotFoundError, CheckpointError) as error:
         return f"{point}: {error!r}"
     return None
@@ -262,6 +262,13 @@ def test_without_any_one_finish_or_sync_of_save_overwrite_delete_a_crash_does_ha
             unharmed += dropped
     # The claim's bytes matter where the disk is full: see the next test.
     assert [what for what in unharmed if ".claim-" not in what] == []
+
+
+def test_without_the_finish_of_a_claim_a_crash_on_a_full_disk_does_harm():
+    def forget(_: int, operation: Operation) -> bool:
+        return operation.kind == "finish" and ".claim-" in operation.path
+
+    assert any(violations(rank_gives_up_on_a_full_disk, CrashStorage(forget=forget)))
 
 
 def _site() -> str:

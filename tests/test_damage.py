@@ -131,7 +131,7 @@ def test_a_flipped_bit_of_what_a_load_reads_is_reported_by_it(made: Path, name: 
         error = error_of_load(made)
         assert type(error) is CorruptError, at
         assert str(file) in str(error), at
-        assert re.search(r"load an older checkpoint|use another checkpoint", str(error)), at
+        assert re.search(r"(load|use) (an older|another) checkpoint$", str(error)), at
 
 
 def test_every_flipped_byte_of_a_header_is_reported_by_a_load(made: Path) -> None:
@@ -165,7 +165,6 @@ def test_a_flipped_byte_of_data_is_reported_with_its_tensor_rows_rank_and_file(
         assert found, str(error)
         assert found[1] == shard.fqn
         assert f"{file} of rank {rank}, bytes " in str(error)
-        assert shard.fqn in error.touched or not error.touched
         first, last = map(int, re.search(r"bytes (\d+):(\d+)\)", str(error)).groups())  # type: ignore[union-attr]
         assert first <= at < last <= first + 64
         if found[2] is not None:
@@ -332,7 +331,7 @@ def test_a_file_of_another_save_of_the_same_state_is_reported(
     states = [rank_state(rank) for rank in range(RANKS)]
     for state in states:
         for shard in (state["model"]["w"], state["optim"]["moment"]):
-            shard.tensor += 1
+            shard.tensor.add_(1)
         state["epoch"]["number"] = 4
         if "late" in state:
             state["late"] = [1, 2, 4]
@@ -487,6 +486,26 @@ def test_on_ranks_all_raise_the_same_error_for_damage_that_one_of_them_reads(mad
         assert len({str(error) for error in errors}) == 1
         assert "optim.moment rows 38:40: damaged" in str(errors[0])
         assert f"{file} of rank 3" in str(errors[0])
+
+
+def test_the_error_lists_what_this_rank_has_filled_though_another_met_the_damage(
+    made: Path,
+) -> None:
+    file = made / "model-00003.safetensors"
+    header = header_of(file)
+    (first, _) = [shard for shard in header.shards if shard.fqn == "model.strided"]
+    for _ in flipped(file, [header.header_nbytes + first.span.start]):
+        states: list[dict[str, Any]] = [
+            {"model": {"strided": torch.zeros(9, 4)}},
+            {"optim": {"moment": torch.zeros(40, 8)}},
+        ]
+        errors = rank_threads.errors_of(
+            rank_threads.try_load(lambda _: LocalStorage(), states, str(made.parent), strict=False)
+        )
+        assert all("model.strided rows 3:4: damaged" in str(error) for error in errors)
+        moment = random_tensors()["optim.moment"]
+        assert torch.equal(states[1]["optim"]["moment"], moment)
+        assert "optim.moment" in errors[1].touched  # type: ignore[attr-defined]
 
 
 # --- bytes that are read ---------------------------------------------------------------------

@@ -6,26 +6,23 @@ from collections import Counter
 from dataclasses import replace
 from math import prod
 
-import pytest
 from tilings import inventory_of
 
 from dist_ckpt.index import Catalog, Component, TensorRecord
 from dist_ckpt.layout import Grid, Layout
-from dist_ckpt.mesh import cells_of
 from dist_ckpt.plan import (
     Flattened,
     Mesh,
     Placed,
     Replicate,
-    Ruled,
     Shard,
     TensorEntry,
     View,
     Whole,
 )
-from dist_ckpt.region import Elements, Region, Shape
+from dist_ckpt.region import Region, Shape
 from dist_ckpt.save_planner import items_of, plan_save
-from dist_ckpt.sharded_views import assign, saved_view, target_view, target_views
+from dist_ckpt.sharded_views import assign, target_view, target_views
 from dist_ckpt.sharding import ShardingConfig
 
 GRID = ShardingConfig({"dp": 2, "tp": 2}, {"*.weight": {"tp": 0, "dp": 0}, "*.bias": {"tp": 0}})
@@ -61,21 +58,6 @@ ADAM = catalog_of(
 )
 
 
-def test_a_rule_makes_a_view_of_a_local_tensor() -> None:
-    ruled = Ruled(MESH, ((0, 1), ()))
-    assert saved_view(GRID, "a.weight", (3, 2), rank=1) == (ruled, (3, 2))
-    assert saved_view(GRID, "a.scale", (3, 2), rank=1) == (Whole(), (3, 2))
-    assert saved_view(GRID, "a.weight", (), rank=1) == (Whole(), ())
-
-
-def test_what_is_stored_under_a_parameter_follows_it_in_the_same_shape() -> None:
-    under = ("a.weight", (3, 2))
-    view = saved_view(GRID, "state.a.weight.m", (3, 2), rank=0, parameter=under)[0]
-    assert view == Ruled(MESH, ((0, 1), ()))
-    view = saved_view(GRID, "state.a.weight.factor", (3, 1), rank=0, parameter=under)[0]
-    assert view == Whole()
-
-
 def test_a_load_gets_the_parts_that_torch_chunk_makes() -> None:
     both = Placed(MESH, (Shard(0), Shard(0)))
     assert target_view(GRID, "a.weight", (7, 2)) == both
@@ -84,42 +66,6 @@ def test_a_load_gets_the_parts_that_torch_chunk_makes() -> None:
     under = ("a.weight", (7, 2))
     assert target_view(GRID, "state.a.weight.m", (7, 2), parameter=under) == both
     assert target_view(GRID, "state.a.weight.m", (7, 1), parameter=under) == Whole()
-
-
-def test_flat_optimizer_state_is_a_range_of_the_whole_parameter() -> None:
-    config = ShardingConfig.zero(4, 1, flat=True)
-    under = ("w", (5, 2))
-    name = "state.w.exp_avg"
-    for rank, numel in enumerate((3, 3, 3, 1)):
-        found = saved_view(config, name, (numel,), rank=rank, parameter=under)
-        assert found == (Flattened(LINE), (5, 2))
-    assert saved_view(config, "w", (5, 2), rank=0) == (Whole(), (5, 2))
-    assert saved_view(config, "state.w.step", (), rank=0, parameter=under) == (Whole(), ())
-    assert saved_view(config, name, (7,), rank=0, parameter=under) == (Whole(), (7,))
-
-
-def test_flat_parameters_need_their_shapes() -> None:
-    config = ShardingConfig.zero(4, 3, flat=True, shapes={"w": (5, 2)})
-    assert saved_view(config, "w", (1,), rank=3) == (Flattened(LINE), (5, 2))
-    under = ("w", (1,))
-    found = saved_view(config, "state.w.m", (1,), rank=3, parameter=under)
-    assert found == (Flattened(LINE), (5, 2))
-    with pytest.raises(ValueError, match=r"v: a flat part of \[3\] does not tell .* dc\.FlatShard"):
-        saved_view(config, "v", (3,), rank=0)
-    with pytest.raises(ValueError, match=r"w: rank 3 holds \[3\], .* has 1 elements"):
-        saved_view(config, "w", (3,), rank=3)
-
-
-def test_flat_state_is_saved_and_loaded_by_even_ranges() -> None:
-    config = ShardingConfig.zero(4, 2, flat=True)
-    view, shape = saved_view(config, "state.w.m", (3,), rank=0, parameter=("w", (5, 2)))
-    entry = TensorEntry("optim.state.w.m", "float32", shape, 0, 0)
-    inventory = replace(inventory_of({}, 0), views=(view,), tensors=(entry,))
-    plan = plan_save([(inventory, (0, 1, 2, 3))], 4)
-    cells = [item.cell for rank in range(4) for file in items_of(plan, rank) for item in file.items]
-    assert cells == [Elements(0, 3), Elements(3, 6), Elements(6, 9), Elements(9, 10)]
-    target = target_view(config, "state.w.m", (5, 2), parameter=("w", (5, 2)))
-    assert [cells_of(target, rank, (5, 2)) for rank in range(4)] == [(cell,) for cell in cells]
 
 
 def test_an_even_reshard_cuts_all_that_has_a_dimension() -> None:

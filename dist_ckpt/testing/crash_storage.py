@@ -200,6 +200,8 @@ def states(
             marks = (*marks, operation.path)
         if since and since not in marks:
             continue
+        if operation.kind in ("finish", "sync"):
+            continue  # what may be left after it may be left before it, and was yielded
         for tree in disk.trees(limit):
             key = (marks, *tree.items())
             if key not in seen:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from dist_ckpt.digest import Buffer
-from dist_ckpt.errors import StorageError
+from dist_ckpt.errors import CheckpointError, StorageError
 from dist_ckpt.storage import Entry, ReadableFile, Storage, WritableFile
 
 _T = TypeVar("_T")
@@ -74,7 +75,8 @@ class FaultyStorage:
             return act()
         self.failed = self.failed or what
         if self._done:
-            act()
+            with suppress(CheckpointError, OSError):
+                act()
         raise self._error or StorageError(f"{what}: a planted fault")
 
 

@@ -201,6 +201,9 @@ def _run(request: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     sys.path[:] = request["path"]
     import torch.distributed as dist
 
+    # Imported when first used, which would otherwise be in every rank.
+    importlib.import_module("dist_ckpt.saver")
+    importlib.import_module("dist_ckpt.loader")
     function = getattr(importlib.import_module(request["module"]), request["name"])
     num_threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 1
     if num_threads > 1:
@@ -239,15 +242,18 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 def _gather(pipes: dict[int, int], deadline: float) -> dict[int, bytes]:
-    """Return what each rank has sent, once all have closed their pipes or the time is up."""
-    results: dict[int, bytes] = dict.fromkeys(pipes.values(), b"")
+    """Return what each rank has sent, once all have closed their pipes or the time is up.
+
+    A rank that has neither sent anything nor closed its pipe is not in it.
+    """
+    results: dict[int, bytes] = {}
     with selectors.DefaultSelector() as selector:
         for pipe in pipes:
             selector.register(pipe, selectors.EVENT_READ)
         while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
                 data = os.read(key.fd, 1 << 20)
-                results[pipes[key.fd]] += data
+                results[pipes[key.fd]] = results.get(pipes[key.fd], b"") + data
                 if not data:
                     selector.unregister(key.fd)
     for pipe in pipes:
@@ -256,8 +262,8 @@ def _gather(pipes: dict[int, int], deadline: float) -> dict[int, bytes]:
 
 
 def _reap(pid: int, result: bytes | None) -> dict[str, Any]:
-    # A rank that has sent its result may still be ending; one that has not is late.
-    until = time.monotonic() + (10 if result else 0)
+    # A rank that has sent its result, or died, may still be ending; any other is late.
+    until = time.monotonic() + (10 if result is not None else 0)
     done, status = os.waitpid(pid, os.WNOHANG)
     while not done and time.monotonic() < until:
         time.sleep(0.001)

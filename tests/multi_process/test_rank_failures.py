@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import resource
 import signal
 import time
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Options, Outcome, run_ranks, try_ranks
+from ranks import Options, run_ranks, try_ranks
 
 import dist_ckpt as dc
 from dist_ckpt import commit, loader, saver
@@ -71,10 +72,11 @@ def use_own_groups(rank: int, world_size: int) -> None:
         assert total.item() == 1
 
 
-def load_all(path: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    dc.load(found, path)
-    return found
+def value_at(path: str) -> int:
+    """Return what is saved, without loading: that would be collective."""
+    with dc.open(path) as checkpoint:
+        value: int = checkpoint.objects["plain"]["value"]
+        return value
 
 
 def assert_stands(path: str, value: int, *, rows: int = ROWS) -> None:
@@ -86,7 +88,8 @@ def assert_stands(path: str, value: int, *, rows: int = ROWS) -> None:
 
 
 def assert_loads(path: str, value: int, *, rows: int = ROWS) -> None:
-    found = load_all(path)
+    found: dict[str, Any] = {}
+    dc.load(found, path)
     assert found["plain"] == {"value": value}
     assert found["replica"].eq(value).all()
     expected = value + torch.arange(rows, dtype=torch.int32)[:, None]
@@ -337,15 +340,13 @@ def test_all_ranks_of_a_part_of_the_world_are_told_the_same_and_all_go_on(name, 
 
 
 def interrupt_one(rank: int, path: str) -> Any:
-    good = parts(rank, 1)
-    dc.save(good, path)
-    bad = {**parts(rank, 2), "bad": Fails(KeyboardInterrupt())}
+    dc.save(parts(rank, 1), path)
     error = None
     if rank == 1:
         with pytest.raises(KeyboardInterrupt):
-            dc.save(bad, path, overwrite=True)
+            dc.save({"bad": Fails(KeyboardInterrupt())}, path, overwrite=True)
     else:
-        error = tuple(told(lambda: dc.save(bad, path, overwrite=True)))
+        error = tuple(told(lambda: dc.save(parts(rank, 2), path, overwrite=True)))
     dist.barrier()
     left = os.listdir(path)
     dist.barrier()
@@ -441,7 +442,7 @@ def lose_one(rank: int, victim: int, moment: str, path: str) -> Any:
     living = sorted({0, 1, 2} - {victim})
     group = dist.new_group(living, use_local_synchronization=True)
     dist.barrier(group)
-    found = load_all(path)["plain"]["value"] if rank == living[0] else None
+    found = value_at(path) if rank == living[0] else None
     states = [status.state for status in commit.attempts(LocalStorage(), path)]
     dist.barrier(group)
     dc.save(large(living.index(rank), 2, 3), path, overwrite=True, group=group)
@@ -518,7 +519,7 @@ def freeze_one(rank: int, victim: int, moment: str, path: str) -> Any:
             os.kill(int(pids[victim].item()), signal.SIGCONT)
     dist.barrier()
     states = [status.state for status in commit.attempts(LocalStorage(), path)]
-    found = load_all(path)["plain"]["value"] if rank == 0 else None
+    found = value_at(path) if rank == 0 else None
     use_own_groups(rank, 3)
     dc.save(large(rank, 3, 3), path, overwrite=True)
     return came_to, states, found
@@ -627,3 +628,202 @@ def test_a_coordinator_that_cannot_tell_of_its_claim_leaves_no_attempt(tmp_path)
     assert "key-value store is gone" in Told(*values[0][0]).message
     assert "rank 0 (host" in Told(*values[1][0]).message
     assert_stands(path, 1)
+
+
+# --- loads -------------------------------------------------------------------------------------
+
+
+class Loads:
+    """An object that notes what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given.append(state)
+
+
+def save_well(rank: int, path: str) -> None:
+    dc.save({**parts(rank, 1), "object": Loads()}, path)
+
+
+def no_change(template: dict[str, Any]) -> Any:
+    return template
+
+
+def add_a_tensor(template: dict[str, Any]) -> Any:
+    return {**template, "extra": torch.zeros(3)}
+
+
+def take_another_dtype(template: dict[str, Any]) -> Any:
+    return {**template, "replica": torch.zeros(100, dtype=torch.float32)}
+
+
+def refuse_what_is_loaded(template: dict[str, Any]) -> Any:
+    return {**template, "object": Fails(RuntimeError("no"))}
+
+
+class LoadCase(NamedTuple):
+    """How a load goes wrong on rank 1: the template it has, and what all ranks are told."""
+
+    template: Callable[[dict[str, Any]], Any]
+    kind: str
+    text: str
+    touched: tuple[str, ...] = ()
+    # The error comes when tensors have been placed.
+    is_late: bool = False
+
+
+LOADS = {
+    "a damaged block of what it reads": LoadCase(
+        no_change, "CorruptError", "rank 1 (host {host}): ", ("part",), is_late=True
+    ),
+    "a damaged header of what it reads": LoadCase(
+        no_change, "CorruptError", "rank 1 (host {host}): "
+    ),
+    "a file that is gone": LoadCase(no_change, "CorruptError", "rank 1 (host {host}): "),
+    "a storage of its own": LoadCase(no_change, "CorruptError", "rank 1 (host {host}): "),
+    "a tensor that was not saved": LoadCase(add_a_tensor, "IncompatibleError", "extra"),
+    "another dtype": LoadCase(take_another_dtype, "IncompatibleError", "replica"),
+    "an object that refuses": LoadCase(
+        refuse_what_is_loaded, "RankError", "rank 1 (host {host}): RuntimeError: no", is_late=True
+    ),
+}
+
+
+def fail_to_load(rank: int, name: str, path: str) -> Any:
+    taker = Loads()
+    template = {**parts(rank, -1), "object": taker}
+    before = {name: template[name].clone() for name in ("replica",)}
+    part = template["part"].tensor.clone()
+    mine = LOADS[name].template(template) if rank == 1 else template
+    elsewhere = rank == 1 and name == "a storage of its own"
+    with own_storage(loader, path) if elsewhere else contextlib.nullcontext():
+        error = tuple(told(lambda: dc.load(mine, path)))
+    untouched = (
+        torch.equal(template["replica"], before["replica"])
+        and torch.equal(template["part"].tensor, part)
+        and template["plain"] == {"value": -1}
+    )
+    dist.barrier()
+    use_own_groups(rank, 3)
+    good = {**parts(rank, 2), "object": Loads()}
+    dc.save(good, f"{path}-good")
+    again = {**parts(rank, -1), "object": Loads()}
+    dc.load(again, f"{path}-good")
+    assert torch.equal(again["part"].tensor, good["part"].tensor)
+    return error, untouched, len(taker.given)
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_all_ranks_are_told_the_same_of_one_that_cannot_load(name, tmp_path):
+    path, case = str(tmp_path / "ck"), LOADS[name]
+    run_ranks(3, save_well, path, environ=CALM)
+    damage(path, name)
+    values = run_ranks(3, fail_to_load, name, path, environ=CALM)
+    host = os.uname().nodename
+    first = Told(*values[0][0])
+    for rank, (error, untouched, num_given) in enumerate(values):
+        assert Told(*error)[:3] == first[:3]
+        print(error[2])
+        assert error[0] == case.kind, error
+        assert case.text.format(host=host) in error[2]
+        assert Told(*error).touched == first.touched
+        assert set(case.touched) <= set(first.touched) <= {"part", "replica"}
+        assert case.is_late or not first.touched
+        assert untouched or case.is_late
+        # Objects are loaded last, when all else has succeeded on all ranks.
+        assert num_given == 0 or (name == "an object that refuses" and rank != 1)
+
+
+def damage(path: str, name: str) -> None:
+    (file,) = Path(path).glob("a1-*/*-00001.safetensors")
+    if name == "a file that is gone":
+        file.unlink()
+    if name.startswith("a damaged"):
+        data = bytearray(file.read_bytes())
+        data[100 if "header" in name else -1] ^= 1
+        file.write_bytes(data)
+
+
+def die_in_a_load(rank: int, path: str) -> Any:
+    template = large(rank, 3, -1)
+    with at("while it reads", die) if rank == 1 else contextlib.nullcontext():
+        return tuple(told(lambda: dc.load(template, path)))
+
+
+def save_large(rank: int, path: str) -> None:
+    dc.save(large(rank, 3, 1), path)
+
+
+def test_a_rank_killed_in_a_load_is_named_by_all_others(tmp_path):
+    path = str(tmp_path / "ck")
+    run_ranks(3, save_large, path, environ=CALM)
+    options = Options(store="launcher", environ=FRAIL)
+    outcomes = try_ranks(3, die_in_a_load, path, options=options)
+    assert outcomes[1].signal == signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        error = Told(*outcome.value)
+        assert (error.kind, error.rank) == ("RankError", 1)
+        assert "of load of " in error.message
+        assert error.seconds < NOTICED_S
+
+
+# --- all ranks die -----------------------------------------------------------------------------
+
+# What the killer waits for at most.
+KILLER_S = 20
+NUM_ROUNDS = 20
+
+
+def save_until_killed(rank: int, path: str, first: int, folder: str, kill_after_s: float) -> None:
+    """Ranks 0 to 2 overwrite again and again; rank 3 kills them all at once."""
+    if rank == 3:
+        kill_all(Path(folder), kill_after_s)
+        return
+    os.environ["DIST_CKPT_SILENCE_S"] = "15"
+    store = dist.FileStore(f"{folder}/store", 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    value = first
+    dc.save(parts(rank, value), path, overwrite=True)
+    Path(folder, f"reported-{rank}").write_text(f"{value}\n")
+    Path(folder, f"{os.getpid()}.pid").touch()
+    with open(f"{folder}/reported-{rank}", "a") as reported:
+        while True:
+            value += 1
+            dc.save(parts(rank, value), path, overwrite=True)
+            print(value, file=reported, flush=True)
+
+
+def kill_all(folder: Path, after_s: float) -> None:
+    deadline = time.monotonic() + KILLER_S
+    while len(pids := [int(file.stem) for file in folder.glob("*.pid")]) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(after_s)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_whatever_moment_all_ranks_are_killed_at_what_was_reported_saved_loads(tmp_path):
+    path = str(tmp_path / "ck")
+    moments = random.Random(7)
+    value, states = 0, set()
+    for number in range(NUM_ROUNDS):
+        folder = tmp_path / f"round-{number}"
+        folder.mkdir()
+        arguments = (path, value + 1, str(folder), moments.uniform(0, 0.06))
+        outcomes = try_ranks(4, save_until_killed, *arguments, options=Options(store=None))
+        assert [outcome.signal for outcome in outcomes[:3]] == [signal.SIGKILL] * 3, outcomes
+        reported = max(int(file.read_text().split()[-1]) for file in folder.glob("reported-*"))
+        value = value_at(path)
+        assert reported <= value <= reported + 1
+        assert_loads(path, value)
+        states |= {status.state for status in commit.attempts(LocalStorage(), path)}
+        if number % 2:
+            commit.collect(LocalStorage(), path, grace_s=0)
+            assert_stands(path, value)
+    assert {"committed", "open"} <= states

@@ -1,0 +1,93 @@
+"""Saves and loads by a part of the world, while the other ranks do something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# Torch imports it, for seconds, when a process makes its first DTensor.
+import torch._dynamo
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dist_ckpt as dc
+
+pytestmark = pytest.mark.multi_process
+
+WORLD_SIZE = 4
+MEMBERS = (3, 1)  # the order in which a user names them
+
+
+def full(name: str) -> torch.Tensor:
+    return torch.arange(30.0).view(10, 3) + len(name)
+
+
+def in_world(_rank: int) -> float:
+    """Do a collective of the user's, over the world and over a new group."""
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    group = dist.new_group([0, 3])
+    if dist.get_rank() in (0, 3):
+        dist.all_reduce(number, group=group)
+    return number.item()
+
+
+def save_apart(rank: int, root: str) -> Any:
+    """Ranks 1 and 3 save, ranks 0 and 2 compute; then each half saves for itself, then all."""
+    group = dist.new_group(list(MEMBERS))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    half = mesh["b"]  # ranks 0 and 1, ranks 2 and 3
+    shard = distribute_tensor(full("part"), half, [Shard(0)], src_data_rank=None)
+    reports = []
+    if rank in MEMBERS:
+        state = {"mine": dc.PerRank(rank), "w": full("part")}
+        report = dc.save(state, f"{root}/part", group=group)
+        with pytest.raises(ValueError, match="group"):  # the mesh has others
+            dc.save({"w": shard}, f"{root}/refused", group=group)
+        again = {"mine": dc.PerRank(-1), "w": torch.zeros(10, 3)}
+        dc.load(again, f"{root}/part", group=group)
+        assert again["mine"].value == rank
+        assert torch.equal(again["w"], full("part"))
+        reports.append(report.num_files)
+    else:
+        with pytest.raises(ValueError, match="not in this group"):
+            dc.save({"w": shard}, f"{root}/refused", group=group)
+    sums = [in_world(rank)]
+    dc.save({"w": shard}, f"{root}/half {rank // 2}", group=half.get_group())
+    blank = distribute_tensor(torch.zeros(10, 3), half, [Shard(1)], src_data_rank=None)
+    # Halves read each other's.
+    dc.load(
+        {"w": blank}, f"{root}/half {1 - rank // 2}" if dist_done() else "", group=half.get_group()
+    )
+    assert torch.equal(blank.full_tensor(), full("part"))
+    whole = distribute_tensor(full("all"), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    dc.save({"w": whole}, f"{root}/all")
+    sums.append(in_world(rank))
+    return reports, sums
+
+
+def dist_done() -> bool:
+    """Wait for all ranks."""
+    dist.barrier()
+    return True
+
+
+def test_parts_of_the_world_save_while_others_do_something_else(tmp_path: Path):
+    found = run_ranks(WORLD_SIZE, save_apart, str(tmp_path))
+    assert [sums for _, sums in found] == [[8.0] * 2, [4.0] * 2, [4.0] * 2, [8.0] * 2]
+    # They are counted within the group: the first that was named coordinates.
+    assert not (tmp_path / "refused").exists()
+    with dc.open(tmp_path / "part") as checkpoint:
+        assert checkpoint.world_size == 2
+        assert sorted(checkpoint.per_rank["mine"].values()) == [1, 3]
+    for name in ("half 0", "half 1", "all"):
+        assert dc.verify(tmp_path / name).ok
+        with dc.open(tmp_path / name) as checkpoint:
+            assert checkpoint.world_size == (4 if name == "all" else 2)
+            expected = full("all" if name == "all" else "part").numpy().tobytes()
+            assert bytes(checkpoint["w"][...].data) == expected
