@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt import commit, index_codec, paths, wire
+from dist_ckpt.attempts import has_index
 from dist_ckpt.channel import Doc
 from dist_ckpt.coordinator import check_alike
-from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.errors import CorruptError, IncompatibleError, StorageError
 from dist_ckpt.index import Catalog, Index, Key
 from dist_ckpt.paths import Attempt
 from dist_ckpt.session import Session
@@ -56,6 +57,7 @@ class LoadRun:
     def __init__(self, ranks: Session) -> None:
         self._ranks = ranks
         self._request: LoadRequest
+        self._attempt: Attempt
 
     def open(self, request: Callable[[], LoadRequest]) -> Found:
         """Find the checkpoint, and hand its index to all. Collective: every rank calls this."""
@@ -86,6 +88,7 @@ class LoadRun:
         ranks.bulk_epoch = answer["bulk"]
         attempt = paths.parse_attempt(answer["attempt"])
         assert attempt is not None
+        self._attempt = attempt
         index = self._share_index(None if found is None else found[1])
         return Found(attempt, index, dict(wire.unpack(answer["keys"], tuple)))
 
@@ -121,7 +124,7 @@ class LoadRun:
         names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
 
         def describe() -> Doc:
-            findings = examine()
+            findings = self._examine(examine)
             unclaimed = set(findings.unclaimed)
             # One bit a name: lists of names would grow with tensors times ranks.
             bits = sum(1 << i for i, name in enumerate(names) if name in unclaimed)
@@ -140,6 +143,19 @@ class LoadRun:
             return unexpected
 
         return tuple(self._ranks.channel.exchange("check", describe, judge))
+
+    def _examine(self, examine: Callable[[], Findings]) -> Findings:
+        try:
+            return examine()
+        except CorruptError as error:
+            asked = self._request
+            if not self._ranks.channel.rank or has_index(asked.storage, asked.path, self._attempt):
+                raise
+            raise StorageError(
+                f"{asked.path}/{self._attempt} is not seen here, though the coordinator has read "
+                "its index: the path is not on storage that all ranks share, or another job has "
+                "removed the checkpoint. See which, then load again"
+            ) from error
 
     def _message(self, problems: Sequence[str]) -> str:
         more = len(problems) - MAX_LISTED

@@ -20,7 +20,7 @@ import dist_ckpt as dc
 pytestmark = pytest.mark.multi_process
 
 WORLD_SIZE = 4
-MEMBERS = (3, 1)  # the order in which a user names them
+MEMBERS = (3, 1)  # new_group sorts them
 
 
 def full(name: str) -> torch.Tensor:
@@ -60,10 +60,9 @@ def save_apart(rank: int, root: str) -> Any:
     sums = [in_world(rank)]
     dc.save({"w": shard}, f"{root}/half {rank // 2}", group=half.get_group())
     blank = distribute_tensor(torch.zeros(10, 3), half, [Shard(1)], src_data_rank=None)
+    dist.barrier()
     # Halves read each other's.
-    dc.load(
-        {"w": blank}, f"{root}/half {1 - rank // 2}" if dist_done() else "", group=half.get_group()
-    )
+    dc.load({"w": blank}, f"{root}/half {1 - rank // 2}", group=half.get_group())
     assert torch.equal(blank.full_tensor(), full("part"))
     whole = distribute_tensor(full("all"), mesh, [Shard(0), Shard(1)], src_data_rank=None)
     dc.save({"w": whole}, f"{root}/all")
@@ -71,16 +70,9 @@ def save_apart(rank: int, root: str) -> Any:
     return reports, sums
 
 
-def dist_done() -> bool:
-    """Wait for all ranks."""
-    dist.barrier()
-    return True
-
-
 def test_parts_of_the_world_save_while_others_do_something_else(tmp_path: Path):
     found = run_ranks(WORLD_SIZE, save_apart, str(tmp_path))
     assert [sums for _, sums in found] == [[8.0] * 2, [4.0] * 2, [4.0] * 2, [8.0] * 2]
-    # They are counted within the group: the first that was named coordinates.
     assert not (tmp_path / "refused").exists()
     with dc.open(tmp_path / "part") as checkpoint:
         assert checkpoint.world_size == 2

@@ -203,10 +203,10 @@ def part(kind: str, boxes: Boxes, whole: torch.Tensor) -> Any:
                 for tensor, offset in zip(tensors, offsets, strict=True)
             ]
             return init_from_local_shards(shards, *shape)
-        case "dtensor":
-            mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-            return distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
-    return whole.clone()
+    if kind == "whole":
+        return whole.clone()
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    return distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
 
 
 def local_tensors(leaf: Any) -> list[torch.Tensor]:
@@ -291,7 +291,7 @@ def whole_tensors() -> dict[str, Any]:
 def blank_like(value: Any) -> Any:
     if isinstance(value, dict):
         copies = {key: blank_like(child) for key, child in value.items()}
-        return {key: copies["a"] for key in copies} if "a" in copies else copies
+        return dict.fromkeys(copies, copies["a"]) if "a" in copies else copies
     return np.zeros_like(value) if isinstance(value, np.ndarray) else torch.zeros_like(value)
 
 

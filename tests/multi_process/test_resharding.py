@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from ranks import run_ranks
-from training import BLANK, CUTS, MOMENTS, SAVED, difference, make, sharding_of, whole
+from training import BLANK, CUTS, MOMENTS, SAVED, difference, make, plain_data, sharding_of, whole
 
 import dist_ckpt as dc
 
@@ -40,4 +38,23 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("cut", CUTS)
 def test_what_any_layout_saved_loads_to_the_last_bit_into(cut, saved):
     for found in run_ranks(CUTS[cut], load_each, cut, saved):
-        assert found == dict.fromkeys(CUTS, [])
+        assert found == {source: [] for source in CUTS}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_whole_tensors_are_read_to_the_last_bit_without_ranks_from(cut, saved):
+    with dc.open(saved[cut]) as checkpoint:
+        for name, tensor in whole(SAVED, "weight").state_dict().items():
+            assert bytes(checkpoint[f"model.{name}"][...].data) == as_bytes(tensor)
+        for quantity in MOMENTS:
+            for name, tensor in whole(SAVED, quantity).named_parameters():
+                stored = checkpoint[f"optim.state.{name}.{quantity}"]
+                assert (stored.dtype, stored.shape) == ("float32", tuple(tensor.shape))
+                assert bytes(stored[...].data) == as_bytes(tensor)
+        assert checkpoint.objects["data"] == plain_data(SAVED)
+    assert dc.verify(saved[cut]).ok
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    data: bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
