@@ -262,11 +262,13 @@ class SaveRun:
             return None
 
     def _read_verdict(self, attempt: Attempt) -> Verdict | None:
-        """Return what the index says if this attempt is the checkpoint now, durably."""
+        """Return what the index says if this attempt is the checkpoint now.
+
+        It is durable: `abandon` has made it so before it told that it is committed.
+        """
         found, index = commit.find(self._storage, self._path)
         if found != attempt:
             return None
-        self._storage.sync(f"{self._path}/{attempt.name}")
         nbytes = sum(f.nbytes for f in index.files) + sum(f.nbytes for f in index.objects)
         num_files = len(index.files) + len(index.objects)
         return Verdict(attempt.name, nbytes, num_files, self._ranks.channel.rank, 0.0)
