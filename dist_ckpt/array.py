@@ -83,7 +83,7 @@ class Array:
         if dtype is None:
             raise TypeError(f"torch {torch.__version__} has no {self.dtype}: upgrade torch")
         if self.nbytes == 0:
-            return torch.empty(self.shape, dtype=dtype)  # type: ignore[no-any-return]
+            return torch.empty(self.shape, dtype=dtype, device="cpu")  # type: ignore[no-any-return]
         memory = bytearray(self.data) if self.data.readonly else self.data
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         return flat.view(dtype).view(self.shape)  # type: ignore[no-any-return]

@@ -3,8 +3,9 @@
     survey(state) -> Template           what the state asks for (template.py)
     bind(template, saved) -> Binding    decides by names and kinds; every problem is listed
     binding.wanted -> load plan         all ranks agree that there is no problem
+    binding.check(files)                the values that were read are what is asked for
     binding.allocate() -> targets       memory that does not exist yet; the reader fills all
-    binding.place(files)                plain values and new tensors go where they belong
+    binding.place()                     plain values and new tensors go where they belong
     binding.load_objects()              load_state_dict, set_extra_state; generators last
 
 `bind` changes nothing that the user holds, and no optimizer state is made before `allocate`,
@@ -68,7 +69,7 @@ class Binding:
     names that the state asks for and the checkpoint lacks. `unclaimed`: saved names that this
     rank's state does not ask for, as the catalog has them; those that no rank asks for are
     unexpected (`unexpected_problem` words the error). `dropped`: what a policy or a rename left
-    out. `needs`: the ranks whose `objects-<rank>.msgpack` must be read for `place`.
+    out. `needs`: the ranks whose `objects-<rank>.msgpack` must be read for `check`.
     """
 
     def __init__(self, asks: Asks, *, strict: bool) -> None:
@@ -91,20 +92,26 @@ class Binding:
             self.problems += asks.unmatched()
             self.problems += (missing_problem(self.missing),) if self.missing else ()
 
+    def check(self, files: Sequence[ObjectsFile]) -> None:
+        """Take what is asked for out of `files`, those of `needs`. Changes nothing.
+
+        Raises CorruptError if a value is in none of them, IncompatibleError if a state of the
+        generators cannot be set here.
+        """
+        main = ObjectsFile(values=self._asks.saved.values)
+        self._contents = Contents.of([main, *files])
+        self._contents.check(self._asks.needed)
+        for generators, get in self._asks.last:
+            generators.check(get(self._contents))
+
     def allocate(self) -> Mapping[tuple[str, int], Target]:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
         return self._asks.wants.allocate()
 
-    def place(self, files: Sequence[ObjectsFile]) -> None:
-        """Put plain values and new tensors where they belong. `files` are those of `needs`."""
-        asks = self._asks
-        asks.wants.synchronize()
-        main = ObjectsFile(values=asks.saved.values)
-        self._contents = Contents.of([main, *files])
-        self._contents.check(asks.needed)
-        for generators, get in asks.last:
-            generators.check(get(self._contents))
-        for effect in asks.effects:
+    def place(self) -> None:
+        """Put plain values and new tensors where they belong."""
+        self._asks.wants.synchronize()
+        for effect in self._asks.effects:
             effect(self._contents)
 
     def load_objects(self) -> None:

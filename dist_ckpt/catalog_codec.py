@@ -115,7 +115,7 @@ def decode_catalog(doc: Mapping[str, Json], what: str) -> Catalog:
     for fqn, target in aliases.items():
         if target not in tensors:
             raise corrupt(what, f"{fqn!r} is an alias of {target!r}, which is no tensor")
-    mesh = _decode_mesh(doc["mesh"], world_size, f"{what}, mesh")
+    mesh = _decode_mesh(doc["mesh"], f"{what}, mesh")
     return Catalog(world_size, mesh, components, layouts, tensors, aliases, values, per_rank)
 
 
@@ -129,9 +129,12 @@ def _check_names(tables: Sequence[Mapping[str, object]], what: str) -> None:
         raise corrupt(what, f"a name of more than {MAX_FQN_CHARS} characters")
 
 
-def _decode_mesh(value: Json, world_size: int, what: str) -> tuple[tuple[str, int], ...]:
+def _decode_mesh(value: Json, what: str) -> tuple[tuple[str, int], ...]:
+    # After a reshard it is that of the ranks that saved, who may have been more than there are now.
     axes = [row(axis, 2, what) for axis in array(value, what)]
-    return tuple((string(name, what), integer(size, 1, world_size, what)) for name, size in axes)
+    return tuple(
+        (string(name, what), integer(size, 1, MAX_WORLD_SIZE, what)) for name, size in axes
+    )
 
 
 def _decode_components(value: Json, what: str) -> tuple[Component, ...]:

@@ -48,7 +48,7 @@ from dist_ckpt.paths import (
     temporary_claim,
     temporary_index,
 )
-from dist_ckpt.removal import collect, delete, remove, supersede
+from dist_ckpt.removal import collect, collect_all, delete, remove, supersede
 from dist_ckpt.storage import Entry, Storage
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "check_files",
     "claim",
     "collect",
+    "collect_all",
     "commit",
     "delete",
     "find",

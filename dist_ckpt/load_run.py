@@ -127,15 +127,17 @@ class LoadRun:
             findings = self._examine(examine)
             unclaimed = set(findings.unclaimed)
             # One bit a name: lists of names would grow with tensors times ranks.
-            bits = sum(1 << i for i, name in enumerate(names) if name in unclaimed)
+            bits = "".join("1" if name in unclaimed else "0" for name in names)
             size = (len(names) + 7) // 8
-            return {"problems": list(findings.problems), "unclaimed": bits.to_bytes(size, "big")}
+            packed = int(f"0{bits}", 2).to_bytes(size, "big")
+            return {"problems": list(findings.problems), "unclaimed": packed}
 
         def judge(payloads: Sequence[Doc]) -> Doc:
-            bits = -1
+            common = -1
             for payload in payloads:
-                bits &= int.from_bytes(payload["unclaimed"], "big")
-            unexpected = [name for i, name in enumerate(names) if bits >> i & 1]
+                common &= int.from_bytes(payload["unclaimed"], "big")
+            bits = f"{common:0{len(names)}b}"
+            unexpected = [name for name, bit in zip(names, bits, strict=False) if bit == "1"]
             problems = _merge_problems([payload["problems"] for payload in payloads])
             problems += word_unexpected(unexpected)
             if problems:

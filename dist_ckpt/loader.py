@@ -21,7 +21,7 @@ from dist_ckpt.phases import Phases
 from dist_ckpt.reader import Nowhere, ReadTotals, read
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.saved import saved_of
-from dist_ckpt.selection import selection_of
+from dist_ckpt.selection import rename_of, selection_of
 from dist_ckpt.session import Session, session_of
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.storage import Storage, open_storage
@@ -30,7 +30,7 @@ from dist_ckpt.torch_objects import MAKE
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The options of `load`."""
+    """The options of `load`, checked by `check` once a rank's error can reach the others."""
 
     sharding: ShardingConfig | None = None
     strict: bool = True
@@ -39,6 +39,16 @@ class LoadOptions:
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
     rename: Mapping[str, str | None] | None = None
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for options that make no sense."""
+        if self.sharding is not None and not isinstance(self.sharding, ShardingConfig):
+            raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
+        for name in ("strict", "verify", "check_first"):
+            if type(value := getattr(self, name)) is not bool:
+                raise TypeError(f"{name}={value!r}: give True or False")
+        selection_of(self.include, self.exclude)
+        rename_of(self.rename)
 
 
 def load(
@@ -128,7 +138,7 @@ class _Load:
                 run.step("check first", self._read_nowhere)
             run.step("read", self._read)
         with self._phases.phase("place"):
-            run.step("place", lambda: self._binding.place(self._objects))
+            run.step("place", self._binding.place)
             run.step("objects", self._binding.load_objects)
 
     def _request(self) -> LoadRequest:
@@ -166,7 +176,7 @@ class _Load:
         if not problems:
             self._plan = plan_load(index, binding.wanted)
             names = [paths.objects_file(rank) for rank in binding.needs]
-            self._objects = [self._read_objects(index, name) for name in names]
+            binding.check([self._read_objects(index, name) for name in names])
             self._files = self._open(index)
         return Findings(problems, binding.unclaimed)
 

@@ -19,7 +19,7 @@ from dist_ckpt.attempts import (
     new_id,
     nothing_found,
 )
-from dist_ckpt.errors import StorageError
+from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.paths import Attempt, is_in_attempt, is_trash, trash_name
 from dist_ckpt.storage import Storage
 
@@ -101,6 +101,23 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
             remove(storage, path, attempt)
             names.append(attempt.name)
     return tuple(names)
+
+
+def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
+    """Do so at `root` and at every folder in it; return the paths of what is gone.
+
+    Raises NotFoundError if there is no such folder.
+    """
+    try:
+        entries = storage.list(root)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError(f"{root} is no folder; choose another path") from error
+    folders = [f"{root.rstrip('/')}/{e.name}" for e in entries if e.kind == "folder"]
+    return tuple(
+        f"{path}/{name}"
+        for path in (root, *folders)
+        for name in collect(storage, path, grace_s=grace_s)
+    )
 
 
 def _is_old(status: Status, now: float, grace_s: float) -> bool:

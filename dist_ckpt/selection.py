@@ -51,6 +51,8 @@ def selection_of(
 
 
 def _patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{option}={value!r}: give names or patterns as strings")
     patterns = (value,) if isinstance(value, str) else tuple(value)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -119,6 +121,8 @@ class Rename:
 
 def rename_of(rules: Mapping[str, str | None] | None) -> Rename:
     """Check a load's `rename`. Raises TypeError or ValueError."""
+    if rules is not None and not isinstance(rules, Mapping):
+        raise TypeError(f"rename={rules!r}: give a mapping from saved names to names or None")
     for pattern, target in (rules or {}).items():
         if not isinstance(pattern, str) or not isinstance(target, str | None):
             raise TypeError(

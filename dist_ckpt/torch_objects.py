@@ -65,7 +65,7 @@ def _stand_in(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"]) 
 
 
 def _array(value: Array) -> object:
-    tensor = torch.empty(value.shape, dtype=torch_dtype(value.dtype))
+    tensor = torch.empty(value.shape, dtype=torch_dtype(value.dtype), device="cpu")
     if value.data:
         # A copy, so that it can be written to.
         raw = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)

@@ -120,7 +120,7 @@ class Wants:
         if (fqn, as_array) not in self._whole:
 
             def make() -> object:
-                tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
+                tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype), device="cpu")
                 return tensor.numpy() if as_array else tensor
 
             cells = (Region.whole(record.shape),)
@@ -133,7 +133,9 @@ class Wants:
         dtype, parameter = torch_dtype(record.dtype), beside.parameter
         whole = (Region.whole(record.shape),)
         if beside.on_host:
-            return self._want_fresh(name, whole, lambda: torch.empty(record.shape, dtype=dtype))
+            return self._want_fresh(
+                name, whole, lambda: torch.empty(record.shape, dtype=dtype, device="cpu")
+            )
         held = self._held(parameter, name)
         if record.shape == held.shape and isinstance(held.view, Whole):
             flat = self._template.rules.flat_part(record.shape)

@@ -60,11 +60,12 @@ class InMemory:
         )
 
     def finish(self, binding: Binding) -> None:
+        binding.check([self._decoded(self._keyed)])
         targets = binding.allocate()
         for wanted in binding.wanted:
             for number, cell in enumerate(wanted.cells):
                 self._copy(wanted.fqn, wanted.shape, cell, targets[wanted.fqn, number])
-        binding.place([self._decoded(self._keyed)])
+        binding.place()
         binding.load_objects()
 
     def _decoded(self, data: bytes) -> objects.ObjectsFile:

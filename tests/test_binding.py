@@ -665,12 +665,11 @@ def test_trees_that_no_state_has_made_are_refused() -> None:
     assert [key for key, _ in own_child.children("")][:1] == ["a"]
 
 
-def test_a_value_that_no_file_has_is_found_before_anything_is_placed() -> None:
+def test_a_value_that_no_file_has_is_found_before_anything_is_touched() -> None:
     saved = save({"v": 1, "p": PerRank(2)})
     for state in ({"a": 0, "v": 0}, {"a": 0, "p": PerRank(0)}):
         binding = saved.bind(state, include=["v", "p"])
-        binding.allocate()
         object.__setattr__(binding._asks.saved, "values", {})
         with pytest.raises(CorruptError, match="no objects file has it"):
-            binding.place([])
+            binding.check([])
         assert state["a"] == 0

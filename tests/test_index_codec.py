@@ -319,7 +319,7 @@ CORRUPTIONS = {
     "a world of a bool": put("world_size", True),
     "a world too large": put("world_size", 1 << 40),
     "a mesh axis of nothing": put("mesh", 0, 1, 0),
-    "a mesh axis larger than the world": put("mesh", 0, 1, 3),
+    "a mesh axis larger than any world": put("mesh", 0, 1, 1_000_001),
     "a mesh axis without a size": put("mesh", 0, ["dp"]),
     # components and files
     "a stem that is a path": put("components", 0, 1, "../x"),

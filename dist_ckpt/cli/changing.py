@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from dist_ckpt import checkpoint, commit
+from dist_ckpt import commit
 from dist_ckpt.cli import output
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.resharder import reshard as rewrite
@@ -114,10 +114,8 @@ def gc(path: Path, *, grace_s: float) -> None:
     What is committed, and what is not ours, is never touched. A save that is still running keeps
     writing, so the grace protects it.
     """
-    removed = 0
-    for one in checkpoint.checkpoints_in(path):
-        storage, where = open_storage(one.path)
-        for name in commit.collect(storage, where, grace_s=grace_s):
-            click.echo(f"removed {output.printable(one.path)}/{output.printable(name)}")
-            removed += 1
-    click.echo(f"{removed} removed")
+    storage, root = open_storage(path)
+    removed = commit.collect_all(storage, root, grace_s=grace_s)
+    for name in removed:
+        click.echo(f"removed {output.printable(name)}")
+    click.echo(f"{len(removed)} removed")

@@ -19,9 +19,9 @@ def open_storage(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     Touches nothing. The path is made absolute here, once, so that a later `chdir` changes
     nothing. Raises ValueError or TypeError for what is no path.
     """
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
-        raise TypeError(f"path is {type(text).__name__}: pass a str or a pathlib.Path")
+        raise TypeError(f"path is a {type(text).__name__}: pass a str or a pathlib.Path")
     if match := _SCHEME.match(text):
         raise ValueError(
             f"path begins with {match[1]}:// but only file systems are supported: pass the path "

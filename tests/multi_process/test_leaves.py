@@ -179,34 +179,36 @@ class Tiles:
 def part(kind: str, boxes: Boxes, whole: torch.Tensor) -> Any:
     """Return what this rank holds of a tensor, as one of the classes that hold parts."""
     shape, rank = tuple(whole.shape), dist.get_rank()
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     tensors = [box(whole, *where) for where in boxes]
     offsets = [offset for offset, _ in boxes]
+    held: Any
     match kind:
         case "local":
-            return dc.LocalShard(tensors[0], shape, offsets[0])
+            held = dc.LocalShard(tensors[0], shape, offsets[0])
         case "flat":
             cuts = [0, 0, 7, 41, 63]  # the first rank has nothing
             flat = whole.view(-1)[cuts[rank] : cuts[rank + 1]]
-            return dc.FlatShard(flat.clone(), shape, cuts[rank])
+            held = dc.FlatShard(flat.clone(), shape, cuts[rank])
         case "tiles":
-            return Tiles(shape, boxes, tensors)
+            held = Tiles(shape, boxes, tensors)
         case "wrapper":
-            mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-            wrapper = LocalShardsWrapper(tensors, offsets)
+            held = LocalShardsWrapper(tensors, offsets)
             size, stride = whole.shape, whole.stride()
-            return DTensor.from_local(
-                wrapper, mesh, [Shard(0)], run_check=False, shape=size, stride=stride
+            held = DTensor.from_local(
+                held, mesh, [Shard(0)], run_check=False, shape=size, stride=stride
             )
+        case "dtensor":
+            held = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
         case "sharded":
             shards = [
                 OwnShard.from_tensor_and_offsets(tensor, list(offset), rank)
                 for tensor, offset in zip(tensors, offsets, strict=True)
             ]
-            return init_from_local_shards(shards, *shape)
-    if kind == "whole":
-        return whole.clone()
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    return distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
+            held = init_from_local_shards(shards, *shape)
+        case _:
+            held = whole.clone()
+    return held
 
 
 def local_tensors(leaf: Any) -> list[torch.Tensor]:

@@ -733,7 +733,6 @@ def test_all_ranks_are_told_the_same_of_one_that_cannot_load(name, tmp_path):
     first = Told(*values[0][0])
     for rank, (error, changed, num_given) in enumerate(values):
         assert Told(*error)[:3] == first[:3]
-        print(error[2])
         assert error[0] == case.kind, error
         assert case.text.format(host=host) in error[2]
         assert not changed or case.is_late
