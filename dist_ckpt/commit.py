@@ -109,9 +109,9 @@ def claim(storage: Storage, path: str, *, overwrite: bool, by: str) -> Claim:
         _store_claim(storage, path, attempt, by)
         for folder in (path, *map(_parent, made)):
             storage.sync(folder)
-    except (CheckpointError, OSError) as error:
+    except BaseException as error:
         _take_back(storage, path, attempt, made)
-        if isinstance(error, CheckpointError):
+        if not isinstance(error, OSError):
             raise
         raise ConflictError(
             f"{path}/{attempt} was removed by somebody else while it was claimed: "

@@ -73,6 +73,7 @@ class SaveRun:
     def __init__(self, ranks: Session) -> None:
         self._ranks = ranks
         self._claim: commit.Claim | None = None
+        self._interrupt: BaseException | None = None
         self._request: SaveRequest
         self._body = b""
 
@@ -180,6 +181,8 @@ class SaveRun:
                     lambda: {group: dict(replica_digests(group)) for group in differing},
                     _name_unequal_replicas,
                 )
+            if self._interrupt is not None:
+                raise self._interrupt
             return Verdict(**answer["verdict"])
         except BaseException as error:
             verdict = self._recover(attempt, error)
@@ -235,6 +238,12 @@ class SaveRun:
                 f"{error}. The checkpoint is in place, but it is unknown whether it outlives a "
                 "power cut: see what is wrong with the storage, then save once more"
             ) from error
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            reason = f"it was interrupted: {type(interrupt).__name__}"
+            if commit.abandon(self._storage, self._path, claim.attempt, by=self._by, reason=reason):
+                raise
+            # The others must be told what is true: it is raised when they have been.
+            self._interrupt = interrupt
 
     def _recover(self, attempt: Attempt, error: BaseException) -> Verdict | None:
         """Make "not committed" true after a failure, or find that it was committed after all.

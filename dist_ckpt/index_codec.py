@@ -29,6 +29,9 @@ from dist_ckpt.strict_json import array, corrupt, fields, integer, mapping, row,
 MAX_NBYTES_OF_INDEX = 512 << 20
 MAX_STEP = (1 << 63) - 1
 
+# Of cells, to find out which files hold any: a short index can ask for many.
+_MAX_LOOKUPS = 1 << 28
+
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _END = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
 _END_NBYTES = 46
@@ -187,10 +190,11 @@ def _check_shard_files(index: Index, what: str) -> None:
     """Check that the files are exactly those that hold cells, and hold as much as these need."""
     catalog = index.catalog
     files = [(file.component, file.rank) for file in index.files]
-    needed = _files_of(catalog)
+    needed = _files_of(catalog, len(files), what)
     if len(set(files)) != len(files):
         raise corrupt(what, "a shard file is listed twice")
-    for component, rank in sorted(needed.symmetric_difference(files)):
+    if wrong := needed.symmetric_difference(files):
+        component, rank = min(wrong)
         name = paths.shard_file(catalog.components[component].stem, rank)
         fact = "holds shards but is not listed" if (component, rank) in needed else "holds nothing"
         raise corrupt(what, f"{name} {fact}")
@@ -203,16 +207,22 @@ def _check_shard_files(index: Index, what: str) -> None:
         raise corrupt(what, f"its files are {max(stored, key=abs)} bytes too large for its tensors")
 
 
-def _files_of(catalog: Catalog) -> set[tuple[int, int]]:
-    """Return (component, rank) of each file that stores a cell."""
+def _files_of(catalog: Catalog, num_files: int, what: str) -> set[tuple[int, int]]:
+    """Return (component, rank) of each file that stores a cell; not all if there are too many."""
     needed: set[tuple[int, int]] = set()
     # Which holders store depends on the rotation only up to where all lists of holders repeat.
     periods = [lcm(*{len(ranks) for ranks in layout.holders}) for layout in catalog.layouts]
     turns: set[tuple[int, int, int]] = set()
     for tensor in catalog.tensors.values():
         turns.add((tensor.component, tensor.layout, tensor.rotation % periods[tensor.layout]))
+    num_lookups = 0
     for component, layout, rotation in turns:
         holders = catalog.layouts[layout].holders
+        num_lookups += len(holders)
+        if num_lookups > _MAX_LOOKUPS:
+            raise corrupt(what, f"more than {_MAX_LOOKUPS} cells to look up")
+        if len(needed) > num_files:
+            break
         needed.update(
             (component, ranks[(cell + rotation) % len(ranks)]) for cell, ranks in enumerate(holders)
         )

@@ -142,6 +142,7 @@ class _Load:
             run.step("objects", self._binding.load_objects)
 
     def _request(self) -> LoadRequest:
+        self._options.check()
         own, self._path = open_storage(self._where)
         self._storage = self._given or own
         channel = self._ranks.channel

@@ -8,6 +8,7 @@ indices of a dimension are kept as ascending runs, so that a strided shard is a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import assert_never
@@ -105,6 +106,8 @@ def coordinate_of(mesh: Mesh, rank: int) -> Shape | None:
     )
 
 
+# Tensors repeat, and to cut one costs as much as its mesh has ranks.
+@lru_cache(maxsize=4096)
 def _placed_cells(view: Placed, rank: int, shape: Shape) -> tuple[Cell, ...]:
     coordinate = coordinate_of(view.mesh, rank)
     if coordinate is None:

@@ -7,7 +7,7 @@ so that ranks with the same view of the state send the same bytes, and it holds 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dist_ckpt.index import Catalog, Key, Node
 from dist_ckpt.layout import Layout
@@ -23,6 +23,14 @@ class Mesh:
     names: tuple[str, ...]
     shape: Shape
     ranks: tuple[int, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Views are looked up once a tensor, and a mesh may have thousands of ranks.
+        object.__setattr__(self, "_hash", hash((self.names, self.shape, self.ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from dist_ckpt import __version__, commit, objects, paths
 from dist_ckpt.array import ArrayTarget
+from dist_ckpt.catalog_codec import MAX_WORLD_SIZE
 from dist_ckpt.config import Config
 from dist_ckpt.digest import BLOCK_NBYTES, blocks
 from dist_ckpt.dtypes import DTYPES
@@ -69,13 +70,17 @@ def reshard(
     """
     if (sharding is None) == (world_size is None):
         raise ValueError("give either sharding= or world_size=")
-    if max_memory < MIN_MEMORY:
-        raise ValueError(f"max_memory={max_memory}: give {MIN_MEMORY} bytes or more")
+    if sharding is not None and not isinstance(sharding, ShardingConfig):
+        raise TypeError(f"sharding is a {type(sharding).__name__}: give a ShardingConfig")
+    if type(max_memory) is not int or max_memory < MIN_MEMORY:
+        raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
     config = sharding if sharding is not None else ShardingConfig.even(_count(world_size))
     source_storage, source_path = open_storage(source)
     target_storage, target_path = open_storage(target)
     if source_path == target_path:
         raise ValueError(f"source and target are both {source_path}: give another target")
+    if target_path.startswith(f"{source_path}/"):
+        raise ValueError(f"the target {target_path} lies in the source: give another target")
     attempt, index = commit.find(source_storage, source_path)
     stored = Stored(source_storage, f"{source_path}/{attempt.name}", index)
     plan = plan_target(index, stored.main, config)
@@ -84,8 +89,10 @@ def reshard(
 
 
 def _count(world_size: int | None) -> int:
-    if type(world_size) is not int or world_size < 1:
-        raise ValueError(f"world_size={world_size!r}: give the number of ranks, 1 or more")
+    if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ValueError(
+            f"world_size={world_size!r}: give the number of ranks, from 1 to {MAX_WORLD_SIZE}"
+        )
     return world_size
 
 

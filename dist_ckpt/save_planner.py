@@ -35,6 +35,7 @@ from dist_ckpt.mesh import cells_of
 from dist_ckpt.plan import (
     FilePlan,
     Inventory,
+    Parts,
     ReplicaGroup,
     Ruled,
     SavePlan,
@@ -225,7 +226,9 @@ def _tensors(bodies: Sequence[Body], problems: list[str]) -> dict[str, _Tensor]:
             except ValueError as error:
                 known[key] = error
         held = known[key]
-        said_of = [(bodies[n], entry) for n, entry in entries]
+        # What a rank says of a tensor that it holds nothing of does not count, not even the dtype.
+        holding = [one for one in entries if ways[numbers[one[0]][one[1].view]] != Parts(())]
+        said_of = [(bodies[n], entry) for n, entry in holding or entries]
         disagreements = _disagreements(said_of) if len(entries) > 1 else []
         if isinstance(held, ValueError):
             disagreements.append(str(held))

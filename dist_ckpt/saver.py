@@ -25,6 +25,7 @@ from dist_ckpt.session import Session, session_of
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.state import LocalState, take
 from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.strict_json import is_text
 from dist_ckpt.writer import RankFiles, Sources, source_of, write_all
 
 # The user's metadata lies in the objects file; its short scalars are mirrored in the index, so
@@ -261,12 +262,12 @@ def _mirrored(metadata: Mapping[str, object]) -> dict[str, Json]:
     """Return the short scalars of the metadata; JSON has no NaN, so those become strings."""
     mirrored: dict[str, Json] = {}
     for key, value in metadata.items():
-        if type(key) is not str:
+        if type(key) is not str or not is_text(key):
             continue
         if value is None or type(value) is bool or (type(value) is int and abs(value) < 1 << 63):
             mirrored[key] = value
         elif type(value) is float:
             mirrored[key] = value if isfinite(value) else str(value)
-        elif type(value) is str and len(value) <= MAX_MIRRORED_CHARS:
+        elif type(value) is str and len(value) <= MAX_MIRRORED_CHARS and is_text(value):
             mirrored[key] = value
     return mirrored

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -170,7 +171,7 @@ class ShardingConfig:
 
     def ranks(self) -> Mesh:
         """Return the mesh as planners know it."""
-        return Mesh(tuple(self.mesh), tuple(self.mesh.values()), tuple(range(self.world_size)))
+        return _mesh_of(tuple(self.mesh.items()))
 
     def axes_for(self, name: str, ndim: int) -> Axes:
         """Return for each dimension the mesh axes, by number, that cut the parameter's.
@@ -240,6 +241,13 @@ def axes_under(
     if parameter[1] != shape:
         return ((),) * len(shape)
     return config.axes_for(parameter[0], len(shape))
+
+
+# One mesh for all tensors: it has as many entries as the job has ranks.
+@lru_cache(maxsize=16)
+def _mesh_of(axes: tuple[tuple[str, int], ...]) -> Mesh:
+    sizes = tuple(size for _, size in axes)
+    return Mesh(tuple(name for name, _ in axes), sizes, tuple(range(prod(sizes))))
 
 
 def _numbers(what: str, value: object) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import assert_never
 import torch
 
 from dist_ckpt import objects
+from dist_ckpt.catalog_codec import MAX_FQN_CHARS
 from dist_ckpt.containers import PathKey, join
 from dist_ckpt.index import Key, Node
 from dist_ckpt.memory import Source
@@ -217,6 +218,11 @@ class _Taker:
         self._tensors.append(TensorEntry(fqn, held.dtype, shape, number, component))
 
     def _claim(self, fqn: str) -> None:
+        if len(fqn) > MAX_FQN_CHARS:
+            raise ValueError(
+                f"{fqn[:100]}...: a name of {len(fqn)} characters, {MAX_FQN_CHARS} are the most: "
+                "use shorter keys"
+            )
         if fqn in self._paths:
             raise ValueError(
                 f"{fqn.removesuffix('.')}: two paths of the state have this name once their keys "

@@ -18,6 +18,7 @@ from dist_ckpt.containers import MAX_DEPTH, PathKey, entries_of, join, kind_of
 from dist_ckpt.local_tensors import from_numpy
 from dist_ckpt.modules import ModuleState, module_state
 from dist_ckpt.region import Shape
+from dist_ckpt.strict_json import is_text
 from dist_ckpt.tensors import is_tensor_leaf
 from dist_ckpt.wrappers import RNG, Named, PerRank
 
@@ -245,11 +246,8 @@ def _check_key(key: object, where: str) -> None:
         )
     if key == "":
         raise ValueError(f"{where} has an empty key: give it a name")
-    if isinstance(key, str):
-        try:
-            key.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{where} has the key {key!r}, which is no text: rename it") from None
+    if isinstance(key, str) and not is_text(key):
+        raise ValueError(f"{where} has the key {key!r}, which is no text: rename it")
 
 
 def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> ModuleLeaf:

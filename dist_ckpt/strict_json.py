@@ -58,6 +58,11 @@ def dump(doc: Json) -> bytes:
     return text.encode("utf-8")
 
 
+def is_text(text: str) -> bool:
+    """Say whether a document can hold a string: not half a surrogate pair, as in odd file names."""
+    return text.encode("utf-8", "ignore").decode("utf-8") == text
+
+
 def fields(doc: Json, names: Sequence[str], what: str) -> list[Json]:
     """Return the values of an object that has exactly these fields, but for any "x-" ones."""
     if type(doc) is not dict:

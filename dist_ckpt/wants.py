@@ -93,7 +93,7 @@ class Wants:
         cells = self._cells_of(name, held, leaf)
         if cells is None:
             self.problems.append(self._misfit(name, held, leaf))
-        elif held.dtype != record.dtype:
+        elif cells and held.dtype != record.dtype:
             self.problems.append(
                 f"{name}: saved as {record.dtype}, the state has {held.dtype}: nothing is cast; "
                 f"make it {record.dtype}, load, and convert"

@@ -58,7 +58,7 @@ _CLASSES: tuple[type, ...] = (
     plan.LoadPlan,
 )
 _CODES = {cls: code for code, cls in enumerate(_CLASSES)}
-_FIELDS = {cls: tuple(field.name for field in fields(cls)) for cls in _CLASSES}
+_FIELDS = {cls: tuple(field.name for field in fields(cls) if field.init) for cls in _CLASSES}
 
 
 def pack(value: object) -> bytes:

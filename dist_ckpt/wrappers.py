@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 from dist_ckpt.generators import capture, check, restore
 from dist_ckpt.index import Key
 from dist_ckpt.region import Shape
+from dist_ckpt.strict_json import is_text
 
 # What to do on load when the keys differ from the saved ones, or the mesh where the key is the
 # rank: fail, keep what is there, or `f(values_by_key, key) -> value`.
@@ -199,7 +200,7 @@ def _ints(value: Sequence[int], name: str) -> Shape:
 def _checked_key(key: Key | None) -> Key | None:
     if key is not None and not _is_key(key):
         raise TypeError(
-            f"`key` is {key!r}: give an integer, a string, or a tuple of them such as "
+            f"`key` is {key!r}: give an integer of 64 bits, a text, or a tuple of them such as "
             '("dp", dp_rank)'
         )
     return key
@@ -208,7 +209,9 @@ def _checked_key(key: Key | None) -> Key | None:
 def _is_key(key: object) -> bool:
     if isinstance(key, tuple):
         return len(key) > 0 and all(_is_key(part) for part in key)
-    return isinstance(key, int | str) and not isinstance(key, bool)
+    if isinstance(key, str):
+        return is_text(key)
+    return isinstance(key, int) and not isinstance(key, bool) and -(1 << 63) <= key < 1 << 63
 
 
 def _checked_policy(policy: OnReshard) -> OnReshard:

@@ -15,7 +15,7 @@ from dist_ckpt import digest
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.index import Catalog
 from dist_ckpt.memory import Source
-from dist_ckpt.parallel import Slots, each
+from dist_ckpt.parallel import STALL_S, Slots, each
 from dist_ckpt.plan import FilePlan, WriteItem
 from dist_ckpt.region import Cell, Elements, Region, Span
 from dist_ckpt.shard_file import ShardFile, StoredShard, encode_header
@@ -29,6 +29,9 @@ Sources = Mapping[str, Sequence[tuple[Cell, Source]]]
 
 # Blocks below this are gathered and written together: copying costs less than a system call.
 SMALL_NBYTES = 1 << 20
+
+# A sync waits for all that the system has not written yet. Slower storage counts as hanging.
+SLOWEST_NBYTES_PER_S = 10 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,8 @@ def write_shard_files(
             for batch in batches_of(writing.plan.items, files.block_nbytes)
         )
         each(lambda one: one[0].write(one[1], slots), work, threads=threads)
-        return tuple(each(_Writing.finish, writings, threads=threads))
+        stall_s = STALL_S + sum(plan.nbytes for plan in files.plans) / SLOWEST_NBYTES_PER_S
+        return tuple(each(_Writing.finish, writings, threads=threads, stall_s=stall_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,16 @@ def test_rm_of_a_folder_that_is_no_checkpoint_touches_nothing(run, tmp_path):
     assert (tmp_path / "file").read_text() == "keep"
 
 
+def test_gc_finishes_a_delete_that_died_half_way(run, tmp_path):
+    trash = tmp_path / "run" / "step-1" / ".trash-a1-0123456789abcdef"
+    trash.mkdir(parents=True)
+    (trash / "objects.msgpack").write_bytes(b"x")
+    code, out, _ = run("gc", tmp_path / "run")
+    assert code == 0
+    assert "1 removed" in out
+    assert not trash.exists()
+
+
 def test_gc_removes_what_a_dead_save_left_and_nothing_else(run, checkpoint):
     dead = checkpoint.parent / "step-00000008"
     open_attempt(dead)

@@ -602,6 +602,15 @@ def test_a_load_reads_no_more_than_the_blocks_that_it_needs(
         assert all(name.startswith("model") for name in read)
 
 
+def test_holes_between_needed_blocks_are_not_read(sharded: MemoryStorage) -> None:
+    whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+    target = Boxes(torch.zeros_like(whole), range(0, ROWS, 8))  # of every second block
+    counting = Counting(sharded)
+    rank_threads.load(counting, [{"model": {"w": target}}], include="model.w")  # type: ignore[arg-type]
+    assert torch.equal(torch.cat(target.rows), whole[::8])
+    assert sum(counting.nbytes.values()) == ROWS // 8 * BLOCK
+
+
 def test_a_few_rows_never_cost_a_whole_shard(sharded: MemoryStorage) -> None:
     counting = Counting(sharded)
     state = {"model": {"w": dc.LocalShard(torch.zeros(2, 64), (ROWS, COLUMNS), (63, 0))}}

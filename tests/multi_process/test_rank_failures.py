@@ -346,34 +346,6 @@ def test_all_ranks_of_a_part_of_the_world_are_told_the_same_and_all_go_on(name, 
     assert_all_told(name, [(error and Told(*error), left) for error, left in values], path)
 
 
-def interrupt_one(rank: int, path: str) -> Any:
-    dc.save(parts(rank, 1), path)
-    error = None
-    if rank == 1:
-        with pytest.raises(KeyboardInterrupt):
-            dc.save({"bad": Fails(KeyboardInterrupt())}, path, overwrite=True)
-    else:
-        error = tuple(told(lambda: dc.save(parts(rank, 2), path, overwrite=True)))
-    dist.barrier()
-    left = os.listdir(path)
-    dist.barrier()
-    dc.save(parts(rank, 3), path, overwrite=True)
-    return error, left
-
-
-def test_an_interrupt_of_one_rank_is_told_to_all_others(tmp_path):
-    path = str(tmp_path / "ck")
-    values = run_ranks(3, interrupt_one, path, environ=CALM)
-    assert values[1][0] is None
-    for error, left in values:
-        assert len(left) == 1
-        if error is not None:
-            assert Told(*error).kind == "RankError"
-            assert Told(*error).rank == 1
-            assert "KeyboardInterrupt" in Told(*error).message
-    assert_stands(path, 3)
-
-
 # --- one rank dies -----------------------------------------------------------------------------
 
 
@@ -406,6 +378,7 @@ def at(moment: str, act: Callable[[], object]) -> Any:
 # What is called then, before or after which of its calls it is.
 MOMENTS: dict[str, tuple[Any, str, str, int]] = {
     "before the claim": (commit, "claim", "before", 1),
+    "in the claim": (LocalStorage, "make_folder", "after", 1),
     "after the claim": (commit, "claim", "after", 1),
     "while it writes": (os, "pwrite", "after", 2),
     "before it makes its files durable": (os, "fsync", "before", 1),
@@ -505,6 +478,58 @@ def test_a_save_whose_coordinator_is_killed_after_the_commit_has_succeeded(tmp_p
         assert came_to[1].startswith("a2-")
         assert found in (2, None)
         assert states == ["committed", "committed"]
+
+
+# --- one rank is interrupted -------------------------------------------------------------------
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupt_one(rank: int, victim: int, moment: str, path: str) -> Any:
+    dc.save(large(rank, 3, 1), path)
+    came_to = None
+    if rank == victim:
+        with at(moment, interrupt), pytest.raises(KeyboardInterrupt):
+            dc.save(large(rank, 3, 2), path, overwrite=True)
+    else:
+        came_to = outcome_of(lambda: dc.save(large(rank, 3, 2), path, overwrite=True))
+    dist.barrier()
+    states = [status.state for status in commit.attempts(LocalStorage(), path)]
+    found = value_at(path)
+    dist.barrier()
+    use_own_groups(rank, 3)
+    dc.save(large(rank, 3, 3), path, overwrite=True)
+    return came_to, states, found
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [(0, "in the claim"), (0, "before the commit"), (1, "while it writes")],
+)
+def test_an_interrupt_of_one_rank_is_told_to_all_others_and_nothing_is_left(
+    victim, moment, tmp_path
+):
+    path = str(tmp_path / "ck")
+    values = run_ranks(3, interrupt_one, victim, moment, path, environ=CALM)
+    for rank, (came_to, states, found) in enumerate(values):
+        assert states == ["committed"]
+        assert found == 1
+        if rank != victim:
+            assert came_to[:2] == ("RankError", victim)
+            assert "KeyboardInterrupt" in came_to[2]
+    assert_stands(path, 3, rows=2)
+
+
+def test_an_interrupt_after_the_commit_keeps_no_other_rank_from_success(tmp_path):
+    path = str(tmp_path / "ck")
+    values = run_ranks(3, interrupt_one, 0, "after the commit", path, environ=CALM)
+    for rank, (came_to, states, found) in enumerate(values):
+        assert rank == 0 or came_to[0] == "saved"
+        assert states == ["committed", "committed"]
+        assert found == 2
+    assert_stands(path, 3, rows=2)
 
 
 # --- one rank freezes --------------------------------------------------------------------------
