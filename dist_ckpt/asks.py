@@ -19,10 +19,11 @@ from dist_ckpt.state_tree import (
     TensorLeaf,
     Tree,
     module_children,
+    users_code,
 )
 from dist_ckpt.template import Template
 from dist_ckpt.wants import Beside, Fresh, Wants
-from dist_ckpt.wrappers import RNG, OnReshard, PerRank
+from dist_ckpt.wrappers import RNG, OnReshard, PerRank, key_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +209,11 @@ class Asks:
         value = self._split.get(group)
         if isinstance(value, dict) and isinstance(value.get("params"), list):
             return [name for name in value["params"] if isinstance(name, str)]
-        return self.saved.params.get(group, ())
+        if group in self.saved.params:
+            return self.saved.params[group]
+        # A group with tensors that was saved as a dict is a container.
+        names = self.saved.values.get(self.saved.leaves.get(f"{group}.params", ""))
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else ()
 
     # --- per-rank values ---------------------------------------------------------------------
 
@@ -218,7 +223,7 @@ class Asks:
         if saved is None:
             self.misfit(name, f"a {type(wrapper).__name__}")
             return None
-        key = self.template.rank if wrapper.key is None else wrapper.key
+        key = key_of(wrapper, self.template.rank)
         now = self._keys.get(name, (key,))
         alike = set(now) == {key for key, _ in saved}
         if alike and (wrapper.key is not None or self._same_mesh()):
@@ -263,7 +268,12 @@ class Asks:
         self.restore(name)
         self.needed += [(fqn, k) for k, _ in saved]
         self.needs.update(rank for _, rank in saved)
-        return lambda contents: policy(dict(contents.per_rank[fqn]), key)
+
+        def get(contents: Contents) -> object:
+            with users_code(name, policy, "on_reshard"):
+                return policy(dict(contents.per_rank[fqn]), key)
+
+        return get
 
     def _live_mesh(self) -> tuple[tuple[str, int], ...]:
         if self._mesh is None:

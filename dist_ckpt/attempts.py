@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from dist_ckpt import index_codec
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
 from dist_ckpt.index import Abandoned, Index
-from dist_ckpt.paths import CLAIM, INDEX, Attempt, is_trash, parse_attempt, temporary_index
+from dist_ckpt.paths import (
+    CLAIM,
+    INDEX,
+    Attempt,
+    is_trash,
+    parse_attempt,
+    temporary_index,
+    trash_name,
+)
 from dist_ckpt.storage import Entry, Storage
-
-# An index is some 100 bytes a tensor and a rank; what is larger than this is none of ours.
-MAX_INDEX_NBYTES = 512 << 20
 
 # How much is kept of a text that says who abandoned an attempt, or why.
 MAX_TEXT = 2000
@@ -103,9 +108,44 @@ def attempts_in(entries: Iterable[Entry]) -> Iterator[Attempt]:
             yield attempt
 
 
+def was_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
+    """Say whether an attempt that somebody claimed is gone, as its trash or a later one tells.
+
+    False if nothing tells: where storage is not shared, it was never there.
+    """
+    entries = _entries(storage, path)
+    there = set(attempts_in(entries))
+    if attempt in there:
+        return False
+    trash = trash_name(attempt)
+    return max(there, default=attempt) > attempt or any(entry.name == trash for entry in entries)
+
+
 def has_index(storage: Storage, path: str, attempt: Attempt) -> bool:
     """Say whether an attempt is decided, without reading what its index says."""
     return _exists(storage, f"{path}/{attempt}/{INDEX}")
+
+
+def is_there(storage: Storage, path: str, attempt: Attempt) -> bool:
+    """Say whether an attempt has its folder still: to remove it is to rename that first."""
+    return attempt in list_attempts(storage, path)
+
+
+@contextmanager
+def while_it_is_there(storage: Storage, path: str, attempt: Attempt) -> Iterator[None]:
+    """Tell a committed attempt that was removed under its reader from one that is damaged.
+
+    An overwrite or a delete removes what somebody may still be reading. What that reader takes
+    for damage becomes NotFoundError: whoever looks again finds the newer checkpoint, if any.
+    """
+    try:
+        yield
+    except (CorruptError, FileNotFoundError) as error:
+        if is_there(storage, path, attempt):
+            raise
+        raise NotFoundError(
+            f"{path}/{attempt} was replaced or deleted while it was read: open {path} again"
+        ) from error
 
 
 def read_index(storage: Storage, path: str, attempt: Attempt) -> Index | Abandoned | None:
@@ -128,10 +168,10 @@ def read_document(storage: Storage, file: str) -> bytes:
     """Return the content of a file that ought to be an index. FileNotFoundError if it is not."""
     reader = storage.open(file)
     try:
-        if reader.nbytes > MAX_INDEX_NBYTES:
+        if reader.nbytes > index_codec.MAX_NBYTES_OF_INDEX:
             raise CorruptError(
-                f"{file} has {reader.nbytes} bytes, no index has more than {MAX_INDEX_NBYTES}: "
-                f"use another checkpoint"
+                f"{file} has {reader.nbytes} bytes, no index has more than "
+                f"{index_codec.MAX_NBYTES_OF_INDEX}: use another checkpoint"
             )
         data = bytearray(reader.nbytes)
         count = reader.read_into(0, memoryview(data))

@@ -5,6 +5,7 @@
     binding.wanted -> load plan         all ranks agree that there is no problem
     binding.check(files)                the values that were read are what is asked for
     binding.allocate() -> targets       memory that does not exist yet; the reader fills all
+    binding.settle()                    what shares memory gets what was read for it
     binding.place()                     plain values and new tensors go where they belong
     binding.load_objects()              load_state_dict, set_extra_state; generators last
 
@@ -19,6 +20,7 @@ from typing import assert_never
 
 from dist_ckpt.asks import Asks, Contents, Get
 from dist_ckpt.containers import container, entries_of, join, kind_of
+from dist_ckpt.errors import MAX_LISTED
 from dist_ckpt.index import Key
 from dist_ckpt.memory import Target
 from dist_ckpt.module_binding import bind_module
@@ -38,6 +40,7 @@ from dist_ckpt.state_tree import (
     TensorLeaf,
     Tree,
     has_state,
+    users_code,
 )
 from dist_ckpt.template import Template, survey
 from dist_ckpt.wrappers import RNG
@@ -108,6 +111,13 @@ class Binding:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
         return self._asks.wants.allocate()
 
+    def settle(self) -> None:
+        """Fill the tensors that share memory, once all is read.
+
+        Raises IncompatibleError if what was saved differs where they share it.
+        """
+        self._asks.wants.settle()
+
     def place(self) -> None:
         """Put plain values and new tensors where they belong."""
         self._asks.wants.synchronize()
@@ -120,10 +130,6 @@ class Binding:
             load(self._contents)
         for generators, get in self._asks.last:
             generators.restore(get(self._contents))
-
-
-# With more names an error says how many there are in each component.
-_MAX_NAMED = 20
 
 
 def missing_problem(names: Sequence[str]) -> str:
@@ -144,14 +150,14 @@ def unexpected_problem(names: Sequence[str]) -> str:
 
 
 def _counted(names: Sequence[str]) -> str:
-    if len(names) <= _MAX_NAMED:
+    if len(names) <= MAX_LISTED:
         return f"{len(names)} names: " * (len(names) > 1) + ", ".join(names)
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(name.partition(".")[0], []).append(name)
     some = [_some(group) for group in groups.values()]
-    more = f", and more in {len(some) - _MAX_NAMED} others" if len(some) > _MAX_NAMED else ""
-    return f"{len(names)} names: {', '.join(some[:_MAX_NAMED])}{more}"
+    more = f", and more in {len(some) - MAX_LISTED} others" if len(some) > MAX_LISTED else ""
+    return f"{len(names)} names: {', '.join(some[:MAX_LISTED])}{more}"
 
 
 def _some(group: Sequence[str]) -> str:
@@ -283,7 +289,7 @@ class _Binder:
         if isinstance(wrapper, RNG):
             asks.last.append((wrapper, get))
         elif has_state(wrapper.value):
-            self._load(wrapper.value, get)
+            self._load(name, wrapper.value, get)
         else:
             asks.effects.append(lambda contents: setattr(wrapper, "value", get(contents)))
 
@@ -304,9 +310,12 @@ class _Binder:
                 f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
                 f"{left_out[0]!r} is left out: exclude all of it"
             )
-        self._load(leaf.owner, get)
+        self._load(name, leaf.owner, get)
 
-    def _load(self, owner: object, get: Get) -> None:
-        self._asks.loads.append(
-            lambda contents: owner.load_state_dict(get(contents))  # type: ignore[attr-defined]
-        )
+    def _load(self, name: str, owner: object, get: Get) -> None:
+        def load(contents: Contents) -> None:
+            state = get(contents)
+            with users_code(name, owner, "load_state_dict"):
+                owner.load_state_dict(state)  # type: ignore[attr-defined]
+
+        self._asks.loads.append(load)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgpack
 
 from dist_ckpt import errors
-from dist_ckpt.errors import CheckpointError, CorruptError, RankError
+from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
 
 # A plain tree: None, bool, int of 64 bits, float, str, bytes, list, dict[str, Doc]. `Any`, since
 # who takes a document apart is who made it, in another process of the same job.
@@ -68,8 +68,10 @@ class Channel(Protocol):
         Whatever any of them raises, all ranks raise: our errors, ValueError and TypeError as the
         same class, with rank and host in the message; others as RankError; on the rank where it
         happened, from the original. An interrupt (KeyboardInterrupt, SystemExit) is raised as it
-        is where it happened. Raises RankError if a rank dies, has left the operation, or never
-        enters it; NoAnswerError if this rank cannot know the decision.
+        is where it happened. An error is told when the coordinator has seen it and ended its own
+        work (in an operation's first exchange, when all have); who still works finds the answer
+        afterwards, whatever its own work came to. Raises RankError if a rank dies, has left the
+        operation, or never enters it; NoAnswerError if this rank cannot know the decision.
         """
 
     def leave(self) -> None:
@@ -145,10 +147,17 @@ def first_of(failures: Mapping[int, Failure]) -> Failure:
     first, *others = sorted(failures, key=lambda rank: (failures[rank].fallout, rank))
     failure = failures[first]
     if others:
-        message = f"{failure.message} (also failed: {ranks_text(sorted(others))})"
-        touched = {name: None for rank in (first, *others) for name in failures[rank].touched}
-        failure = replace(failure, message=message, touched=tuple(touched))
+        message = f"{failure.message} (also failed: {ranks_text(others)})"
+        failure = with_touched(
+            replace(failure, message=message), [failures[rank] for rank in others]
+        )
     return failure
+
+
+def with_touched(failure: Failure, others: Iterable[Failure]) -> Failure:
+    """Add to a failure what the others say is touched."""
+    touched = {name: None for one in (failure, *others) for name in one.touched}
+    return replace(failure, touched=tuple(touched))
 
 
 def error_of(failure: Failure) -> Exception:
@@ -166,15 +175,6 @@ def error_of(failure: Failure) -> Exception:
 def is_interrupt(error: BaseException | None) -> bool:
     """Say whether this is no error but the wish to stop: KeyboardInterrupt, SystemExit."""
     return error is not None and not isinstance(error, Exception)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Name some ranks: "rank 3", "ranks 1, 2 and 3"; of very many the first are named."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 17:
-        return f"ranks {', '.join(map(str, ranks[:16]))} and {len(ranks) - 16} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def pack(doc: Doc) -> bytes:

@@ -114,7 +114,7 @@ class Coordinator:
         return envelopes, failures
 
     def _await(self, phase: str, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
-        """Wait until all envelopes are there, or until some rank's will never be."""
+        """Wait until all envelopes are there, one tells an error, or some rank's will never be."""
         control = self._control
         envelopes = {COORDINATOR: own}
         failures: dict[int, Failure] = {}
@@ -125,12 +125,14 @@ class Coordinator:
             if (found := control.read_all(keys)) is not None:
                 envelopes.update(zip(missing, map(Envelope.decode, found), strict=True))
                 break
-            if pace.is_time_to_look():
+            if _is_told(envelopes) or pace.is_time_to_look():
                 # Heartbeats first: what a rank put before it left is there when its beat says so.
                 control.peers.look(missing)
                 for rank, data in zip(missing, control.read_each(keys), strict=True):
                     if data is not None:
                         envelopes[rank] = Envelope.decode(data)
+                if _is_told(envelopes):
+                    break
                 missing = [rank for rank in missing if rank not in envelopes]
                 failures = control.losses(phase, missing)
                 failures = failures or control.absences(phase, missing, pace)
@@ -159,6 +161,18 @@ class Coordinator:
         num_spent = max(0, len(self._answers) - num_kept)
         spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
         self._control.delete_soon(spent)
+
+
+def _is_told(envelopes: Mapping[int, Envelope]) -> bool:
+    """Say whether an error is known that all ranks can be told now, also while some still work.
+
+    Not in an operation's first exchange: a rank whose envelope was not decided on could not tell
+    which call the answer is to. And not a fallout: what has brought it about is still to come.
+    """
+    return any(
+        envelope.operation and envelope.failure is not None and not envelope.failure.fallout
+        for envelope in envelopes.values()
+    )
 
 
 class Follower:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,7 +16,7 @@ from typing import SupportsIndex
 
 from dist_ckpt import commit, objects, paths
 from dist_ckpt.array import Array, ArrayTarget
-from dist_ckpt.attempts import State
+from dist_ckpt.attempts import State, while_it_is_there
 from dist_ckpt.config import Config
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
@@ -70,6 +71,7 @@ class Checkpoint:
         self.path = path
         self.index = index
         self._storage = storage
+        self._attempt = attempt
         self._folder = f"{path}/{attempt.name}"
         self._threads = Config.from_environment().threads
         self._files: OrderedDict[int, OpenFile] | None = OrderedDict()
@@ -188,20 +190,19 @@ class Checkpoint:
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
         plan = plan_load(self.index, (Wanted(fqn, info.dtype, info.shape, (region,)),))
-        with self._turn:
+        with self._turn, self._while_it_is_there():
             self._read(plan, {(fqn, 0): ArrayTarget(data, itemsize)})
         return Array(info.dtype, region.shape, data)
+
+    def _while_it_is_there(self) -> AbstractContextManager[None]:
+        return while_it_is_there(self._storage, self.path, self._attempt)
 
     def _read(self, plan: LoadPlan, targets: Targets) -> None:
         if self._files is None:
             raise ValueError(f"{self.path} was closed; open it again")
+        known, threads = self._files, self._threads
         opened = open_files(
-            self._storage,
-            self._folder,
-            self.index,
-            plan,
-            threads=self._threads,
-            known=self._files,
+            self._storage, self._folder, self.index, plan, threads=threads, known=known
         )
         for reads in plan.files:
             self._files[reads.file] = opened.files[reads.file]
@@ -225,7 +226,8 @@ class Checkpoint:
     def _objects_file(self, name: str) -> ObjectsFile | None:
         for record in self.index.objects:
             if record.name == name:
-                data = read_objects(self._storage, self._folder, record)
+                with self._while_it_is_there():
+                    data = read_objects(self._storage, self._folder, record)
                 return objects.decode(data, make=_made, what=f"{self._folder}/{name}")
         return None
 

@@ -28,6 +28,7 @@ from dist_ckpt.attempts import (
     read_document,
     read_index,
     store,
+    was_removed,
 )
 from dist_ckpt.errors import (
     CheckpointError,
@@ -104,7 +105,11 @@ def claim(storage: Storage, path: str, *, overwrite: bool, by: str) -> Claim:
             except FileNotFoundError:  # a delete took the folder that was there
                 continue
         else:
-            raise StorageError(f"{path} is removed again and again: look who does it")
+            raise StorageError(
+                f"{path} is not there after it was made {ROUNDS} times. Either its file system "
+                f"takes no folders (as /proc): choose another path. Or somebody removes it again "
+                f"and again: look who does it"
+            )
         _fence(storage, path, attempt, overwrite=overwrite, by=by)
         _store_claim(storage, path, attempt, by)
         for folder in (path, *map(_parent, made)):
@@ -273,6 +278,8 @@ def await_claim(storage: Storage, path: str, attempt: Attempt, timeout_s: float)
                 raise _conflict(storage, path, attempt, read_index(storage, path, attempt))
             if CLAIM in names:
                 return
+        if was_removed(storage, path, attempt):
+            raise _conflict(storage, path, attempt, None)
         if time.monotonic() >= deadline:
             raise StorageError(
                 f"{folder} is not seen here {timeout_s:g} seconds after the coordinator made it: "
@@ -336,8 +343,7 @@ def commit(storage: Storage, claim: Claim, index: Index) -> None:
     try:
         data = index_codec.encode(index)
         store(storage, temporary, data)
-        # Never commit what we would refuse to load.
-        index_codec.decode(data, what=temporary)
+        _check_readable(data, temporary)
         if read_document(storage, temporary) != data:
             raise StorageError(f"{temporary} reads back as something else: check the storage")
         there = put_index(storage, claim.path, claim.attempt, temporary)
@@ -345,6 +351,18 @@ def commit(storage: Storage, claim: Claim, index: Index) -> None:
         raise _conflict(storage, claim.path, claim.attempt, None) from None
     if isinstance(there, Abandoned):
         raise _conflict(storage, claim.path, claim.attempt, there)
+
+
+def _check_readable(data: bytes, file: str) -> None:
+    """Never commit what we would refuse to load. What is wrong here was planned so by us."""
+    try:
+        index_codec.decode(data, what=file)
+    except (CorruptError, IncompatibleError) as error:
+        raise CheckpointError(
+            f"the index of this save could not be read again, so nothing is committed: this is a "
+            f"bug of dist_ckpt, report it ({error.args[0].partition(';')[0]}). "
+            f"Older checkpoints are as they were; save again with another state"
+        ) from error
 
 
 def _conflict(

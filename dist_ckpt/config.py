@@ -7,6 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
 
+# A call that takes this long is not slow: the storage under it hangs. Far above what the fullest
+# disk needs for a few MiB, and what a network file system needs to fail over.
+STALL_S = 600.0
+
+# A sync waits for all that the system has not written yet. Slower storage counts as hanging.
+SLOWEST_NBYTES_PER_S = 10 << 20
+
+
+def patience_s(nbytes: int, *, stall_s: float = STALL_S) -> float:
+    """Return how long to wait for the storage when it may have this much to move."""
+    return stall_s + nbytes / SLOWEST_NBYTES_PER_S
+
 
 @dataclass(frozen=True, slots=True)
 class Config:

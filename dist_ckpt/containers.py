@@ -6,6 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 
 from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.plain_types import FACTORIES
 
 PathKey = str | int
 
@@ -23,17 +24,11 @@ _KINDS: Mapping[type, str] = {
 }
 _TYPES = {kind: cls for cls, kind in _KINDS.items()}
 
-_FACTORIES: Mapping[str, type | None] = {
-    **{cls.__name__: cls for cls in (bool, int, float, complex, str, bytes)},
-    **{cls.__name__: cls for cls in (list, tuple, dict, set, frozenset)},
-    "None": None,
-}
-
 
 def kind_of(value: object) -> str | None:
     """Return the kind of a container that may hold tensors, or None for anything else."""
     if type(value) is defaultdict:
-        names = [name for name, cls in _FACTORIES.items() if cls is value.default_factory]
+        names = [name for name, cls in FACTORIES.items() if cls is value.default_factory]
         return f"{_DEFAULT}{names[0]}" if names else None
     return _KINDS.get(type(value))
 
@@ -46,7 +41,7 @@ def is_mapping(kind: str) -> bool:
 def check_kind(kind: str) -> None:
     """Raise IncompatibleError for a kind that `kind_of` never returns."""
     factory = kind.removeprefix(_DEFAULT)
-    if kind not in _TYPES and (factory == kind or factory not in _FACTORIES):
+    if kind not in _TYPES and (factory == kind or factory not in FACTORIES):
         raise IncompatibleError(
             f"a container of the kind {kind[:100]!r} is unknown: upgrade dist_ckpt"
         )
@@ -55,7 +50,7 @@ def check_kind(kind: str) -> None:
 def container(kind: str, items: Iterable[tuple[PathKey, object]]) -> object:
     """Return a new container of a kind that `check_kind` has passed."""
     if kind.startswith(_DEFAULT):
-        return defaultdict(_FACTORIES[kind.removeprefix(_DEFAULT)], items)
+        return defaultdict(FACTORIES[kind.removeprefix(_DEFAULT)], items)
     return _TYPES[kind](items if is_mapping(kind) else (value for _, value in items))
 
 

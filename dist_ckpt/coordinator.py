@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt import commit, paths, wire
-from dist_ckpt.channel import Doc, NoAnswerError, ranks_text
+from dist_ckpt.channel import Doc, NoAnswerError
 from dist_ckpt.digest import document_digest
-from dist_ckpt.errors import CheckpointError, StorageError
+from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text
 from dist_ckpt.index import Index, Json
 from dist_ckpt.paths import Attempt
 from dist_ckpt.plan import Inventory, Receipt, SavePlan
@@ -324,8 +324,8 @@ def _name_unequal_replicas(payloads: Sequence[Doc]) -> Doc:
         for name, found in holders.items()
         if len(found) > 1
     ]
-    shown = "; ".join(unequal[:20]) + (f"; and {len(unequal) - 20} more" * (len(unequal) > 20))
     raise ValueError(
-        f"ranks hold different values under the same name: {shown}. What is stored once must be "
-        "equal everywhere: broadcast it first, or wrap what belongs to one rank in dc.PerRank."
+        f"ranks hold different values under the same name: {listed(unequal, '; ')}. What is stored "
+        "once must be equal everywhere: broadcast it first, or wrap what belongs to one rank in "
+        "dc.PerRank."
     )

@@ -13,7 +13,6 @@ from dist_ckpt.region import Span
 BLOCK_NBYTES = 4 << 20
 
 BLOCK_DIGEST_CHARS = 16
-DOCUMENT_DIGEST_CHARS = 32
 
 Buffer = bytes | bytearray | memoryview
 

@@ -6,6 +6,11 @@ checkpoint is a `CheckpointError`. A message carries the facts and ends with the
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+# So many problems or names are spelled out in one message; the others are counted.
+MAX_LISTED = 20
+
 
 class CheckpointError(Exception):
     """Base of all errors about checkpoints.
@@ -60,3 +65,23 @@ class StorageError(CheckpointError):
 
 class RankError(CheckpointError):
     """Another rank failed, died or never came; `rank` says which, the message says how."""
+
+
+# --- messages --------------------------------------------------------------------------------
+
+
+def listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """Join texts for a message: the first few of many."""
+    more = len(texts) - MAX_LISTED
+    return separator.join([*texts[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])])
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks as people write them: "rank 3", "ranks 0-3, 7"; of many runs the first."""
+    ordered = sorted(set(ranks))
+    runs: list[tuple[int, int]] = []
+    for rank in ordered:
+        first = runs.pop()[0] if runs and runs[-1][1] == rank - 1 else rank
+        runs.append((first, rank))
+    text = listed([f"{a}" if a == b else f"{a}-{b}" for a, b in runs])
+    return f"rank{'s' * (len(ordered) > 1)} {text}"

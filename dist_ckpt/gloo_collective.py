@@ -73,9 +73,12 @@ class GlooCollective:
     def _guarded(self, run: Callable[[_Group], T]) -> T:
         try:
             return run(self._connected())
-        except RuntimeError as error:
-            # A gloo connection that has failed once fails for ever, on every rank.
+        except BaseException as error:
+            # A gloo connection that has failed once fails for ever, on every rank; and one that
+            # was left in the middle of a collective would give its bytes to the next.
             self.renew(self.epoch + 1)
+            if not isinstance(error, RuntimeError):
+                raise
             reason = str(error).splitlines()[0].partition(". ")[0]
             raise FalloutError(
                 f"the ranks' own gloo connections failed: {reason}. If no rank has died, try "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from math import prod
 
+from dist_ckpt.errors import ranks_text
 from dist_ckpt.layout import Flat, Grid, Layout, Regions, check_cell, check_tiling
 from dist_ckpt.mesh import holders_of, layout_of, positions_of, whole_layout
 from dist_ckpt.plan import Flattened, Mesh, Parts, Placed, Ruled, View
@@ -56,19 +57,6 @@ def held_by(shares: Sequence[Share]) -> tuple[Shape, Layout]:
         return shape, _united(layouts)
     parts = {view: ranks for view, ranks in views.items() if isinstance(view, Parts)}
     return shape, _tiled(_holders_of_cells(layouts, parts), shape)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks as people write them: "rank 3", "ranks 0-3, 7"."""
-    ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'s' * (len(ordered) > 1)} {text}"
 
 
 def _way(view: View) -> str:

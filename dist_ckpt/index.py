@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from dist_ckpt.layout import Layout
 from dist_ckpt.region import Shape
 
+MAX_STEP = (1 << 63) - 1
+
 # Whose a per-rank value is: the rank, or what the user called it, e.g. ("dp", 3).
 Key = int | str | tuple["Key", ...]
 

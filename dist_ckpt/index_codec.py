@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterable, Mapping
 from math import lcm, prod
 
-from dist_ckpt import paths, strict_json
+from dist_ckpt import objects, paths, strict_json
 from dist_ckpt.catalog_codec import CATALOG_FIELDS, decode_catalog, encode_catalog
 from dist_ckpt.digest import document_digest
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.index import (
+    MAX_STEP,
     Abandoned,
     Catalog,
     Index,
@@ -26,8 +27,8 @@ from dist_ckpt.json_fields import VERSION, check_version
 from dist_ckpt.layout import MAX_NBYTES
 from dist_ckpt.strict_json import array, corrupt, fields, integer, mapping, row, shown, string
 
+# An index is some 100 bytes a tensor and a rank; what is larger than this is none of ours.
 MAX_NBYTES_OF_INDEX = 512 << 20
-MAX_STEP = (1 << 63) - 1
 
 # Of cells, to find out which files hold any: a short index can ask for many.
 _MAX_LOOKUPS = 1 << 28
@@ -53,9 +54,14 @@ def encode(index: Index | Abandoned) -> bytes:
         body = strict_json.dump(doc).removesuffix(b"}")
     except ValueError as error:
         raise ValueError(
-            f"the index cannot be written: {error}; names must be valid Unicode, and metadata's "
-            "numbers finite"
+            f"the index cannot be written: {error}; names must be valid Unicode, metadata's "
+            "numbers finite, and tensors and per-rank values fewer than that"
         ) from None
+    if len(body) + _END_NBYTES > MAX_NBYTES_OF_INDEX:
+        raise ValueError(
+            f"the index cannot be written: {len(body)} bytes, the limit is "
+            f"{MAX_NBYTES_OF_INDEX}; save fewer tensors and per-rank values"
+        )
     return body + b',"digest":"%s"}\n' % document_digest(body).encode("ascii")
 
 
@@ -181,7 +187,7 @@ def _decode_objects(value: Json, what: str) -> tuple[ObjectsFileRecord, ...]:
     files = []
     for entry in array(value, what):
         name, nbytes, digest = row(entry, 3, what)
-        size = integer(nbytes, 0, MAX_NBYTES, what)
+        size = integer(nbytes, 0, objects.MAX_NBYTES, what)
         files.append(ObjectsFileRecord(string(name, what), size, _digest(digest, what)))
     return tuple(files)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, count
 
-from dist_ckpt.holders import differing, ranks_text
+from dist_ckpt.errors import ranks_text
+from dist_ckpt.holders import differing
 from dist_ckpt.index import Component, Key, Node
 from dist_ckpt.paths import is_stem
 from dist_ckpt.plan import Inventory, NameList, TensorEntry

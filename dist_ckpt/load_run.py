@@ -10,17 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt import commit, index_codec, paths, wire
-from dist_ckpt.attempts import has_index
+from dist_ckpt.attempts import is_there, while_it_is_there
 from dist_ckpt.channel import Doc
 from dist_ckpt.coordinator import check_alike
-from dist_ckpt.errors import CorruptError, IncompatibleError, StorageError
+from dist_ckpt.errors import IncompatibleError, NotFoundError, StorageError, listed, ranks_text
 from dist_ckpt.index import Catalog, Index, Key
 from dist_ckpt.paths import Attempt
 from dist_ckpt.session import Session
 from dist_ckpt.storage import Storage
-
-# So many problems are spelled out in one message; the others are counted.
-MAX_LISTED = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +53,7 @@ class LoadRun:
 
     def __init__(self, ranks: Session) -> None:
         self._ranks = ranks
+        self._round = 0
         self._request: LoadRequest
         self._attempt: Attempt
 
@@ -84,7 +82,8 @@ class LoadRun:
             bulk = max(payload["bulk"] for payload in payloads)
             return {"attempt": found[0].name, "keys": wire.pack(keys), "bulk": bulk}
 
-        answer = ranks.channel.exchange("open", describe, find)
+        self._round += 1
+        answer = ranks.channel.exchange(self._phase("open"), describe, find)
         ranks.bulk_epoch = answer["bulk"]
         attempt = paths.parse_attempt(answer["attempt"])
         assert attempt is not None
@@ -106,7 +105,7 @@ class LoadRun:
                 shared = decoded
             return None
 
-        self._ranks.channel.exchange("index", receive, lambda _: None)
+        self._ranks.channel.exchange(self._phase("index"), receive, lambda _: None)
         assert shared is not None
         return shared
 
@@ -115,24 +114,33 @@ class LoadRun:
         catalog: Catalog,
         examine: Callable[[], Findings],
         word_unexpected: Callable[[Sequence[str]], Sequence[str]],
-    ) -> tuple[str, ...]:
+    ) -> tuple[str, ...] | None:
         """Agree that all ranks can load; return the names that none of them asks for. Collective.
 
-        Raises IncompatibleError with every problem of every rank, on all ranks.
-        `word_unexpected` says which problems unexpected names are.
+        None if the checkpoint was replaced or deleted meanwhile: `open` again. Raises
+        IncompatibleError with every problem of every rank, on all ranks. `word_unexpected` says
+        which problems unexpected names are.
         """
+        asked = self._request
         names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
 
         def describe() -> Doc:
-            findings = self._examine(examine)
+            try:
+                with while_it_is_there(asked.storage, asked.path, self._attempt):
+                    findings = examine()
+            except NotFoundError:
+                return {"gone": True}
             unclaimed = set(findings.unclaimed)
             # One bit a name: lists of names would grow with tensors times ranks.
             bits = "".join("1" if name in unclaimed else "0" for name in names)
             size = (len(names) + 7) // 8
             packed = int(f"0{bits}", 2).to_bytes(size, "big")
-            return {"problems": list(findings.problems), "unclaimed": packed}
+            return {"gone": False, "problems": list(findings.problems), "unclaimed": packed}
 
         def judge(payloads: Sequence[Doc]) -> Doc:
+            if gone := [rank for rank, payload in enumerate(payloads) if payload["gone"]]:
+                self._check_shared(gone)
+                return None
             common = -1
             for payload in payloads:
                 common &= int.from_bytes(payload["unclaimed"], "big")
@@ -144,26 +152,26 @@ class LoadRun:
                 raise IncompatibleError(self._message(problems))
             return unexpected
 
-        return tuple(self._ranks.channel.exchange("check", describe, judge))
+        unexpected = self._ranks.channel.exchange(self._phase("check"), describe, judge)
+        return None if unexpected is None else tuple(unexpected)
 
-    def _examine(self, examine: Callable[[], Findings]) -> Findings:
-        try:
-            return examine()
-        except CorruptError as error:
-            asked = self._request
-            if not self._ranks.channel.rank or has_index(asked.storage, asked.path, self._attempt):
-                raise
+    def _check_shared(self, gone: Sequence[int]) -> None:
+        """Raise StorageError if only some ranks see the checkpoint's folder no more."""
+        asked = self._request
+        if is_there(asked.storage, asked.path, self._attempt):
             raise StorageError(
-                f"{asked.path}/{self._attempt} is not seen here, though the coordinator has read "
-                "its index: the path is not on storage that all ranks share, or another job has "
-                "removed the checkpoint. See which, then load again"
-            ) from error
+                f"{asked.path}/{self._attempt} is not seen by {ranks_text(gone)}, though the "
+                "coordinator sees it: the path is not on storage that all ranks share. Pass a "
+                "path that is"
+            )
+
+    def _phase(self, name: str) -> str:
+        """Return a name that no earlier exchange of this load has had."""
+        return name if self._round == 1 else f"{name} {self._round}"
 
     def _message(self, problems: Sequence[str]) -> str:
-        more = len(problems) - MAX_LISTED
-        lines = [*problems[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
-        listed = "".join(f"\n  - {line}" for line in lines)
-        return f"{self._request.path} does not fit the state; nothing was changed:{listed}"
+        lines = listed(["", *problems], "\n  - ")
+        return f"{self._request.path} does not fit the state; nothing was changed:{lines}"
 
     def step(self, phase: str, work: Callable[[], None]) -> None:
         """Do one step of the load on all ranks, or raise what any rank raised. Collective."""
@@ -185,6 +193,6 @@ def _merge_problems(ranks: Sequence[Sequence[str]]) -> list[str]:
         for problem in problems:
             found.setdefault(problem, []).append(rank)
     return [
-        problem if len(who) == len(ranks) else f"{problem} (rank {', '.join(map(str, who[:8]))})"
+        problem if len(who) == len(ranks) else f"{problem} ({ranks_text(who)})"
         for problem, who in found.items()
     ]

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import objects, paths
+from dist_ckpt.attempts import ROUNDS
 from dist_ckpt.binding import bind, survey, unexpected_problem
-from dist_ckpt.errors import CorruptError
+from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.index import Index
 from dist_ckpt.load_planner import plan_load, problems_of
-from dist_ckpt.load_run import Findings, Found, LoadRequest, LoadRun
+from dist_ckpt.load_run import Findings, LoadRequest, LoadRun
 from dist_ckpt.memory import Target
 from dist_ckpt.open_files import OpenFiles, open_files, read_objects
 from dist_ckpt.phases import Phases
@@ -70,6 +71,8 @@ def load(
     agreed by all ranks before the first byte lands: until then nothing is touched. Every block is
     checked as it is read. If one is damaged, all ranks raise the same CorruptError, whose
     `touched` names the tensors that may hold partial data; no object's `load_state_dict` has run.
+    Tensors of the state that share memory get it as long as what was saved agrees where they do;
+    else IncompatibleError names two of them once everything is read.
     With `check_first` all blocks are verified before the first byte lands, by reading twice.
 
     `strict` makes names that are missing or unexpected an error; shape, dtype and coverage always
@@ -111,37 +114,50 @@ class _Load:
         self._given = storage
         self._stack = files
         self._filled: tuple[str, ...] = ()
+        self._asked: LoadRequest | None = None
         self._phases = Phases("load", str(path), quiet=ranks.channel.rank != 0)
 
     def run(self) -> LoadReport:
-        phases = self._phases
         run = LoadRun(self._ranks)
-        with phases.phase("open"):
-            found = run.open(self._request)
-            self._folder = f"{self._path}/{found.attempt.name}"
-        with phases.phase("check"):
-            unexpected = run.check(
-                found.index.catalog, lambda: self._examine(found), self._word_unexpected
-            )
+        unexpected = self._agree(run)
         try:
             self._fill(run)
         except CorruptError as error:
             # Who met the damage tells what it has touched; only this rank knows of its own.
             error.touched = tuple(sorted({*error.touched, *self._filled}))
             raise
-        return self._report(found, unexpected)
+        return self._report(unexpected)
+
+    def _agree(self, run: LoadRun) -> tuple[str, ...]:
+        """Find and check a checkpoint, again if an overwrite replaces it meanwhile."""
+        for _ in range(ROUNDS):
+            with self._phases.phase("open"):
+                self._found = run.open(self._request)
+            with self._phases.phase("check"):
+                catalog = self._found.index.catalog
+                unexpected = run.check(catalog, self._examine, self._word_unexpected)
+            if unexpected is not None:
+                return unexpected
+        raise StorageError(f"{self._path}: it is replaced faster than it is read; try again")
 
     def _fill(self, run: LoadRun) -> None:
         """Read, place and load objects, each when the one before has succeeded everywhere."""
         with self._phases.phase("read"):
             if self._options.check_first:
                 run.step("check first", self._read_nowhere)
+            # All have the memory before the first byte lands anywhere.
+            run.step("allocate", self._allocate)
             run.step("read", self._read)
         with self._phases.phase("place"):
             run.step("place", self._binding.place)
             run.step("objects", self._binding.load_objects)
 
     def _request(self) -> LoadRequest:
+        if self._asked is None:
+            self._asked = self._ask()
+        return self._asked
+
+    def _ask(self) -> LoadRequest:
         self._options.check()
         own, self._path = open_storage(self._where)
         self._storage = self._given or own
@@ -162,9 +178,11 @@ class _Load:
             keys=self._template.keys,
         )
 
-    def _examine(self, found: Found) -> Findings:
+    def _examine(self) -> Findings:
         """Bind, plan, and open what will be read; nothing live changes."""
-        index, options = found.index, self._options
+        found, index, options = self._found, self._found.index, self._options
+        self._folder = f"{self._path}/{found.attempt.name}"
+        self._stack.pop_all().close()  # what an attempt that is gone now has left open
         main = self._read_objects(index, paths.OBJECTS)
         self._binding = binding = bind(
             self._template,
@@ -206,17 +224,20 @@ class _Load:
         }
         self._read_into(targets, verify=True)
 
+    def _allocate(self) -> None:
+        self._targets = self._binding.allocate()
+
     def _read(self) -> None:
-        verify = self._options.verify
-        self._totals = self._read_into(self._binding.allocate(), verify=verify)
+        self._totals = self._read_into(self._targets, verify=self._options.verify)
         self._filled = tuple(wanted.fqn for wanted in self._binding.wanted if wanted.cells)
+        self._binding.settle()
 
     def _read_into(self, targets: Mapping[tuple[str, int], Target], *, verify: bool) -> ReadTotals:
         threads = self._ranks.config.threads
         return read(self._files, self._plan, targets, verify=verify, threads=threads)
 
-    def _report(self, found: Found, unexpected: tuple[str, ...]) -> LoadReport:
-        binding = self._binding
+    def _report(self, unexpected: tuple[str, ...]) -> LoadReport:
+        binding, found = self._binding, self._found
         return LoadReport(
             path=self._path,
             step=found.index.step,

@@ -8,7 +8,7 @@ from torch import nn
 
 from dist_ckpt.asks import Asks, Contents, Get
 from dist_ckpt.containers import join
-from dist_ckpt.state_tree import ModuleLeaf, TensorLeaf
+from dist_ckpt.state_tree import ModuleLeaf, TensorLeaf, users_code
 from dist_ckpt.tensors import is_meta
 
 
@@ -48,7 +48,8 @@ def _bind_extras(asks: Asks, fqn: str, leaf: ModuleLeaf) -> None:
 
     def load(contents: Contents) -> None:
         values = {name: get(contents) for name, get in extras.items()}
-        _load(leaf.state.module, values, assign=False)
+        with users_code(fqn, leaf.state.module, "load_state_dict"):
+            _load(leaf.state.module, values, assign=False)
 
     if extras:
         asks.loads.append(load)

@@ -34,6 +34,12 @@ __all__ = [
     "encode_value",
 ]
 
+# It is read, checked and decoded whole; data of this size belongs into tensors.
+MAX_NBYTES = 1 << 30
+
+# Levels around a value: the document, the field, the name, and for a per-rank value rows and row.
+_AROUND = 5
+
 _FIELDS = ("format", "tree", "values", "per_rank", "numpy", "metadata")
 
 
@@ -53,7 +59,10 @@ class ObjectsFile:
 
 
 def encode(file: ObjectsFile) -> bytes:
-    """Return a file's bytes. TypeError or ValueError for a value that is not plain data."""
+    """Return a file's bytes.
+
+    TypeError or ValueError for a value that is not plain data, ValueError if they are too many.
+    """
     doc = {
         "format": {"version": VERSION, "requires": []},
         "tree": [[node.fqn, node.kind, list(node.keys)] for node in file.tree],
@@ -65,8 +74,13 @@ def encode(file: ObjectsFile) -> bytes:
         "numpy": list(file.numpy),
         "metadata": dict(file.metadata),
     }
-    # The document, the field, the name, and for a per-rank value the rows and the row.
-    return encode_value(doc, "objects", around=5)
+    data = encode_value(doc, "objects", around=_AROUND)
+    if len(data) > MAX_NBYTES:
+        raise ValueError(
+            f"one rank's plain data and per-rank values are {len(data)} bytes, the limit is "
+            f"{MAX_NBYTES}: store large data as tensors"
+        )
+    return data
 
 
 def decode(
@@ -81,7 +95,7 @@ def decode(
     newer dist_ckpt.
     """
     try:
-        doc: Json = decode_value(data, make=make)
+        doc: Json = decode_value(data, make=make, around=_AROUND)
     except (ValueError, RecursionError) as error:
         raise corrupt(what, str(error)) from None
     except IncompatibleError as error:
@@ -139,6 +153,6 @@ def _keyed(rows: Any, what: str) -> dict[Key, object]:
 def _key(value: Any, what: str) -> Key:
     if type(value) is tuple:
         return tuple(_key(part, what) for part in value)
-    if type(value) is int or type(value) is str:
+    if type(value) is str or (type(value) is int and -(1 << 63) <= value < 1 << 64):
         return value
-    raise corrupt(what, f"a key that is a {type(value).__name__}")
+    raise corrupt(what, f"a key that is a {type(value).__name__}, or beyond 64 bits")

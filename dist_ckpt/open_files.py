@@ -7,10 +7,10 @@ from contextlib import closing, contextmanager
 from math import prod
 from types import MappingProxyType, TracebackType
 
-from dist_ckpt import digest, paths
+from dist_ckpt import digest, objects, paths
 from dist_ckpt.block_reads import Need
 from dist_ckpt.dtypes import DTYPES
-from dist_ckpt.errors import CorruptError
+from dist_ckpt.errors import CorruptError, listed
 from dist_ckpt.index import Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.parallel import each
 from dist_ckpt.plan import FileReads, LoadPlan, ReadItem
@@ -22,9 +22,6 @@ from dist_ckpt.storage import ReadableFile, Storage
 # removed meanwhile still loads. Beyond it (the usual limit of a process is 1024) files are opened
 # again when they are read.
 MAX_OPEN = 512
-
-# So many problems or names are spelled out in one message; the others are counted.
-MAX_LISTED = 20
 
 # A reader holds some blocks in memory at once; they hold whole elements of every dtype.
 MAX_BLOCK_NBYTES = 64 << 20
@@ -221,12 +218,6 @@ def _mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iter
 # --- messages --------------------------------------------------------------------------------
 
 
-def listed(texts: Sequence[str], separator: str = ", ") -> str:
-    """Join texts for a message: the first few of many."""
-    more = len(texts) - MAX_LISTED
-    return separator.join([*texts[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])])
-
-
 def _names_of(items: Sequence[ReadItem]) -> str:
     names: dict[str, None] = {}
     for item in items:
@@ -289,6 +280,8 @@ def block_problem(need: Need, data: memoryview) -> str | None:
 def read_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> bytes:
     """Return an objects file's bytes; CorruptError if they are not the ones that were written."""
     path = f"{folder}/{record.name}"
+    if record.nbytes > objects.MAX_NBYTES:
+        raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
     try:
         file = storage.open(path)
     except FileNotFoundError as error:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from mmap import mmap
 from typing import TypeVar
 
+from dist_ckpt.config import STALL_S
+from dist_ckpt.daemon_threads import DaemonThreads
 from dist_ckpt.errors import StorageError
 
-# A block that takes this long is not slow: storage under it hangs. Far above what the fullest
-# disk needs for a few MiB, and what a network file system needs to fail over.
-STALL_S = 600.0
+# One call may need the storage more than once, and each time the storage has its own deadline,
+# whose error says more.
+WORK_STALL_S = 2 * STALL_S
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def each(
-    work: Callable[[T], R], items: Iterable[T], *, threads: int, stall_s: float = STALL_S
+    work: Callable[[T], R], items: Iterable[T], *, threads: int, stall_s: float = WORK_STALL_S
 ) -> list[R]:
     """Return what `work` returns for each item, in the order of the items.
 
@@ -30,12 +33,12 @@ def each(
     """
     results: list[R] = []
     running: deque[Future[R]] = deque()
-    executor = ThreadPoolExecutor(threads, thread_name_prefix="dist_ckpt")
+    pool = DaemonThreads(threads)
     try:
         for item in items:
             if len(running) >= 2 * threads:
                 results.append(_result(running.popleft(), stall_s))
-            running.append(executor.submit(work, item))
+            running.append(pool.submit(partial(work, item)))
         while running:
             results.append(_result(running.popleft(), stall_s))
     finally:
@@ -43,7 +46,7 @@ def each(
             future.cancel()
         # After a stall this may return with calls still stuck in the kernel; nothing can end them.
         wait(running, timeout=stall_s)
-        executor.shutdown(wait=False)
+        pool.close()
     return results
 
 
@@ -51,7 +54,8 @@ def _result(future: Future[R], stall_s: float) -> R:
     wait((future,), timeout=stall_s)
     if not future.done():
         raise StorageError(
-            f"the storage did not answer for {stall_s:g} s; look at its health, then try again"
+            f"the storage or the device did not answer for {stall_s:g} s; look at their health, "
+            "then try again"
         )
     return future.result(timeout=0)
 
@@ -71,7 +75,6 @@ class Slots:
         except IndexError:
             # Unlike a bytearray it costs no memory before it is used, and begins on a page.
             slot = memoryview(mmap(-1, self._nbytes))
-        try:
-            yield slot
-        finally:
-            self._free.append(slot)
+        yield slot
+        # Not after an error: a call that hangs may still be at it.
+        self._free.append(slot)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from dist_ckpt import store_line
-from dist_ckpt.channel import ranks_text
 from dist_ckpt.config import Config
+from dist_ckpt.errors import ranks_text
 from dist_ckpt.heartbeat import Watch
 from dist_ckpt.store_line import StoreLine
 

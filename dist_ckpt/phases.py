@@ -20,7 +20,6 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self._what = f"{operation} {where}"
         self._quiet = quiet
-        self._start = time.monotonic()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -33,8 +32,3 @@ class Phases:
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         if not self._quiet:
             _log.info("%s: %s took %.3f s", self._what, name, seconds)
-
-    @property
-    def total_s(self) -> float:
-        """Seconds since the operation began."""
-        return time.monotonic() - self._start

@@ -27,17 +27,53 @@ from dist_ckpt.plain_types import (
     NumpyScalar,
     Size,
     StandIn,
+    check_hashes,
     numpy_itemsize,
 )
 
+_CONTAINERS = frozenset({dict, OrderedDict, Counter, defaultdict, list, tuple, set, frozenset})
 
-def decode_value(data: bytes, *, make: Callable[[StandIn], object] = lambda value: value) -> Any:
+
+def decode_value(
+    data: bytes, *, make: Callable[[StandIn], object] = lambda value: value, around: int = 0
+) -> Any:
     """Return the value of `encode_value`'s bytes, with `make(stand_in)` in place of stand-ins.
 
     ValueError if they are not a value, IncompatibleError if they have a type of a newer version.
-    `make` raises ValueError for what it cannot make.
+    `make` raises ValueError for what it cannot make. `around` levels do not count as depth.
     """
-    return _Decoder(make).unpack(data)
+    value = _Decoder(make).unpack(data)
+    _check_native(value, MAX_DEPTH + around)
+    return value
+
+
+def _check_native(value: Any, max_depth: int) -> None:
+    """Refuse what msgpack lets pass by itself: deeper lists and dicts, and its own type of times.
+
+    Level by level, so that no depth is too much for it.
+    """
+    level = [value]
+    for _ in range(max_depth + 1):
+        if any(type(one) is msgpack.Timestamp for one in level):
+            raise _unknown_type(-1)
+        level = [
+            item
+            for one in level
+            if type(one) in _CONTAINERS
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+
+def _unknown_type(code: int) -> IncompatibleError:
+    return IncompatibleError(
+        f"a value of type {code}, which this dist_ckpt does not know; upgrade dist_ckpt to read it"
+    )
 
 
 class _Decoder:
@@ -58,14 +94,11 @@ class _Decoder:
 
     def _unpack_ext(self, code: int, data: bytes) -> object:
         if self._depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+            raise _too_deep()
         if code in _RAW_DECODERS:
             return _RAW_DECODERS[code](data)
         if code not in _DECODERS:
-            raise IncompatibleError(
-                f"a value of type {code}, which this dist_ckpt does not know; upgrade dist_ckpt to "
-                "read it"
-            )
+            raise _unknown_type(code)
         self._depth += 1
         payload = self.unpack(data)
         self._depth -= 1
@@ -80,6 +113,7 @@ def _unpack_map(pairs: list[tuple[Any, Any]]) -> dict[str | int, Any]:
     # Types first: True is the key 1, and an unhashable key is a TypeError.
     if any(type(key) is not str and type(key) is not int for key, _ in pairs):
         raise ValueError("a key that is neither str nor int")
+    check_hashes([key for key, _ in pairs])
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a dict with the same key twice")
@@ -103,7 +137,8 @@ def _unpack_complex(data: bytes) -> complex:
 
 
 def _unpack_set(payload: Any) -> set[object]:
-    members = set(_typed(payload, list))
+    check_hashes(_typed(payload, list))
+    members = set(payload)
     if len(members) != len(payload):
         raise ValueError("a set with the same member twice")
     return members

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import date, datetime, timedelta, timezone
 from typing import Any
 
 import msgpack
 
+from dist_ckpt.dtypes import DTYPES
+from dist_ckpt.layout import check_shape
 from dist_ckpt.plain_types import (
     COMPLEX,
     FACTORIES,
@@ -21,6 +23,7 @@ from dist_ckpt.plain_types import (
     Ext,
     NumpyScalar,
     Size,
+    check_hashes,
     numpy_itemsize,
 )
 
@@ -128,7 +131,17 @@ def _wire_all(values: Iterable[object], depth: int) -> list[object]:
     return wires
 
 
+def _check_hashes(members: Collection[object]) -> None:
+    try:
+        check_hashes(members)
+    except ValueError as error:
+        raise _RefusedError(
+            f"cannot be stored: {error}: store a list, or a tensor", ValueError
+        ) from None
+
+
 def _wire_map(value: Mapping[object, object], depth: int) -> dict[object, object]:
+    _check_hashes(value)
     wires = {}
     for key, item in value.items():
         if type(key) is not str and type(key) is not int:
@@ -154,6 +167,7 @@ def _wire_defaultdict(value: defaultdict[object, object], depth: int) -> object:
 
 
 def _wire_set(value: set[object] | frozenset[object], depth: int) -> object:
+    _check_hashes(value)
     members = []
     for member in value:
         try:
@@ -199,6 +213,16 @@ def _wire_numpy(value: Any) -> object:
     return _ext(Ext.NUMPY_SCALAR, [code, value.tobytes()])
 
 
+def _wire_array(value: Array) -> object:
+    try:
+        check_shape(value.shape, DTYPES[value.dtype].itemsize)
+    except ValueError as error:
+        raise _RefusedError(
+            f"is an array that cannot be stored ({error}): store it in another shape", ValueError
+        ) from None
+    return _ext(Ext.ARRAY, [value.dtype, list(value.shape), value.data, value.kind])
+
+
 _Encoder = Callable[[Any, int], object]
 
 _ENCODERS: Mapping[type, _Encoder] = {
@@ -232,9 +256,7 @@ _ENCODERS: Mapping[type, _Encoder] = {
     DType: lambda value, _: _ext(Ext.DTYPE, value.name),
     NumpyScalar: lambda value, _: _ext(Ext.NUMPY_SCALAR, [value.dtype, value.data]),
     Device: lambda value, _: _ext(Ext.DEVICE, value.name),
-    Array: lambda value, _: _ext(
-        Ext.ARRAY, [value.dtype, list(value.shape), value.data, value.kind]
-    ),
+    Array: lambda value, _: _wire_array(value),
 }
 
 _ENCODERS_BY_NAME: Mapping[tuple[str, str], _Encoder] = {

@@ -10,7 +10,8 @@ from __future__ import annotations
 import pathlib
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -108,6 +109,18 @@ PATHS: tuple[type[pathlib.PurePath], ...] = (
 )
 
 COMPLEX = struct.Struct(">dd")
+
+# Python looks at all members of one hash in turn, and a file can choose them: n cost n * n.
+_MAX_ALIKE = 64
+
+
+def check_hashes(members: Collection[object]) -> None:
+    """Raise ValueError if a set, or a dict, of these would take for ever to make."""
+    if len(members) <= _MAX_ALIKE:
+        return
+    _, count = Counter(map(hash, members)).most_common(1)[0]
+    if count > _MAX_ALIKE:
+        raise ValueError(f"{count} members or keys of one hash, where {_MAX_ALIKE} is the limit")
 
 
 def numpy_itemsize(code: str) -> int | None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from dist_ckpt.block_reads import READ_NBYTES, BlockRead, Need, Wish, needed_blocks, reads_of
 from dist_ckpt.dtypes import DTYPES
-from dist_ckpt.errors import CorruptError, StorageError
+from dist_ckpt.errors import CorruptError, StorageError, listed
 from dist_ckpt.memory import Target
-from dist_ckpt.open_files import OpenFile, OpenFiles, block_problem, damage, listed
+from dist_ckpt.open_files import OpenFile, OpenFiles, block_problem, damage
 from dist_ckpt.parallel import Slots, each
 from dist_ckpt.plan import LoadPlan, ReadItem
 from dist_ckpt.region import (

@@ -27,7 +27,8 @@ class LoadReport:
 
     `restored` are the names that were filled, `resharded` those of them whose parts here are cut
     otherwise than the stored ones, `missing` those that the checkpoint lacks, `unexpected` saved
-    names that no rank asked for, `dropped` what `on_reshard` or a `rename` to None left out.
+    names that no rank asked for, `dropped` what `on_reshard` or a `rename` to None left out, and
+    the optimizer's state of parameters that had none when they were saved: it is removed.
     `nbytes_read` counts shard data read here; `seconds` are by phase.
     """
 

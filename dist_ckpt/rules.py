@@ -7,13 +7,14 @@ from math import prod
 
 import torch
 
+from dist_ckpt.containers import join
 from dist_ckpt.mesh import cells_of
 from dist_ckpt.plan import Flattened, Ruled
 from dist_ckpt.region import Cell, Region, Shape
 from dist_ckpt.selection import names_above
 from dist_ckpt.sharded_views import chunked
 from dist_ckpt.sharding import ShardingConfig, axes_under, name_of, parameter_of
-from dist_ckpt.state_tree import Branch, TensorLeaf, walk
+from dist_ckpt.state_tree import Branch, ModuleLeaf, TensorLeaf, walk
 
 
 class Rules:
@@ -29,6 +30,7 @@ class Rules:
         self._rank = rank
         self._components: frozenset[str] = frozenset()
         self._shapes: Mapping[str, Shape] = {}
+        self._buffers: frozenset[str] = frozenset()
         if sharding is None:
             return
         if sharding.world_size != world_size:
@@ -47,19 +49,27 @@ class Rules:
             if isinstance(leaf, TensorLeaf) and isinstance(leaf.value, torch.Tensor)
         }
         self._shapes = {**held, **sharding.shapes}
+        self._buffers = frozenset(
+            join(fqn, name)
+            for fqn, _, leaf in walk(root)
+            if isinstance(leaf, ModuleLeaf)
+            for name in leaf.tensors
+            if not isinstance(leaf.state.live[name], torch.nn.Parameter)
+        )
 
     def view(
         self, fqn: str, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
         """Return how the config cuts a tensor that is held in one piece, and the entry's shape.
 
-        None if it does not cut it.
+        None if it does not cut it. Raises ValueError for what may be a flat part of any tensor.
         """
         if self._sharding is None:
             return None
         name = self._name(fqn)
         parameter = leaf.under or parameter_of(name, self._shapes)
         if self._sharding.flat:
+            self._check_known(fqn, leaf, parameter[0] if parameter else name, shape)
             whole = self._flattened(name, parameter, shape)
             return None if whole is None else (Flattened(self._sharding.ranks()), whole)
         axes = axes_under(self._sharding, name, shape, parameter)
@@ -75,6 +85,21 @@ class Rules:
         """Return the name that patterns see."""
         component = next((name for name in names_above(fqn) if name in self._components), "")
         return name_of(fqn, component)
+
+    def _check_known(self, fqn: str, leaf: TensorLeaf, name: str, shape: Shape) -> None:
+        assert self._sharding is not None
+        if self._sharding.zero_stage < 3 or len(shape) != 1 or 0 in shape:
+            return
+        # ZeRO leaves buffers whole, and partitions nothing that is not torch's.
+        if fqn in self._buffers or not isinstance(leaf.value, torch.Tensor):
+            return
+        if name not in self._sharding.shapes:
+            raise ValueError(
+                f"{fqn}: with flat=True and zero_stage=3 a tensor of shape {shape} may be a part "
+                f"of one of any shape: give the ShardingConfig shapes={{{name!r}: ..., ...}}, the "
+                "shapes of all parameters before they are partitioned; of a tensor that every "
+                "rank holds whole give its own"
+            )
 
     def _flattened(
         self, name: str, parameter: tuple[str, Shape] | None, shape: Shape

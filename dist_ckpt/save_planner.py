@@ -30,7 +30,7 @@ from dist_ckpt.inventories import (
     untied,
     value_holders,
 )
-from dist_ckpt.layout import Layout
+from dist_ckpt.layout import Layout, check_shape
 from dist_ckpt.mesh import cells_of
 from dist_ckpt.plan import (
     FilePlan,
@@ -232,6 +232,11 @@ def _tensors(bodies: Sequence[Body], problems: list[str]) -> dict[str, _Tensor]:
         disagreements = _disagreements(said_of) if len(entries) > 1 else []
         if isinstance(held, ValueError):
             disagreements.append(str(held))
+        elif not disagreements:
+            try:
+                check_shape(held[0], DTYPES[said_of[0][1].dtype].itemsize)
+            except ValueError as error:
+                disagreements.append(f"{error}: store it in another shape")
         problems += (f"{fqn}: {problem}" for problem in disagreements)
         if not disagreements and not isinstance(held, ValueError):
             body, entry = said_of[0]

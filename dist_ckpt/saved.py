@@ -78,10 +78,13 @@ class Saved:
     def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
         """Return the key and the name of each child of what is saved under a name.
 
-        Where no container was saved under it, the names below it are its keys.
+        Where nothing was saved under it, the names below it are its keys: what has a value of its
+        own is no container of names that only begin alike, such as `lr` beside `lr.max`.
         """
         if name in self.kinds:
             return self.entries[name]
+        if name in self.leaves:
+            return ()
         tops = dict.fromkeys(self._top(leaf, name) for leaf in self.below(name))
         return tuple((top[len(name) + 1 :] if name else top, top) for top in tops)
 
@@ -107,6 +110,12 @@ def saved_of(
     rules = rename_of(rename)
     names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
     groups = _groups(catalog, main)
+    both = {node.fqn for node in main.tree}.intersection(names)
+    if both:
+        raise CorruptError(
+            f"{min(both)[:100]}: saved as a container and as a tensor or value: load an older "
+            "checkpoint"
+        )
     # The parameters that have no state yet are named in the groups only.
     silent = tuple(f"{stem}.{p}" for stem, params in _states(groups) for p in params)
     renamed, problems = rules.of_all(dict.fromkeys((*names, *silent)))
@@ -116,6 +125,12 @@ def saved_of(
     params = dict(_renamed_groups(groups, renamed))
     kinds, entries = _containers(main.tree, renamed, leaves, params)
     _check_tree(kinds, entries)
+    problems += tuple(
+        f"rename: {name!r} would be a container and {leaves[name]!r}: change the rules, or drop "
+        "one of the two with None"
+        for name in kinds
+        if name in leaves and name not in params
+    )
     numpy = set(main.numpy)
     return Saved(
         catalog=catalog,
@@ -205,9 +220,15 @@ def _check_tree(
     kinds: Mapping[str, str], entries: Mapping[str, Sequence[tuple[PathKey, str]]]
 ) -> None:
     """Raise an error for a tree that no state has made."""
+    if not is_mapping(kinds.get("", "dict")):
+        raise CorruptError("the state was saved as no mapping: load an older checkpoint")
     depths: dict[str, int] = {}
     for name in sorted(kinds, key=len):
         check_kind(kinds[name])
+        if not is_mapping(kinds[name]) and any(type(key) is str for key, _ in entries[name]):
+            raise CorruptError(
+                f"{name[:100]}: saved as a {kinds[name]} with keys: load an older checkpoint"
+            )
         depth = depths.get(name, 0) + 1
         if depth > MAX_DEPTH:
             raise CorruptError(

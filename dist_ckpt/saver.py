@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from dist_ckpt import __version__, objects, paths
 from dist_ckpt.coordinator import SaveRequest, SaveRun, Verdict
 from dist_ckpt.digest import document_digest
-from dist_ckpt.index import Json
+from dist_ckpt.index import MAX_STEP, Json
 from dist_ckpt.paths import Attempt
 from dist_ckpt.phases import Phases
 from dist_ckpt.plan import Receipt, ReplicaGroup, SavePlan
@@ -46,7 +46,7 @@ class SaveOptions:
         """Raise TypeError or ValueError for options that make no sense."""
         if self.step is not None and type(self.step) is not int:
             raise TypeError(f"step={self.step!r}: give a whole number or None")
-        if self.step is not None and not 0 <= self.step < 1 << 63:
+        if self.step is not None and not 0 <= self.step <= MAX_STEP:
             raise ValueError(f"step={self.step}: give a number from 0 to 2**63 - 1")
         if self.sharding is not None and not isinstance(self.sharding, ShardingConfig):
             raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")

@@ -16,7 +16,7 @@ from dist_ckpt import strict_json
 from dist_ckpt.digest import BLOCK_DIGEST_CHARS, num_blocks
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.index import Json
+from dist_ckpt.index import MAX_STEP, Json
 from dist_ckpt.json_fields import (
     VERSION,
     check_version,
@@ -34,7 +34,6 @@ ALIGNMENT = 4096
 # What the safetensors library refuses to open.
 MAX_HEADER_NBYTES = 100_000_000
 MAX_NAME_NBYTES = 1024
-MAX_STEP = (1 << 63) - 1
 MAX_RANK = 999_999_999
 
 _HEX = re.compile(r"[0-9a-f]*")

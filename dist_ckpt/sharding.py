@@ -41,8 +41,9 @@ class ShardingConfig:
 
     With `zero_stage` 1 or 2 the optimizer's state is partitioned over all ranks, with 3 all
     tensors are: whole parameters, or, if `flat`, even ranges of each tensor's elements, held as
-    one-dimensional tensors. `shapes` are the global shapes of the parameters, which a save with
-    stage 3 and `flat` cannot know otherwise.
+    one-dimensional tensors. `shapes` are the global shapes of the parameters, which stage 3 with
+    `flat` cannot know otherwise: it needs that of every one-dimensional tensor but a module's
+    buffers. One that all ranks hold whole has its own shape there.
 
     Raises ValueError or TypeError when built from what makes no sense.
     """
@@ -133,11 +134,19 @@ class ShardingConfig:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ShardingConfig:
-        """Return the config in a file whose name ends in .json or .toml."""
+        """Return the config in a file whose name ends in .json or .toml.
+
+        ValueError or TypeError, naming the file, if there is none or it says nothing sensible.
+        """
         file = Path(path)
         if file.suffix not in (".json", ".toml"):
             raise ValueError(f"{file}: a ShardingConfig is a .json or a .toml file")
-        text = file.read_text(encoding="utf-8")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{file} cannot be read ({error}): give the path of a ShardingConfig's file"
+            ) from error
         try:
             if file.suffix == ".json":
                 return cls.from_json(text)
@@ -195,13 +204,6 @@ class ShardingConfig:
             return next(iter(found.values()))
         fitting = {axis: dim for axis, dim in self.default.items() if -ndim <= dim < ndim}
         return self._axes(fitting, ndim, "the default")
-
-    def for_stored(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> Axes:
-        """Return the same for any tensor, also one stored under a parameter.
-
-        `shapes` are the parameters' by name; all, and `shape`, are local or all are global.
-        """
-        return axes_under(self, name, shape, parameter_of(name, shapes))
 
     def _axes(self, rule: Mapping[str, int], ndim: int, what: str) -> Axes:
         cut: list[list[int]] = [[] for _ in range(ndim)]

@@ -38,7 +38,7 @@ from dist_ckpt.state_tree import (
 from dist_ckpt.tensors import describe, tie_key
 from dist_ckpt.torch_memory import TensorSource, synchronize
 from dist_ckpt.torch_objects import without_tensors
-from dist_ckpt.wrappers import RNG, PerRank
+from dist_ckpt.wrappers import RNG, PerRank, key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,7 @@ class _Taker:
                 assert_never(tree)
 
     def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
-        # A container may be called as a value is, but not as another container.
-        self._claim(f"{fqn}.")
+        self._claim(fqn)
         self._tree.append(Node(fqn, kind, tuple(children)))
         for key, child in children.items():
             self._add(join(fqn, key), child)
@@ -176,10 +175,10 @@ class _Taker:
 
     def _add_per_rank(self, fqn: str, wrapper: PerRank | RNG) -> None:
         self._claim(fqn)
-        value = wrapper.capture() if isinstance(wrapper, RNG) else state_of(wrapper.value)
+        value = wrapper.capture() if isinstance(wrapper, RNG) else state_of(wrapper.value, fqn)
         data = without_tensors(value, fqn)
         objects.check_plain(data, fqn)
-        self._per_rank[fqn] = (self._rank if wrapper.key is None else wrapper.key, data)
+        self._per_rank[fqn] = (key_of(wrapper, self._rank), data)
         self._keys[fqn] = wrapper.key
 
     def _add_group(self, fqn: str, group: GroupLeaf) -> None:

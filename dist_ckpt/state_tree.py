@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dist_ckpt.containers import MAX_DEPTH, PathKey, entries_of, join, kind_of
+from dist_ckpt.errors import CheckpointError
 from dist_ckpt.local_tensors import from_numpy
 from dist_ckpt.modules import ModuleState, module_state
 from dist_ckpt.region import Shape
@@ -173,12 +175,27 @@ def has_state(value: object) -> bool:
     )
 
 
-def state_of(value: object) -> object:
+def state_of(value: object, fqn: str) -> object:
     """Return an object's state dict, or the value itself."""
     if not has_state(value):
         return value
     get: Callable[[], object] = value.state_dict  # type: ignore[attr-defined]  # checked above
-    return get()
+    with users_code(fqn, value, "state_dict"):
+        return get()
+
+
+@contextmanager
+def users_code(fqn: str, owner: object, what: str) -> Iterator[None]:
+    """Run code of the user's: what it raises becomes a CheckpointError that says where it was."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # anything may come out of it
+        raise CheckpointError(
+            f"{fqn}: {what} of {type(owner).__name__} raised {type(error).__name__} ({error}): "
+            "mend it and call again"
+        ) from error
 
 
 # A container of these alone is plain at a glance, however long.
@@ -200,7 +217,7 @@ def _read(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
     if isinstance(value, nn.Module):
         return _read_module(module_state(value, fqn), fqn, above)
     if entries is None:
-        return ObjectLeaf(value, _read(state_of(value), fqn, above))
+        return ObjectLeaf(value, _read(state_of(value, fqn), fqn, above))
     return _read_container(value, entries, fqn, above)
 
 
@@ -244,6 +261,8 @@ def _check_key(key: object, where: str) -> None:
         raise TypeError(
             f"{where} has the key {key!r} of class {type(key).__name__}: use str or int keys"
         )
+    if isinstance(key, int) and not -(1 << 63) <= key < 1 << 64:
+        raise ValueError(f"{where} has the key {f'{key:#x}'[:40]}, outside of 64 bits: use a str")
     if key == "":
         raise ValueError(f"{where} has an empty key: give it a name")
     if isinstance(key, str) and not is_text(key):

@@ -5,7 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from dist_ckpt.channel import COORDINATOR, Doc, error_of, failure_of, is_interrupt, pack, unpack
+from dist_ckpt.channel import (
+    COORDINATOR,
+    Doc,
+    error_of,
+    failure_of,
+    is_interrupt,
+    pack,
+    unpack,
+    with_touched,
+)
 from dist_ckpt.channel_roles import Coordinator, Follower
 from dist_ckpt.config import Config
 from dist_ckpt.control import Control
@@ -67,14 +76,16 @@ class StoreChannel:
         own = Envelope(control.what, control.token, new_nonce(), body, failure)
         try:
             answer = self._role.settle(phase, own, decide)
-        except Exception as told:
+        except Exception as lost:
             if error is not None and is_interrupt(error):
-                raise error from told
+                raise error from lost
             raise
         if error is not None and is_interrupt(error):
             raise error
         if answer.failure is not None:
-            raise error_of(answer.failure) from error
+            # Of what this rank has touched the answer knows nothing if it was given before.
+            told = answer.failure if failure is None else with_touched(answer.failure, [failure])
+            raise error_of(told) from error
         return unpack(answer.body)
 
 

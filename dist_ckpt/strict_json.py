@@ -15,6 +15,11 @@ from dist_ckpt.errors import CorruptError
 from dist_ckpt.index import Json
 
 MAX_DEPTH = 64
+
+# What Python makes of a value takes some 64 bytes, of which the text "[]," is three. The index of
+# 16,384 ranks and 3,000 tensors has about a million values.
+MAX_VALUES = 1 << 24
+
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
 # Digits of a hex digest are preceded by a quote or a letter, those of a number are not.
@@ -34,6 +39,8 @@ def parse(data: bytes, what: str) -> Json:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise corrupt(what, f"not UTF-8 at byte {error.start}") from None
+    if (count := _num_values(data)) > MAX_VALUES:
+        raise corrupt(what, f"up to {count} values, where {MAX_VALUES} is the limit")
     try:
         doc: Json = json.loads(
             text,
@@ -55,7 +62,15 @@ def parse(data: bytes, what: str) -> Json:
 def dump(doc: Json) -> bytes:
     """Encode a document compactly; ValueError if it is not one that `parse` takes."""
     text = json.dumps(doc, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8")
+    data = text.encode("utf-8")
+    if (count := _num_values(data)) > MAX_VALUES:
+        raise ValueError(f"up to {count} values, where {MAX_VALUES} is the limit")
+    return data
+
+
+def _num_values(data: bytes) -> int:
+    """Return how many values a document has at most; a pair of an object counts as one."""
+    return 1 + data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def is_text(text: str) -> bool:

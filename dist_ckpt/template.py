@@ -14,7 +14,7 @@ from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.state import mesh_of
 from dist_ckpt.state_tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, read_state, walk
 from dist_ckpt.tensors import describe
-from dist_ckpt.wrappers import RNG, PerRank
+from dist_ckpt.wrappers import key_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,20 +80,14 @@ def survey(
     )
 
 
-def key_of(wrapper: PerRank | RNG, rank: int) -> Key:
-    """Return whose a per-rank value is: the rank's unless the user says otherwise."""
-    return rank if wrapper.key is None else wrapper.key
-
-
 def _check_names(root: Branch) -> None:
-    seen: set[tuple[str, bool]] = set()
+    seen: set[str] = set()
     for fqn, _, tree in walk(root):
         if isinstance(tree, ObjectLeaf):
             continue  # what it holds comes under the same name
-        name = fqn, isinstance(tree, Branch)
-        if name in seen:
+        if fqn in seen:
             raise ValueError(
                 f"{fqn}: two paths of the state have this name once their keys are joined with "
                 "dots: rename one of the keys"
             )
-        seen.add(name)
+        seen.add(fqn)

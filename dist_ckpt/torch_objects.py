@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from dist_ckpt.containers import join
+from dist_ckpt.containers import MAX_DEPTH, join
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.local_tensors import dtype_name, from_numpy, plain, torch_dtype
 from dist_ckpt.objects import Array, Device, DType, NumpyScalar, Size, StandIn
@@ -38,27 +38,35 @@ def _make(value: StandIn) -> object:
 MAKE: Callable[[StandIn], object] = _make
 
 
-def without_tensors(value: Any, fqn: str) -> object:
+def without_tensors(value: Any, fqn: str, depth: int = 0) -> object:
     """Return plain data with `Array` in place of each tensor and numpy array.
 
-    Raises TypeError for a tensor that has no bytes of its own, such as a DTensor.
+    Raises TypeError for a tensor that has no bytes of its own, such as a DTensor, ValueError for
+    one without data and for what contains itself.
     """
+    if depth > MAX_DEPTH:
+        raise ValueError(
+            f"{fqn[:100]}: nested deeper than {MAX_DEPTH}, or contains itself: flatten it"
+        )
+    depth += 1
     if is_array(value):
         return _stand_in(from_numpy(value, fqn, writable=False), fqn, "numpy")
     if isinstance(value, torch.Tensor):
         return _stand_in(value, fqn, "tensor")
     if type(value) in (dict, OrderedDict):
-        return type(value)((k, without_tensors(v, join(fqn, k))) for k, v in value.items())
+        return type(value)((k, without_tensors(v, join(fqn, k), depth)) for k, v in value.items())
     if type(value) is defaultdict:
-        items = {k: without_tensors(v, join(fqn, k)) for k, v in value.items()}
+        items = {k: without_tensors(v, join(fqn, k), depth) for k, v in value.items()}
         return defaultdict(value.default_factory, items)
     if type(value) in (list, tuple):
-        return type(value)(without_tensors(v, join(fqn, i)) for i, v in enumerate(value))
+        return type(value)(without_tensors(v, join(fqn, i), depth) for i, v in enumerate(value))
     return value
 
 
 def _stand_in(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"]) -> Array:
     local = plain(tensor, fqn)
+    if local.is_meta:
+        raise ValueError(f"{fqn}: a meta tensor has no data to save: materialize it first")
     source = TensorSource(local)
     data = source.read(0, source.nbytes, memoryview(bytearray(source.nbytes)))
     return Array(dtype_name(local.dtype, fqn), tuple(local.shape), bytes(data), kind)

@@ -12,12 +12,11 @@ from threading import Lock
 from typing import Literal
 
 from dist_ckpt import index_codec, objects, paths
-from dist_ckpt.attempts import read_document
+from dist_ckpt.attempts import ROUNDS, find, is_there, read_document
 from dist_ckpt.block_reads import READ_NBYTES, BlockRead, every_block, reads_of
-from dist_ckpt.commit import find
 from dist_ckpt.config import Config
 from dist_ckpt.dtypes import DTYPES
-from dist_ckpt.errors import CheckpointError, CorruptError
+from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
 from dist_ckpt.index import Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.open_files import (
     MAX_BLOCK_NBYTES,
@@ -92,13 +91,31 @@ def verify(
     if level not in ("full", "quick"):
         raise ValueError(f'level={level!r}: give "full" or "quick"')
     storage, root = open_storage(path)
+    for _ in range(ROUNDS):
+        try:
+            return _verify_once(storage, root, level, progress or _silent)
+        except _GoneError:  # an overwrite has replaced it: what is there now is to be checked
+            continue
+    raise StorageError(f"{root}: it is replaced faster than it can be read: try again")
+
+
+class _GoneError(Exception):
+    """The attempt was removed while it was checked, so what was found says nothing."""
+
+
+def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) -> VerifyReport:
     try:
         attempt, index = find(storage, root)
     except CorruptError as error:
         problem = Problem(paths.INDEX, None, None, None, str(error))
         return VerifyReport(root, None, level, (problem,), (), 0, 0)
-    verifying = _Verifying(storage, f"{root}/{attempt.name}", index, progress or _silent)
-    verifying.run(level, threads=Config.from_environment().threads)
+    verifying = _Verifying(storage, f"{root}/{attempt.name}", index, progress)
+    try:
+        verifying.run(level, threads=Config.from_environment().threads)
+    except FileNotFoundError as error:
+        raise _GoneError from error
+    if verifying.problems and not is_there(storage, root, attempt):
+        raise _GoneError
     return VerifyReport(
         path=root,
         attempt=attempt.name,

@@ -10,6 +10,7 @@ import torch
 from dist_ckpt.index import TensorRecord
 from dist_ckpt.local_tensors import torch_dtype
 from dist_ckpt.memory import Target
+from dist_ckpt.overlaps import Landing, settle, sharing
 from dist_ckpt.plan import Flattened, Ruled, Wanted, Whole
 from dist_ckpt.region import Cell, Region, Shape
 from dist_ckpt.rules import target_cells
@@ -48,6 +49,7 @@ class Beside:
 class _Fill:
     """Cells of a stored tensor from number `first` on, and the local memory of each."""
 
+    name: str
     fqn: str
     first: int
     cells: tuple[Cell, ...]
@@ -72,6 +74,7 @@ class Wants:
         self._ties: dict[Hashable, str] = {}
         self._whole: dict[tuple[str, bool], Fresh] = {}
         self._tensors: list[torch.Tensor] = []
+        self._landings: list[Landing] = []
         self._stored: dict[int, frozenset[Cell]] = {}
 
     def fill(self, name: str, leaf: TensorLeaf) -> object:
@@ -179,12 +182,23 @@ class Wants:
         for fresh in self._fresh:
             fresh.value = fresh.make()
         targets: dict[tuple[str, int], Target] = {}
-        for fill in self._fills:
-            self._tensors += fill.parts()
-            for number, (cell, part) in enumerate(zip(fill.cells, fill.parts(), strict=True)):
+        held = [fill.parts() for fill in self._fills]
+        shared = sharing(held)
+        for place, (fill, parts) in enumerate(zip(self._fills, held, strict=True)):
+            self._tensors += parts
+            memory = parts
+            if place in shared:
+                self._landings.append(Landing.of(fill.name, parts))
+                memory = self._landings[-1].read
+            for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True)):
                 targets[fill.fqn, fill.first + number] = TensorTarget(part, cell)
         self.synchronize()
         return targets
+
+    def settle(self) -> None:
+        """Fill the tensors that share memory; IncompatibleError if they cannot all be filled."""
+        settle(self._landings)
+        self._landings.clear()
 
     def synchronize(self) -> None:
         """Wait for the accelerators: before the first byte is placed, and after the last."""
@@ -252,7 +266,7 @@ class Wants:
         wanted = self._cells.setdefault(fqn, [])
         # Without cells the local tensor is an empty part.
         if cells:
-            self._fills.append(_Fill(fqn, len(wanted), cells, parts))
+            self._fills.append(_Fill(name, fqn, len(wanted), cells, parts))
             wanted += cells
         layout = self._saved.catalog.layouts[record.layout]
         if record.layout not in self._stored:

@@ -1,4 +1,4 @@
-"""Plans and inventories as messages between ranks: msgpack, and a fixed table of classes.
+"""Inventories and receipts as messages between ranks: msgpack, and a fixed table of classes.
 
 A value is None, a bool, a number, a str, bytes, a tuple, a dict, or one of the dataclasses of the
 table, nested; a list comes back as a tuple. Nothing is looked up by a name from the message, and
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgpack
 
-from dist_ckpt import index, layout, plan, region
+from dist_ckpt import index, plan, region
 
 T = TypeVar("T")
 
@@ -21,20 +21,7 @@ T = TypeVar("T")
 _CLASSES: tuple[type, ...] = (
     region.Region,
     region.Elements,
-    region.Span,
-    region.Piece,
-    layout.Grid,
-    layout.Flat,
-    layout.Regions,
-    layout.Layout,
-    index.Component,
-    index.TensorRecord,
-    index.Catalog,
-    index.ShardFileRecord,
-    index.ObjectsFileRecord,
-    index.Index,
     index.Node,
-    index.Abandoned,
     plan.Mesh,
     plan.Replicate,
     plan.Shard,
@@ -47,15 +34,7 @@ _CLASSES: tuple[type, ...] = (
     plan.TensorEntry,
     plan.NameList,
     plan.Inventory,
-    plan.SavePlan,
-    plan.WriteItem,
-    plan.FilePlan,
-    plan.ReplicaGroup,
     plan.Receipt,
-    plan.Wanted,
-    plan.ReadItem,
-    plan.FileReads,
-    plan.LoadPlan,
 )
 _CODES = {cls: code for code, cls in enumerate(_CLASSES)}
 _FIELDS = {cls: tuple(field.name for field in fields(cls) if field.init) for cls in _CLASSES}

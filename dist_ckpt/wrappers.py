@@ -176,6 +176,11 @@ class Named:
         return {key: name for name, (_, key) in zip(self.names, parameters, strict=True)}
 
 
+def key_of(wrapper: PerRank | RNG, rank: int) -> Key:
+    """Return whose a per-rank value is: the rank's unless the user says otherwise."""
+    return rank if wrapper.key is None else wrapper.key
+
+
 def _shape_of(tensor: object, wrapper: str) -> Shape:
     try:
         shape = getattr(tensor, "shape", None)

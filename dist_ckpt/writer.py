@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from dist_ckpt import digest
+from dist_ckpt.config import patience_s
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.index import Catalog
 from dist_ckpt.memory import Source
-from dist_ckpt.parallel import STALL_S, Slots, each
+from dist_ckpt.parallel import WORK_STALL_S, Slots, each
 from dist_ckpt.plan import FilePlan, WriteItem
 from dist_ckpt.region import Cell, Elements, Region, Span
 from dist_ckpt.shard_file import ShardFile, StoredShard, encode_header
@@ -29,9 +30,6 @@ Sources = Mapping[str, Sequence[tuple[Cell, Source]]]
 
 # Blocks below this are gathered and written together: copying costs less than a system call.
 SMALL_NBYTES = 1 << 20
-
-# A sync waits for all that the system has not written yet. Slower storage counts as hanging.
-SLOWEST_NBYTES_PER_S = 10 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,10 @@ def write_all(
     )
     if receipts:
         # Without it a power cut can forget the names of durable files.
-        storage.sync(folder)
+        try:
+            storage.sync(folder)
+        except FileNotFoundError as error:
+            raise _gone(folder) from error
     return receipts
 
 
@@ -96,7 +97,8 @@ def write_shard_files(
             for batch in batches_of(writing.plan.items, files.block_nbytes)
         )
         each(lambda one: one[0].write(one[1], slots), work, threads=threads)
-        stall_s = STALL_S + sum(plan.nbytes for plan in files.plans) / SLOWEST_NBYTES_PER_S
+        nbytes = sum(plan.nbytes for plan in files.plans)
+        stall_s = patience_s(nbytes, stall_s=WORK_STALL_S)
         return tuple(each(_Writing.finish, writings, threads=threads, stall_s=stall_s))
 
 
@@ -229,9 +231,13 @@ def _create(storage: Storage, path: str, nbytes: int) -> WritableFile:
             f"{path} exists already: is this rank running twice? Stop the other, then save again"
         ) from error
     except FileNotFoundError as error:
-        raise ConflictError(
-            f"{path}: its folder is gone, somebody gave this attempt up and removed it; save again"
-        ) from error
+        raise _gone(path) from error
+
+
+def _gone(path: str) -> ConflictError:
+    return ConflictError(
+        f"{path}: its folder is gone, somebody gave this attempt up and removed it; save again"
+    )
 
 
 def _finish(file: WritableFile, path: str, nbytes: int) -> None:

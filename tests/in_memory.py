@@ -65,6 +65,7 @@ class InMemory:
         for wanted in binding.wanted:
             for number, cell in enumerate(wanted.cells):
                 self._copy(wanted.fqn, wanted.shape, cell, targets[wanted.fqn, number])
+        binding.settle()
         binding.place()
         binding.load_objects()
 

@@ -247,7 +247,11 @@ def test_a_state_that_cannot_be_changed_is_refused_by_load(place: Path) -> None:
         (b"w", TypeError),
         ("", ValueError),
         ("\ud800", ValueError),
+        (1 << 64, ValueError),
+        (-(1 << 63) - 1, ValueError),
+        (1 << 20_000, ValueError),
     ],
+    ids=lambda value: repr(value) if type(value) is not int else hex(value)[:20],
 )
 def test_a_key_that_is_neither_str_nor_int_is_refused(
     place: Path, key: Any, error: type[Exception]
@@ -393,6 +397,31 @@ def test_views_of_complex_numbers_are_saved_as_what_they_show(place: Path) -> No
         assert torch.equal(loaded[name], view.resolve_conj().resolve_neg())
 
 
+@pytest.mark.parametrize("shape", [(1,) * 65, (0, 1 << 62)])
+def test_a_shape_that_the_format_cannot_say_is_refused_before_anything_is_written(
+    place: Path, shape: tuple[int, ...]
+) -> None:
+    for value in (torch.empty(shape), dc.PerRank({"x": torch.empty(shape)})):
+        state = {"first": torch.ones(2), "here": {"inside": value}}
+        save = lambda state=state: dc.save(state, "new")  # type: ignore[misc]  # noqa: E731
+        refused(place, save, ValueError, "here.inside", "another shape")
+
+
+def test_a_path_that_is_no_text_is_refused_everywhere(place: Path) -> None:
+    state = live()
+    for path in ("odd\udcff", Path("odd\udcff"), "", "a\0b"):
+        for call in (
+            lambda path: dc.save(state, path),
+            lambda path: dc.load(state, path),
+            dc.open,
+            dc.verify,
+            lambda path: dc.reshard(path, "new", world_size=1),
+            lambda path: dc.reshard("good", path, world_size=1),
+            dc.delete,
+        ):
+            refused(place, lambda call=call, path=path: call(path), ValueError, "path is")  # type: ignore[misc]
+
+
 # --- what does not fit -----------------------------------------------------------------------
 
 
@@ -444,7 +473,7 @@ def test_unequal_replicas_are_refused_by_name_and_rank(what: str) -> None:
         assert {type(error) for error in errors} == {ValueError}
         for error in errors:
             assert f"{what}" in str(error)
-            assert "ranks 0 and 1 differs from rank 2" in str(error)
+            assert "ranks 0-1 differs from rank 2" in str(error)
             assert "wrap what belongs to one rank in dc.PerRank" in str(error)
     assert storage.tree() == before
 

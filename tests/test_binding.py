@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dist_ckpt.binding import saved_of, survey, unexpected_problem
-from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.index import Node
 from dist_ckpt.objects import ObjectsFile
 from dist_ckpt.region import Region
@@ -661,6 +661,14 @@ def test_trees_that_no_state_has_made_are_refused() -> None:
     chain += [Node("x" + ".x" * n, "dict", ("x",)) for n in range(200)]
     with pytest.raises(CorruptError, match="nested deeper"):
         with_tree(*chain)()
+    for root, key in (
+        (Node("", "list", ()), "no mapping"),
+        (Node("", "dict", ("a",)), "with keys"),
+    ):
+        with pytest.raises(CorruptError, match=key):
+            with_tree(root, Node("a", "list", ("w",)))()
+    with pytest.raises(CorruptError, match=r"a\.w: saved as a container and as a tensor"):
+        with_tree(Node("", "dict", ("a",)), Node("a", "dict", ("w",)), Node("a.w", "dict", ()))()
     own_child = with_tree(Node("", "dict", ("", "a")), Node("a", "dict", ("w",)))()
     assert [key for key, _ in own_child.children("")][:1] == ["a"]
 
@@ -673,3 +681,133 @@ def test_a_value_that_no_file_has_is_found_before_anything_is_touched() -> None:
         with pytest.raises(CorruptError, match="no objects file has it"):
             binding.check([])
         assert state["a"] == 0
+
+
+# --- names that begin alike ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"cfg.lr": 0.1, "cfg": "x", "t": 1},
+        {"a": {}, "a.b": {}},
+        {"a": 5, "a.b": {"c": 1}},
+        {"a": {"b": 1}, "a.c": [2], "a.c.d": None},
+    ],
+)
+@pytest.mark.parametrize("template", ["empty", "none", "mapping"])
+def test_a_name_that_begins_like_another_is_not_inside_it(state: Any, template: str) -> None:
+    state = {"inner": {**state, "w": torch.ones(1)}}
+    saved = save(state)
+    mine: dict[str, Any] = {}
+    if template != "empty":
+        mine = {"inner": {key: None if template == "none" else {} for key in state["inner"]}}
+    binding = load(saved, mine)
+    mine["inner"].pop("w")
+    state["inner"].pop("w")
+    assert mine == state
+    assert binding.unclaimed == ()
+
+
+def test_a_tensor_and_what_begins_with_its_name_both_come_back() -> None:
+    saved = save({"model": {"a.b": torch.zeros(2), "a": torch.ones(2)}})
+    state: dict[str, Any] = {}
+    load(saved, state)
+    assert list(state["model"]) == ["a.b", "a"]
+    assert torch.equal(state["model"]["a"], torch.ones(2))
+    assert torch.equal(state["model"]["a.b"], torch.zeros(2))
+
+
+def test_an_object_gets_a_tensor_and_what_begins_with_its_name() -> None:
+    saved = save({"ema": Stateful({"ema": torch.ones(2), "ema.step": 3})})
+    target = Stateful({"ema": torch.zeros(2), "ema.step": 0})
+    load(saved, {"ema": target})
+    assert target.loaded["ema.step"] == 3
+    assert torch.equal(target.loaded["ema"], torch.ones(2))
+
+
+# --- memory that is shared -------------------------------------------------------------------
+
+
+def overlapping() -> list[Any]:
+    t, n, c = torch.zeros(6), np.zeros(6, "f4"), torch.zeros(6, dtype=torch.complex64)
+    u = torch.zeros(6, dtype=torch.uint8)
+    return [
+        ({"a": torch.ones(4), "b": torch.zeros(4)}, {"a": t[:4], "b": t[2:]}),
+        ({"a": torch.ones(6), "b": torch.ones(6).int()}, {"a": t, "b": t.view(torch.int32)}),
+        ({"a": np.ones(4, "f4"), "b": np.zeros(4, "f4")}, {"a": n[:4], "b": n[2:]}),
+        ({"a": torch.ones(6), "b": torch.zeros(2)}, {"a": t, "b": t[::4]}),
+        ({"a": torch.tensor([1j] * 6), "b": torch.tensor([1j])}, {"a": c, "b": c[3:4].conj()}),
+        ({"a": torch.ones(6).byte(), "b": torch.zeros(()).byte()}, {"a": u, "b": u[5]}),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(overlapping())))
+def test_tensors_that_share_memory_must_agree_in_what_was_saved(number: int) -> None:
+    state, target = overlapping()[number]
+    state["c"] = target["c"] = torch.zeros(3)
+    with pytest.raises(IncompatibleError, match=r"^[ab] and [ab] share memory .*clone"):
+        load(save(state), target)
+
+
+def test_what_shared_memory_at_the_save_as_well_comes_back() -> None:
+    def pair(whole: torch.Tensor) -> dict[str, Any]:
+        words = whole.view(torch.int32)
+        return {"a": whole[:4], "b": whole[2:], "words": words, "n": torch._neg_view(whole)}
+
+    target = torch.zeros(6)
+    load(save(pair(torch.arange(6.0))), state := pair(target))
+    assert torch.equal(target, torch.arange(6.0))
+    assert torch.equal(state["n"], -torch.arange(6.0))
+
+
+def test_views_that_interleave_share_nothing() -> None:
+    saved = save({"a": torch.arange(4.0), "b": -torch.arange(4.0), "c": torch.ones(2, 3)})
+    t, m = torch.zeros(8), torch.zeros(2, 6)
+    load(saved, {"a": t[::2], "b": t[1::2], "c": m[:, :3]})
+    assert torch.equal(t, torch.stack([torch.arange(4.0), -torch.arange(4.0)], 1).flatten())
+    assert torch.equal(m[:, 3:], torch.zeros(2, 3))
+
+
+def test_a_container_and_a_tensor_do_not_have_one_name() -> None:
+    state = {"a": {"b": {"x": torch.ones(1)}}, "a.b": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"a\.b: two paths"):
+        save(state)
+    saved = save({"a": {"w": torch.ones(1)}, "b": torch.ones(2)})
+    refuses({}, saved, "rename: 'a' would be a container and 'b'", rename={"b": "a"})
+    refuses(state, saved, r"a\.b: two paths")
+
+
+# --- code of the user's ----------------------------------------------------------------------
+
+
+class Broken(Stateful):
+    def load_state_dict(self, state: Any) -> None:
+        raise KeyError("gone")
+
+
+class Mute(Stateful):
+    def state_dict(self) -> Any:
+        raise ZeroDivisionError("by zero")
+
+
+def test_what_the_users_code_raises_is_told_with_its_name() -> None:
+    with pytest.raises(CheckpointError, match=r"^x\.y: state_dict of Mute raised ZeroDiv") as told:
+        save({"x": {"y": Mute(None)}})
+    assert isinstance(told.value.__cause__, ZeroDivisionError)
+    with pytest.raises(CheckpointError, match=r"^x: state_dict of Mute raised"):
+        save({"x": PerRank(Mute(None))})
+    saved = save({"x": Stateful({"a": 1}), "y": PerRank(1, key="old")})
+    states: list[tuple[Any, str]] = [
+        (
+            {"x": Broken({}), "y": PerRank(0, key="old")},
+            r"^x: load_state_dict of Broken raised Key",
+        ),
+        (
+            {"x": 0, "y": PerRank(0, key="new", on_reshard=lambda values, key: values[key])},
+            r"^y: on_reshard of function raised KeyError",
+        ),
+    ]
+    for state, message in states:
+        with pytest.raises(CheckpointError, match=message):
+            load(saved, state)

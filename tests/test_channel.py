@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from dist_ckpt import errors
-from dist_ckpt.channel import Alone, Channel, Doc, NoAnswerError
+from dist_ckpt.channel import Alone, Channel, Doc, FalloutError, NoAnswerError
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
 from dist_ckpt.testing.thread_channel import (
@@ -163,7 +163,7 @@ def test_of_several_errors_the_lowest_ranks_is_raised_and_the_others_are_named()
     failures = {1: ValueError("first"), 2: TypeError("second"), 3: ValueError("third")}
     for error in on_ranks(4, lambda rank: raising(failures[rank])() if rank else None):
         assert type(error) is ValueError
-        assert str(error) == "rank 1 (host thread-1): first (also failed: ranks 2 and 3)"
+        assert str(error) == "rank 1 (host thread-1): first (also failed: ranks 2-3)"
 
 
 def test_where_an_error_happened_is_told_once_however_far_it_travels():
@@ -177,7 +177,8 @@ def test_where_an_error_happened_is_told_once_however_far_it_travels():
             channel.leave()
 
     for error in errors_of(try_ranks(3, run)):
-        assert str(error).startswith("rank 1 (host thread-1): bad (also")
+        assert str(error).startswith("rank 1 (host thread-1): bad")
+        assert str(error).count("host") == 1
 
 
 def test_a_corrupt_error_tells_the_tensors_touched_on_any_rank():
@@ -221,6 +222,91 @@ def test_an_interrupt_of_the_coordinator_while_it_decides_is_told_to_the_others(
     assert [type(error) for error in raised] == [KeyboardInterrupt, RankError]
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_is_told_while_others_still_work_and_they_are_told_it_when_they_are_done(failing):
+    told = threading.Event()
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
+        def write() -> Doc:
+            if rank == failing:
+                raise errors.StorageError("the disk is full")
+            if rank == 2:
+                assert told.wait(10), "nobody was told before this rank was done"
+                raise errors.ConflictError("the folder is gone")
+
+        channel.enter("save")
+        try:
+            channel.exchange("agree", int, len)
+            with pytest.raises(CheckpointError) as caught:
+                channel.exchange("write", write, len)
+        finally:
+            channel.leave()
+        if rank == 0:
+            told.set()
+        return type(caught.value), str(caught.value), ask(channel, lambda: rank, sum)
+
+    message = f"rank {failing} (host thread-{failing}): the disk is full"
+    assert run_ranks(3, run) == [(errors.StorageError, message, 3)] * 3
+
+
+def test_what_a_rank_has_touched_is_told_there_though_the_answer_came_before():
+    told = threading.Event()
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
+        def read() -> Doc:
+            assert rank == 0 or told.wait(10)
+            raise CorruptError("block 3 is damaged", touched=("both", f"only on {rank}"))
+
+        channel.enter("load")
+        try:
+            channel.exchange("open", int, len)
+            with pytest.raises(CorruptError) as caught:
+                channel.exchange("read", read, len)
+        finally:
+            channel.leave()
+        told.set()
+        return caught.value.rank, caught.value.touched
+
+    assert run_ranks(2, run) == [
+        (0, ("both", "only on 0")),
+        (0, ("both", "only on 0", "only on 1")),
+    ]
+
+
+def test_a_fallout_waits_for_the_error_that_has_brought_it_about():
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
+        def gather() -> Doc:
+            if rank == 1:
+                time.sleep(0.3)  # the coordinator looks several times
+                raise ValueError("the cause")
+            raise FalloutError("the connections failed")
+
+        channel.enter("save")
+        try:
+            channel.exchange("agree", int, len)
+            return channel.exchange("plan", gather, len)
+        finally:
+            channel.leave()
+
+    for error in errors_of(try_ranks(3, run, config=HASTY)):
+        assert type(error) is ValueError
+        assert str(error).startswith("rank 1 (host thread-1): the cause (also failed: ranks 0")
+
+
+def test_an_error_in_the_first_exchange_waits_for_all_so_that_each_knows_which_call_it_is_about():
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
+        def describe() -> Doc:
+            if rank == 0:
+                raise ValueError("bad")
+            time.sleep(0.3)  # the coordinator has time to fail, and to call again
+
+        with pytest.raises(ValueError, match="rank 0"):
+            ask(channel, describe, what="save to a")
+        return ask(channel, lambda: rank, sum, what="save to b")
+
+    assert run_ranks(2, run, config=HASTY) == [1, 1]
+
+
 def test_after_an_error_the_ranks_go_on_with_the_next_operation():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         with pytest.raises(ValueError, match="rank 1"):
@@ -251,8 +337,8 @@ def test_a_warning_names_the_absent_once_before_the_time_is_up(caplog):
 
     with caplog.at_level(logging.WARNING, "dist_ckpt"):
         try_ranks(3, run, config=HASTY)
-    assert [record.getMessage()[:34] for record in caplog.records] == [
-        "ranks 1 and 2 did not call save: r"
+    assert [record.getMessage()[:30] for record in caplog.records] == [
+        "ranks 1-2 did not call save: r"
     ]
 
 
@@ -280,7 +366,7 @@ def test_a_call_by_rank_0_alone_does_not_spoil_the_next_call_by_all(what, order)
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         if rank == 0:
-            with pytest.raises(RankError, match="ranks 1 and 2 did not call save"):
+            with pytest.raises(RankError, match="ranks 1-2 did not call save"):
                 ask(channel, what="save to the same path")
             alone.set()
         alone.wait(10)

@@ -11,6 +11,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt import cli
+from dist_ckpt.cli import changing
 
 torch = pytest.importorskip("torch")
 
@@ -187,6 +188,21 @@ def test_reshard_with_an_unclear_target_is_a_usage_error(run, checkpoint, tmp_pa
     assert not (tmp_path / "new").exists()
 
 
+def test_reshard_by_a_file_that_is_not_there_names_it(run, checkpoint, tmp_path):
+    code, _, err = run("reshard", checkpoint, tmp_path / "new", "--sharding", "missing.toml")
+    assert code == 2
+    assert "missing.toml cannot be read" in err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "tree", "verify", "rm", "gc"])
+@pytest.mark.parametrize(("path", "fact"), [("", "pass the path"), ("\udcff", "not UTF-8")])
+def test_what_is_no_path_is_a_usage_error(run, command, path, fact):
+    code, _, err = run(command, path)
+    assert code == 2
+    assert fact in err
+
+
 def test_reshard_onto_something_is_refused_and_changes_nothing(run, checkpoint, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("keep")
@@ -235,6 +251,18 @@ def test_gc_removes_what_a_dead_save_left_and_nothing_else(run, checkpoint):
     assert "1 removed" in out
     assert not list(dead.glob("a1-*"))
     assert dc.open(checkpoint).step == 7
+
+
+def test_one_collector_of_a_run_at_a_time(run, checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "temp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
+    with changing.only_collector(str(checkpoint.parent)):
+        code, _, err = run("gc", checkpoint.parent)
+        assert code == 5
+        assert "another dist-ckpt gc is at work" in err
+        assert run("gc", tmp_path / "temp")[0] == 0
+    assert run("gc", checkpoint.parent)[0] == 0
+    assert {path.name for path in checkpoint.parent.iterdir()} == {"step-00000007"}
 
 
 def test_a_wrong_option_is_a_usage_error(run, checkpoint):

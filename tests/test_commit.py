@@ -345,8 +345,10 @@ def test_an_index_that_reads_back_as_something_else_is_not_committed():
 def test_an_index_that_we_would_refuse_to_load_is_not_committed():
     storage = MemoryStorage()
     claim = claimed(storage)
-    with pytest.raises(CorruptError, match=r"step"):
+    with pytest.raises(CheckpointError, match=r"bug of dist_ckpt, report it \(.*step") as caught:
         commit.commit(storage, claim, index_of(claim.attempt, -1, 1))
+    assert type(caught.value) is CheckpointError
+    assert "restore it from a copy" not in str(caught.value)
     assert step_at(storage) is None
 
 
@@ -453,6 +455,27 @@ def test_a_rank_that_finds_its_attempt_abandoned_says_by_whom():
     commit.abandon(storage, PATH, claim.attempt, by="rank 3", reason="no verdict")
     with pytest.raises(ConflictError, match="abandoned by rank 3"):
         commit.await_claim(storage, PATH, claim.attempt, 60)
+
+
+def test_a_rank_whose_attempt_was_removed_does_not_wait_for_it():
+    for later in (False, True):
+        storage = MemoryStorage()
+        claim = claimed(storage)
+        if later:
+            save(storage, 2, overwrite=True)
+        else:
+            storage.rename(claim.folder, f"{PATH}/{paths.trash_name(claim.attempt)}")
+        with pytest.raises(ConflictError, match="was removed"):
+            commit.await_claim(storage, PATH, claim.attempt, 0)
+
+
+def test_a_rank_that_sees_only_earlier_attempts_goes_on_waiting():
+    storage = MemoryStorage()
+    claim = claimed(storage)
+    storage.rename(claim.folder, f"{PATH}/{paths.trash_name(claim.attempt)}")
+    save(storage, 2)
+    with pytest.raises(StorageError, match="not on storage that all ranks share"):
+        commit.await_claim(storage, PATH, HIGHEST, 0)
 
 
 # --- abandon ---------------------------------------------------------------------------------

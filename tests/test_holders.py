@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt.holders import Share, held_by, ranks_text
+from dist_ckpt.holders import Share, held_by
 from dist_ckpt.layout import Flat, Grid, Regions
 from dist_ckpt.plan import Flattened, Mesh, Parts, Placed, Replicate, Ruled, Shard, View, Whole
 from dist_ckpt.region import Cell, Elements, Region, Shape
@@ -186,8 +186,3 @@ def test_overlaps_are_found_among_many_parts() -> None:
         ValueError, match=r"\[0:4,21:22\] on rank 21 overlaps \[2:4,20:22\] on rank 2"
     ):
         held_by(parts((4, 50), *cells))
-
-
-def test_ranks_are_written_as_ranges() -> None:
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text([7, 1, 0, 2, 2]) == "ranks 0-2, 7"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt import paths
+from dist_ckpt import index_codec, paths, strict_json
 from dist_ckpt.digest import document_digest
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.errors import CorruptError, IncompatibleError
@@ -233,9 +233,51 @@ def test_what_is_no_index_is_damaged(data):
 
 
 def test_an_index_that_is_too_large_is_not_parsed(small, monkeypatch):
+    data = encode(small)
     monkeypatch.setattr("dist_ckpt.index_codec.MAX_NBYTES_OF_INDEX", 100)
     with pytest.raises(CorruptError, match=r"bytes, not 1 to 100"):
-        decode(encode(small))
+        decode(data)
+    with pytest.raises(ValueError, match=r"cannot be written: \d+ bytes, the limit is 100"):
+        encode(small)
+
+
+def test_an_index_that_asks_for_too_many_lookups_is_damaged(small, monkeypatch):
+    data = encode(small)
+    monkeypatch.setattr("dist_ckpt.index_codec._MAX_LOOKUPS", 3)
+    with pytest.raises(CorruptError, match="more than 3 cells to look up"):
+        decode(data)
+
+
+def test_the_index_of_a_very_large_job_is_far_below_the_limits(small):
+    world_size, names = 16_384, [f"model.layers.{n}.feed_forward.w1.weight" for n in range(3_000)]
+    cells = tuple((rank,) for rank in range(world_size))
+    layouts = [Layout(Flat(tuple(range(0, world_size * n + 1, n))), cells) for n in range(1, 21)]
+    names += [f"optim.state.{name}.{kind}" for name in names for kind in ("exp_avg", "exp_avg_sq")]
+    tensors = {
+        name: TensorRecord("float32", (world_size * (n % 20 + 1),), n % 20, 0, n % 2)
+        for n, name in enumerate(names)
+    }
+    keys = tuple((("dp", rank), rank) for rank in range(world_size))
+    catalog = replace(
+        small.catalog,
+        world_size=world_size,
+        layouts=tuple(layouts),
+        tensors=tensors,
+        aliases={},
+        values={},
+        per_rank={f"value.{n}": keys for n in range(4)},
+    )
+    files = tuple(
+        ShardFileRecord(component, rank, 1 << 30, 1 << 20, DIGEST)
+        for component in range(2)
+        for rank in range(world_size)
+    )
+    objects = tuple(
+        ObjectsFileRecord(paths.objects_file(rank), 1 << 20, DIGEST) for rank in range(world_size)
+    )
+    data = encode(replace(small, catalog=catalog, files=files, objects=objects))
+    assert len(data) * 8 < index_codec.MAX_NBYTES_OF_INDEX
+    assert sum(map(data.count, (b",", b"[", b"{"))) * 8 < strict_json.MAX_VALUES
 
 
 def signed(doc):
@@ -347,6 +389,7 @@ CORRUPTIONS = {
     "a digest that is no text": put("files", 0, 4, 0),
     "a file that is no row": put("files", 0, {}),
     "an objects file that is a path": put("objects", 0, 0, "../objects.msgpack"),
+    "an objects file of more than 1 GiB": put("objects", 0, 1, (1 << 30) + 1),
     "an objects file of no rank": add("objects", ["objects-00009.msgpack", 9, DIGEST]),
     "an objects file that is missing": drop("objects", 0),
     "the global objects file that is missing": drop("objects", 2),

@@ -318,3 +318,44 @@ def test_a_config_makes_one_rank_of_one_the_whole(tmp_path: Path) -> None:
     state = {"m": {"w": torch.zeros(4)}}
     dc.load(state, tmp_path / "ck", sharding=config)
     assert state["m"]["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_generators_that_cannot_be_set_leave_the_tensors_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
+    dc.save({"w": torch.ones(2), "rng": dc.PerRank({"python": "text"})}, path)
+    state = {"w": torch.zeros(2), "rng": dc.RNG()}
+    before = dc.RNG().capture()
+    with pytest.raises(dc.IncompatibleError, match="exclude"):
+        dc.load(state, path)
+    assert torch.equal(state["w"], torch.zeros(2))
+    assert dc.RNG().capture() == before
+
+
+def test_the_default_device_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
+    model, optimizer = trained()
+    dc.save({"model": model, "optim": optimizer, "n": np.arange(3)}, path)
+    again = Net()
+    fresh = torch.optim.AdamW(again.parameters())
+    taken: dict[str, Any] = {}
+    torch.set_default_device("meta")
+    try:
+        dc.load({"model": again, "optim": fresh, "n": None}, path)
+        dc.load(taken, path)
+    finally:
+        torch.set_default_device(None)
+    assert equal(model, again)
+    for saved, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert all(torch.equal(value, loaded[name]) for name, value in saved.items())
+    assert torch.equal(taken["model"]["norm.weight"], model.norm.weight)
+
+
+def test_tensors_that_share_memory_are_filled_only_with_what_agrees(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
+    whole = torch.arange(6.0)
+    dc.save({"a": whole[:4], "b": whole[2:]}, path)
+    memory = torch.zeros(6)
+    dc.load({"a": memory[:4], "b": memory[2:]}, path)
+    assert torch.equal(memory, whole)
+    with pytest.raises(dc.IncompatibleError, match="a and b share memory"):
+        dc.load({"a": memory[:4], "b": memory[1:5]}, path)

@@ -490,6 +490,50 @@ def test_a_value_of_another_form_is_damaged(value):
         decode(doc(values={"x": value}))
 
 
+def alike(count):
+    """Return values of each kind that all have one hash, as a file can choose them."""
+    return {
+        "integers": [n * ((1 << 61) - 1) for n in range(count)],
+        "complex": [complex(1 + 1000003 * n, -n) for n in range(2, 2 + count)],
+        "tuples": [(n * ((1 << 61) - 1),) for n in range(count)],
+    }
+
+
+@pytest.mark.parametrize("kind", alike(0))
+def test_a_set_that_would_take_for_ever_to_make_is_refused(kind):
+    few, many = alike(64)[kind], alike(65)[kind]
+    assert len(set(map(hash, many))) == 1
+    assert same(decode_value(encode_value(set(few))), set(few))
+    data = b"".join([b"\xdc\x00\x41", *map(encode_value, many)])
+    with pytest.raises(CorruptError, match="65 members or keys of one hash, where 64 is the limit"):
+        decode(doc(values={"x": ext(4, data)}))
+    with pytest.raises(ValueError, match=r"^x\[3\] cannot be stored: 65 members .* store a list"):
+        encode_value([0, 1, 2, frozenset(many)], "x")
+
+
+def test_a_dict_that_would_take_for_ever_to_make_is_refused():
+    many = alike(65)["integers"]
+    data = b"\xde\x00\x41" + b"".join(encode_value(n) + b"\xc0" for n in many)
+    with pytest.raises(ValueError, match="65 members or keys of one hash"):
+        decode_value(data)
+    with pytest.raises(ValueError, match="65 members or keys of one hash"):
+        encode_value(dict.fromkeys(many))
+
+
+def test_an_objects_file_has_a_limit(monkeypatch):
+    monkeypatch.setattr(objects, "MAX_NBYTES", 1000)
+    assert encode(ObjectsFile(values={"x": bytes(800)}))
+    with pytest.raises(ValueError, match="the limit is 1000: store large data as tensors"):
+        encode(ObjectsFile(per_rank={"x": {0: bytes(1000)}}))
+
+
+@pytest.mark.parametrize("key", [1 << 64, -(1 << 63) - 1, ("dp", 1 << 70)])
+def test_a_per_rank_key_beyond_64_bits_is_damaged(key):
+    data = encode_value(key)
+    with pytest.raises(CorruptError, match="beyond 64 bits"):
+        decode(doc(per_rank={"x": [[msgpack.unpackb(data), 1]]}))
+
+
 def test_a_key_twice_is_damaged():
     twice = b"\x82" + 2 * (msgpack.packb("a") + msgpack.packb(1))
     with pytest.raises(CorruptError, match="same key twice"):
@@ -516,6 +560,29 @@ def test_data_that_is_deep_on_purpose_is_damaged():
     for deep in (b"\x91" * 100_000 + b"\xc0", b"\x81\x01" * 100_000 + b"\xc0"):
         with pytest.raises(CorruptError):
             decode(deep)
+
+
+def test_lists_and_dicts_count_as_depth_when_they_are_read():
+    assert decode_value(msgpack.packb(nested(64))) == nested(64)
+    for deep in (nested(65), {"a": nested(64)}, nested(500)):
+        with pytest.raises(ValueError, match="nested deeper than 64 levels"):
+            decode_value(msgpack.packb(deep))
+        with pytest.raises(CorruptError, match="nested deeper than 64 levels"):
+            decode(doc(values={"x": [[[[[deep]]]]]}))
+
+
+@pytest.mark.parametrize("place", [lambda t: t, lambda t: [{"a": t}], lambda t: ext(3, [t])])
+def test_the_type_of_times_that_msgpack_has_is_as_unknown_as_any_other(place):
+    time = msgpack.Timestamp(1)
+    with pytest.raises(IncompatibleError, match=r"^f: a value of type -1, .*upgrade"):
+        decode(doc(values={"x": place(time)}), what="f")
+
+
+@pytest.mark.parametrize("shape", [(1,) * 65, (0, 1 << 62)])
+def test_an_array_that_would_not_be_read_back_is_refused(shape):
+    array = Array("float32", shape, bytes(4) if 0 not in shape else b"")
+    with pytest.raises(ValueError, match=r"^x\['a'\] is an array .*: store it in"):
+        check_plain({"a": array}, "x")
 
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"])

@@ -8,6 +8,7 @@ import torch
 from in_memory import load, save
 from torch import nn
 
+from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.wrappers import Named
 
 
@@ -242,16 +243,51 @@ def test_named_gives_the_names() -> None:
 
 def test_state_in_memory_that_was_not_saved_is_missing() -> None:
     model = make_model()
-    fresh = torch.optim.AdamW(model.parameters())
+    fresh = torch.optim.AdamW(model[2].parameters())  # type: ignore[union-attr]
     checkpoint = save({"model": model, "optim": fresh})
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 1)
     with pytest.raises(ValueError, match=r"lacks.*optim\.state\.0\.weight\.step"):
         load(checkpoint, {"model": model, "optim": optimizer})
-    kept = bits(model, optimizer)[-1]
+    kept = bits(model, optimizer)
     binding = load(checkpoint, {"model": model, "optim": optimizer}, strict=False)
     assert "optim.state.0.weight.exp_avg" in binding.missing
-    assert equal(bits(model, optimizer)[-1], kept)
+    first = len([*model.parameters()]) + len(optimizer.param_groups[0]) - 1
+    assert equal(bits(model, optimizer)[first : first + 3], kept[first : first + 3])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum", "lbfgs", "nadam", "adafactor"])
+def test_a_checkpoint_from_before_the_first_step_brings_training_back_there(
+    name: str, strict: bool
+) -> None:
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    checkpoint = save({"model": model, "optim": optimizer})
+    train(model, optimizer, 3)
+    expected = bits(model, optimizer)
+    named = list(model.named_parameters())
+    held = [f"optim.state.{n}.{k}" for n, p in named for k in optimizer.state.get(p, {})]
+    binding = load(checkpoint, {"model": model, "optim": optimizer}, strict=strict)
+    assert not optimizer.state
+    assert sorted(binding.dropped) == sorted(held)
+    assert binding.missing == ()
+    train(model, optimizer, 3)
+    assert equal(bits(model, optimizer), expected)
+
+
+def test_state_that_is_excluded_or_fails_to_load_is_not_dropped() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint = save({"model": model, "optim": optimizer, "x": torch.ones(2)})
+    train(model, optimizer, 1)
+    state = {"model": model, "optim": optimizer, "x": torch.zeros(3)}
+    before = bits(model, optimizer)
+    with pytest.raises(ValueError, match=r"x: saved with shape"):
+        load(checkpoint, state)
+    binding = load(checkpoint, state, exclude=["x", "optim.state", "model"])
+    assert binding.dropped == ()
+    assert equal(bits(model, optimizer), before)
 
 
 def test_saved_state_of_a_parameter_that_is_gone_is_unclaimed() -> None:
@@ -376,3 +412,28 @@ def test_the_names_that_torch_gives_parameters_in_groups_stay_as_they_are() -> N
     renamed = torch.optim.SGD([("x." + name, p) for name, p in other.named_parameters()])
     load(checkpoint, {"model": other, "optim": renamed})
     assert renamed.param_groups[0]["param_names"] == ["x.0.weight", "x.0.bias", "x.2.weight"]
+
+
+def test_what_an_open_template_took_of_an_optimizer_loads_into_one_once_saved_again() -> None:
+    def pair() -> dict[str, Any]:
+        model = make_model()
+        return {"m": model, "o": torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))}
+
+    first = pair()
+    train(first["m"], first["o"], 2)
+    taken: dict[str, Any] = {}
+    load(save(first), taken)
+    again = pair()
+    again["o"].param_groups[0]["lr"].fill_(0.1)
+    again["o"].param_groups[0]["betas"] = (0.1, 0.2)
+    load(save(taken), again)
+    assert equal(bits(again["m"], again["o"]), bits(first["m"], first["o"]))
+    assert again["o"].param_groups[0]["params"] == list(again["m"].parameters())
+
+
+def test_a_value_that_is_no_group_is_refused() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    saved = save({"m": model, "o": {"param_groups": [5], "state": {"w": torch.ones(1)}}})
+    with pytest.raises(IncompatibleError, match=r"o\.param_groups\.0: saved as a int"):
+        load(saved, {"m": model, "o": optimizer}, exclude="o.state")

@@ -98,3 +98,11 @@ def test_a_slot_is_lent_to_one_at_a_time_and_used_again() -> None:
         assert len(first) == len(second) == 8
     with slots.one() as again:
         assert again is first or again is second
+
+
+def test_a_slot_in_which_a_call_may_still_be_stuck_is_not_lent_again() -> None:
+    slots = Slots(8)
+    with pytest.raises(StorageError), slots.one() as stuck:
+        raise StorageError("the storage did not answer")
+    with slots.one() as other:
+        assert other is not stuck

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -26,12 +27,13 @@ from dist_ckpt import block_reads, open_files
 from dist_ckpt.block_reads import READ_NBYTES, runs_of
 from dist_ckpt.digest import BLOCK_NBYTES
 from dist_ckpt.errors import CorruptError, StorageError
-from dist_ckpt.index import Index
+from dist_ckpt.index import Index, ObjectsFileRecord
 from dist_ckpt.layout import Flat, Grid, Layout, Regions
 from dist_ckpt.plan import LoadPlan, Wanted
 from dist_ckpt.reader import ReadTotals, read
 from dist_ckpt.region import Cell, Elements, Piece, Region, Shape, row_major_strides
 from dist_ckpt.storage import ReadableFile
+from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
 FOLDER = "/ck"
@@ -558,3 +560,11 @@ def test_beyond_a_bound_files_are_opened_again_when_they_are_read(
     saved = {"model.w": random_tensor(shape, rows(shape, *range(2, 24, 2)))}
     _, storage = round_trip(saved, [want(saved, "model.w")], world_size=12)
     assert storage.most_open <= 3 + 2 + 2
+
+
+def test_an_objects_file_that_is_too_large_is_not_read_into_memory(tmp_path: Path) -> None:
+    with (tmp_path / "objects.msgpack").open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    record = ObjectsFileRecord("objects.msgpack", 1 << 40, "0" * 32)
+    with pytest.raises(CorruptError, match="no objects file has 1099511627776 bytes"):
+        open_files.read_objects(LocalStorage(), str(tmp_path), record)

@@ -31,7 +31,7 @@ from dist_ckpt.plan import (
     TensorEntry,
     Whole,
 )
-from dist_ckpt.region import Elements, Shape
+from dist_ckpt.region import Elements, Region, Shape
 from dist_ckpt.save_planner import (
     held_cells,
     items_of,
@@ -160,3 +160,13 @@ def test_a_plan_for_thousands_of_ranks_shares_its_layouts() -> None:
     for rank in (0, 1000, 4095):
         for file in items_of(plan, rank):
             assert stored_nbytes(plan.catalog)[0, rank] == file.nbytes - file.header_nbytes
+
+
+def test_what_a_rank_without_parts_says_of_the_dtype_does_not_count() -> None:
+    full, none = Parts((Region((0,), (4,)),)), Parts(())
+    holding = inventory_of({"model.w": of_view(full, [1], (4,))}, 1)
+    lacking = inventory_of({"model.w": of_view(none, [0], (4,))}, 0)
+    lacking = replace(lacking, tensors=(replace(lacking.tensors[0], dtype="float64"),))
+    plan = plan_save(bodies([lacking, holding]), 2)
+    assert plan.catalog.tensors["model.w"].dtype == "float32"
+    assert not items_of(plan, 0)

@@ -229,3 +229,20 @@ def test_memory_of_any_form_is_saved_as_its_values(tmp_path: Path, make: Any) ->
     assert type(state["value"]) is type(value)
     assert np.asarray(state["value"]).tobytes() == np.ascontiguousarray(value).tobytes()
     assert tuple(state["value"].shape) == tuple(value.shape)
+
+
+def test_a_name_that_no_reader_would_take_is_refused(tmp_path: Path) -> None:
+    dc.save({"m": {"n" * 4094: torch.ones(1)}}, tmp_path / "longest")
+    assert dc.verify(tmp_path / "longest").ok
+    for value in (torch.ones(1), 1, dc.PerRank(1)):
+        with pytest.raises(ValueError, match="a name of 4097 characters, 4096 are the most"):
+            dc.save({"m": {"n" * 4095: value, "w": torch.ones(1)}}, tmp_path / "ck")
+    assert not (tmp_path / "ck").exists()
+
+
+def test_metadata_may_hold_what_is_not_valid_unicode(tmp_path: Path) -> None:
+    metadata = {"\udc80": 1, "file": "\udc80", "fine": "ö"}
+    dc.save({"w": torch.ones(1)}, tmp_path / "ck", metadata=metadata)
+    with dc.open(tmp_path / "ck") as checkpoint:
+        assert checkpoint.metadata == metadata
+        assert checkpoint.index.metadata == {"fine": "ö"}

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.plan import Mesh
-from dist_ckpt.sharding import ShardingConfig, name_of, parameter_of
+from dist_ckpt.region import Shape
+from dist_ckpt.sharding import Axes, ShardingConfig, axes_under, name_of, parameter_of
 
 GRID = {"dp": 2, "tp": 4}
 
@@ -74,12 +75,16 @@ def test_a_rule_for_a_dimension_that_the_parameter_lacks_is_an_error() -> None:
 def test_a_rule_holds_for_what_is_stored_under_the_parameter_in_the_same_shape() -> None:
     config = ShardingConfig(GRID, {"*.weight": {"tp": 1}})
     shapes = {"l.weight": (8, 4), "l": (3,)}
-    assert config.for_stored("l.weight", shapes, (8, 4)) == ((), (1,))
-    assert config.for_stored("state.l.weight.exp_avg", shapes, (8, 4)) == ((), (1,))
-    assert config.for_stored("state.l.weight.row.mean", shapes, (8, 4)) == ((), (1,))
-    assert config.for_stored("state.l.weight.factor", shapes, (8, 1)) == ((), ())
-    assert config.for_stored("state.l.weight.step", shapes, ()) == ()
-    assert config.for_stored("state.other.weight", shapes, (8, 4)) == ((), (1,))
+
+    def axes_of(name: str, shape: Shape) -> Axes:
+        return axes_under(config, name, shape, parameter_of(name, shapes))
+
+    assert axes_of("l.weight", (8, 4)) == ((), (1,))
+    assert axes_of("state.l.weight.exp_avg", (8, 4)) == ((), (1,))
+    assert axes_of("state.l.weight.row.mean", (8, 4)) == ((), (1,))
+    assert axes_of("state.l.weight.factor", (8, 1)) == ((), ())
+    assert axes_of("state.l.weight.step", ()) == ()
+    assert axes_of("state.other.weight", (8, 4)) == ((), (1,))
 
 
 def test_the_parameter_that_a_tensor_is_stored_under_is_the_longest_that_fits() -> None:
@@ -173,6 +178,13 @@ def test_a_file_that_says_nothing_sensible_is_an_error_that_names_it(
     with pytest.raises((ValueError, TypeError), match=message) as raised:
         ShardingConfig.from_file(tmp_path / name)
     assert name in str(raised.value)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "bytes.json").write_bytes(b"\xff")
+    for name in ("missing.toml", "bytes.json"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read .*: give the path of"):
+            ShardingConfig.from_file(tmp_path / name)
 
 
 # --- what makes no sense ---------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dist_ckpt.index import Node
 from dist_ckpt.objects import Array
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.state import LocalState, take
-from dist_ckpt.wrappers import RNG, LocalShard, PerRank
+from dist_ckpt.wrappers import RNG, LocalShard, Named, PerRank
 
 
 def taken(state: Any, **options: Any) -> LocalState:
@@ -291,6 +291,57 @@ def test_flat_parts_of_zero_have_the_shape_of_their_parameter() -> None:
     assert entries["optim.state.w.step"] == ((), plan.Whole())
 
 
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(2))
+        self.register_buffer("mean", torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({"model": Biased()}, "'bias'"),
+        ({"model": {"w": torch.zeros(2)}}, "'w'"),
+        ({"optim": {"state": {"bias": {"v": torch.zeros(2)}}}}, "'state.bias.v'"),
+    ],
+)
+def test_flat_parts_of_zero_3_need_the_shapes_of_their_parameters(state: Any, name: str) -> None:
+    config = ShardingConfig.zero(2, 3, flat=True)
+    with pytest.raises(ValueError, match=rf"zero_stage=3.* shapes=\{{{name}: \.\.\., .*own"):
+        taken(state, sharding=config, world_size=2, group_ranks=range(2))
+
+
+def test_optimizer_state_under_flat_parts_of_zero_3_needs_their_shapes() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"optim\.state\.w\.momentum_buffer: .*shapes=\{'w'"):
+        taken(
+            {"optim": Named(optimizer, ["w"])},
+            sharding=ShardingConfig.zero(2, 3, flat=True),
+            world_size=2,
+            group_ranks=range(2),
+        )
+
+
+def test_buffers_and_tensors_with_their_own_shape_are_replicas_beside_flat_parts() -> None:
+    config = ShardingConfig.zero(2, 3, flat=True, shapes={"bias": (4,), "mask": (2,)})
+    state = {
+        "model": Biased(),
+        "mask": torch.zeros(2),
+        "scalar": torch.zeros(()),
+        "array": np.zeros(2),
+    }
+    local = taken(state, sharding=config, world_size=2, group_ranks=range(2))
+    entries = {e.fqn: (e.shape, local.inventory.views[e.view]) for e in local.inventory.tensors}
+    assert entries["model.bias"] == ((4,), plan.Flattened(config.ranks()))
+    assert entries["model.mean"] == ((3,), plan.Whole())
+    assert entries["mask"] == ((2,), plan.Whole())
+    assert entries["array"] == ((2,), plan.Whole())
+
+
 def test_local_shards_are_parts() -> None:
     local = taken({"m": {"w": LocalShard(torch.ones(2, 3), (4, 3), (2, 0))}})
     (entry,) = local.inventory.tensors
@@ -320,3 +371,12 @@ def test_schedulers_and_scalers_are_values() -> None:
     local = taken({"sched": scheduler, "scaler": scaler})
     assert isinstance(local.values["sched"]["milestones"], Counter)  # type: ignore[index]
     assert local.values["scaler"] == {}
+
+
+def test_per_rank_values_without_data_or_end_are_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match=r"^r\.0\.0.* contains itself: flatten it"):
+        taken({"r": PerRank(endless)})
+    with pytest.raises(ValueError, match=r"^r\.t: a meta tensor has no data"):
+        taken({"r": PerRank({"t": torch.ones(2, device="meta")})})

@@ -82,6 +82,12 @@ def test_what_is_no_path_is_refused():
         open_storage(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("path", ["/ck/\udcff", Path("\udcff"), "\ud800"])
+def test_a_path_that_is_no_text_is_refused_by_name(path):
+    with pytest.raises(ValueError, match=r"\\ud.* is not UTF-8 .*rename the folder"):
+        open_storage(path)
+
+
 # --- files -----------------------------------------------------------------------------------
 
 
@@ -257,6 +263,22 @@ def test_save_overwrite_and_delete(rename, storage, root, monkeypatch):
     assert len(os.listdir(path)) == 1
     commit.delete(storage, path)
     assert os.listdir(f"{root}/runs") == []
+
+
+@pytest.mark.parametrize("below", ["", "/run/ck"])
+def test_a_link_that_leads_nowhere_is_named_and_left_alone(below, storage, root):
+    os.symlink(f"{root}/gone", f"{root}/link")
+    with pytest.raises(ExistsError, match=rf"{root}/link is a link to {root}/gone, .*: make that"):
+        commit.claim(storage, f"{root}/link{below}", overwrite=True, by="me")
+    assert os.listdir(root) == ["link"]
+    os.mkdir(f"{root}/gone")
+    commit.claim(storage, f"{root}/link{below}", overwrite=True, by="me")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_file_system_that_takes_no_folders_is_named():
+    with pytest.raises(StorageError, match=r"/proc/ck is not .*takes no folders .*choose another"):
+        commit.claim(LocalStorage(), "/proc/ck", overwrite=False, by="me")
 
 
 def test_a_file_at_the_path_is_left_alone(storage, root):

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +63,18 @@ def test_what_could_be_read_in_two_ways_is_refused(data, fact):
     with pytest.raises(CorruptError, match=r"^doc: .*; restore it") as raised:
         strict_json.parse(data, "doc")
     assert fact in str(raised.value)
+
+
+def test_what_would_become_too_many_values_is_not_parsed_nor_written(monkeypatch):
+    monkeypatch.setattr(strict_json, "MAX_VALUES", 100)
+    taken = [[]] * 49
+    assert strict_json.parse(strict_json.dump(taken), "doc") == taken
+    for doc in ([[]] * 51, [{}] * 51, list(range(101)), {str(n): n for n in range(101)}):
+        data = json.dumps(doc).encode()
+        with pytest.raises(CorruptError, match="values, where 100 is the limit"):
+            strict_json.parse(data, "doc")
+        with pytest.raises(ValueError, match="values, where 100 is the limit"):
+            strict_json.dump(doc)
 
 
 def test_the_limits_themselves_are_taken():

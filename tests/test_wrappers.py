@@ -61,7 +61,9 @@ def test_a_per_rank_value_keeps_its_key_and_policy_and_changes_its_value():
     assert kept == PerRank({"position": 4}, key=("dp", 1), on_reshard="drop")
 
 
-@pytest.mark.parametrize("key", [True, 1.5, (), ("dp", None), ["dp", 1], b"dp"])
+@pytest.mark.parametrize(
+    "key", [True, 1.5, (), ("dp", None), ["dp", 1], b"dp", 1 << 63, ("dp", 1 << 64), -(1 << 63) - 1]
+)
 @pytest.mark.parametrize("wrapper", [RNG, lambda **options: PerRank(0, **options)])
 def test_keys_are_integers_strings_and_tuples(wrapper, key):
     with pytest.raises(TypeError, match="`key` is"):

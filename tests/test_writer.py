@@ -79,6 +79,18 @@ def test_a_file_holds_every_shard_at_its_place_with_the_digests_of_its_blocks(
         assert shard.digests == tuple(map(block_digest, blocks))
 
 
+class _GoneAtTheEnd(MemoryStorage):
+    """Somebody gives the attempt up once every file is durable."""
+
+    def sync(self, folder: str) -> None:
+        raise FileNotFoundError(folder)
+
+
+def test_a_folder_that_goes_away_before_its_sync_is_a_conflict() -> None:
+    with pytest.raises(ConflictError, match=f"^{FOLDER}: its folder is gone.*save again"):
+        write_all(_GoneAtTheEnd({FOLDER: None}), FOLDER, files_of(tensors()), threads=1)
+
+
 def test_the_same_state_gives_the_same_bytes_however_many_threads_write_it() -> None:
     contents = []
     for threads in (1, 4):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
+from filelock import FileLock, Timeout
 
 from dist_ckpt import commit
 from dist_ckpt.cli import output
-from dist_ckpt.errors import NotFoundError
+from dist_ckpt.digest import document_digest
+from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.resharder import reshard as rewrite
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.storage import open_storage
 
-_path = click.argument("path", type=click.Path(path_type=Path))
+_path = click.argument("path", type=click.Path())
 
 
 class Bytes(click.ParamType[int]):
@@ -38,21 +44,21 @@ class Bytes(click.ParamType[int]):
 
 
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source", type=click.Path())
+@click.argument("target", type=click.Path())
 @click.option("--world-size", type=click.IntRange(min=1), help="Cut evenly for so many ranks.")
 @click.option(
     "--sharding",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
     help="A ShardingConfig in a .json or .toml file.",
 )
 @click.option("--max-memory", type=Bytes(), default="1GiB", show_default=True)
 def reshard(
-    source: Path,
-    target: Path,
+    source: str,
+    target: str,
     *,
     world_size: int | None,
-    sharding: Path | None,
+    sharding: str | None,
     max_memory: int,
 ) -> None:
     """Write the checkpoint SOURCE again at TARGET, laid out for other ranks.
@@ -83,7 +89,7 @@ def reshard(
 @click.command()
 @_path
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def rm(path: Path, *, yes: bool) -> None:
+def rm(path: str, *, yes: bool) -> None:
     """Delete the checkpoint at PATH. There is no way back."""
     storage, where = open_storage(path)
     if not commit.attempts(storage, where):
@@ -108,14 +114,36 @@ def rm(path: Path, *, yes: bool) -> None:
     show_default=True,
     help="Seconds for which nothing was written, after which an open attempt counts as dead.",
 )
-def gc(path: Path, *, grace_s: float) -> None:
+def gc(path: str, *, grace_s: float) -> None:
     """Remove what dead and abandoned saves left in PATH, a run's folder or one checkpoint.
 
     What is committed, and what is not ours, is never touched. A save that is still running keeps
     writing, so the grace protects it.
     """
     storage, root = open_storage(path)
-    removed = commit.collect_all(storage, root, grace_s=grace_s)
+    with only_collector(root):
+        removed = commit.collect_all(storage, root, grace_s=grace_s)
     for name in removed:
         click.echo(f"removed {output.printable(name)}")
     click.echo(f"{len(removed)} removed")
+
+
+@contextmanager
+def only_collector(root: str) -> Iterator[None]:
+    """Keep other collectors of this user and host out of a root; StorageError if one is in it.
+
+    It spares two of them each other's errors. That nothing is lost rests on the commit order.
+    """
+    key = document_digest(os.fsencode(os.path.realpath(root)))
+    # Not in the root: a lock file there would be one more thing to tell from a checkpoint.
+    lock = FileLock(Path(tempfile.gettempdir()) / f"dist-ckpt-gc-{os.getuid()}-{key}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StorageError(
+            f"another dist-ckpt gc is at work in {root}: wait until it has ended, then try again"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from pathlib import Path
 
 import click
 
@@ -12,14 +11,14 @@ from dist_ckpt import checkpoint, verifier
 from dist_ckpt.checkpoint import Checkpoint, CheckpointSummary
 from dist_ckpt.cli import output
 
-_path = click.argument("path", type=click.Path(path_type=Path))
+_path = click.argument("path", type=click.Path())
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 @click.command()
 @_path
 @_json
-def ls(path: Path, *, as_json: bool) -> None:
+def ls(path: str, *, as_json: bool) -> None:
     """List the checkpoints in a folder.
 
     PATH is a run's folder, or one checkpoint. What is not committed is listed with its state:
@@ -27,7 +26,7 @@ def ls(path: Path, *, as_json: bool) -> None:
     """
     found = checkpoint.checkpoints_in(path)
     if as_json:
-        output.print_json("ls", {"path": str(path), "checkpoints": [_facts(one) for one in found]})
+        output.print_json("ls", {"path": path, "checkpoints": [_facts(one) for one in found]})
         return
     if not found:
         click.echo(f"no checkpoints in {path}")
@@ -69,7 +68,7 @@ def _facts(one: CheckpointSummary) -> dict[str, object]:
 @click.command()
 @_path
 @_json
-def show(path: Path, *, as_json: bool) -> None:
+def show(path: str, *, as_json: bool) -> None:
     """Show what one checkpoint is: who saved it, what it holds, how large it is."""
     with checkpoint.open(path) as ck:
         if as_json:
@@ -145,7 +144,7 @@ def _nbytes(counts: object) -> list[tuple[str, int]]:
 @_path
 @click.option("--depth", type=click.IntRange(min=1), default=3, show_default=True)
 @_json
-def tree(path: Path, depth: int, *, as_json: bool) -> None:
+def tree(path: str, depth: int, *, as_json: bool) -> None:
     """Show the names in a checkpoint as a tree, with their sizes."""
     with checkpoint.open(path) as ck:
         nbytes: dict[tuple[str, ...], int] = {}
@@ -163,9 +162,9 @@ def tree(path: Path, depth: int, *, as_json: bool) -> None:
             {"name": ".".join(parts), "nbytes": n, "tensor": leaves.get(parts)}
             for parts, n in nbytes.items()
         ]
-        output.print_json("tree", {"path": str(path), "depth": depth, "nodes": rows})
+        output.print_json("tree", {"path": path, "depth": depth, "nodes": rows})
         return
-    click.echo(f"{output.printable(str(path))}  {output.size(nbytes.get((), 0))}")
+    click.echo(f"{output.printable(path)}  {output.size(nbytes.get((), 0))}")
     for parts in sorted(part for part in nbytes if part):
         name = output.printable("  " * len(parts) + parts[-1])
         what = output.printable(leaves.get(parts, ""))
@@ -178,7 +177,7 @@ def tree(path: Path, depth: int, *, as_json: bool) -> None:
     "--quick", is_flag=True, help="Check the index, sizes and headers only, not every block."
 )
 @_json
-def verify(path: Path, *, quick: bool, as_json: bool) -> None:
+def verify(path: str, *, quick: bool, as_json: bool) -> None:
     """Check every byte of a checkpoint and name what is damaged.
 
     Exit code 1 if anything is.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 
+from dist_ckpt.storage.deadline import DeadlineStorage
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
+from dist_ckpt.strict_json import is_text
 
 __all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage"]
 
@@ -29,4 +31,10 @@ def open_storage(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         )
     if not text or "\0" in text:
         raise ValueError(f"path is {text!r}: pass the path of a folder")
-    return LocalStorage(), os.path.abspath(text).replace(os.sep, "/")
+    absolute = os.path.abspath(text).replace(os.sep, "/")
+    if not is_text(absolute):
+        raise ValueError(
+            f"path is {absolute!r}, which is not UTF-8 and cannot be told to other ranks: "
+            f"rename the folder, or choose another path"
+        )
+    return DeadlineStorage(LocalStorage()), absolute

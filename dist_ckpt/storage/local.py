@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 
 from dist_ckpt.digest import Buffer
-from dist_ckpt.errors import CorruptError, StorageError
+from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 from dist_ckpt.storage.protocol import Entry, ReadableFile, WritableFile
 
 # One call moves at most 2 GiB on Linux, and fails above that on macOS.
@@ -56,7 +56,12 @@ class LocalStorage:
         """Create one folder, readable and writable as the umask says."""
         passed = (FileExistsError, FileNotFoundError, NotADirectoryError)
         with _errors_of(folder, *passed):
-            os.mkdir(folder)
+            try:
+                os.mkdir(folder)
+            except FileExistsError:
+                if os.path.islink(folder) and not os.path.lexists(os.path.realpath(folder)):
+                    raise _leads_nowhere(folder) from None
+                raise
 
     def create(self, path: str, nbytes: int) -> WritableFile:
         """Create a file exclusively and reserve its space; a file that finds none is removed."""
@@ -275,6 +280,13 @@ def _is_odd(path: str) -> bool:
         return not stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
         return False
+
+
+def _leads_nowhere(link: str) -> ExistsError:
+    return ExistsError(
+        f"{link} is a link to {os.readlink(link)}, which is not there: make that folder, or "
+        f"choose another path"
+    )
 
 
 def _not_a_file(path: str) -> CorruptError:

@@ -65,8 +65,8 @@ class Storage(Protocol):
     def make_folder(self, folder: str) -> None:
         """Create one folder.
 
-        FileExistsError if the name exists; FileNotFoundError if its parent does not;
-        NotADirectoryError if that is a file.
+        FileExistsError if the name exists; ExistsError if it is a link to what does not;
+        FileNotFoundError if its parent does not exist; NotADirectoryError if that is a file.
         """
 
     def create(self, path: str, nbytes: int) -> WritableFile:

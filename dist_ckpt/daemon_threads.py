@@ -1,0 +1,84 @@
+"""Threads that nobody has to wait for: a call that hangs keeps no process from exiting."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+# How long a thread without work stays. To start one takes about 0.1 ms.
+IDLE_S = 0.1
+
+T = TypeVar("T")
+
+
+class DaemonThreads:
+    """Daemon threads, made when a call needs one; up to `most` calls run at once, others wait.
+
+    Not a ThreadPoolExecutor, for the interpreter joins its threads before it exits. Threads may
+    share it, and a forked child has threads of its own.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._num_threads = 0
+        self._num_idle = 0
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Have a thread make the call. RuntimeError if the system starts no more threads."""
+        if self._pid != os.getpid():
+            self._begin()
+        future: Future[T] = Future()
+        with self._changed:
+            self._calls.append(lambda: _run(future, call))
+            if len(self._calls) <= self._num_idle:
+                self._changed.notify()
+            elif self._num_threads < self._most:
+                thread = threading.Thread(target=self._serve, name="dist_ckpt", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._calls.pop()
+                    raise
+                self._num_threads += 1
+        return future
+
+    def close(self) -> None:
+        """Let the threads end as soon as they have nothing to do."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _serve(self) -> None:
+        while (call := self._next()) is not None:
+            call()
+            del call  # it holds buffers
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            self._num_idle += 1
+            self._changed.wait_for(lambda: self._calls or self._closed, IDLE_S)
+            self._num_idle -= 1
+            if self._calls:
+                return self._calls.popleft()
+            self._num_threads -= 1
+            return None
+
+
+def _run(future: Future[T], call: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - a thread's outer edge; raised by the future
+        future.set_exception(error)

@@ -1,0 +1,187 @@
+"""A stored checkpoint as the memory that another one is written from, a window at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dist_ckpt import objects, paths
+from dist_ckpt.array import ArrayTarget
+from dist_ckpt.config import Config
+from dist_ckpt.digest import blocks
+from dist_ckpt.dtypes import DTYPES
+from dist_ckpt.errors import CorruptError
+from dist_ckpt.index import Index, Key, ObjectsFileRecord
+from dist_ckpt.load_planner import plan_load
+from dist_ckpt.memory import Source
+from dist_ckpt.open_files import open_files, read_objects
+from dist_ckpt.plan import FilePlan, SavePlan, Wanted, WriteItem
+from dist_ckpt.reader import read
+from dist_ckpt.region import Cell, Elements, Region, boxes_of
+from dist_ckpt.storage import Storage
+
+
+class Stored:
+    """The checkpoint to read from: its index, its objects files, and its tensors by cells."""
+
+    def __init__(self, storage: Storage, folder: str, index: Index) -> None:
+        self.index = index
+        self._storage = storage
+        self._folder = folder
+        self.files = {record.name: self._read_objects(record) for record in index.objects}
+        if paths.OBJECTS not in self.files:
+            raise CorruptError(f"{folder}: the index lists no {paths.OBJECTS}")
+
+    @property
+    def main(self) -> objects.ObjectsFile:
+        """The global objects file."""
+        return self.files[paths.OBJECTS]
+
+    def keyed(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
+        """Return the per-rank values by the ranks that store them in a plan."""
+        keyed: dict[int, dict[str, dict[Key, object]]] = {}
+        for fqn, keys in plan.catalog.per_rank.items():
+            sources = dict(self.index.catalog.per_rank[fqn])
+            for key, rank in keys:
+                name = paths.objects_file(sources[key])
+                try:
+                    value = self.files[name].per_rank[fqn][key]
+                except KeyError:
+                    raise CorruptError(
+                        f"{self._folder}/{name} lacks {fqn} of {key!r}; use another checkpoint"
+                    ) from None
+                keyed.setdefault(rank, {}).setdefault(fqn, {})[key] = value
+        return keyed
+
+    def _read_objects(self, record: ObjectsFileRecord) -> objects.ObjectsFile:
+        return objects.decode(read_objects(self._storage, self._folder, record), what=record.name)
+
+    def fetch(self, wanted: Sequence[Wanted], memory: memoryview) -> None:
+        """Read the wanted cells, one after another, into `memory`."""
+        targets = {}
+        start = 0
+        for want in wanted:
+            itemsize = DTYPES[want.dtype].itemsize
+            for part, cell in enumerate(want.cells):
+                stop = start + cell.numel * itemsize
+                targets[want.fqn, part] = ArrayTarget(memory[start:stop], itemsize)
+                start = stop
+        plan = plan_load(self.index, wanted)
+        threads = Config.from_environment().threads
+        with open_files(self._storage, self._folder, self.index, plan, threads=threads) as files:
+            read(files, plan, targets, verify=True, threads=threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The bytes `start` to `stop` of an item."""
+
+    item: WriteItem
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield them as cells of the tensor, in order."""
+        itemsize = DTYPES[self.item.dtype].itemsize
+        elements = Elements(self.start // itemsize, self.stop // itemsize)
+        cell = self.item.cell
+        if isinstance(cell, Elements):
+            yield Elements(cell.start + elements.start, cell.start + elements.stop)
+            return
+        for box in boxes_of(elements, cell.shape):
+            offset = tuple(a + b for a, b in zip(cell.offset, box.offset, strict=True))
+            yield Region(offset, box.shape)
+
+
+class Windows:
+    """The files of one rank in windows: each is read when the first of its bytes is asked for.
+
+    The sources ask in the order of the files, so one window is in memory at a time.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        files: Sequence[FilePlan],
+        window_nbytes: int,
+        tell: Callable[[int], None],
+    ) -> None:
+        self._stored = stored
+        self._tell = tell
+        self._windows = [tuple(window) for window in _windows_of(files, window_nbytes)]
+        largest = max((sum(part.nbytes for part in window) for window in self._windows), default=0)
+        self._memory = memoryview(bytearray(largest))
+        self._window_of = {
+            (part.item.fqn, part.item.cell, part.start): number
+            for number, window in enumerate(self._windows)
+            for part in window
+        }
+        self._current = -1
+        self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
+        self._step = window_nbytes
+        self.sources: dict[str, list[tuple[Cell, Source]]] = {}
+        for item in (item for file in files for item in file.items):
+            self.sources.setdefault(item.fqn, []).append((item.cell, _ItemSource(self, item)))
+
+    def view(self, item: WriteItem, start: int, stop: int) -> memoryview:
+        """Return some bytes of an item; they lie in one window, as every block does."""
+        number = self._window_of[item.fqn, item.cell, start // self._step * self._step]
+        if number != self._current:
+            self._read(number)
+        first, view = self._views[item.fqn, item.cell]
+        return view[start - first : stop - first]
+
+    def _read(self, number: int) -> None:
+        self._current = -1
+        wanted: dict[str, Wanted] = {}
+        offset = 0
+        self._views = {}
+        # The parts of one tensor lie together, since a rank's cells of it are fetched as one want.
+        for part in sorted(self._windows[number], key=lambda part: part.item.fqn):
+            item = part.item
+            known = wanted.get(item.fqn, Wanted(item.fqn, item.dtype, item.shape, ()))
+            wanted[item.fqn] = replace(known, cells=(*known.cells, *part.cells()))
+            view = self._memory[offset : offset + part.nbytes]
+            self._views[item.fqn, item.cell] = part.start, view
+            offset += part.nbytes
+        self._stored.fetch(tuple(wanted.values()), self._memory)
+        self._current = number
+        self._tell(offset)
+
+
+def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[list[_Part]]:
+    """Cut items into windows of at most `window_nbytes`, which is a multiple of a block."""
+    window: list[_Part] = []
+    free = window_nbytes
+    for item in (item for file in files for item in file.items):
+        for span in blocks(item.span.nbytes, window_nbytes):
+            if window and span.nbytes > free:
+                yield window
+                window, free = [], window_nbytes
+            window.append(_Part(item, span.start, span.stop))
+            free -= span.nbytes
+    if window:
+        yield window
+
+
+class _ItemSource:
+    """A stored item as a `memory.Source`: its bytes come out of the windows."""
+
+    def __init__(self, windows: Windows, item: WriteItem) -> None:
+        self._windows = windows
+        self._item = item
+
+    @property
+    def nbytes(self) -> int:
+        return self._item.span.nbytes
+
+    def part(self, cell: Cell) -> Source:
+        raise AssertionError("the plan of a reshard stores what it holds, cell by cell")
+
+    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+        del scratch
+        return self._windows.view(self._item, start, stop)

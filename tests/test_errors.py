@@ -1,0 +1,22 @@
+"""How messages word what is many."""
+
+from __future__ import annotations
+
+from dist_ckpt.errors import MAX_LISTED, listed, ranks_text
+
+
+def test_ranks_are_written_as_ranges() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([7, 1, 0, 2, 2]) == "ranks 0-2, 7"
+
+
+def test_of_very_many_ranks_the_first_are_named() -> None:
+    assert ranks_text(range(16_384)) == "ranks 0-16383"
+    assert ranks_text(range(0, 16_384, 2)).endswith(", 36, 38, and 8172 more")
+
+
+def test_of_many_texts_the_first_are_named_and_the_others_counted() -> None:
+    texts = [str(number) for number in range(MAX_LISTED + 3)]
+    assert listed(texts[:2]) == "0, 1"
+    assert listed(texts[:MAX_LISTED], "; ").endswith("; 19")
+    assert listed(texts, "; ").endswith("; 19; and 3 more")
