@@ -111,14 +111,16 @@ def attempts_in(entries: Iterable[Entry]) -> Iterator[Attempt]:
 def was_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
     """Say whether an attempt that somebody claimed is gone, as its trash or a later one tells.
 
-    False if nothing tells: where storage is not shared, it was never there.
+    False if nothing tells: where storage is not shared, it was never there. Of the same number
+    another attempt tells nothing, since numbers begin at 1 on every storage.
     """
     entries = _entries(storage, path)
     there = set(attempts_in(entries))
     if attempt in there:
         return False
     trash = trash_name(attempt)
-    return max(there, default=attempt) > attempt or any(entry.name == trash for entry in entries)
+    is_fenced = any(other.number > attempt.number for other in there)
+    return is_fenced or any(entry.name == trash for entry in entries)
 
 
 def has_index(storage: Storage, path: str, attempt: Attempt) -> bool:
