@@ -24,7 +24,7 @@ from dist_ckpt.testing.thread_channel import (
 
 # Deadlines that pass within a test. A busy machine may stop a rank for longer than FRAIL bears.
 HASTY = Config(silence_s=3.0, arrive_s=0.3, warn_s=0.1)
-FRAIL = Config(silence_s=0.8, arrive_s=20.0, warn_s=20.0)
+FRAIL = Config(silence_s=2.0, arrive_s=20.0, warn_s=20.0)
 
 OUR_ERRORS = [
     errors.NotFoundError,
@@ -576,7 +576,7 @@ def test_a_store_that_does_not_answer_is_lost_after_silence_s():
 
     for error in errors_of(try_ranks(2, run)):
         assert isinstance(error, NoAnswerError)
-        assert "no answer for 0.8 s" in str(error)
+        assert "no answer for 2 s" in str(error)
 
 
 def test_what_an_earlier_start_left_in_the_store_is_not_seen():

@@ -22,9 +22,9 @@ from dist_ckpt.session import Session, session_of
 
 pytestmark = pytest.mark.multi_process
 
-SILENCE_S = 1.5
+SILENCE_S = 6
 # From the death to the error: silence, the age of the last beat, a look, and a busy machine.
-NOTICED_S = SILENCE_S + 3
+NOTICED_S = SILENCE_S + 5
 
 FRAIL = {"DIST_CKPT_SILENCE_S": str(SILENCE_S), "DIST_CKPT_ARRIVE_S": "30"}
 HASTY = {"DIST_CKPT_SILENCE_S": "5", "DIST_CKPT_ARRIVE_S": "0.5", "DIST_CKPT_WARN_S": "0.2"}
@@ -330,7 +330,7 @@ def test_a_frozen_coordinator_that_serves_the_store_does_not_hang_the_others():
         assert first[3] < NOTICED_S
     for first, _ in values[1:]:
         assert first[0] == "NoAnswerError"
-        assert "key-value store is gone or cut off (no answer for 1.5 s)" in first[2]
+        assert "key-value store is gone or cut off (no answer for 6 s)" in first[2]
 
 
 def save_on_rank_0_only(rank: int) -> Any:

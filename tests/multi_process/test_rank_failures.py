@@ -31,9 +31,9 @@ from dist_ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.multi_process
 
-SILENCE_S = 1.5
+SILENCE_S = 6
 # From the death to the error: silence, the age of the last beat, a look, and a busy machine.
-NOTICED_S = SILENCE_S + 4
+NOTICED_S = SILENCE_S + 5
 
 CALM = {"DIST_CKPT_SILENCE_S": "15", "DIST_CKPT_ARRIVE_S": "30", "DIST_CKPT_APPEAR_S": "0.3"}
 FRAIL = {"DIST_CKPT_SILENCE_S": str(SILENCE_S), "DIST_CKPT_ARRIVE_S": "30"}
