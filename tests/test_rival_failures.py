@@ -225,3 +225,23 @@ def run_saves(storage: Storage, values: list[torch.Tensor]) -> None:
             save_together(session, state, f"{PATH}-{number}", SaveOptions(), storage)
 
     run_ranks(2, saves)
+
+
+class _Forgetful(FaultyStorage):
+    """Acknowledges every write, and has lost the shard file when its folder is synced."""
+
+    def call(self, what, act):
+        if what.startswith("sync") and "/a1-" in what:
+            for name in [name for name in self.inner.tree() if "w1-00001" in name]:
+                self.inner.remove(name)
+        return super().call(what, act)
+
+
+def test_swallowed_write_error__a_file_that_storage_lost_is_missed_before_the_commit(storage):
+    states = [{f"w{rank}": {"x": torch.ones(2)}} for rank in (0, 1)]
+    outcomes = rank_threads.try_save(lambda rank: _Forgetful(storage) if rank else storage, states)
+    for error in errors_of(outcomes):
+        assert isinstance(error, StorageError)
+        assert "w1-00001.safetensors is missing" in str(error)
+    with pytest.raises(NotFoundError):
+        find(storage, PATH)
