@@ -181,6 +181,7 @@ class Follower:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._envelopes: list[str] = []
+        self._is_answered = False
 
     def settle(self, phase: str, own: Envelope, decide: Callable[[Sequence[Doc]], Doc]) -> Answer:
         """Return the answer of the operation that the group is in; the coordinator decides."""
@@ -203,8 +204,11 @@ class Follower:
                 return answer
 
     def clean_up(self) -> None:
-        """Delete this rank's envelopes: they have been answered."""
-        self._control.delete_soon(self._envelopes)
+        """Delete this rank's envelopes; without an answer the coordinator may still read them."""
+        if self._is_answered:
+            self._control.delete_soon(self._envelopes)
+        else:
+            self._control.withdraw_soon(self._envelopes)
 
     def linger(self) -> None:
         """Do nothing: nobody waits for this rank."""
@@ -213,15 +217,18 @@ class Follower:
         control = self._control
         envelope = control.key(phase, control.rank)
         self._envelopes.append(envelope)
+        self._is_answered = False
         control.put(envelope, own.encode())
         try:
-            return self._await(phase)
+            answer = self._await(phase)
         except _NeverCameError as error:
             failure = failure_of(error, rank=control.rank, host=control.host, phase=phase)
             # The envelope stays: the coordinator must find that this call is over.
             self._envelopes.remove(envelope)
             control.put(envelope, replace(own, failure=failure, gave_up=True).encode())
             raise NoAnswerError(str(error), rank=COORDINATOR, phase=phase) from None
+        self._is_answered = True
+        return answer
 
     def _await(self, phase: str) -> Answer:
         """Wait for the answer, or until it is certain that it will never come."""

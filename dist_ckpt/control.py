@@ -121,6 +121,11 @@ class Control:
         """Return all these documents, or None if one is not there yet."""
         return self.line.call(lambda store: store_line.get_all(store, keys))
 
+    def withdraw_soon(self, keys: Sequence[str]) -> None:
+        """Have documents withdrawn, which somebody may be about to read; nobody waits for that."""
+        told = tuple(keys)
+        self.line.post(lambda store: store_line.withdraw(store, told))
+
     def delete_soon(self, keys: list[str]) -> None:
         """Have documents deleted; nobody waits for that. Empties the list."""
         if keys:

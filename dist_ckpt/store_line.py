@@ -22,8 +22,11 @@ PART_NBYTES = 4 << 20
 
 MAX_IDLE_S = 3600.0
 
+# A stored value begins with what it is: itself, or the number of its parts, which stand beside it.
+# One that was withdrawn keeps that number, for the deletion to come.
 _WHOLE = b"w"
 _PARTS = b"p"
+_WITHDRAWN = b"x"
 
 T = TypeVar("T")
 
@@ -72,6 +75,8 @@ def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
         values = store.multi_get(list(keys))
     else:
         values = [store.get(key) for key in keys]
+    if any(data[:1] == _WITHDRAWN for data in values):
+        return None
     return [
         data[1:]
         if data[:1] == _WHOLE
@@ -89,15 +94,29 @@ def get_each(store: Store, keys: Sequence[str]) -> list[bytes | None]:
     return [value for key in keys for value in get_each(store, [key])]
 
 
+def withdraw(store: Store, keys: Sequence[str]) -> None:
+    """Have readers see nothing under these keys, though one may be about to read them.
+
+    To `delete` them would stop it: a read of what was there a moment ago waits in the store.
+    """
+    for key in keys:
+        if store.check([key]):
+            store.set(key, _WITHDRAWN + _num_parts(store.get(key)))
+
+
 def delete(store: Store, keys: Sequence[str]) -> None:
     """Delete what `put` stored under these keys, where there is anything."""
     for key in keys:
         if not store.check([key]):
             continue
-        data = store.get(key)
+        num_parts = int(_num_parts(store.get(key)))
         store.delete_key(key)
-        for number in range(0 if data[:1] == _WHOLE else int(data[1:])):
+        for number in range(num_parts):
             store.delete_key(f"{key}/{number}")
+
+
+def _num_parts(data: bytes) -> bytes:
+    return b"0" if data[:1] == _WHOLE else data[1:]
 
 
 class StoreLine:

@@ -13,6 +13,7 @@ from dist_ckpt import errors
 from dist_ckpt.channel import Alone, Channel, Doc, FalloutError, NoAnswerError
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
+from dist_ckpt.store_line import PART_NBYTES, get_all, get_each
 from dist_ckpt.testing.thread_channel import (
     Outcome,
     ThreadChannel,
@@ -454,6 +455,33 @@ def test_a_coordinator_that_leaves_leaves_no_answer():
         assert isinstance(error, NoAnswerError)
         assert error.rank == 0
         assert "rank 0 (host thread-0) is no longer taking part" in str(error)
+
+
+def test_an_unanswered_envelope_is_withdrawn_and_deleted_when_a_later_one_is_answered():
+    """A coordinator that has seen it, and goes on after a freeze, must not wait for it."""
+    store, left = ThreadStore(), threading.Barrier(2)
+
+    def run(rank: int, _: ThreadChannel, __: ThreadCollective) -> None:
+        with closing(ThreadChannel(store, rank, 2)) as channel:
+            channel.enter("save")
+            channel.exchange("agree", int, len)
+            if rank == 1:
+                with pytest.raises(NoAnswerError):
+                    channel.exchange("write", lambda: bytes(PART_NBYTES + 1), len)
+            channel.leave()
+            while rank == 1 and store.get("1/1/write/1") != b"x2":
+                time.sleep(0.001)
+            left.wait(10)
+            if rank == 0:
+                assert get_each(store, ["1/1/write/1"]) == [None]
+                assert get_all(store, ["1/1/write/1", "1/beat/0"]) is None
+            assert store.check(["1/1/write/1", "1/1/write/1/0", "1/1/write/1/1"])
+            left.wait(10)
+            ask(channel)
+
+    run_ranks(2, run)
+    keys = store.keys()
+    assert not [key for key in keys if "write" in key]
 
 
 def test_a_rank_whose_process_has_ended_is_named_at_once():
