@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -191,7 +191,7 @@ def _what_is_at(storage: Storage, path: str) -> str:
     try:
         entries = storage.list(path)
     except FileNotFoundError:
-        return "there is no such folder. Check the path"
+        return "there is no such folder, or a link that leads nowhere. Check the path"
     except NotADirectoryError:
         return "it is a file. Pass the folder that was given to save"
     states = [status.state for status in attempts(storage, path)]
@@ -323,14 +323,15 @@ def store(storage: Storage, file: str, data: bytes) -> None:
     """Write a small file; its bytes are durable on return, its name is not yet."""
     writer = storage.create(file, len(data))
     try:
-        writer.write_at(0, data)
-        nbytes = writer.finish()
+        with ExitStack() as stack:
+            stack.callback(writer.discard)
+            writer.write_at(0, data)
+            nbytes = writer.finish()
         if nbytes != len(data):
             raise StorageError(
                 f"{file} has {nbytes} bytes after writing {len(data)}: check the storage"
             )
     except StorageError:
-        writer.discard()
         _discard(storage, file)
         raise
 

@@ -21,6 +21,9 @@ from dist_ckpt.region import Cell, Elements, Region
 SPLIT_NBYTES = 64 << 20
 MIN_PART_NBYTES = 16 << 20
 
+# Ranks are even if none stores more than another by this part of what the busiest one stores.
+_NO_MATTER = 1024
+
 # A dimension is cut if each part then has as many rows, so that parts differ by 1/16 at most.
 _EVEN_ROWS = 16
 
@@ -84,7 +87,7 @@ def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, Storing]:
         rotated = _rotate(_largest_first(group, measures), measures[id(group[0].layout)].replicas)
         _add_loads(loads, rotated)
         stored += rotated
-    stored += _least_loaded(_largest_first(single, measures), loads)
+    stored += _least_loaded(_largest_first(single, measures), loads, measures)
     return {tensor.fqn: Storing(tensor.layout, rotation) for tensor, rotation in stored}
 
 
@@ -154,25 +157,42 @@ def _rotate(tensors: _Sized, replicas: int) -> list[tuple[Holding, int]]:
     return rotated
 
 
-def _least_loaded(tensors: _Sized, loads: list[int]) -> list[tuple[Holding, int]]:
-    """Give each tensor, the largest first, to its holder that has the least to store."""
+def _least_loaded(
+    tensors: _Sized, loads: list[int], measures: Mapping[int, _Measure]
+) -> list[tuple[Holding, int]]:
+    """Give each tensor, the largest first, to its holder that has the least to store.
+
+    The next ones go to the same holder as long as it stores no more than the busiest rank, or so
+    little more that it makes no difference: who loads thousands of small tensors then opens a few
+    files for them, and not one for each.
+    """
+    most = max(loads)
     heaps: dict[int, list[tuple[int, int]]] = {}
+    filling: dict[int, tuple[int, int]] = {}  # a place, and what its rank may come to
     chosen = []
     for nbytes, tensor in tensors:
         holders = tensor.layout.holders[0]
-        if id(holders) not in heaps:
-            heaps[id(holders)] = [(loads[rank], place) for place, rank in enumerate(holders)]
-            heapify(heaps[id(holders)])
-        heap = heaps[id(holders)]
-        # A rank's load may have grown since, in another heap; it never shrinks.
-        while heap[0][0] != loads[holders[heap[0][1]]]:
-            place = heap[0][1]
-            heapreplace(heap, (loads[holders[place]], place))
-        place = heap[0][1]
+        group = measures[id(tensor.layout)].group
+        place, limit = filling.get(group, (0, -1))
+        if loads[holders[place]] + nbytes > limit:
+            if group not in heaps:
+                heaps[group] = [(loads[rank], place) for place, rank in enumerate(holders)]
+                heapify(heaps[group])
+            place = _least(heaps[group], holders, loads)
+            filling[group] = place, max(most, loads[holders[place]] + most // _NO_MATTER)
         loads[holders[place]] += nbytes
-        heapreplace(heap, (loads[holders[place]], place))
+        most = max(most, loads[holders[place]])
         chosen.append((tensor, place))
     return chosen
+
+
+def _least(heap: list[tuple[int, int]], holders: Sequence[int], loads: Sequence[int]) -> int:
+    """Return the place of the holder that has the least to store."""
+    # A rank's load may have grown since it was put there; it never shrinks.
+    while heap[0][0] != loads[holders[heap[0][1]]]:
+        place = heap[0][1]
+        heapreplace(heap, (loads[holders[place]], place))
+    return heap[0][1]
 
 
 # --- splitting -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from itertools import islice
 from dist_ckpt.digest import blocks, num_blocks
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.plan import ReadItem
+from dist_ckpt.read_sharing import joined
 from dist_ckpt.region import Elements, Piece, Region, Span, row_major_strides
 from dist_ckpt.shard_file import StoredShard
 
@@ -94,6 +95,10 @@ def needed_blocks(
 ) -> Iterator[Need]:
     """Return the blocks of a shard that hold elements of the items, each once, in order."""
     itemsize = DTYPES[shard.dtype].itemsize
+    if shard.span.nbytes <= min(block_nbytes, DIRECT_NBYTES - 1):
+        span = Span(0, shard.span.nbytes)
+        yield Need(shard, 0, span, tuple(map(_wish, items)), direct=False)
+        return
     wishes: dict[int, list[Wish]] = {}
     for item in items:
         wish = _wish(item)
@@ -108,6 +113,15 @@ def needed_blocks(
         direct = direct and has_memory(wanted_by[0].item)
         needs.append(Need(shard, number, span, wanted_by, direct))
     yield from _without_short_runs(needs)
+
+
+def needed_runs(
+    shard: StoredShard, items: Iterable[ReadItem], block_nbytes: int
+) -> Iterator[range]:
+    """Return the numbers of the blocks that `needed_blocks` returns, as runs."""
+    block_numel = block_nbytes // DTYPES[shard.dtype].itemsize
+    numbers = {number for item in items for number in _block_numbers(_wish(item), block_numel)}
+    yield from joined(range(number, number + 1) for number in sorted(numbers))
 
 
 def _without_short_runs(needs: Sequence[Need]) -> Iterator[Need]:
@@ -132,43 +146,48 @@ def _adjoin_directly(a: Need, b: Need) -> bool:
 def reads_of(needs: Iterable[Need]) -> Iterator[BlockRead]:
     """Gather needed blocks, sorted by their place in the file, into reads."""
     row: list[Need] = []
-    wasted = 0
+    first = last = wasted = 0
     for need in needs:
-        gap = need.start - row[-1].stop if row else 0
-        if row and not _fits(row, need, wasted + gap):
-            yield BlockRead(Span(row[0].start, row[-1].stop), tuple(row))
-            row, wasted, gap = [], 0, 0
+        start, stop = need.start, need.stop
+        gap = start - last
+        if row and not (
+            stop - first <= READ_NBYTES
+            and gap < GAP_NBYTES
+            and wasted + gap <= MAX_WASTE * (stop - first)
+            and _can_join(row[-1], need)
+        ):
+            yield BlockRead(Span(first, last), tuple(row))
+            row = []
+        if not row:
+            first, gap, wasted = start, 0, 0
         row.append(need)
+        last = stop
         wasted += gap
     if row:
-        yield BlockRead(Span(row[0].start, row[-1].stop), tuple(row))
+        yield BlockRead(Span(first, last), tuple(row))
 
 
-def _fits(row: Sequence[Need], need: Need, wasted: int) -> bool:
-    """Say whether a block can join a read, of which `wasted` bytes would be holes then."""
-    last = row[-1]
-    nbytes = need.stop - row[0].start
-    if nbytes > READ_NBYTES:
-        return False
-    if last.direct or need.direct:
-        return _adjoin_directly(last, need)
-    return need.start - last.stop < GAP_NBYTES and wasted <= MAX_WASTE * nbytes
+def _can_join(last: Need, need: Need) -> bool:
+    return _adjoin_directly(last, need) if last.direct or need.direct else True
 
 
 # --- where the elements of a box lie ---------------------------------------------------------
 
 
 def _wish(item: ReadItem) -> Wish:
-    source = _one_run(item.common, item.source)
-    target = _one_run(item.common, item.target)
-    if source is None or target is None:
+    match = item.match
+    source = _one_run(match.common, match.source)
+    if source is None:
         return Wish(item, None, None)
-    return Wish(item, source, target.start)
+    if match.common == match.target.region:
+        return Wish(item, source, match.target.start)
+    target = _one_run(match.common, match.target)
+    return Wish(item, None, None) if target is None else Wish(item, source, target.start)
 
 
 def _one_run(box: Region, piece: Piece) -> Elements | None:
     """Return where a box lies in its cell's memory, if that is one run."""
-    if box == piece.region:
+    if box is piece.region or box == piece.region:
         return Elements(piece.start, piece.start + box.numel)
     found = tuple(islice(runs_of(box, piece, 1), 2))
     return found[0] if len(found) == 1 else None
@@ -186,7 +205,7 @@ def _block_numbers(wish: Wish, block_numel: int) -> Iterator[int]:
     if wish.source is not None:
         runs: Iterable[Elements] = (wish.source,)
     else:
-        runs = runs_of(wish.item.common, wish.item.source, block_numel)
+        runs = runs_of(wish.item.match.common, wish.item.match.source, block_numel)
     for run in runs:
         yield from range(run.start // block_numel, num_blocks(run.stop, block_numel))
 

@@ -7,8 +7,9 @@ layout tiles the tensors that have it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
+from typing import cast
 
 from dist_ckpt import paths
 from dist_ckpt.index import Catalog, Component, Json, Key, TensorRecord
@@ -223,31 +224,38 @@ def _decode_key(value: Json, what: str, depth: int) -> Key:
 
 
 # --- tensors ---------------------------------------------------------------------------------
-_ROW = [str, list, int, int, int]
-_INTEGERS = frozenset({int})
+_ROW = (str, list, int, int, int)
 
 
 def _decode_tensors(
     value: Json, layouts: Sequence[Layout], num_components: int, what: str
 ) -> dict[str, TensorRecord]:
+    entries = mapping(value, f"{what}, tensors")
+    if not _are_rows(list(entries.values())):
+        fqn, entry = next(item for item in entries.items() if not _are_rows([item[1]]))
+        raise corrupt(f"{what}, {fqn!r}", f"{shown(entry)} does not describe a tensor")
     checker = _TensorChecker(layouts, num_components)
-    # Tensors repeat: what one row has said is checked once. Types first, since 1 == True == 1.0.
+    # Tensors repeat: what one row has said is checked once.
     seen: dict[tuple[object, ...], TensorRecord] = {}
     tensors = {}
-    for fqn, entry in mapping(value, f"{what}, tensors").items():
-        if (
-            type(entry) is not list
-            or list(map(type, entry)) != _ROW
-            or not _INTEGERS.issuperset(map(type, entry[1]))  # type: ignore[arg-type]
-        ):
-            raise corrupt(f"{what}, {fqn!r}", f"{shown(entry)} does not describe a tensor")
-        dtype, shape, layout, rotation, component = entry
-        facts = (dtype, tuple(shape), layout, rotation, component)  # type: ignore[arg-type]
+    for fqn, entry in entries.items():
+        dtype, shape, *numbers = cast("tuple[str, list[int], int, int, int]", entry)
+        facts = (dtype, *shape, *numbers)
         record = seen.get(facts)
         if record is None:
-            record = seen[facts] = checker.record(entry, f"{what}, {fqn!r}")
+            record = seen[facts] = checker.record(entry, f"{what}, {fqn!r}")  # type: ignore[arg-type]
         tensors[fqn] = record
     return tensors
+
+
+def _are_rows(entries: Sequence[Json]) -> bool:
+    """Check types, column by column: to Python 1 == True == 1.0, and rows may be thousands."""
+    if not {*map(type, entries)} <= {list} or not {*map(len, entries)} <= {len(_ROW)}:  # type: ignore[arg-type]
+        return False
+    columns = list(zip(*entries, strict=True))
+    if any({*map(type, column)} != {kind} for column, kind in zip(columns, _ROW, strict=False)):
+        return False
+    return not entries or {*map(type, chain.from_iterable(columns[1]))} <= {int}
 
 
 class _TensorChecker:

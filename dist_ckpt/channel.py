@@ -17,6 +17,7 @@ import msgpack
 
 from dist_ckpt import errors
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
+from dist_ckpt.tally import Tally
 
 # A plain tree: None, bool, int of 64 bits, float, str, bytes, list, dict[str, Doc]. `Any`, since
 # who takes a document apart is who made it, in another process of the same job.
@@ -52,6 +53,13 @@ class Channel(Protocol):
     def host(self) -> str:
         """The name of this rank's host."""
 
+    @property
+    def exchanges(self) -> Tally:
+        """The exchanges so far, and the bytes that this rank has put into them.
+
+        They are its envelopes; the coordinator's are its answers. Heartbeats do not count.
+        """
+
     def enter(self, what: str) -> None:
         """Begin the group's next operation; `what` says which one ("save to /ck/step-5").
 
@@ -72,6 +80,13 @@ class Channel(Protocol):
         work (in an operation's first exchange, when all have); who still works finds the answer
         afterwards, whatever its own work came to. Raises RankError if a rank dies, has left the
         operation, or never enters it; NoAnswerError if this rank cannot know the decision.
+        """
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        """Raise FalloutError if nothing more will come from one of these ranks in the operation.
+
+        For who waits for them otherwise than in an exchange, within its work: call it about once
+        a second. The rank is dead, frozen or has left; one that is only slow is not lost.
         """
 
     def leave(self) -> None:
@@ -202,6 +217,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.host = socket.gethostname()
+        self.exchanges = Tally()
 
     def enter(self, what: str) -> None:
         """Do nothing: there is nobody to tell."""
@@ -210,12 +226,16 @@ class Alone:
         self, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
     ) -> Doc:
         """Return the decision on this one rank's work; see `Channel.exchange`."""
+        self.exchanges = self.exchanges.plus(0)
         try:
             return unpack(pack(decide([unpack(pack(work()))])))
         except (CheckpointError, ValueError, TypeError):
             raise
         except Exception as error:  # the outer edge of a rank's work
             raise error_of(decision_failure_of(error, phase=phase)) from error
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        """Do nothing: there are no others."""
 
     def leave(self) -> None:
         """Do nothing."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 from operator import index as as_int
 from threading import Lock
@@ -103,18 +104,20 @@ class Checkpoint:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """What there is of each tensor, tied ones under each of their names."""
         catalog = self.index.catalog
-        infos = {}
-        for fqn in (*catalog.tensors, *catalog.aliases):
-            record = catalog.tensors[catalog.aliases.get(fqn, fqn)]
-            infos[fqn] = TensorInfo(
-                dtype=record.dtype,
-                shape=record.shape,
-                nbytes=prod(record.shape) * DTYPES[record.dtype].itemsize,
-                component=catalog.components[record.component].name,
-                num_shards=catalog.layouts[record.layout].cut.num_cells,
-                alias_of=catalog.aliases.get(fqn),
-            )
-        return infos
+        return {fqn: self._info(fqn) for fqn in (*catalog.tensors, *catalog.aliases)}
+
+    def _info(self, fqn: str) -> TensorInfo:
+        """Return what there is of one tensor: to ask for one, none of the others is looked at."""
+        catalog = self.index.catalog
+        record = catalog.tensors[catalog.aliases.get(fqn, fqn)]
+        return TensorInfo(
+            dtype=record.dtype,
+            shape=record.shape,
+            nbytes=prod(record.shape) * DTYPES[record.dtype].itemsize,
+            component=catalog.components[record.component].name,
+            num_shards=catalog.layouts[record.layout].cut.num_cells,
+            alias_of=catalog.aliases.get(fqn),
+        )
 
     @cached_property
     def objects(self) -> Mapping[str, object]:
@@ -147,19 +150,19 @@ class Checkpoint:
         return self._main.metadata
 
     def __getitem__(self, fqn: str) -> StoredTensor:
-        if fqn not in self.tensors:
+        if fqn not in self:
             hint = "it is in `.objects`" if fqn in self.index.catalog.values else "see `.tensors`"
             raise KeyError(f"{self.path} has no tensor {fqn!r}; {hint}")
-        return StoredTensor(self, fqn)
+        return StoredTensor(self, fqn, self._info(fqn))
 
     def __contains__(self, fqn: object) -> bool:
-        return fqn in self.tensors
+        return fqn in self.index.catalog.tensors or fqn in self.index.catalog.aliases
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
+        return chain(self.index.catalog.tensors, self.index.catalog.aliases)
 
     def __len__(self) -> int:
-        return len(self.tensors)
+        return len(self.index.catalog.tensors) + len(self.index.catalog.aliases)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, step={self.step}, {len(self)} tensors)"
@@ -186,7 +189,7 @@ class Checkpoint:
 
     def read(self, fqn: str, region: Region) -> Array:
         """Return a box of a tensor, having read and checked the blocks that hold it."""
-        info = self.tensors[fqn]
+        info = self._info(fqn)
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
         plan = plan_load(self.index, (Wanted(fqn, info.dtype, info.shape, (region,)),))
@@ -242,21 +245,22 @@ class StoredTensor:
 
     checkpoint: Checkpoint
     fqn: str
+    _info: TensorInfo
 
     @property
     def shape(self) -> Shape:
         """Its global shape."""
-        return self.checkpoint.tensors[self.fqn].shape
+        return self._info.shape
 
     @property
     def dtype(self) -> str:
         """The name of its dtype."""
-        return self.checkpoint.tensors[self.fqn].dtype
+        return self._info.dtype
 
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return self.checkpoint.tensors[self.fqn].nbytes
+        return self._info.nbytes
 
     def __getitem__(self, where: Slice | tuple[Slice, ...]) -> Array:
         region, shape = select(where, self.shape)

@@ -1,6 +1,7 @@
 """The bulk collectives: what is too large for the control channel, such as inventories.
 
-Collective: every rank of the group makes the same calls in the same order.
+Collective: every rank of the group makes the same calls in the same order. Besides, two ranks can
+send bytes from one to the other.
 """
 
 from __future__ import annotations
@@ -10,11 +11,20 @@ from typing import Protocol
 
 import xxhash
 
+from dist_ckpt.tally import Tally
+
 # A body's name among all ranks' bodies: its xxh3-128 and its size, 8 bytes.
 NAME_NBYTES = 24
 
 # What every rank gets: the distinct bodies, each with the ranks that gave it.
 Bodies = tuple[tuple[bytes, tuple[int, ...]], ...]
+
+
+class Transfer(Protocol):
+    """Bytes on their way from one rank to another."""
+
+    def wait(self) -> None:
+        """Wait until the bytes are there, or gone; RankError if the connections fail."""
 
 
 class Collective(Protocol):
@@ -36,6 +46,10 @@ class Collective(Protocol):
     def epoch(self) -> int:
         """The number of the connections that the next call uses."""
 
+    @property
+    def calls(self) -> Tally:
+        """The calls so far, and the bytes that this rank has given to the others in them."""
+
     def renew(self, epoch: int) -> None:
         """Use connections of this number from now on; does nothing if they are in use."""
 
@@ -44,6 +58,22 @@ class Collective(Protocol):
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Return the bytes that rank 0 gave; what the others give is ignored."""
+
+    def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
+        """Begin to send bytes to one rank, which calls `receive` with the same tag.
+
+        No collective: only the two ranks call. Any thread may; the connections are there since an
+        earlier call. `data` stays as it is until the transfer is over.
+        """
+
+    def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
+        """Begin to fill `data` with as many bytes that a rank sends; see `send`."""
+
+    def break_off(self) -> None:
+        """Burn the connections, so that every transfer fails at once, on every rank. Never raises.
+
+        For who has begun transfers, or is awaited in some, and cannot go on.
+        """
 
     def close(self) -> None:
         """Close the connections. Never raises."""
@@ -61,10 +91,10 @@ def nbytes_of(name: bytes) -> int:
 
 def distinct(names: Sequence[bytes]) -> dict[bytes, tuple[int, ...]]:
     """Return the ranks of each name, in the order of their lowest ranks."""
-    ranks: dict[bytes, tuple[int, ...]] = {}
+    ranks: dict[bytes, list[int]] = {}
     for rank, name in enumerate(names):
-        ranks[name] = (*ranks.get(name, ()), rank)
-    return ranks
+        ranks.setdefault(name, []).append(rank)
+    return {name: tuple(who) for name, who in ranks.items()}
 
 
 class AloneCollective:
@@ -74,17 +104,33 @@ class AloneCollective:
     world_size = 1
     epoch = 0
 
+    def __init__(self) -> None:
+        self.calls = Tally()
+
     def renew(self, epoch: int) -> None:
         """Do nothing: there are no connections."""
 
     def all_gather_distinct(self, body: bytes) -> Bodies:
         """Return the one body."""
+        self.calls = self.calls.plus(0)
         return ((body, (0,)),)
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Return the bytes."""
         assert data is not None
+        self.calls = self.calls.plus(0)
         return data
+
+    def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
+        """Never called: there is no other rank."""
+        raise NotImplementedError
+
+    def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
+        """Never called: there is no other rank."""
+        raise NotImplementedError
+
+    def break_off(self) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""

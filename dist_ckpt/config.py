@@ -11,6 +11,9 @@ from math import isfinite
 # disk needs for a few MiB, and what a network file system needs to fail over.
 STALL_S = 600.0
 
+# Each has a scratch buffer of 10 MiB, and a save or load takes 256 MiB at most.
+MAX_THREADS = 20
+
 # A sync waits for all that the system has not written yet. Slower storage counts as hanging.
 SLOWEST_NBYTES_PER_S = 10 << 20
 
@@ -27,7 +30,8 @@ class Config:
     `silence_s`: a rank whose heartbeat stops for this long is dead. `arrive_s`: how long the
     first rank in a save or load waits for the others to enter; after `warn_s` it logs a warning
     that names them. `appear_s`: how long a rank waits to see the coordinator's claim on shared
-    storage. `threads`: how many reads or writes a rank has in flight.
+    storage. `threads`: how many reads or writes a rank has in flight. `host`: what this rank's host
+    is called; "" is what the system calls it.
     """
 
     silence_s: float = 20.0
@@ -35,28 +39,37 @@ class Config:
     warn_s: float = 30.0
     appear_s: float = 60.0
     threads: int = 4
+    host: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, str):
+                continue
             if not isfinite(value) or value <= 0:
                 raise ValueError(f"{_variable(field.name)}={value}: it must be a positive number")
-        if self.threads > 64:
-            raise ValueError(f"{_variable('threads')}={self.threads}: it must be 64 at most")
+        if self.threads > MAX_THREADS:
+            raise ValueError(
+                f"{_variable('threads')}={self.threads}: it must be {MAX_THREADS} at most"
+            )
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
         """Return the defaults, changed by DIST_CKPT_SILENCE_S and so on."""
-        options: dict[str, float] = {}
+        options: dict[str, float | str] = {}
         for field in fields(Config):
             text = environ.get(_variable(field.name))
             if text is None:
                 continue
             try:
-                options[field.name] = int(text) if field.name == "threads" else float(text)
+                options[field.name] = _KINDS.get(field.name, float)(text)
             except ValueError:
                 raise ValueError(f"{_variable(field.name)}={text!r} is not a number") from None
-        return Config(**options)  # type: ignore[arg-type]  # only `threads` is an int, made above
+        return Config(**options)  # type: ignore[arg-type]
+
+
+# What a text is made into that is no float.
+_KINDS: Mapping[str, type[int] | type[str]] = {"threads": int, "host": str}
 
 
 def _variable(name: str) -> str:

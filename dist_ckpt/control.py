@@ -25,13 +25,17 @@ _log = logging.getLogger("dist_ckpt")
 MAX_POLLS_PER_S = 20_000
 
 
+# What a wait may take longer than what it waits for: polls grow rarer with the time waited.
+OVERSHOOT = 0.15
+
+
 class Pace:
     """The rhythm of one wait: polls that grow rarer, and now and then a look at the heartbeats."""
 
     def __init__(self, world_size: int, config: Config) -> None:
-        self._rarest_s = max(0.05, world_size / MAX_POLLS_PER_S)
+        self._rarest_s = max(0.02, world_size / MAX_POLLS_PER_S)
+        self._least_s = max(0.0003, self._rarest_s / 100)
         self._look_s = min(1.0, config.silence_s / 10, config.warn_s / 2, config.arrive_s / 4)
-        self._pause_s = 0.001
         self._began_at = time.monotonic()
         self._look_at = self._began_at + self._look_s
         self.has_warned = False
@@ -43,8 +47,7 @@ class Pace:
 
     def pause(self) -> None:
         """Sleep until the next poll."""
-        time.sleep(self._pause_s)
-        self._pause_s = min(self._pause_s * 1.5, self._rarest_s)
+        time.sleep(min(max(self._least_s, OVERSHOOT * self.waited_s), self._rarest_s))
 
     def is_time_to_look(self) -> bool:
         """Say, from time to time, that the heartbeats are due for a look."""
@@ -76,6 +79,7 @@ class Control:
             patience_s=config.silence_s,
         )
         self.peers = Peers(self.line, self._beat_key, config)
+        self.nbytes_put = 0
         self._start = 0
 
     @property
@@ -107,6 +111,7 @@ class Control:
 
     def put(self, key: str, data: bytes) -> None:
         """Store a document."""
+        self.nbytes_put += len(data)
         self.line.call(lambda store: store_line.put(store, key, data))
 
     def read(self, key: str) -> bytes | None:

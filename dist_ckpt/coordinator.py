@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt import commit, paths, wire
-from dist_ckpt.channel import Doc, NoAnswerError
+from dist_ckpt.channel import COORDINATOR, Doc, NoAnswerError
 from dist_ckpt.digest import document_digest
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text
 from dist_ckpt.index import Index, Json
@@ -68,9 +68,13 @@ class Verdict:
 
 
 class SaveRun:
-    """One save in progress, as one rank sees it: first `agree`, then `settle`."""
+    """One save in progress, as one rank sees it: first `agree`, then `settle`.
+
+    `nbytes_receipt` is the size of the receipt that it has sent; the coordinator sends none.
+    """
 
     def __init__(self, ranks: Session) -> None:
+        self.nbytes_receipt = 0
         self._ranks = ranks
         self._claim: commit.Claim | None = None
         self._interrupt: BaseException | None = None
@@ -172,7 +176,7 @@ class SaveRun:
         try:
             answer = ranks.channel.exchange(
                 "write",
-                lambda: {"receipt": wire.pack(self._write(attempt, write))},
+                lambda: {"receipt": self._write(attempt, write)},
                 lambda payloads: self._decide(plan, payloads),
             )
             if differing := answer["differing"]:
@@ -190,10 +194,13 @@ class SaveRun:
                 raise
             return verdict
 
-    def _write(self, attempt: Attempt, write: Callable[[], Receipt]) -> Receipt:
+    def _write(self, attempt: Attempt, write: Callable[[], Receipt]) -> bytes:
         if self._claim is None:
             commit.await_claim(self._storage, self._path, attempt, self._ranks.config.appear_s)
-        return write()
+        receipt = wire.pack(write())
+        if self._ranks.channel.rank != COORDINATOR:
+            self.nbytes_receipt = len(receipt)
+        return receipt
 
     def _decide(self, plan: SavePlan, payloads: Sequence[Doc]) -> Doc:
         """Check the receipts and commit, or name the replica groups that differ."""

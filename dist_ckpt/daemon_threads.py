@@ -1,4 +1,8 @@
-"""Threads that nobody has to wait for: a call that hangs keeps no process from exiting."""
+"""Threads that nobody has to wait for: a call that hangs keeps no process from exiting.
+
+Whoever waits for such a thread can watch what it is at, and leave it when that takes too long. So
+a call with a deadline needs no thread of its own there: see `Watch`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,15 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from time import monotonic
 from typing import TypeVar
 
 # How long a thread without work stays. To start one takes about 0.1 ms.
 IDLE_S = 0.1
+
+# How often a watch is looked at: a call is told so much later than its deadline at most.
+LOOK_S = 0.2
 
 T = TypeVar("T")
 
@@ -73,6 +81,68 @@ class DaemonThreads:
                 return self._calls.popleft()
             self._num_threads -= 1
             return None
+
+
+_watched = threading.local()
+
+
+class Watch:
+    """Lets who waits for a daemon thread see the call that it is at, and leave both behind.
+
+    The thread runs `over`, and in it `make`; who waits uses `wait_for`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._call: tuple[float, str] | None = None  # when it must have returned, and the fact
+        self._left = False
+
+    @staticmethod
+    def here() -> Watch | None:
+        """Return the watch over this thread, or None if nobody would notice that it hangs."""
+        return getattr(_watched, "watch", None)
+
+    def over(self, work: Callable[[], T]) -> T:
+        """Run work in this thread, under the watch."""
+        _watched.watch = self
+        try:
+            return work()
+        finally:
+            _watched.watch = None
+
+    def make(
+        self, act: Callable[[], T], timeout_s: float, fact: str, release: Callable[[T], None]
+    ) -> T:
+        """Return what a call returns; `fact` is the error if it takes longer than `timeout_s`.
+
+        Who waits raises that error. What the call returns too late is released here, and
+        TimeoutError ends the work.
+        """
+        with self._lock:
+            self._call = (monotonic() + timeout_s, fact)
+        try:
+            value = act()
+        finally:
+            with self._lock:
+                self._call = None
+                left = self._left
+        if left:
+            release(value)
+            raise TimeoutError(fact)
+        return value
+
+    def wait_for(self, future: Future[T], until: float) -> str | None:
+        """Wait for the end of what runs here, at most until a time of the monotonic clock.
+
+        Returns the fact about a call that has missed its deadline: it is left then.
+        """
+        while not future.done() and (now := monotonic()) < until:
+            wait((future,), timeout=min(LOOK_S, until - now))
+            with self._lock:
+                if self._call is not None and self._call[0] < monotonic():
+                    self._left = True
+                    return self._call[1]
+        return None
 
 
 def _run(future: Future[T], call: Callable[[], T]) -> None:

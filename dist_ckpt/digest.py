@@ -22,6 +22,21 @@ def block_digest(data: Buffer) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+class StreamedDigest:
+    """The digest of a block whose bytes come part by part."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def update(self, data: Buffer) -> None:
+        """Take the next part."""
+        self._state.update(data)
+
+    def hex(self) -> str:
+        """Return what `block_digest` returns for all parts together."""
+        return self._state.hexdigest()
+
+
 def document_digest(data: Buffer) -> str:
     """Return the xxh3-128 of a document (index, header, objects) as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)

@@ -8,6 +8,7 @@ are in different numbers of groups. Here a name is ours alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol, TypeVar, cast
 
@@ -16,12 +17,21 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
 from dist_ckpt.channel import FalloutError
-from dist_ckpt.collective import NAME_NBYTES, Bodies, distinct, name_of, nbytes_of
+from dist_ckpt.collective import NAME_NBYTES, Bodies, Transfer, distinct, name_of, nbytes_of
+from dist_ckpt.config import STALL_S
+from dist_ckpt.tally import Tally
 
 T = TypeVar("T")
 
 # So many broadcasts are under way at once.
 MAX_BROADCASTS = 16
+
+# How long a transfer waits for the other rank. That one may be slow; whether it is lost is seen by
+# its heartbeat, long before.
+TRANSFER_S = 3 * STALL_S
+
+# A tag that no message has.
+NO_TAG = (1 << 31) - 1
 
 
 class _Group(Protocol):
@@ -32,6 +42,10 @@ class _Group(Protocol):
     ) -> Work: ...
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions, /) -> Work: ...
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
 
 
 class GlooCollective:
@@ -48,6 +62,7 @@ class GlooCollective:
         self.rank = rank
         self.world_size = world_size
         self.epoch = 0
+        self.calls = Tally()
         self._open_store = open_store
         self._timeout = timedelta(seconds=timeout_s)
         self._group: _Group | None = None
@@ -70,6 +85,27 @@ class GlooCollective:
         """See `Collective.broadcast`."""
         return self._guarded(lambda group: self._broadcast(group, data))
 
+    def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
+        """See `Collective.send`."""
+        return _Transfer(lambda group: group.send([_tensor(data)], rank, tag), self._group)
+
+    def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
+        """See `Collective.receive`."""
+        return _Transfer(lambda group: group.recv([_tensor(data)], rank, tag), self._group)
+
+    def break_off(self) -> None:
+        """See `Collective.break_off`."""
+        if (group := self._group) is None:
+            return
+        self.renew(self.epoch + 1)
+        # Gloo cannot abort, but closes all connections when one message is late. That takes one
+        # connection which is not closed yet.
+        for other in range(self.world_size):
+            if other != self.rank:
+                with suppress(RuntimeError):
+                    late = group.recv([_tensor(bytearray(1))], other, NO_TAG)
+                    late.wait(timedelta(milliseconds=1))
+
     def _guarded(self, run: Callable[[_Group], T]) -> T:
         try:
             return run(self._connected())
@@ -79,11 +115,7 @@ class GlooCollective:
             self.renew(self.epoch + 1)
             if not isinstance(error, RuntimeError):
                 raise
-            reason = str(error).splitlines()[0].partition(". ")[0]
-            raise FalloutError(
-                f"the ranks' own gloo connections failed: {reason}. If no rank has died, try "
-                "again: they are made anew."
-            ) from error
+            raise _fallout_of(error) from error
 
     def _connected(self) -> _Group:
         if self._group is None:
@@ -110,6 +142,8 @@ class GlooCollective:
             if name_of(data := bytes(buffers[name])) != name:
                 raise RuntimeError(f"what rank {who[0]} sent arrived damaged")
             bodies.append((data, who))
+        is_sender = ranks[own][0] == self.rank
+        self.calls = self.calls.plus(NAME_NBYTES + (len(body) if is_sender else 0))
         return tuple(bodies)
 
     def _broadcast(self, group: _Group, data: bytes | None) -> bytes:
@@ -119,6 +153,7 @@ class GlooCollective:
         buffer = bytearray(own or int.from_bytes(size, "little"))
         if buffer:
             self._send(group, [(0, buffer)])
+        self.calls = self.calls.plus(len(size) + len(own) if self.rank == 0 else 0)
         return bytes(buffer)
 
     def _send(self, group: _Group, buffers: Sequence[tuple[int, bytearray]]) -> None:
@@ -136,5 +171,30 @@ class GlooCollective:
         work.wait(self._timeout)
 
 
-def _tensor(buffer: bytearray) -> torch.Tensor:
+class _Transfer:
+    def __init__(self, begin: Callable[[_Group], Work], group: _Group | None) -> None:
+        try:
+            if group is None:
+                raise RuntimeError("they are closed")
+            self._work = begin(group)
+        except RuntimeError as error:
+            raise _fallout_of(error) from error
+
+    def wait(self) -> None:
+        """See `Transfer.wait`."""
+        try:
+            self._work.wait(timedelta(seconds=TRANSFER_S))
+        except RuntimeError as error:
+            raise _fallout_of(error) from error
+
+
+def _fallout_of(error: RuntimeError) -> FalloutError:
+    reason = str(error).splitlines()[0].partition(". ")[0]
+    return FalloutError(
+        f"the ranks' own gloo connections failed: {reason}. If no rank has died, try again: they "
+        "are made anew."
+    )
+
+
+def _tensor(buffer: bytearray | memoryview) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from math import prod
 
+from dist_ckpt.box_tree import BoxTree
 from dist_ckpt.errors import ranks_text
 from dist_ckpt.layout import Flat, Grid, Layout, Regions, check_cell, check_tiling
 from dist_ckpt.mesh import holders_of, layout_of, positions_of, whole_layout
@@ -195,15 +196,13 @@ def _check_boxes(ordered: Sequence[Region], holders: _Holders, shape: Shape) -> 
 
 def _overlaps(ordered: Sequence[Region], holders: _Holders) -> list[str]:
     found: list[str] = []
-    unfinished: list[Region] = []
-    for region in ordered:
-        unfinished = [other for other in unfinished if other.stop[:1] > region.offset[:1]]
-        for other in unfinished:
-            if other.intersect(region) is not None:
-                found.append(_overlap(other, region, holders))
+    tree = BoxTree(ordered)
+    for number, region in enumerate(ordered):
+        for other in tree.meeting(region):
+            if other < number:
+                found.append(_overlap(ordered[other], region, holders))
                 if len(found) == _MAX_PAIRS:
                     return found
-        unfinished.append(region)
     return found
 
 

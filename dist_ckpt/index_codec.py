@@ -7,11 +7,13 @@ layout tiles its tensors, and every cell has a file. Nothing after it asks again
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import lcm, prod
 
 from dist_ckpt import objects, paths, strict_json
 from dist_ckpt.catalog_codec import CATALOG_FIELDS, decode_catalog, encode_catalog
+from dist_ckpt.collector import paused_collector
 from dist_ckpt.digest import document_digest
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.index import (
@@ -96,6 +98,7 @@ def _index_doc(index: Index) -> dict[str, Json]:
 # --- decoding --------------------------------------------------------------------------------
 
 
+@paused_collector()
 def decode(data: bytes, *, what: str = paths.INDEX) -> Index | Abandoned:
     """Return what the document says; `what` names it in errors.
 
@@ -109,7 +112,7 @@ def decode(data: bytes, *, what: str = paths.INDEX) -> Index | Abandoned:
     # explain why the end looks different.
     if end and document_digest(memoryview(data)[:-_END_NBYTES]) != end[1].decode("ascii"):
         raise corrupt(what, "its digest is wrong, so it is damaged")
-    doc = mapping(strict_json.parse(data, what), what)
+    doc = mapping(strict_json.parse(data, what, rows="tensors"), what)
     check_version(doc, what)
     if not end:
         raise corrupt(what, "it does not end with its digest")
@@ -207,8 +210,9 @@ def _check_shard_files(index: Index, what: str) -> None:
     stored = [0] * len(catalog.components)
     for file in index.files:
         stored[file.component] += file.nbytes - file.header_nbytes
-    for tensor in catalog.tensors.values():
-        stored[tensor.component] -= prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+    # Tensors that are alike share a record.
+    for tensor, count in Counter(catalog.tensors.values()).items():
+        stored[tensor.component] -= count * prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
     if any(stored):
         raise corrupt(what, f"its files are {max(stored, key=abs)} bytes too large for its tensors")
 
@@ -219,7 +223,7 @@ def _files_of(catalog: Catalog, num_files: int, what: str) -> set[tuple[int, int
     # Which holders store depends on the rotation only up to where all lists of holders repeat.
     periods = [lcm(*{len(ranks) for ranks in layout.holders}) for layout in catalog.layouts]
     turns: set[tuple[int, int, int]] = set()
-    for tensor in catalog.tensors.values():
+    for tensor in set(catalog.tensors.values()):
         turns.add((tensor.component, tensor.layout, tensor.rotation % periods[tensor.layout]))
     num_lookups = 0
     for component, layout, rotation in turns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, count
+from itertools import count
 
 from dist_ckpt.errors import ranks_text
 from dist_ckpt.holders import differing
@@ -75,30 +75,28 @@ def _with_own(body: Body, common: Mapping[str, str]) -> Body:
 
 def kind_problems(bodies: Sequence[Body]) -> list[str]:
     """Return where one name is one kind of thing on some ranks and another kind on others."""
-    kinds = [_names(body.inventory) for body in bodies]
-    problems = []
-    for one, other in combinations(kinds[0], 2):
-        ones = {fqn for names in kinds for fqn in names[one]}
-        others = {fqn for names in kinds for fqn in names[other]}
-        for fqn in sorted(ones & others):
-            said = [
-                (kind, body.ranks)
-                for kind in (one, other)
-                for names, body in zip(kinds, bodies, strict=True)
-                if fqn in names[kind]
-            ]
-            problems.append(f"{fqn or 'the state'}: {differing(said)}")
-    return problems
+    kinds: dict[str, str] = {}
+    mixed: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for body in bodies:
+        for kind, names in _names(body.inventory).items():
+            for fqn in names:
+                if kinds.setdefault(fqn, kind) != kind:
+                    mixed[fqn] = []
+    for body in bodies if mixed else ():
+        for kind, names in _names(body.inventory).items():
+            for fqn in mixed.keys() & set(names):
+                mixed[fqn].append((kind, body.ranks))
+    return [f"{fqn or 'the state'}: {differing(sorted(mixed[fqn]))}" for fqn in sorted(mixed)]
 
 
-def _names(inventory: Inventory) -> dict[str, frozenset[str]]:
-    tensors = {entry.fqn for entry in inventory.tensors}
+def _names(inventory: Inventory) -> dict[str, list[str]]:
+    tensors = [entry.fqn for entry in inventory.tensors]
     return {
-        "a tensor": frozenset(tensors | {fqn for fqn, _ in inventory.aliases}),
-        "a container of tensors": frozenset(node.fqn for node in inventory.tree),
-        "a value": frozenset(inventory.values),
-        "a value per rank": frozenset(fqn for fqn, _ in inventory.per_rank),
-        "a list of names": frozenset(names.fqn for names in inventory.name_lists),
+        "a tensor": tensors + [fqn for fqn, _ in inventory.aliases],
+        "a container of tensors": [node.fqn for node in inventory.tree],
+        "a value": list(inventory.values),
+        "a value per rank": [fqn for fqn, _ in inventory.per_rank],
+        "a list of names": [names.fqn for names in inventory.name_lists],
     }
 
 

@@ -1,38 +1,26 @@
 """The index and the cells that a rank wants -> what to read from where. Resharding is only here.
 
 A stored cell and a wanted one are cut into boxes, and each pair of boxes with common elements is
-one item. Which stored cells can meet a box is found by bisection in the layout's cuts, and done
-once for all tensors that have the same layout and want the same cells.
+one item. Which stored cells can meet a box is found by bisection in the layout's cuts, or in a tree
+of its boxes, and done once for all tensors that have the same layout and want the same cells.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import product
 from operator import mul
 
+from dist_ckpt.box_tree import BoxTree
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.index import Catalog, Index
 from dist_ckpt.layout import Cut, Flat, Grid, Regions, check_cell
-from dist_ckpt.plan import FileReads, LoadPlan, ReadItem, Wanted
+from dist_ckpt.plan import FileReads, LoadPlan, Match, ReadItem, Wanted
 from dist_ckpt.region import Cell, Piece, Region, Shape, pieces, row_major_strides
 
 # The numbers, ascending, of the cells of a layout that a box may have elements of.
 _Candidates = Callable[[Region], Iterable[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Common:
-    """A box that a stored cell and a wanted one have in common, for any tensor."""
-
-    number: int
-    stored: Cell
-    source: Piece
-    part: int
-    target: Piece
-    region: Region
 
 
 def problems_of(catalog: Catalog, wanted: Iterable[Wanted]) -> tuple[str, ...]:
@@ -70,7 +58,7 @@ def plan_load(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
     catalog = index.catalog
     files = {(file.component, file.rank): number for number, file in enumerate(index.files)}
     candidates: dict[tuple[int, Shape], _Candidates] = {}
-    known: dict[tuple[int, Shape, tuple[Cell, ...]], tuple[_Common, ...]] = {}
+    known: dict[tuple[int, Shape, tuple[Cell, ...]], tuple[tuple[int, Match], ...]] = {}
     items: dict[int, list[ReadItem]] = {}
     for want in wanted:
         tensor = catalog.aliases.get(want.fqn, want.fqn)
@@ -80,35 +68,25 @@ def plan_load(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
         if key not in known:
             if key[:2] not in candidates:
                 candidates[key[:2]] = _candidates(layout.cut, record.shape)
-            common = _common(layout.cut, record.shape, want.cells, candidates[key[:2]])
-            known[key] = tuple(common)
-        for box in known[key]:
-            holder = layout.holder(box.number, record.rotation)
+            matches = _matches(layout.cut, record.shape, want.cells, candidates[key[:2]])
+            known[key] = tuple(matches)
+        for number, match in known[key]:
+            holder = layout.holder(number, record.rotation)
             file = files.get((record.component, holder))
             if file is None:
                 component = catalog.components[record.component].name
                 raise CorruptError(
-                    f"{tensor}[{box.stored}]: the index of {index.attempt} has no file of rank "
+                    f"{tensor}[{match.stored}]: the index of {index.attempt} has no file of rank "
                     f"{holder} for component {component!r}; load an older checkpoint"
                 )
-            items.setdefault(file, []).append(
-                ReadItem(
-                    fqn=want.fqn,
-                    dtype=record.dtype,
-                    stored=box.stored,
-                    source=box.source,
-                    part=box.part,
-                    target=box.target,
-                    common=box.region,
-                    tensor=tensor,
-                )
-            )
+            items.setdefault(file, []).append(ReadItem(want.fqn, tensor, record.dtype, match))
     return LoadPlan(tuple(FileReads(file, tuple(items[file])) for file in sorted(items)))
 
 
-def _common(
+def _matches(
     cut: Cut, shape: Shape, cells: Sequence[Cell], candidates: _Candidates
-) -> Iterator[_Common]:
+) -> Iterator[tuple[int, Match]]:
+    """Return the matches of wanted cells, each with the number of the stored cell."""
     sources: dict[int, tuple[Piece, ...]] = {}
     for part, cell in enumerate(cells):
         for target in pieces(cell, shape):
@@ -118,9 +96,16 @@ def _common(
                 if number not in sources:
                     sources[number] = tuple(pieces(cut.cell(number), shape))
                 for source in sources[number]:
-                    common = source.region.intersect(target.region)
+                    common = _common_of(source.region, target.region)
                     if common is not None:
-                        yield _Common(number, cut.cell(number), source, part, target, common)
+                        stored = cut.cell(number)
+                        is_whole = stored == cell and common.numel == cell.numel
+                        yield number, Match(stored, source, part, target, common, is_whole)
+
+
+def _common_of(a: Region, b: Region) -> Region | None:
+    # Most cells are wanted whole: to see that later, one look at the identity is enough.
+    return a if a == b else a.intersect(b)
 
 
 def _candidates(cut: Cut, shape: Shape) -> _Candidates:
@@ -130,7 +115,7 @@ def _candidates(cut: Cut, shape: Shape) -> _Candidates:
         case Flat():
             return _in_flat(cut, shape)
         case Regions():
-            return _in_regions(cut, shape)
+            return BoxTree(cut.regions).meeting
 
 
 def _in_grid(grid: Grid) -> _Candidates:
@@ -154,24 +139,5 @@ def _in_flat(flat: Flat, shape: Shape) -> _Candidates:
         first = sum(map(mul, box.offset, strides))
         last = first + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
         return range(bisect_right(flat.cuts, first) - 1, bisect_right(flat.cuts, last))
-
-    return candidates
-
-
-def _in_regions(cut: Regions, shape: Shape) -> _Candidates:
-    regions = cut.regions
-    if not shape:
-        return lambda _: range(len(regions))
-    # Along the dimension with the most cuts few regions stand side by side.
-    dim = max(range(len(shape)), key=lambda d: len({region.offset[d] for region in regions}))
-    order = sorted(range(len(regions)), key=lambda n: regions[n].offset[dim])
-    starts = [regions[n].offset[dim] for n in order]
-    # As far as any region up to here reaches: ascending, unlike the regions' own stops.
-    reaches = list(accumulate((regions[n].stop[dim] for n in order), max))
-
-    def candidates(box: Region) -> Iterable[int]:
-        first = bisect_right(reaches, box.offset[dim])
-        stop = bisect_left(starts, box.stop[dim])
-        return sorted(order[first:stop])
 
     return candidates

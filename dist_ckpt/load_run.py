@@ -6,8 +6,11 @@ step begins only when the one before has succeeded everywhere.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dist_ckpt import commit, index_codec, paths, wire
 from dist_ckpt.attempts import is_there, while_it_is_there
@@ -16,8 +19,12 @@ from dist_ckpt.coordinator import check_alike
 from dist_ckpt.errors import IncompatibleError, NotFoundError, StorageError, listed, ranks_text
 from dist_ckpt.index import Catalog, Index, Key
 from dist_ckpt.paths import Attempt
+from dist_ckpt.reader import ReadTotals
 from dist_ckpt.session import Session
 from dist_ckpt.storage import Storage
+
+# Where what several ranks want is fetched from storage once: on each host, or in the whole job.
+ReadOnce = Literal["host", "job", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +35,21 @@ class LoadRequest:
     path: str
     strict: bool
     check_first: bool
+    read_once: ReadOnce
     keys: Mapping[str, Key]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The checkpoint that all ranks load, and the keys that their per-rank templates have."""
+    """The checkpoint that all ranks load, and the keys that their per-rank templates have.
+
+    `meeting` is a name for what the ranks share when they read; "" if they can share nothing.
+    """
 
     attempt: Attempt
     index: Index
     keys: Mapping[str, Sequence[Key]]
+    meeting: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,16 @@ class Findings:
 
     problems: tuple[str, ...]
     unclaimed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobTotals:
+    """What reading came to over all ranks; rank `slowest_rank` took longest."""
+
+    nbytes_read: int
+    nbytes_placed: int
+    slowest_rank: int
+    slowest_s: float
 
 
 class LoadRun:
@@ -68,6 +90,8 @@ class LoadRun:
                 "path": asked.path,
                 "strict": asked.strict,
                 "check_first": asked.check_first,
+                "read_once": asked.read_once,
+                "host": ranks.channel.host,
                 "keys": keys,
                 "bulk": ranks.bulk_epoch,
             }
@@ -76,11 +100,17 @@ class LoadRun:
 
         def find(payloads: Sequence[Doc]) -> Doc:
             nonlocal found
-            check_alike("load", payloads, ("path", "strict", "check_first"))
+            check_alike("load", payloads, ("path", "strict", "check_first", "read_once"))
             found = commit.find(self._request.storage, self._request.path)
             keys = _merge_keys([wire.unpack(payload["keys"], tuple) for payload in payloads])
             bulk = max(payload["bulk"] for payload in payloads)
-            return {"attempt": found[0].name, "keys": wire.pack(keys), "bulk": bulk}
+            meeting = os.urandom(16).hex() if _can_share(payloads) else ""
+            return {
+                "attempt": found[0].name,
+                "keys": wire.pack(keys),
+                "bulk": bulk,
+                "meeting": meeting,
+            }
 
         self._round += 1
         answer = ranks.channel.exchange(self._phase("open"), describe, find)
@@ -89,7 +119,7 @@ class LoadRun:
         assert attempt is not None
         self._attempt = attempt
         index = self._share_index(None if found is None else found[1])
-        return Found(attempt, index, dict(wire.unpack(answer["keys"], tuple)))
+        return Found(attempt, index, dict(wire.unpack(answer["keys"], tuple)), answer["meeting"])
 
     def _share_index(self, index: Index | None) -> Index:
         """Broadcast the index: it is read once, whatever the number of ranks."""
@@ -176,6 +206,28 @@ class LoadRun:
     def step(self, phase: str, work: Callable[[], None]) -> None:
         """Do one step of the load on all ranks, or raise what any rank raised. Collective."""
         self._ranks.channel.exchange(phase, work, lambda _: None)
+
+    def read(self, work: Callable[[], ReadTotals]) -> JobTotals:
+        """Read on all ranks, as one `step`; return what it came to over all of them. Collective."""
+
+        def timed() -> Doc:
+            start = time.monotonic()
+            totals = work()
+            return [totals.nbytes_read, totals.nbytes_placed, time.monotonic() - start]
+
+        def sum_up(payloads: Sequence[Doc]) -> Doc:
+            nbytes_read, nbytes_placed, seconds = zip(*payloads, strict=True)
+            slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
+            return [sum(nbytes_read), sum(nbytes_placed), slowest, seconds[slowest]]
+
+        return JobTotals(*self._ranks.channel.exchange("read", timed, sum_up))
+
+
+def _can_share(payloads: Sequence[Doc]) -> bool:
+    """Say whether some of the ranks can hand on to each other what they read."""
+    mode = payloads[0]["read_once"]
+    num_places = len({payload["host"] for payload in payloads}) if mode == "host" else 1
+    return mode != "off" and num_places < len(payloads)
 
 
 def _merge_keys(ranks: Sequence[tuple[tuple[str, Key], ...]]) -> tuple[tuple[str, object], ...]:

@@ -6,26 +6,33 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import get_args
 
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import objects, paths
 from dist_ckpt.attempts import ROUNDS
 from dist_ckpt.binding import bind, survey, unexpected_problem
+from dist_ckpt.collector import paused_collector
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.index import Index
 from dist_ckpt.load_planner import plan_load, problems_of
-from dist_ckpt.load_run import Findings, LoadRequest, LoadRun
+from dist_ckpt.load_run import Findings, LoadRequest, LoadRun, ReadOnce
 from dist_ckpt.memory import Target
 from dist_ckpt.open_files import OpenFiles, open_files, read_objects
 from dist_ckpt.phases import Phases
-from dist_ckpt.reader import Nowhere, ReadTotals, read
+from dist_ckpt.read_agreement import Agreeing, Agreement
+from dist_ckpt.read_sharing import Wants
+from dist_ckpt.reader import Nowhere, ReadTotals, read, reading_of
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.saved import saved_of
 from dist_ckpt.selection import rename_of, selection_of
 from dist_ckpt.session import Session, session_of
 from dist_ckpt.sharding import ShardingConfig
+from dist_ckpt.shared_reading import read_shared, verify_shared
+from dist_ckpt.shared_work import runs_of
 from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.torch_objects import MAKE
 
 
@@ -40,6 +47,7 @@ class LoadOptions:
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
     rename: Mapping[str, str | None] | None = None
+    read_once: ReadOnce = "host"
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""
@@ -48,6 +56,8 @@ class LoadOptions:
         for name in ("strict", "verify", "check_first"):
             if type(value := getattr(self, name)) is not bool:
                 raise TypeError(f"{name}={value!r}: give True or False")
+        if self.read_once not in get_args(ReadOnce):
+            raise ValueError(f'read_once={self.read_once!r}: give "host", "job" or "off"')
         selection_of(self.include, self.exclude)
         rename_of(self.rename)
 
@@ -64,6 +74,7 @@ def load(
     exclude: str | Sequence[str] | None = None,
     rename: Mapping[str, str | None] | None = None,
     check_first: bool = False,
+    read_once: ReadOnce = "host",
 ) -> LoadReport:
     """Fill a state from the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -75,11 +86,18 @@ def load(
     else IncompatibleError names two of them once everything is read.
     With `check_first` all blocks are verified before the first byte lands, by reading twice.
 
+    What several ranks want is fetched from storage and checked by one of them, and handed on:
+    `read_once="host"` does so among the ranks of each host, through shared memory; "job" among
+    all, over the network between hosts, where that is faster than the storage; with "off" each
+    rank reads all that it wants. `DIST_CKPT_HOST` renames a host.
+
     `strict` makes names that are missing or unexpected an error; shape, dtype and coverage always
     are one. `include` and `exclude` are globs that cut both sides, `rename` maps globs of saved
     names to names here. An empty mapping or None in the state takes what was saved there.
     """
-    options = LoadOptions(sharding, strict, verify, check_first, include, exclude, rename)
+    options = LoadOptions(
+        sharding, strict, verify, check_first, include, exclude, rename, read_once
+    )
     return load_together(session_of(group), state, path, options)
 
 
@@ -115,6 +133,7 @@ class _Load:
         self._stack = files
         self._filled: tuple[str, ...] = ()
         self._asked: LoadRequest | None = None
+        self._shared: Agreement | None = None
         self._phases = Phases("load", str(path), quiet=ranks.channel.rank != 0)
 
     def run(self) -> LoadReport:
@@ -126,7 +145,9 @@ class _Load:
             # Who met the damage tells what it has touched; only this rank knows of its own.
             error.touched = tuple(sorted({*error.touched, *self._filled}))
             raise
-        return self._report(unexpected)
+        report = self._report(unexpected)
+        self._phases.done(report)
+        return report
 
     def _agree(self, run: LoadRun) -> tuple[str, ...]:
         """Find and check a checkpoint, again if an overwrite replaces it meanwhile."""
@@ -143,11 +164,13 @@ class _Load:
     def _fill(self, run: LoadRun) -> None:
         """Read, place and load objects, each when the one before has succeeded everywhere."""
         with self._phases.phase("read"):
+            if self._found.meeting:
+                self._share()
             if self._options.check_first:
                 run.step("check first", self._read_nowhere)
             # All have the memory before the first byte lands anywhere.
             run.step("allocate", self._allocate)
-            run.step("read", self._read)
+            self._job = run.read(self._read)
         with self._phases.phase("place"):
             run.step("place", self._binding.place)
             run.step("objects", self._binding.load_objects)
@@ -160,7 +183,7 @@ class _Load:
     def _ask(self) -> LoadRequest:
         self._options.check()
         own, self._path = open_storage(self._where)
-        self._storage = self._given or own
+        self._storage = CountingStorage(self._given or own)
         channel = self._ranks.channel
         self._template = survey(
             self._state,
@@ -175,6 +198,7 @@ class _Load:
             path=self._path,
             strict=options.strict,
             check_first=options.check_first,
+            read_once=options.read_once,
             keys=self._template.keys,
         )
 
@@ -184,19 +208,23 @@ class _Load:
         self._folder = f"{self._path}/{found.attempt.name}"
         self._stack.pop_all().close()  # what an attempt that is gone now has left open
         main = self._read_objects(index, paths.OBJECTS)
-        self._binding = binding = bind(
-            self._template,
-            saved_of(index.catalog, main, rename=options.rename),
-            strict=options.strict,
-            selection=selection_of(options.include, options.exclude),
-            keys=found.keys,
-        )
-        problems = (*binding.problems, *problems_of(index.catalog, binding.wanted))
+        with paused_collector():
+            self._binding = binding = bind(
+                self._template,
+                saved_of(index.catalog, main, rename=options.rename),
+                strict=options.strict,
+                selection=selection_of(options.include, options.exclude),
+                keys=found.keys,
+            )
+            problems = (*binding.problems, *problems_of(index.catalog, binding.wanted))
+            if not problems:
+                self._plan = plan_load(index, binding.wanted)
         if not problems:
-            self._plan = plan_load(index, binding.wanted)
             names = [paths.objects_file(rank) for rank in binding.needs]
             binding.check([self._read_objects(index, name) for name in names])
             self._files = self._open(index)
+            if found.meeting:
+                self._wants = Wants(self._ranks.channel.host, runs_of(self._files, self._plan))
         return Findings(problems, binding.unclaimed)
 
     def _word_unexpected(self, unexpected: Sequence[str]) -> Sequence[str]:
@@ -222,32 +250,73 @@ class _Load:
             for wanted in self._binding.wanted
             for part in range(len(wanted.cells))
         }
-        self._read_into(targets, verify=True)
+        if self._shared is None:
+            self._read_into(targets, verify=True)
+            return
+        reading = reading_of(self._files, self._plan, targets, verify=True)
+        verify_shared(self._ranks, self._shared, self._files, self._plan, reading)
 
     def _allocate(self) -> None:
-        self._targets = self._binding.allocate()
+        with paused_collector():
+            self._targets = self._binding.allocate()
 
-    def _read(self) -> None:
-        self._totals = self._read_into(self._targets, verify=self._options.verify)
+    def _read(self) -> ReadTotals:
+        if self._shared is None:
+            self._totals = self._read_into(self._targets, verify=self._options.verify)
+        else:
+            self._totals = self._read_shared(self._shared)
         self._filled = tuple(wanted.fqn for wanted in self._binding.wanted if wanted.cells)
         self._binding.settle()
+        return self._totals
 
     def _read_into(self, targets: Mapping[tuple[str, int], Target], *, verify: bool) -> ReadTotals:
         threads = self._ranks.config.threads
         return read(self._files, self._plan, targets, verify=verify, threads=threads)
 
+    def _share(self) -> None:
+        """Agree on what is read once; nothing, where no block is wanted by two ranks."""
+        agreeing = Agreeing(
+            self._ranks,
+            self._files,
+            between_hosts=self._options.read_once == "job",
+            stack=self._stack,
+        )
+        shared = agreeing.agree(self._found.meeting, self._wants)
+        if any(shared.units.values()):
+            self._shared = shared
+
+    def _read_shared(self, shared: Agreement) -> ReadTotals:
+        verify = self._options.verify
+        reading = reading_of(self._files, self._plan, self._targets, verify=verify)
+        try:
+            return read_shared(self._ranks, shared, self._files, self._plan, reading)
+        except BaseException:
+            shared.give_up()
+            # If the error is another rank's, who learns it does not know what is filled here.
+            self._filled = tuple(reading.touched)
+            raise
+
     def _report(self, unexpected: tuple[str, ...]) -> LoadReport:
-        binding, found = self._binding, self._found
+        binding, found, ranks = self._binding, self._found, self._ranks
         return LoadReport(
             path=self._path,
             step=found.index.step,
             attempt=found.attempt.name,
+            world_size=ranks.channel.world_size,
             restored=binding.restored,
             resharded=binding.resharded,
             missing=binding.missing,
             unexpected=unexpected,
             dropped=binding.dropped,
             nbytes_read=self._totals.nbytes_read,
+            nbytes_received=self._totals.nbytes_received,
             nbytes_placed=self._totals.nbytes_placed,
+            job_nbytes_read=self._job.nbytes_read,
+            job_nbytes_placed=self._job.nbytes_placed,
             seconds=self._phases.seconds,
+            slowest_rank=self._job.slowest_rank,
+            slowest_s=self._job.slowest_s,
+            exchanges=ranks.exchanges,
+            collectives=ranks.collectives,
+            storage_reads=self._storage.reads,
         )

@@ -14,12 +14,20 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+# Exactly these: a subclass may be anything.
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_NAMES = {
+    dtype: name for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+
+
 def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     """Return a tensor whose memory is its value, detached; refuse every other by name.
 
     Raises TypeError for its class or layout, ValueError if its memory is gone.
     """
-    if isinstance(tensor, AsyncCollectiveTensor):
+    if type(tensor) not in PLAIN and isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     if remedy := _remedy(tensor):
         raise TypeError(f"{fqn}: {class_name(tensor)} cannot be stored: {remedy}")
@@ -33,9 +41,9 @@ def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
 
 
 def _remedy(tensor: torch.Tensor) -> str | None:
-    if torch.nn.parameter.is_lazy(tensor):
-        return "run the module once, so that its parameters exist"
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in PLAIN:
+        if torch.nn.parameter.is_lazy(tensor):
+            return "run the module once, so that its parameters exist"
         return (
             "its memory is not its value; store the plain tensors that it is made of, or give the "
             "class `__create_chunk_list__` and `__get_tensor_shard__`"
@@ -50,8 +58,10 @@ def _remedy(tensor: torch.Tensor) -> str | None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    dims = zip(tensor.shape, tensor.stride(), strict=True)
-    needed = 1 + tensor.storage_offset() + sum((n - 1) * stride for n, stride in dims)
+    needed = tensor.storage_offset() + tensor.numel()
+    if not tensor.is_contiguous():
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        needed = 1 + tensor.storage_offset() + sum((n - 1) * stride for n, stride in dims)
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() != 0 and storage.nbytes() >= needed * tensor.itemsize
@@ -61,9 +71,12 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def dtype_name(dtype: torch.dtype, fqn: str) -> str:
     """Return our name of a torch dtype. Raises TypeError if it cannot be stored."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise TypeError(f"{fqn}: dtype {name} cannot be stored: convert it to one that can")
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise TypeError(
+            f"{fqn}: dtype {str(dtype).removeprefix('torch.')} cannot be stored: convert it to one "
+            "that can"
+        )
     return name
 
 

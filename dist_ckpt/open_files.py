@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import cached_property
 from math import prod
 from types import MappingProxyType, TracebackType
 
@@ -15,7 +16,12 @@ from dist_ckpt.index import Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.parallel import each
 from dist_ckpt.plan import FileReads, LoadPlan, ReadItem
 from dist_ckpt.region import Cell, Elements, Region, Shape, Span
-from dist_ckpt.shard_file import MAX_HEADER_NBYTES, ShardFile, StoredShard, decode_header
+from dist_ckpt.shard_file import (
+    MAX_HEADER_NBYTES,
+    DecodedShards,
+    ShardFile,
+    decode_header,
+)
 from dist_ckpt.storage import ReadableFile, Storage
 
 # Of what a load needs, so many files stay open from the check to the end, so that a checkpoint
@@ -42,11 +48,15 @@ class OpenFile:
         self.path = path
         self.record = record
         self.header = header
-        self.shards: Mapping[tuple[str, Cell], StoredShard] = {
-            (shard.fqn, shard.cell): shard for shard in header.shards
-        }
+        assert isinstance(header.shards, DecodedShards), "it was decoded"
+        self.shards = header.shards
         self._storage = storage
         self._kept: ReadableFile | None = None
+
+    @cached_property
+    def block_starts(self) -> Sequence[int]:
+        """Where each block begins in the data section, and last where that ends."""
+        return self.shards.block_starts(self.header.block_nbytes)
 
     def keep(self, file: ReadableFile) -> None:
         """Take over an open file, until `close`."""
@@ -203,16 +213,22 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
 
 def _mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iterator[str]:
     """Say which shards that the items read are not in a file as the index has them."""
-    for fqn, stored in sorted({(item.tensor, item.stored) for item in items}, key=str):
+    seen: set[str] = set()
+    for item in items:
+        fqn, stored = item.tensor, item.match.stored
         record = index.catalog.tensors[fqn]
-        shard = file.shards.get((fqn, stored))
-        if shard is None:
-            yield f"{file.path} lacks {fqn}[{stored}], which the index says it holds"
-        elif (shard.dtype, shard.shape) != (record.dtype, record.shape):
-            yield (
-                f"{file.path} has {fqn} as {shard.dtype} {list(shard.shape)}, the index as "
-                f"{record.dtype} {list(record.shape)}"
-            )
+        facts = file.shards.facts(fqn, stored)
+        if facts == (record.dtype, record.shape):
+            continue
+        problem = (
+            f"{file.path} lacks {fqn}[{stored}], which the index says it holds"
+            if facts is None
+            else f"{file.path} has {fqn} as {facts[0]} {list(facts[1])}, the index as "
+            f"{record.dtype} {list(record.shape)}"
+        )
+        if problem not in seen:
+            seen.add(problem)
+            yield problem
 
 
 # --- messages --------------------------------------------------------------------------------
@@ -221,7 +237,7 @@ def _mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iter
 def _names_of(items: Sequence[ReadItem]) -> str:
     names: dict[str, None] = {}
     for item in items:
-        common = item.common
+        common = item.match.common
         rows = Span(common.offset[0], common.stop[0]) if common.shape else None
         names[f"{item.fqn} {rows_text(rows)}"] = None
     return listed(list(names))
@@ -268,7 +284,12 @@ def damage(file: OpenFile, need: Need, what: str) -> str:
 
 def block_problem(need: Need, data: memoryview) -> str | None:
     """Say how a block's digest differs from the one in the header, or None."""
-    actual, expected = digest.block_digest(data), need.shard.digests[need.number]
+    return digest_problem(need, digest.block_digest(data))
+
+
+def digest_problem(need: Need, actual: str) -> str | None:
+    """Say how the digest of what was read of a block differs from the one in the header."""
+    expected = need.shard.digests[need.number]
     if actual == expected:
         return None
     return f"damaged, the block's digest is {actual}, the header says {expected}"

@@ -12,7 +12,7 @@ the first name counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,18 +49,17 @@ def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
 
     Raises ValueError for a parameter without a name or with two.
     """
-    names = _Names(root)
-    return {
-        fqn: names.of(leaf, fqn) for fqn, _, leaf in walk(root) if isinstance(leaf, OptimizerLeaf)
-    }
+    found = [one for one in walk(root) if isinstance(one[2], ModuleLeaf | OptimizerLeaf)]
+    names = _Names(found)
+    return {fqn: names.of(leaf, fqn) for fqn, _, leaf in found if isinstance(leaf, OptimizerLeaf)}
 
 
 class _Names:
     """The names that the modules of a state give to parameters."""
 
-    def __init__(self, root: Branch) -> None:
+    def __init__(self, leaves: Iterable[tuple[str, str, Tree]]) -> None:
         self._places: dict[int, list[tuple[str, str, str]]] = {}
-        for fqn, component, leaf in walk(root):
+        for fqn, component, leaf in leaves:
             if isinstance(leaf, ModuleLeaf):
                 for identity, name in leaf.state.names_of_parameters().items():
                     self._places.setdefault(identity, []).append((component, fqn, name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -90,11 +91,16 @@ def _reach(parts: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:
     """Return from which address to which the parts lie, on each device."""
     reach: dict[str, tuple[int, int]] = {}
     for part in parts:
-        if part.numel():
-            dims = zip(part.shape, part.stride(), strict=True)
-            last = sum((size - 1) * stride for size, stride in dims)
+        if numel := part.numel():
+            if not part.is_contiguous():
+                dims = zip(part.shape, part.stride(), strict=True)
+                numel = 1 + sum((size - 1) * stride for size, stride in dims)
             start = part.data_ptr()
-            stop = start + (last + 1) * part.itemsize
-            known = reach.get(str(part.device), (start, stop))
-            reach[str(part.device)] = min(start, known[0]), max(stop, known[1])
+            stop = start + numel * part.itemsize
+            device = _name(part.device)
+            known = reach.get(device, (start, stop))
+            reach[device] = min(start, known[0]), max(stop, known[1])
     return reach
+
+
+_name = lru_cache(maxsize=64)(str)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from mmap import mmap
+from time import monotonic
 from typing import TypeVar
 
 from dist_ckpt.config import STALL_S
-from dist_ckpt.daemon_threads import DaemonThreads
+from dist_ckpt.daemon_threads import DaemonThreads, Watch
 from dist_ckpt.errors import StorageError
+from dist_ckpt.host_memory import scratch
 
 # One call may need the storage more than once, and each time the storage has its own deadline,
 # whose error says more.
 WORK_STALL_S = 2 * STALL_S
+
+# Room for a read of 8 MiB, or a block, wherever it has to begin; a multiple of a huge page.
+SLOT_NBYTES = 10 << 20
+
+# Memory that was never used is slow at first touch, so slots are kept, up to this.
+MAX_KEPT_NBYTES = 128 << 20
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,29 +36,37 @@ def each(
 
     Up to `threads` calls run at once and as many wait, so a lazy `items` is never held whole.
     If a call raises, no more begin, those that run are waited for, and the error of the first
-    item that failed is raised. StorageError if a call hangs for `stall_s`.
+    item that failed is raised. StorageError if a call hangs for `stall_s`, or a storage's call in
+    it for longer than that storage allows: the error names the call.
     """
     results: list[R] = []
-    running: deque[Future[R]] = deque()
+    running: deque[tuple[Future[R], Watch]] = deque()
     pool = DaemonThreads(threads)
     try:
         for item in items:
             if len(running) >= 2 * threads:
-                results.append(_result(running.popleft(), stall_s))
-            running.append(pool.submit(partial(work, item)))
+                results.append(_next_result(running, stall_s))
+            watch = Watch()
+            running.append((pool.submit(partial(watch.over, partial(work, item))), watch))
         while running:
-            results.append(_result(running.popleft(), stall_s))
+            results.append(_next_result(running, stall_s))
     finally:
-        for future in running:
+        for future, _ in running:
             future.cancel()
         # After a stall this may return with calls still stuck in the kernel; nothing can end them.
-        wait(running, timeout=stall_s)
+        until = monotonic() + stall_s
+        for future, watch in running:
+            watch.wait_for(future, until)
         pool.close()
     return results
 
 
-def _result(future: Future[R], stall_s: float) -> R:
-    wait((future,), timeout=stall_s)
+def _next_result(running: deque[tuple[Future[R], Watch]], stall_s: float) -> R:
+    future, watch = running[0]
+    fact = watch.wait_for(future, monotonic() + stall_s)
+    running.popleft()  # only now: what an interrupt meets is waited for too
+    if fact is not None:
+        raise StorageError(fact)
     if not future.done():
         raise StorageError(
             f"the storage or the device did not answer for {stall_s:g} s; look at their health, "
@@ -61,20 +76,32 @@ def _result(future: Future[R], stall_s: float) -> R:
 
 
 class Slots:
-    """Scratch buffers of one size, one for each thread at most, made when first needed."""
+    """Scratch buffers of one size, made when first needed and kept for who needs one next.
 
-    def __init__(self, nbytes: int) -> None:
+    There are as many as threads that use one at once. Threads may share it.
+    """
+
+    def __init__(self, nbytes: int = SLOT_NBYTES) -> None:
         self._nbytes = nbytes
+        self._most = max(1, MAX_KEPT_NBYTES // nbytes)
         self._free: list[memoryview] = []
+
+    def fitting(self, nbytes: int) -> Slots:
+        """Return slots of at least this size: these, or new ones."""
+        return self if nbytes <= self._nbytes else Slots(nbytes)
 
     @contextmanager
     def one(self) -> Iterator[memoryview]:
-        """Lend a buffer; what it holds is whatever was there before."""
+        """Lend a buffer that begins on a page; what it holds is whatever was there before."""
         try:
             slot = self._free.pop()
         except IndexError:
-            # Unlike a bytearray it costs no memory before it is used, and begins on a page.
-            slot = memoryview(mmap(-1, self._nbytes))
+            slot = scratch(self._nbytes)
         yield slot
         # Not after an error: a call that hangs may still be at it.
-        self._free.append(slot)
+        if len(self._free) < self._most:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Free the memory that nobody uses."""
+        self._free.clear()

@@ -1,4 +1,4 @@
-"""The stopwatch of a save or load: seconds by phase, and one log line at each phase's end."""
+"""The stopwatch of a save or load: seconds by phase, one log line for each, and one for all."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ class Phases:
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         if not self._quiet:
             _log.info("%s: %s took %.3f s", self._what, name, seconds)
+
+    def done(self, report: object) -> None:
+        """Log what the operation came to."""
+        if not self._quiet:
+            _log.info("%s: %s", self._what, report)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from dist_ckpt.index import Catalog, Key, Node
 from dist_ckpt.layout import Layout
 from dist_ckpt.region import Cell, Piece, Region, Shape, Span
+from dist_ckpt.shard_file import HeaderText
 
 # --- inventories -----------------------------------------------------------------------------
 
@@ -181,9 +182,14 @@ class FilePlan:
     name: str
     component: int
     rank: int
-    header_nbytes: int
+    header: HeaderText
     nbytes: int
     items: tuple[WriteItem, ...]
+
+    @property
+    def header_nbytes(self) -> int:
+        """The size of the header: the shards begin there."""
+        return self.header.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,22 +229,33 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadItem:
-    """Copy the elements of the box `common` from a stored cell into a wanted one.
+class Match:
+    """A box `common` of a stored cell and a wanted one, for all tensors that are cut alike.
 
     `source` and `target` are the pieces of the stored cell and of wanted cell number `part` that
-    hold it: both are row-major, so with them an element's place in memory is known. `tensor` is
-    the name under which it is stored: another than `fqn` where that is an alias.
+    hold it: both are row-major, so with them an element's place in memory is known. `is_whole`:
+    the two are the same cell, and nothing else of either is to be copied.
     """
 
-    fqn: str
-    dtype: str
     stored: Cell
     source: Piece
     part: int
     target: Piece
     common: Region
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """Copy the elements of a match from a stored cell into a wanted one.
+
+    `tensor` is the name under which it is stored: another than `fqn` where that is an alias.
+    """
+
+    fqn: str
     tensor: str
+    dtype: str
+    match: Match
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,72 @@
-"""What a save and a load tell their caller."""
+"""What a save and a load tell their caller.
+
+Units: seconds, bytes, and GB/s with 1e9 bytes to the GB. `seconds` are this rank's, by phase, and
+add up to the call. Four tallies say what the call has cost this rank (`num` calls, `nbytes`):
+`exchanges` on the control channel with what it put into them, `collectives` with what it gave in
+them, and `storage_reads` and `storage_writes`, of every kind of file, headers, values and index
+included. A rate is the bytes of the whole job by the seconds of the rank that took longest, or of
+the call; it is 0.0 where nothing was measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dist_ckpt.tally import Tally
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What a save did. `nbytes` and `num_files` are over all ranks; `seconds` are this rank's."""
+    """What a save did.
+
+    `nbytes` and `num_files` are what all ranks together have stored. `slowest_s` is how long rank
+    `slowest_rank` took to write its files and make them durable: the longest of all ranks. Of the
+    bytes of `exchanges` `nbytes_receipt` are this rank's receipt, which grows with its number of
+    files; the coordinator sends none.
+    """
 
     path: str
     step: int | None
     attempt: str
+    world_size: int
     nbytes: int
     num_tensors: int
     num_files: int
     seconds: Mapping[str, float]
     slowest_rank: int
     slowest_s: float
+    exchanges: Tally
+    collectives: Tally
+    nbytes_receipt: int
+    storage_reads: Tally
+    storage_writes: Tally
+
+    @property
+    def total_s(self) -> float:
+        """The seconds of the call on this rank."""
+        return sum(self.seconds.values())
+
+    @property
+    def gb_per_s(self) -> float:
+        """What all ranks have stored, by the seconds of the call."""
+        return _rate(self.nbytes, self.total_s) / 1e9
+
+    @property
+    def write_gb_per_s(self) -> float:
+        """What all ranks have stored, by the seconds that the slowest wrote."""
+        return _rate(self.nbytes, self.slowest_s) / 1e9
+
+    def __str__(self) -> str:
+        """Return one line for people and logs."""
+        return (
+            f"saved {_what(self.path, self.step)}: {size(self.nbytes)} by "
+            f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
+            f"({size(_rate(self.nbytes, self.total_s))}/s; "
+            f"write {self.slowest_s:.3g} s{_slowest(self.world_size, self.slowest_rank)})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +77,79 @@ class LoadReport:
     otherwise than the stored ones, `missing` those that the checkpoint lacks, `unexpected` saved
     names that no rank asked for, `dropped` what `on_reshard` or a `rename` to None left out, and
     the optimizer's state of parameters that had none when they were saved: it is removed.
-    `nbytes_read` counts shard data read here; `seconds` are by phase.
+
+    `nbytes_read` counts shard data read from the storage here, `nbytes_received` what other ranks
+    handed on, `nbytes_placed` what was filled here. `job_nbytes_read` and `job_nbytes_placed` are
+    over all ranks. `slowest_s` is how long rank `slowest_rank` took to read, check and fill its
+    tensors: the longest of all ranks.
     """
 
     path: str
     step: int | None
     attempt: str
+    world_size: int
     restored: tuple[str, ...]
     resharded: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     dropped: tuple[str, ...]
     nbytes_read: int
+    nbytes_received: int
     nbytes_placed: int
+    job_nbytes_read: int
+    job_nbytes_placed: int
     seconds: Mapping[str, float]
+    slowest_rank: int
+    slowest_s: float
+    exchanges: Tally
+    collectives: Tally
+    storage_reads: Tally
+
+    @property
+    def total_s(self) -> float:
+        """The seconds of the call on this rank."""
+        return sum(self.seconds.values())
+
+    @property
+    def gb_per_s(self) -> float:
+        """What was filled on all ranks, by the seconds of the call."""
+        return _rate(self.job_nbytes_placed, self.total_s) / 1e9
+
+    @property
+    def read_gb_per_s(self) -> float:
+        """What all ranks read from the storage, by the seconds that the slowest took."""
+        return _rate(self.job_nbytes_read, self.slowest_s) / 1e9
+
+    def __str__(self) -> str:
+        """Return one line for people and logs."""
+        return (
+            f"loaded {_what(self.path, self.step)}: {size(self.job_nbytes_placed)} on "
+            f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
+            f"({size(_rate(self.job_nbytes_placed, self.total_s))}/s; "
+            f"read {size(self.job_nbytes_read)} in {self.slowest_s:.3g} s"
+            f"{_slowest(self.world_size, self.slowest_rank)})"
+        )
+
+
+def size(nbytes: float) -> str:
+    """Return a size for people: three digits, decimal units."""
+    value, unit = float(nbytes), 0
+    while value >= 999.5 and unit + 1 < len(_UNITS):
+        value, unit = value / 1000, unit + 1
+    return f"{nbytes:.0f} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
+
+
+def _rate(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds if seconds else 0.0
+
+
+def _what(path: str, step: int | None) -> str:
+    return path if step is None else f"step {step}"
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def _slowest(world_size: int, rank: int) -> str:
+    return "" if world_size == 1 else f", slowest rank {rank}"

@@ -29,11 +29,13 @@ from dist_ckpt.plan import (
 )
 from dist_ckpt.receipts import check_receipts, sizes_of
 from dist_ckpt.reports import SaveReport
-from dist_ckpt.save_planner import items_of, plan_save
+from dist_ckpt.save_planner import items_of_ranks, plan_save, stored_nbytes
 from dist_ckpt.sharded_views import target_views
 from dist_ckpt.sharding import ShardingConfig
-from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.storage import open_storage
+from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.stored import Stored, Windows
+from dist_ckpt.tally import Tally
 from dist_ckpt.writer import FileReceipt, RankFiles, write_all
 
 # Called with (bytes done so far, bytes to do in all).
@@ -76,11 +78,12 @@ def reshard(
         raise ValueError(f"source and target are both {source_path}: give another target")
     if target_path.startswith(f"{source_path}/"):
         raise ValueError(f"the target {target_path} lies in the source: give another target")
-    attempt, index = commit.find(source_storage, source_path)
-    stored = Stored(source_storage, f"{source_path}/{attempt.name}", index)
+    counted = CountingStorage(source_storage)
+    attempt, index = commit.find(counted, source_path)
+    stored = Stored(counted, f"{source_path}/{attempt.name}", index)
     plan = plan_target(index, stored.main, config)
-    run = _Reshard(stored, plan, target_storage, target_path, max_memory, progress)
-    return run.run()
+    storage = CountingStorage(target_storage)
+    return _Reshard(stored, plan, storage, target_path, max_memory, progress).run()
 
 
 def _count(world_size: int | None) -> int:
@@ -130,7 +133,7 @@ class _Reshard:
         self,
         stored: Stored,
         plan: SavePlan,
-        storage: Storage,
+        storage: CountingStorage,
         path: str,
         max_memory: int,
         progress: Progress | None,
@@ -157,7 +160,9 @@ class _Reshard:
         except BaseException as error:
             self._withdraw(claim, by, error)
             raise
-        return self._report(claim.attempt.name, receipts)
+        report = self._report(claim.attempt.name, receipts)
+        self._phases.done(report)
+        return report
 
     def _withdraw(self, claim: commit.Claim, by: str, error: BaseException) -> None:
         """Undo the claim, or raise StorageError if it was committed all the same."""
@@ -175,11 +180,9 @@ class _Reshard:
         ) from error
 
     def _write(self, folder: str) -> list[Receipt]:
-        world_size = self._plan.catalog.world_size
-        plans = [items_of(self._plan, rank) for rank in range(world_size)]
-        self._nbytes = sum(item.span.nbytes for f in plans for file in f for item in file.items)
+        self._nbytes = sum(stored_nbytes(self._plan.catalog).values())
         receipts = []
-        for rank, files in enumerate(plans):
+        for rank, files in enumerate(items_of_ranks(self._plan)):
             start = time.monotonic()
             done = self._write_rank(folder, files, rank)
             receipts.append(Receipt(done, (), time.monotonic() - start))
@@ -229,16 +232,21 @@ class _Reshard:
         )
 
     def _report(self, attempt: str, receipts: Sequence[Receipt]) -> SaveReport:
-        slowest = max(range(len(receipts)), key=lambda rank: receipts[rank].seconds)
         sizes = sizes_of(receipts)
         return SaveReport(
             path=self._path,
             step=self._stored.index.step,
             attempt=attempt,
+            world_size=1,  # one process writes for all ranks, one after another
             nbytes=sum(sizes.values()),
             num_tensors=len(self._plan.catalog.tensors),
             num_files=len(sizes),
             seconds=self._phases.seconds,
-            slowest_rank=slowest,
-            slowest_s=receipts[slowest].seconds,
+            slowest_rank=0,
+            slowest_s=self._phases.seconds["write"],
+            exchanges=Tally(),
+            collectives=Tally(),
+            nbytes_receipt=0,
+            storage_reads=self._stored.reads,
+            storage_writes=self._storage.writes,
         )

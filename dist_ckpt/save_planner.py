@@ -8,7 +8,7 @@ tensor on each rank.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt import paths
@@ -44,7 +44,7 @@ from dist_ckpt.plan import (
     WriteItem,
 )
 from dist_ckpt.region import Cell, Region, Shape
-from dist_ckpt.shard_file import ShardFile, arrange, header_nbytes
+from dist_ckpt.shard_file import ShardFile, arrange, header_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +120,46 @@ def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
     return tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
 
 
+def items_of_ranks(plan: SavePlan) -> Iterator[tuple[FilePlan, ...]]:
+    """Yield `items_of` one rank after another, for what the items cost.
+
+    `items_of` looks through the whole plan, so that to call it for every rank is quadratic.
+    """
+    catalog = plan.catalog
+    turns = _turns(catalog)
+    stored: list[list[tuple[_Turn, int]]] = [[] for _ in range(catalog.world_size)]
+    for turn in turns:
+        layout = catalog.layouts[turn[1]]
+        for number in range(layout.cut.num_cells):
+            stored[layout.holder(number, turn[2])].append((turn, number))
+    for rank, parts in enumerate(stored):
+        cells: dict[int, list[tuple[str, str, Shape, Cell]]] = {}
+        for turn, number in parts:
+            cell = catalog.layouts[turn[1]].cell(number)
+            tensors = ((fqn, record.dtype, record.shape, cell) for fqn, record in turns[turn])
+            cells.setdefault(turn[0], []).extend(tensors)
+        yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+
+
+# Component, layout and rotation of a tensor: what decides in which file each cell of it is.
+_Turn = tuple[int, int, int]
+
+
+def _turns(catalog: Catalog) -> dict[_Turn, list[tuple[str, TensorRecord]]]:
+    turns: dict[_Turn, list[tuple[str, TensorRecord]]] = {}
+    for fqn, record in catalog.tensors.items():
+        turn = record.component, record.layout, record.rotation
+        turns.setdefault(turn, []).append((fqn, record))
+    return turns
+
+
 def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
     """Return the bytes of the shards in each file of a save, by component and rank."""
-    itemsizes: dict[tuple[int, int, int], int] = {}
-    for record in catalog.tensors.values():
-        key = record.component, record.layout, record.rotation
-        itemsizes[key] = itemsizes.get(key, 0) + DTYPES[record.dtype].itemsize
     numels = [cell_numels(layout.cut) for layout in catalog.layouts]
     nbytes: dict[tuple[int, int], int] = {}
-    for (component, number, rotation), itemsize in itemsizes.items():
+    for (component, number, rotation), tensors in _turns(catalog).items():
         layout = catalog.layouts[number]
+        itemsize = sum(DTYPES[record.dtype].itemsize for _, record in tensors)
         for cell, numel in enumerate(numels[number]):
             file = component, layout.holder(cell, rotation)
             nbytes[file] = nbytes.get(file, 0) + numel * itemsize
@@ -211,7 +241,7 @@ def _tensors(bodies: Sequence[Body], problems: list[str]) -> dict[str, _Tensor]:
     for number, body in enumerate(bodies):
         for entry in body.inventory.tensors:
             said.setdefault(entry.fqn, []).append((number, entry))
-    ways = list(views)
+    ways, nothing = list(views), views.get(Parts(()))
     # How a tensor is held, for each combination of bodies, views and shapes: there are few.
     known: dict[tuple[tuple[int, int, Shape], ...], tuple[Shape, Layout] | ValueError] = {}
     layouts: dict[Layout, Layout] = {}
@@ -227,7 +257,7 @@ def _tensors(bodies: Sequence[Body], problems: list[str]) -> dict[str, _Tensor]:
                 known[key] = error
         held = known[key]
         # What a rank says of a tensor that it holds nothing of does not count, not even the dtype.
-        holding = [one for one in entries if ways[numbers[one[0]][one[1].view]] != Parts(())]
+        holding = [one for one, (_, view, _) in zip(entries, key, strict=True) if view != nothing]
         said_of = [(bodies[n], entry) for n, entry in holding or entries]
         disagreements = _disagreements(said_of) if len(entries) > 1 else []
         if isinstance(held, ValueError):
@@ -297,12 +327,12 @@ def _file_plan(
         header_nbytes=0,
         shards=shards,
     )
-    header = header_nbytes(file)
+    header = header_text(file)
     return FilePlan(
         name=paths.shard_file(component.stem, rank),
         component=number,
         rank=rank,
-        header_nbytes=header,
-        nbytes=header + file.nbytes,
+        header=header,
+        nbytes=header.nbytes + file.nbytes,
         items=tuple(WriteItem(s.name, s.fqn, s.dtype, s.shape, s.cell, s.span) for s in shards),
     )

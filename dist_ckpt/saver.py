@@ -12,12 +12,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__, objects, paths
+from dist_ckpt.collector import paused_collector
 from dist_ckpt.coordinator import SaveRequest, SaveRun, Verdict
 from dist_ckpt.digest import document_digest
 from dist_ckpt.index import MAX_STEP, Json
 from dist_ckpt.paths import Attempt
 from dist_ckpt.phases import Phases
-from dist_ckpt.plan import Receipt, ReplicaGroup, SavePlan
+from dist_ckpt.plan import FilePlan, Receipt, ReplicaGroup, SavePlan
+from dist_ckpt.region import Cell
 from dist_ckpt.replicas import digest_sample
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.save_planner import held_cells, items_of, replica_groups_of
@@ -25,6 +27,7 @@ from dist_ckpt.session import Session, session_of
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.state import LocalState, take
 from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.strict_json import is_text
 from dist_ckpt.writer import RankFiles, Sources, source_of, write_all
 
@@ -95,6 +98,16 @@ def save_together(
         return _Save(ranks, state, path, options, storage).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a plan comes to on this rank: its files, its replicas, and the cells that it holds."""
+
+    plan: SavePlan
+    files: tuple[FilePlan, ...]
+    groups: tuple[ReplicaGroup, ...]
+    cells: Mapping[str, tuple[Cell, ...]]
+
+
 class _Save:
     """One rank's side of one save; the callbacks run inside the exchanges."""
 
@@ -128,13 +141,15 @@ class _Save:
             )
         with phases.phase("clean up"):
             run.clean_up()
-        return self._report(plan, verdict)
+        report = self._report(plan, verdict, run.nbytes_receipt)
+        phases.done(report)
+        return report
 
     def _request(self) -> SaveRequest:
         options = self._options
         options.check()
         own, self._path = open_storage(self._where)
-        self._storage = self._given or own
+        self._storage = CountingStorage(self._given or own)
         metadata = dict(options.metadata or {})
         return SaveRequest(
             storage=self._storage,
@@ -147,39 +162,58 @@ class _Save:
         )
 
     def _take(self) -> LocalState:
-        self._local = take(
-            self._state,
-            sharding=self._options.sharding,
-            rank=self._rank,
-            world_size=self._ranks.channel.world_size,
-            group_ranks=self._ranks.group_ranks,
-        )
+        with paused_collector():
+            self._local = take(
+                self._state,
+                sharding=self._options.sharding,
+                rank=self._rank,
+                world_size=self._ranks.channel.world_size,
+                group_ranks=self._ranks.group_ranks,
+            )
         return self._local
 
     def _write(self, plan: SavePlan, attempt: Attempt) -> Receipt:
         start = time.monotonic()
         self._local.synchronize()
-        sources = self._sources(plan)
+        with paused_collector():
+            part, sources = self._part(plan), self._sources(plan)
         files = RankFiles(
             catalog=plan.catalog,
             step=self._options.step,
-            plans=items_of(plan, self._rank),
+            plans=part.files,
             sources=sources,
             objects=objects_files(plan, self._local, self._rank, self._options.metadata or {}),
         )
         folder = f"{self._path}/{attempt.name}"
-        written = write_all(self._storage, folder, files, threads=self._ranks.config.threads)
+        written = write_all(
+            self._storage,
+            folder,
+            files,
+            threads=self._ranks.config.threads,
+            slots=self._ranks.slots,
+        )
         replicas = []
-        for group in replica_groups_of(plan, self._rank):
+        for group in part.groups:
             members = self._digests(group, sources).values()
             replicas.append((_group_id(group), document_digest("".join(members).encode())))
         return Receipt(written, tuple(replicas), time.monotonic() - start)
 
+    def _part(self, plan: SavePlan) -> _Part:
+        """Return this rank's part of a plan: kept for the next save, like the plan."""
+        known: _Part | None = self._ranks.part_cache
+        if known is None or known.plan is not plan:
+            known = self._ranks.part_cache = _Part(
+                plan,
+                items_of(plan, self._rank),
+                replica_groups_of(plan, self._rank),
+                held_cells(self._local.inventory, self._rank, plan),
+            )
+        return known
+
     def _sources(self, plan: SavePlan) -> Sources:
-        held = held_cells(self._local.inventory, self._rank, plan)
         return {
-            fqn: tuple(zip(cells, self._local.sources[fqn], strict=True))
-            for fqn, cells in held.items()
+            fqn: dict(zip(cells, self._local.sources[fqn], strict=True))
+            for fqn, cells in self._part(plan).cells.items()
         }
 
     def _digests(self, group: ReplicaGroup, sources: Sources) -> dict[str, str]:
@@ -198,22 +232,29 @@ class _Save:
         return self._local.per_rank[fqn]
 
     def _replica_digests(self, plan: SavePlan, wanted: str) -> dict[str, str]:
-        for group in replica_groups_of(plan, self._rank):
+        for group in self._part(plan).groups:
             if _group_id(group) == wanted:
                 return self._digests(group, self._sources(plan))
         return {}
 
-    def _report(self, plan: SavePlan, verdict: Verdict) -> SaveReport:
+    def _report(self, plan: SavePlan, verdict: Verdict, nbytes_receipt: int) -> SaveReport:
+        ranks = self._ranks
         return SaveReport(
             path=self._path,
             step=self._options.step,
             attempt=verdict.attempt,
+            world_size=ranks.channel.world_size,
             nbytes=verdict.nbytes,
             num_tensors=len(plan.catalog.tensors),
             num_files=verdict.num_files,
             seconds=self._phases.seconds,
             slowest_rank=verdict.slowest_rank,
             slowest_s=verdict.slowest_s,
+            exchanges=ranks.exchanges,
+            collectives=ranks.collectives,
+            nbytes_receipt=nbytes_receipt,
+            storage_reads=self._storage.reads,
+            storage_writes=self._storage.writes,
         )
 
 

@@ -37,6 +37,8 @@ class Selection:
 
 
 def _matches(patterns: tuple[str, ...], name: str) -> bool:
+    if not patterns:
+        return False
     return any(fnmatchcase(part, p) for p in patterns for part in names_above(name))
 
 

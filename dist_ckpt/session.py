@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,7 +19,9 @@ from dist_ckpt.channel import Alone, Channel
 from dist_ckpt.collective import AloneCollective, Collective
 from dist_ckpt.config import Config, launched_world_size
 from dist_ckpt.gloo_collective import GlooCollective
+from dist_ckpt.parallel import Slots
 from dist_ckpt.store_channel import StoreChannel
+from dist_ckpt.tally import Tally
 
 # A bulk collective begins when all ranks have just met in an exchange: one that is not there after
 # `silence_s` is dead. To connect on a busy host takes a moment longer.
@@ -29,7 +32,9 @@ class Session:
     """What a group has for its checkpoints. One thread uses it at a time.
 
     `group_ranks` are the ranks of the group as ranks of the job. `plan_cache` is the coordinator
-    module's: the last plan, good while the state keeps its shape.
+    module's: the last plan, good while the state keeps its shape; `part_cache` is the saver's:
+    what that plan comes to on this rank. `slots` are scratch memory for
+    reads and writes, a few tens of MiB: to touch new memory for each of them would cost more.
     """
 
     def __init__(
@@ -43,7 +48,10 @@ class Session:
         self.config = config or Config()
         self.group_ranks = group_ranks or tuple(range(channel.world_size))
         self.plan_cache: Any = None
+        self.part_cache: Any = None
+        self.slots = Slots()
         self._collective = collective
+        self._began = channel.exchanges, collective.calls
 
     @contextmanager
     def operation(self, what: str) -> Iterator[None]:
@@ -52,10 +60,21 @@ class Session:
         Whoever waits for this rank is told when it leaves, for whatever reason.
         """
         self.channel.enter(what)
+        self._began = self.channel.exchanges, self._collective.calls
         try:
             yield
         finally:
             self.channel.leave()
+
+    @property
+    def exchanges(self) -> Tally:
+        """The exchanges of the operation so far, and what this rank has put into them."""
+        return self.channel.exchanges.since(self._began[0])
+
+    @property
+    def collectives(self) -> Tally:
+        """The bulk collectives of the operation so far, and what this rank has given in them."""
+        return self._collective.calls.since(self._began[1])
 
     def bulk(self) -> Collective:
         """Return the bulk collectives; they connect when they are first used."""
@@ -77,18 +96,23 @@ class Session:
         """Stop the heartbeat and close the connections."""
         self.channel.close()
         self._collective.close()
+        self.slots.clear()
 
 
 # Connections and a cached plan are costly, so a group's are kept; they must not outlive it.
 _sessions: WeakKeyDictionary[ProcessGroup, Session] = WeakKeyDictionary()
 
+# A process without torch.distributed has no group to own a session, so a thread does: one thread
+# uses it at a time, and it ends with the thread. A forked process goes on with a copy of its own.
+_of_thread = threading.local()
+
 
 def session_of(group: ProcessGroup | None = None) -> Session:
     """Return the session of a process group, or of the whole job. Every rank of it calls this.
 
-    Without torch.distributed it is a new session of this one process. Raises ValueError if a
-    launcher has started several ranks but there is no process group, or if this rank is not in
-    the group.
+    Without torch.distributed it is a session of this one process, kept for this thread. Raises
+    ValueError if a launcher has started several ranks but there is no process group, or if this
+    rank is not in the group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return _alone(group, os.environ)
@@ -122,7 +146,11 @@ def _alone(group: object, environ: Mapping[str, str]) -> Session:
             "group= is given, but torch.distributed is not initialised: add "
             "`torch.distributed.init_process_group()` before this line, or leave out group="
         )
-    return Session(Alone(), AloneCollective(), Config.from_environment())
+    config = Config.from_environment()
+    session: Session | None = getattr(_of_thread, "session", None)
+    if session is None or session.config != config:
+        session = _of_thread.session = Session(Alone(), AloneCollective(), config)
+    return session
 
 
 def _connect(group: ProcessGroup, config: Config) -> Session:
@@ -137,7 +165,9 @@ def _connect(group: ProcessGroup, config: Config) -> Session:
 
     # Torch's stubs know no bytes as values; its stores take them.
     control = cast(store_line.Store, open_store("control"))
-    channel = StoreChannel(control, rank, world_size, host=socket.gethostname(), config=config)
+    channel = StoreChannel(
+        control, rank, world_size, host=config.host or socket.gethostname(), config=config
+    )
     collective = GlooCollective(
         lambda: open_store(f"gloo/{channel.token}"),
         rank,

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from dist_ckpt import strict_json
+from dist_ckpt.collector import paused_collector
 from dist_ckpt.digest import BLOCK_DIGEST_CHARS, num_blocks
 from dist_ckpt.dtypes import DTYPES
-from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.errors import CheckpointError, IncompatibleError
 from dist_ckpt.index import MAX_STEP, Json
 from dist_ckpt.json_fields import (
     VERSION,
@@ -27,7 +28,30 @@ from dist_ckpt.json_fields import (
 )
 from dist_ckpt.layout import check_cell
 from dist_ckpt.region import Cell, Elements, Region, Shape, Span
+from dist_ckpt.stored_shards import (
+    DecodedShards,
+    ShardKind,
+    StoredShard,
+    entry_of,
+    stored_shape,
+)
 from dist_ckpt.strict_json import corrupt
+
+__all__ = [
+    "ALIGNMENT",
+    "MAX_HEADER_NBYTES",
+    "DecodedShards",
+    "HeaderText",
+    "ShardFile",
+    "StoredShard",
+    "arrange",
+    "decode_header",
+    "decode_header_nbytes",
+    "encode_header",
+    "header_nbytes",
+    "header_text",
+    "stored_shape",
+]
 
 ALIGNMENT = 4096
 
@@ -38,21 +62,10 @@ MAX_RANK = 999_999_999
 
 _HEX = re.compile(r"[0-9a-f]*")
 
-
-@dataclass(frozen=True, slots=True)
-class StoredShard:
-    """One shard in a file: `name` is its key there, `span` its bytes after the header.
-
-    `digests` has one digest for each block of it; empty before the shard is written.
-    """
-
-    name: str
-    fqn: str
-    dtype: str
-    shape: Shape
-    cell: Cell
-    span: Span
-    digests: tuple[str, ...] = ()
+# What surrounds our part of the metadata in a header as `encode_header` writes it; quotes inside
+# that part are escaped.
+_OWN_START = b'{"__metadata__":'
+_OWN_DIGESTS = b',"digests":"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,7 @@ class ShardFile:
     step: int | None
     block_nbytes: int
     header_nbytes: int
-    shards: tuple[StoredShard, ...]
+    shards: Sequence[StoredShard]
 
     @property
     def nbytes(self) -> int:
@@ -88,26 +101,75 @@ def arrange(cells: Iterable[tuple[str, str, Shape, Cell]]) -> tuple[StoredShard,
     return tuple(shards)
 
 
+@dataclass(frozen=True, slots=True)
+class HeaderText:
+    """A header without its step and digests, which are known only when the file is written.
+
+    `nbytes` is its room, whatever those will be.
+    """
+
+    before_step: bytes
+    before_digests: bytes
+    rest: bytes
+    num_digests: int
+    nbytes: int
+
+    def fill(self, step: int | None, digests: str) -> bytes:
+        """Return the first `nbytes` bytes of the file; there is a digest for every block."""
+        assert len(digests) == self.num_digests * BLOCK_DIGEST_CHARS, "a digest for every block"
+        text = b"".join(
+            (
+                self.before_step,
+                b"null" if step is None else b"%d" % step,
+                self.before_digests,
+                digests.encode("ascii"),
+                self.rest,
+            )
+        )
+        room = self.nbytes - 8
+        assert self.nbytes % ALIGNMENT == 0, "the shards begin aligned"
+        assert len(text) <= room, f"a header of {len(text)} bytes in a room of {room}"
+        return room.to_bytes(8, "little") + text.ljust(room, b" ")
+
+
+def header_text(file: ShardFile) -> HeaderText:
+    """Return what a file's header says, but for step and digests.
+
+    ValueError if it would be longer than safetensors reads.
+    """
+    text = _header_json(replace(file, step=None), "")
+    # In a string every quote is escaped, so neither of these can be part of a name.
+    step = text.index(rb"\"step\":null,") + len(rb"\"step\":")
+    digests = text.index(b'"digests":"', step) + len(b'"digests":"')
+    num_digests = sum(num_blocks(shard.span.nbytes, file.block_nbytes) for shard in file.shards)
+    before, between, rest = text[:step], text[step + len(b"null") : digests], text[digests:]
+    # 8 bytes of length, and the longest step.
+    nbytes = 8 + len(before) + len(str(MAX_STEP)) + len(between) + len(rest)
+    nbytes += num_digests * BLOCK_DIGEST_CHARS
+    nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    if nbytes - 8 > MAX_HEADER_NBYTES:
+        raise ValueError(
+            f"{len(file.shards)} shards of {file.component!r} on rank {file.rank} need a header of "
+            f"{nbytes - 8} bytes, more than safetensors reads; split the state over components"
+        )
+    return HeaderText(
+        before_step=before,
+        before_digests=between,
+        rest=rest,
+        num_digests=num_digests,
+        nbytes=nbytes,
+    )
+
+
 def header_nbytes(file: ShardFile) -> int:
     """Return the room for a file's header, whatever its step and digests will be."""
-    longest = _header_json(replace(file, step=MAX_STEP), "0" * _digest_chars(file))
-    return -(-(8 + len(longest)) // ALIGNMENT) * ALIGNMENT
+    return header_text(file).nbytes
 
 
 def encode_header(file: ShardFile) -> bytes:
     """Return the first `file.header_nbytes` bytes of a file; its digests must be complete."""
-    digests = "".join(digest for shard in file.shards for digest in shard.digests)
-    assert len(digests) == _digest_chars(file), "a digest for every block of every shard"
-    encoded = _header_json(file, digests)
-    room = file.header_nbytes - 8
-    assert file.header_nbytes % ALIGNMENT == 0, "the shards begin aligned"
-    assert len(encoded) <= room, f"a header of {len(encoded)} bytes in a room of {room}"
-    if room > MAX_HEADER_NBYTES:
-        raise ValueError(
-            f"{len(file.shards)} shards of {file.component!r} on rank {file.rank} need a header of "
-            f"{room} bytes, more than safetensors reads; split the state over components"
-        )
-    return room.to_bytes(8, "little") + encoded.ljust(room, b" ")
+    text = replace(header_text(file), nbytes=file.header_nbytes)
+    return text.fill(file.step, "".join(d for shard in file.shards for d in shard.digests))
 
 
 def decode_header_nbytes(data: bytes, *, nbytes: int, what: str = "shard file") -> int:
@@ -124,6 +186,7 @@ def decode_header_nbytes(data: bytes, *, nbytes: int, what: str = "shard file") 
     return header
 
 
+@paused_collector()
 def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> ShardFile:
     """Return what a header says: all of `data`, from a file of `nbytes` bytes.
 
@@ -135,37 +198,13 @@ def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> Shar
     text = data[8:].rstrip(b" ")
     if not text.startswith(b"{") or not text.endswith(b"}"):
         raise corrupt(what, "its header is not one JSON object padded with spaces")
-    entries = strict_json.mapping(strict_json.parse(text, what), what)
-    metadata = strict_json.mapping(entries.pop("__metadata__", {}), f"{what}, __metadata__")
-    if "dist_ckpt" not in metadata:
-        raise IncompatibleError(
-            f"{what}: a safetensors file that dist_ckpt did not write; open it with safetensors"
-        )
-    ours = strict_json.string(metadata["dist_ckpt"], f"{what}, dist_ckpt")
-    facts = strict_json.parse(ours.encode("utf-8"), f"{what}, dist_ckpt")
-    check_version(facts, f"{what}, dist_ckpt")
-    _, digests = strict_json.fields(metadata, ("dist_ckpt", "digests"), f"{what}, __metadata__")
-    hexes = _hexes(strict_json.string(digests, what), what)
-    file = _facts(facts, len(data), hexes, f"{what}, dist_ckpt")
+    file = _decode_own(text, len(data), what) or _decode_any(text, len(data), what)
     if file.nbytes != nbytes:
         raise corrupt(what, f"{nbytes} bytes; its header says {file.nbytes}")
-    _check_entries(file.shards, entries, what)
     return file
 
 
-def stored_shape(shard: StoredShard) -> Shape:
-    """Return the shape under which safetensors sees a shard."""
-    shape = (shard.cell.numel,) if isinstance(shard.cell, Elements) else shard.cell.shape
-    dtype = DTYPES[shard.dtype]
-    return shape if dtype.safetensors else (*shape, dtype.itemsize)
-
-
 # --- encoding --------------------------------------------------------------------------------
-
-
-def _digest_chars(file: ShardFile) -> int:
-    blocks = sum(num_blocks(shard.span.nbytes, file.block_nbytes) for shard in file.shards)
-    return blocks * BLOCK_DIGEST_CHARS
 
 
 def _header_json(file: ShardFile, digests: str) -> bytes:
@@ -185,8 +224,7 @@ def _header_json(file: ShardFile, digests: str) -> bytes:
     entries: dict[str, Json] = {"__metadata__": metadata}
     for shard in file.shards:
         entries[shard.name] = {
-            "dtype": DTYPES[shard.dtype].safetensors or "U8",
-            "shape": list(stored_shape(shard)),
+            **entry_of(shard.dtype, shard.cell),
             "data_offsets": [shard.span.start, shard.span.stop],
         }
     return strict_json.dump(entries)
@@ -222,14 +260,49 @@ def _natural_name(fqn: str, shape: Shape, cell: Cell) -> str | None:
 # --- decoding --------------------------------------------------------------------------------
 
 
-def _hexes(digests: str, what: str) -> list[str]:
-    if len(digests) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(digests):
-        raise corrupt(what, f"{len(digests)} characters of digests, not all of them hex")
-    starts = range(0, len(digests), BLOCK_DIGEST_CHARS)
-    return [digests[i : i + BLOCK_DIGEST_CHARS] for i in starts]
+def _decode_own(text: bytes, header: int, what: str) -> ShardFile | None:
+    """Decode a header that is written as `encode_header` writes it; None if it is not.
+
+    The entries for safetensors, which are most of it, are not parsed but written again.
+    """
+    start = len(_OWN_START)
+    end = text.find(b'"}', text.find(_OWN_DIGESTS) + len(_OWN_DIGESTS)) + 2
+    if not text.startswith(_OWN_START) or end < start:
+        return None
+    try:
+        file = _decode_metadata(strict_json.parse(text[start:end], what), header, what)
+    except CheckpointError:
+        return None  # `_decode_any` says what is wrong
+    shards = file.shards
+    assert isinstance(shards, DecodedShards)
+    return file if shards.can_be_entries and shards.entries() == text[end:] else None
 
 
-def _facts(facts: Json, header: int, digests: list[str], what: str) -> ShardFile:
+def _decode_any(text: bytes, header: int, what: str) -> ShardFile:
+    """Decode a header, however its JSON is written."""
+    entries = strict_json.mapping(strict_json.parse(text, what), what)
+    file = _decode_metadata(entries.pop("__metadata__", {}), header, what)
+    _check_entries(file.shards, entries, what)
+    return file
+
+
+def _decode_metadata(value: Json, header: int, what: str) -> ShardFile:
+    metadata = strict_json.mapping(value, f"{what}, __metadata__")
+    if "dist_ckpt" not in metadata:
+        raise IncompatibleError(
+            f"{what}: a safetensors file that dist_ckpt did not write; open it with safetensors"
+        )
+    ours = strict_json.string(metadata["dist_ckpt"], f"{what}, dist_ckpt")
+    facts = strict_json.parse(ours.encode("utf-8"), f"{what}, dist_ckpt", rows="shards")
+    check_version(facts, f"{what}, dist_ckpt")
+    _, digests = strict_json.fields(metadata, ("dist_ckpt", "digests"), f"{what}, __metadata__")
+    hexes = strict_json.string(digests, what)
+    if len(hexes) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(hexes):
+        raise corrupt(what, f"{len(hexes)} characters of digests, not all of them hex")
+    return _facts(facts, header, hexes, f"{what}, dist_ckpt")
+
+
+def _facts(facts: Json, header: int, digests: str, what: str) -> ShardFile:
     names = ("format", "component", "rank", "world_size", "step", "block_nbytes", "shards")
     _, component, rank, world_size, step, block_nbytes, rows = strict_json.fields(
         facts, names, what
@@ -247,24 +320,38 @@ def _facts(facts: Json, header: int, digests: list[str], what: str) -> ShardFile
     )
 
 
-def _shards(
-    rows: list[Json], block_nbytes: int, digests: list[str], what: str
-) -> tuple[StoredShard, ...]:
-    shards, start, used = [], 0, 0
+def _shards(rows: list[Json], block_nbytes: int, digests: str, what: str) -> DecodedShards:
+    seen: dict[str, ShardKind] = {}
+    names, kinds = [], []
     for number, row in enumerate(rows):
-        here = f"{what}, shard {number}"
-        name, fqn, dtype, shape, region = strict_json.row(row, 5, here)
-        kind = decode_dtype(dtype, here)
-        sizes = decode_shape(shape, kind, here)
-        cell = _decode_cell(region, sizes, here)
-        span = Span(start, start + cell.numel * kind.itemsize)
-        ours = tuple(digests[used : used + num_blocks(span.nbytes, block_nbytes)])
-        start, used = span.stop, used + num_blocks(span.nbytes, block_nbytes)
-        name, fqn = strict_json.string(name, here), strict_json.string(fqn, here)
-        shards.append(StoredShard(name, fqn, kind.name, sizes, cell, span, ours))
-    if used != len(digests):
-        raise corrupt(what, f"{len(digests)} digests, but its shards have {used} blocks")
-    return tuple(shards)
+        if type(row) is not list or len(row) != 5:
+            raise corrupt(f"{what}, shard {number}", f"{strict_json.shown(row)} is no shard")
+        name, fqn, *facts = row
+        if type(name) is not str or type(fqn) is not str:
+            raise corrupt(f"{what}, shard {number}", f"{strict_json.shown(row)} has no names")
+        # As text, for to Python 1 == True == 1.0.
+        text = repr(facts)
+        kind = seen.get(text)
+        if kind is None:
+            kind = seen[text] = _kind(facts, block_nbytes, f"{what}, shard {number}")
+        names.append((name, fqn))
+        kinds.append(kind)
+    shards = DecodedShards(names, kinds, digests)
+    if shards.num_blocks * BLOCK_DIGEST_CHARS != len(digests):
+        count = len(digests) // BLOCK_DIGEST_CHARS
+        raise corrupt(what, f"{count} digests, but its shards have {shards.num_blocks} blocks")
+    return shards
+
+
+def _kind(facts: list[Json], block_nbytes: int, what: str) -> ShardKind:
+    strict_json.check_depth(facts, what)
+    code, sizes, region = facts
+    dtype = decode_dtype(code, what)
+    shape = decode_shape(sizes, dtype, what)
+    cell = _decode_cell(region, shape, what)
+    nbytes = cell.numel * dtype.itemsize
+    entry = strict_json.dump(entry_of(dtype.name, cell)).decode("ascii").removesuffix("}")
+    return ShardKind(dtype.name, shape, cell, nbytes, num_blocks(nbytes, block_nbytes), entry)
 
 
 def _decode_cell(value: Json, shape: Shape, what: str) -> Cell:

@@ -35,7 +35,7 @@ from dist_ckpt.state_tree import (
     read_state,
     state_of,
 )
-from dist_ckpt.tensors import describe, tie_key
+from dist_ckpt.tensors import Held, describe, tie_key
 from dist_ckpt.torch_memory import TensorSource, synchronize
 from dist_ckpt.torch_objects import without_tensors
 from dist_ckpt.wrappers import RNG, PerRank, key_of
@@ -106,6 +106,7 @@ class _Taker:
         self._component = ""
         self._components: dict[str, int] = {}
         self._views: dict[View, int] = {}
+        self._starts: dict[int, tuple[str, Held, View]] = {}
         self._ties: dict[Hashable, str] = {}
         self._tensors: list[TensorEntry] = []
         self._aliases: list[tuple[str, str]] = []
@@ -143,6 +144,8 @@ class _Taker:
 
     def _add(self, fqn: str, tree: Tree) -> None:
         match tree:
+            case TensorLeaf():
+                self._add_tensor(fqn, tree)
             case Branch():
                 self._add_branch(fqn, tree.kind, tree.children)
             case ModuleLeaf():
@@ -151,8 +154,6 @@ class _Taker:
                 self._add(fqn, optimizer_tree(tree, self._names[fqn], fqn))
             case ObjectLeaf():
                 self._add(fqn, tree.content)
-            case TensorLeaf():
-                self._add_tensor(fqn, tree)
             case PlainLeaf():
                 self._add_value(fqn, tree.value)
             case PerRankLeaf():
@@ -207,14 +208,27 @@ class _Taker:
         self._parts += parts
         if is_array(leaf.value):
             self._numpy.append(fqn)
-        if (tie := tie_key(held)) is not None:
-            first = self._ties.setdefault((tie, view), fqn)
-            if first != fqn:
-                self._aliases.append((fqn, first))
-                return
+        if (first := self._tied(fqn, held, view)) != fqn:
+            self._aliases.append((fqn, first))
+            return
         number = self._views.setdefault(view, len(self._views))
         component = self._components.setdefault(self._component, len(self._components))
         self._tensors.append(TensorEntry(fqn, held.dtype, shape, number, component))
+
+    def _tied(self, fqn: str, held: Held, view: View) -> str:
+        """Return the first name of the same memory, seen the same way."""
+        if not held.parts:
+            return fqn
+        # What begins elsewhere is other memory: most tensors need no more than that.
+        known = self._starts.setdefault(held.parts[0].data_ptr(), (fqn, held, view))
+        if known[0] == fqn:
+            return fqn
+        for name, one, seen in (known, (fqn, held, view)):
+            if (tie := tie_key(one)) is not None:
+                first = self._ties.setdefault((tie, seen), name)
+            else:
+                first = name
+        return first
 
     def _claim(self, fqn: str) -> None:
         if len(fqn) > MAX_FQN_CHARS:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dist_ckpt.containers import MAX_DEPTH, PathKey, entries_of, join, kind_of
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.local_tensors import from_numpy
+from dist_ckpt.local_tensors import PLAIN, from_numpy
 from dist_ckpt.modules import ModuleState, module_state
 from dist_ckpt.region import Shape
 from dist_ckpt.strict_json import is_text
@@ -148,7 +148,11 @@ def _inside(fqn: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
     elif isinstance(tree, ObjectLeaf):
         yield from _inside(fqn, tree.content)
     for key, child in children.items():
-        yield from _inside(join(fqn, key), child)
+        name = join(fqn, key)
+        if isinstance(child, TensorLeaf):
+            yield name, child  # most are: without a generator for each
+        else:
+            yield from _inside(name, child)
 
 
 def module_children(leaf: ModuleLeaf) -> Mapping[PathKey, Tree]:
@@ -165,7 +169,9 @@ def is_array(value: object) -> TypeGuard[np.ndarray]:
 
 def as_tensor(value: object, fqn: str, *, writable: bool) -> object:
     """Return what `describe` takes for the value of a TensorLeaf: a numpy array as a tensor."""
-    return from_numpy(value, fqn, writable=writable) if is_array(value) else value
+    if type(value) in PLAIN or not is_array(value):
+        return value
+    return from_numpy(value, fqn, writable=writable)
 
 
 def has_state(value: object) -> bool:
@@ -233,6 +239,8 @@ def _read_container(
 
 
 def _leaf(value: object, fqn: str) -> Tree | None:
+    if is_tensor_leaf(value) or is_array(value):
+        return TensorLeaf(value)
     if isinstance(value, PerRank | RNG):
         return PerRankLeaf(value)
     if isinstance(value, Named):
@@ -241,8 +249,6 @@ def _leaf(value: object, fqn: str) -> Tree | None:
                 f"{fqn}: Named holds a {type(value.optimizer).__name__}: give it an optimizer"
             )
         return OptimizerLeaf(value.optimizer, value.by_id())
-    if is_tensor_leaf(value) or is_array(value):
-        return TensorLeaf(value)
     if isinstance(value, Optimizer):
         return OptimizerLeaf(value, None)
     return None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dist_ckpt.channel import (
     COORDINATOR,
     Doc,
+    FalloutError,
     error_of,
     failure_of,
     is_interrupt,
@@ -20,6 +21,7 @@ from dist_ckpt.config import Config
 from dist_ckpt.control import Control
 from dist_ckpt.envelope import Envelope, new_nonce
 from dist_ckpt.store_line import Store
+from dist_ckpt.tally import Tally
 
 
 class StoreChannel:
@@ -31,6 +33,8 @@ class StoreChannel:
         self.rank = rank
         self.world_size = world_size
         self.host = host
+        self._num_exchanges = 0
+        self._phase = ""
         self._control = control = Control(store, rank, world_size, host, config)
         self._role = Coordinator(control) if rank == COORDINATOR else Follower(control)
         # Also at the end of the process: others that wait for this rank then know at once.
@@ -40,6 +44,11 @@ class StoreChannel:
     def token(self) -> str:
         """A name that only the operation which is going on has; "" until its first answer."""
         return self._control.token
+
+    @property
+    def exchanges(self) -> Tally:
+        """See `Channel.exchanges`."""
+        return Tally(self._num_exchanges, self._control.nbytes_put)
 
     def enter(self, what: str) -> None:
         """See `Channel.enter`. Raises ValueError while another operation is going on."""
@@ -51,6 +60,13 @@ class StoreChannel:
             )
         control.what, control.token = what, ""
         control.begin(control.number + 1)
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        """See `Channel.watch`."""
+        control = self._control
+        control.peers.look(ranks)
+        for failure in control.losses(self._phase, ranks).values():
+            raise FalloutError(failure.message, rank=failure.rank)
 
     def leave(self) -> None:
         """See `Channel.leave`."""
@@ -67,6 +83,8 @@ class StoreChannel:
         """See `Channel.exchange`."""
         control = self._control
         assert control.heart.inside, "exchange is called between enter and leave"
+        self._num_exchanges += 1
+        self._phase = phase
         body, failure, error = b"", None, None
         try:
             body = pack(work())

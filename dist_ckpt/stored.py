@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dist_ckpt import objects, paths
 from dist_ckpt.array import ArrayTarget
@@ -18,19 +18,25 @@ from dist_ckpt.open_files import open_files, read_objects
 from dist_ckpt.plan import FilePlan, SavePlan, Wanted, WriteItem
 from dist_ckpt.reader import read
 from dist_ckpt.region import Cell, Elements, Region, boxes_of
-from dist_ckpt.storage import Storage
+from dist_ckpt.storage.counting import CountingStorage
+from dist_ckpt.tally import Tally
 
 
 class Stored:
     """The checkpoint to read from: its index, its objects files, and its tensors by cells."""
 
-    def __init__(self, storage: Storage, folder: str, index: Index) -> None:
+    def __init__(self, storage: CountingStorage, folder: str, index: Index) -> None:
         self.index = index
         self._storage = storage
         self._folder = folder
         self.files = {record.name: self._read_objects(record) for record in index.objects}
         if paths.OBJECTS not in self.files:
             raise CorruptError(f"{folder}: the index lists no {paths.OBJECTS}")
+
+    @property
+    def reads(self) -> Tally:
+        """What was read from its storage."""
+        return self._storage.reads
 
     @property
     def main(self) -> objects.ObjectsFile:
@@ -123,9 +129,9 @@ class Windows:
         self._current = -1
         self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
         self._step = window_nbytes
-        self.sources: dict[str, list[tuple[Cell, Source]]] = {}
+        self.sources: dict[str, dict[Cell, Source]] = {}
         for item in (item for file in files for item in file.items):
-            self.sources.setdefault(item.fqn, []).append((item.cell, _ItemSource(self, item)))
+            self.sources.setdefault(item.fqn, {})[item.cell] = _ItemSource(self, item)
 
     def view(self, item: WriteItem, start: int, stop: int) -> memoryview:
         """Return some bytes of an item; they lie in one window, as every block does."""
@@ -137,18 +143,21 @@ class Windows:
 
     def _read(self, number: int) -> None:
         self._current = -1
-        wanted: dict[str, Wanted] = {}
+        items: dict[str, WriteItem] = {}
+        cells: dict[str, list[Cell]] = {}
         offset = 0
         self._views = {}
         # The parts of one tensor lie together, since a rank's cells of it are fetched as one want.
         for part in sorted(self._windows[number], key=lambda part: part.item.fqn):
-            item = part.item
-            known = wanted.get(item.fqn, Wanted(item.fqn, item.dtype, item.shape, ()))
-            wanted[item.fqn] = replace(known, cells=(*known.cells, *part.cells()))
+            item = items.setdefault(part.item.fqn, part.item)
+            cells.setdefault(item.fqn, []).extend(part.cells())
             view = self._memory[offset : offset + part.nbytes]
-            self._views[item.fqn, item.cell] = part.start, view
+            self._views[item.fqn, part.item.cell] = part.start, view
             offset += part.nbytes
-        self._stored.fetch(tuple(wanted.values()), self._memory)
+        wanted = (
+            Wanted(fqn, item.dtype, item.shape, tuple(cells[fqn])) for fqn, item in items.items()
+        )
+        self._stored.fetch(tuple(wanted), self._memory)
         self._current = number
         self._tell(offset)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import chain
 from math import isfinite
 
 from dist_ckpt.errors import CorruptError
@@ -22,9 +23,10 @@ MAX_VALUES = 1 << 24
 
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
-# Digits of a hex digest are preceded by a quote or a letter, those of a number are not.
-_LONG_NUMBER = re.compile(rb'[0-9]{19}(?<![0-9a-f"][0-9]{19})')
+_LONG = b"0" * 19
+_BEFORE_HEX = frozenset({b'"', b"0", *(b"%c" % letter for letter in b"abcdef")})
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
+_CONTAINERS = frozenset({list, dict})
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -33,8 +35,12 @@ def corrupt(what: str, fact: str) -> CorruptError:
     return CorruptError(f"{what}: {fact}; restore it from a copy, or load another checkpoint")
 
 
-def parse(data: bytes, what: str) -> Json:
-    """Parse a document strictly; `what` names it in the CorruptError."""
+def parse(data: bytes, what: str, *, rows: str = "") -> Json:
+    """Parse a document strictly; `what` names it in the CorruptError.
+
+    Of the field `rows` the caller checks how deep it is nested: where there are many rows of a
+    known kind, that is known with the kind.
+    """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -53,7 +59,7 @@ def parse(data: bytes, what: str) -> Json:
         raise corrupt(what, f"nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:  # JSONDecodeError is one
         raise corrupt(what, f"not JSON: {error}") from None
-    _check_depth(doc, what)
+    check_depth({**doc, rows: None} if rows and type(doc) is dict else doc, what)
     if "\\u" in text and _SURROGATE_ESCAPE.search(text):
         _check_surrogates(doc, what)
     return doc
@@ -146,7 +152,14 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 def _may_have_long_number(data: bytes) -> bool:
     # A Python call for every integer costs twice the parsing; translating 1 MB takes 1 ms.
-    return b"0" * 19 in data.translate(_DIGITS_TO_ZERO) and bool(_LONG_NUMBER.search(data))
+    digits = data.translate(_DIGITS_TO_ZERO)
+    at = digits.find(_LONG)
+    while at >= 0:
+        # Digits of a hex digest come after a quote or a letter, those of a number do not.
+        if digits[at - 1 : at] not in _BEFORE_HEX:
+            return True
+        at = digits.find(_LONG, at + len(_LONG))
+    return False
 
 
 def _integer(digits: str) -> int:
@@ -165,16 +178,14 @@ def _constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _check_depth(doc: Json, what: str) -> None:
+def check_depth(doc: Json, what: str) -> None:
+    """Raise CorruptError if a document, or a part of one, is nested too deep."""
     level: list[Json] = [doc]
     for _ in range(MAX_DEPTH):
-        below: list[Json] = []
-        for item in level:
-            if type(item) is list:
-                below += item
-            elif type(item) is dict:
-                below += item.values()
-        level = [item for item in below if type(item) is list or type(item) is dict]
+        lists = [item for item in level if type(item) is list]
+        objects = [item.values() for item in level if type(item) is dict]
+        below = chain(chain.from_iterable(lists), chain.from_iterable(objects))
+        level = [item for item in below if type(item) in _CONTAINERS]
         if not level:
             return
     raise corrupt(what, f"nested deeper than {MAX_DEPTH} levels")

@@ -63,14 +63,10 @@ def survey(
     root = read_state(state)
     if not isinstance(state, MutableMapping):
         raise TypeError(f"the state is a {type(state).__name__}, which is read-only: give a dict")
-    _check_names(root)
+    keys = _check_names(root, rank)
     return Template(
         root=root,
-        keys={
-            fqn: key_of(leaf.wrapper, rank)
-            for fqn, _, leaf in walk(root)
-            if isinstance(leaf, PerRankLeaf)
-        },
+        keys=keys,
         parameters=name_parameters(root),
         rules=Rules(sharding, root, rank=rank, world_size=world_size),
         sharding=sharding,
@@ -80,8 +76,10 @@ def survey(
     )
 
 
-def _check_names(root: Branch) -> None:
+def _check_names(root: Branch, rank: int) -> dict[str, Key]:
+    """Return the keys of this rank's per-rank values. ValueError if a name means two things."""
     seen: set[str] = set()
+    keys: dict[str, Key] = {}
     for fqn, _, tree in walk(root):
         if isinstance(tree, ObjectLeaf):
             continue  # what it holds comes under the same name
@@ -91,3 +89,6 @@ def _check_names(root: Branch) -> None:
                 "dots: rename one of the keys"
             )
         seen.add(fqn)
+        if isinstance(tree, PerRankLeaf):
+            keys[fqn] = key_of(tree.wrapper, rank)
+    return keys

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dist_ckpt import plan
-from dist_ckpt.local_tensors import class_name, dtype_name, plain, torch_dtype
+from dist_ckpt.local_tensors import PLAIN, class_name, dtype_name, plain, torch_dtype
 from dist_ckpt.mesh import cells_of
 from dist_ckpt.region import Cell, Elements, Region, Shape
 from dist_ckpt.strided import readings
@@ -59,7 +59,7 @@ class _Chunked(Protocol):
 
 def is_tensor_leaf(value: object) -> bool:
     """Say whether `describe` is responsible for this value; it may still refuse it by name."""
-    return isinstance(value, LocalShard | FlatShard | torch.Tensor) or _is_chunked(value)
+    return isinstance(value, torch.Tensor | LocalShard | FlatShard) or _is_chunked(value)
 
 
 def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> Held:
@@ -99,6 +99,8 @@ def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int])
 
 def is_meta(value: object) -> bool:
     """Say whether a leaf has a shape but no data."""
+    if type(value) in PLAIN:
+        return bool(value.is_meta)  # type: ignore[attr-defined]
     match value:
         case LocalShard() | FlatShard():
             return is_meta(value.tensor)
@@ -142,27 +144,23 @@ def tie_key(held: Held) -> Hashable | None:
 
     None where that cannot be said: nothing held, empty, or meta.
     """
-    if not held.parts or any(part.is_meta or not part.numel() for part in held.parts):
+    if not held.parts:
         return None
-    parts = tuple(
-        (
-            part.device,
-            part.untyped_storage().data_ptr(),
-            part.storage_offset(),
-            part.shape,
-            part.stride(),
-            part.is_conj(),
-            part.is_neg(),
-        )
-        for part in held.parts
-    )
-    return held.dtype, held.shape, held.view, parts
+    parts = []
+    for part in held.parts:
+        if part.is_meta or not part.numel():
+            return None
+        seen = (part.shape, part.stride(), part.is_conj(), part.is_neg())
+        parts.append((part.device, part.data_ptr(), *seen))
+    return held.dtype, held.shape, held.view, *parts
 
 
 # --- one leaf after another ------------------------------------------------------------------
 
 
 def _held(value: object, fqn: str, rank: int, group: tuple[int, ...]) -> Held:
+    if type(value) in PLAIN:  # most are, and the questions below take longer than the answer
+        return _whole(value, fqn)  # type: ignore[arg-type]
     if isinstance(value, LocalShard | FlatShard):
         return _wrapped(value, fqn)
     if isinstance(value, DTensor):
@@ -172,10 +170,17 @@ def _held(value: object, fqn: str, rank: int, group: tuple[int, ...]) -> Held:
     if _is_chunked(value):
         return _parts(fqn, value.dtype, tuple(value.shape), _shards_of(value, fqn))
     if isinstance(value, torch.Tensor):
-        local = plain(value, fqn)
-        cell = Region.whole(tuple(local.shape))
-        return Held(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
+        return _whole(value, fqn)
     raise TypeError(f"{fqn}: {class_name(value)} is not a tensor")
+
+
+_whole_cell = lru_cache(maxsize=1024)(Region.whole)  # thousands of tensors have a few shapes
+
+
+def _whole(value: torch.Tensor, fqn: str) -> Held:
+    local = plain(value, fqn)
+    cell = _whole_cell(tuple(local.shape))
+    return Held(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
 
 
 def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> Held:

@@ -7,11 +7,15 @@ source or target at once.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterable
 
 import torch
 
 from dist_ckpt.region import Cell, Elements, Piece, Region, Shape, boxes_of, row_major_strides
+
+# Memory of any length: a type for each length would cost more than the views themselves.
+_Memory = ctypes.c_char * sys.maxsize
 
 # An integer of each size. There is none of 16 bytes: complex128 is two of 8 in a last dimension.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -24,51 +28,53 @@ class TensorSource:
     Conjugate and negative views are resolved into a copy when the source is made.
     """
 
-    __slots__ = ("_itemsize", "_memory", "_tensor", "_within", "_words")
+    # A state may have very many: what can be made when it is read is not kept.
+    __slots__ = ("_start", "_stop", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, within: Elements | None = None) -> None:
         """Make the source of a tensor, or of the elements `within` it in row-major order."""
-        self._tensor = tensor.detach().resolve_conj().resolve_neg()
-        self._within = within or Elements(0, tensor.numel())
-        self._itemsize = tensor.itemsize
-        self._memory = host_memory(self._tensor)
-        words = as_words(self._tensor)
-        # One copy serves any range of a contiguous tensor.
-        if tensor.is_contiguous():
-            words = words.view(tensor.numel(), *words.shape[tensor.ndim :])
-        self._words = words
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        if tensor.is_conj() or tensor.is_neg():
+            self._tensor = tensor.resolve_conj().resolve_neg()
+        self._start, self._stop = (within.start, within.stop) if within else (0, tensor.numel())
 
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return self._within.numel * self._itemsize
+        return (self._stop - self._start) * self._tensor.itemsize
 
     def part(self, cell: Cell) -> TensorSource:
         """Return the source of a part, in coordinates that begin at this cell's start."""
         if isinstance(cell, Elements):
-            first = self._within.start
+            first = self._start
             return TensorSource(self._tensor, Elements(first + cell.start, first + cell.stop))
-        assert self._within.numel == self._tensor.numel(), "a box of a range of elements"
+        whole = self._stop - self._start == self._tensor.numel()
+        assert whole, "a box of a range of elements"
         return TensorSource(self._tensor[slices_of(cell)])
 
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
         """Return the bytes `start` to `stop`: a view of the tensor, or `scratch`, filled."""
-        first = self._within.start * self._itemsize
-        if self._memory is not None:
-            return self._memory[first + start : first + stop]
+        first = self._start * self._tensor.itemsize
+        if (memory := host_memory(self._tensor)) is not None:
+            return memory[first + start : first + stop]
         filled = scratch[: stop - start]
         if filled.nbytes:
-            self._fill((first + start) // self._itemsize, filled)
+            self._fill((first + start) // self._tensor.itemsize, filled)
         return filled
 
     def _fill(self, element: int, memory: memoryview) -> None:
-        elements = Elements(element, element + memory.nbytes // self._itemsize)
-        shape, extra = _split(self._words, self._itemsize)
-        words = _over(memory, _WORDS[self._itemsize]).view(elements.numel, *extra)
+        tensor, itemsize = self._tensor, self._tensor.itemsize
+        elements = Elements(element, element + memory.nbytes // itemsize)
+        held = as_words(tensor)
+        # One copy serves any range of a contiguous tensor.
+        if tensor.is_contiguous():
+            held = held.view(tensor.numel(), *held.shape[tensor.ndim :])
+        shape, extra = _split(held, itemsize)
+        words = _over(memory, _WORDS[itemsize]).view(elements.numel, *extra)
         done = 0
         for box in boxes_of(elements, shape):
             target = words[done : done + box.numel].view(*box.shape, *extra)
-            target.copy_(self._words[slices_of(box)])
+            target.copy_(held[slices_of(box)])
             done += box.numel
 
 
@@ -78,29 +84,29 @@ class TensorTarget:
     The tensor must not overlap itself.
     """
 
-    __slots__ = ("_cell", "_memory", "_tensor", "_typed", "_words")
+    # A state may have very many: what can be made when it is filled is not kept.
+    __slots__ = ("_cell", "_is_counted", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, cell: Cell) -> None:
         self._cell = cell
-        self._tensor = tensor.detach()
-        # The memory of these views is not their value: torch has to write it.
-        self._typed = tensor.is_conj() or tensor.is_neg()
-        self._memory = None if self._typed else host_memory(self._tensor)
-        self._words = self._tensor if self._typed else as_words(self._tensor)
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._is_counted = False
 
     def memory(self) -> memoryview | None:
         """Return the tensor's bytes if they are row-major in host memory, else None."""
-        if self._memory is not None:
+        memory = None if self._is_typed() else host_memory(self._tensor)
+        if memory is not None and not self._is_counted:
             # Autograd counts what is written in place; this write it cannot see.
             torch.autograd.graph.increment_version(self._tensor)
-        return self._memory
+            self._is_counted = True
+        return memory
 
     def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
         """Copy the elements of `box` out of `data` into the tensor."""
         if box.numel == 0:
             return
         itemsize = self._tensor.itemsize
-        dtype = self._tensor.dtype if self._typed else _WORDS[itemsize]
+        dtype = self._tensor.dtype if self._is_typed() else _WORDS[itemsize]
         factor = itemsize // dtype.itemsize
         extra = (factor,) if factor > 1 else ()
         last = sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
@@ -110,12 +116,17 @@ class TensorTarget:
         with torch.no_grad():
             self._box(piece, box).copy_(values)
 
+    def _is_typed(self) -> bool:
+        """Say whether the memory of this view is not its value, so that torch has to write it."""
+        return self._tensor.is_conj() or self._tensor.is_neg()
+
     def _box(self, piece: Piece, box: Region) -> torch.Tensor:
+        words = self._tensor if self._is_typed() else as_words(self._tensor)
         within = box.relative_to(piece.region.offset)
         if isinstance(self._cell, Region):
-            return self._words[slices_of(within)]
+            return words[slices_of(within)]
         # The piece is row-major in the flat memory, whose elements may lie apart.
-        flat = self._words[piece.start : piece.start + piece.region.numel]
+        flat = words[piece.start : piece.start + piece.region.numel]
         step = flat.stride(0)
         strides = (s * step for s in row_major_strides(piece.region.shape))
         extra, extra_strides = flat.shape[1:], flat.stride()[1:]
@@ -139,14 +150,14 @@ def host_memory(tensor: torch.Tensor) -> memoryview | None:
 
     The view keeps the tensor alive; it must not be used after the tensor's storage was resized.
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not tensor.is_cpu or not tensor.is_contiguous():
         return None
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes == 0:
         return memoryview(bytearray())
-    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    array = _Memory.from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]  # the memory lives as long as the view
-    return memoryview(array).cast("B")
+    return memoryview(array)[:nbytes].cast("B")
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,6 +174,8 @@ def slices_of(region: Region) -> tuple[slice, ...]:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Say whether two elements may share memory, as in what `expand` returns."""
+    if tensor.is_contiguous():
+        return False
     reach = 0
     dims = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in dims if size > 1):

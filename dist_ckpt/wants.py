@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -47,13 +47,16 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fill:
-    """Cells of a stored tensor from number `first` on, and the local memory of each."""
+    """Cells that are wanted of a stored tensor, from number `first` on, and the memory of each.
+
+    That of a fresh tensor is there once it is made.
+    """
 
     name: str
     fqn: str
     first: int
     cells: tuple[Cell, ...]
-    parts: Callable[[], Sequence[torch.Tensor]]
+    parts: tuple[torch.Tensor, ...] | Fresh
 
 
 class Wants:
@@ -68,9 +71,10 @@ class Wants:
         self.resharded: list[str] = []
         self._template = template
         self._saved = saved
-        self._cells: dict[str, list[Cell]] = {}
+        self._cells: dict[str, tuple[Cell, ...]] = {}
         self._fills: list[_Fill] = []
         self._fresh: list[Fresh] = []
+        self._starts: dict[int, tuple[str, Held]] = {}
         self._ties: dict[Hashable, str] = {}
         self._whole: dict[tuple[str, bool], Fresh] = {}
         self._tensors: list[torch.Tensor] = []
@@ -93,7 +97,7 @@ class Wants:
             self.problems.append(str(error))
             return value
         record = self._tensor(name)[1]
-        cells = self._cells_of(name, held, leaf)
+        cells = self._cells_of(name, held, leaf, record.shape)
         if cells is None:
             self.problems.append(self._misfit(name, held, leaf))
         elif cells and held.dtype != record.dtype:
@@ -102,7 +106,7 @@ class Wants:
                 f"make it {record.dtype}, load, and convert"
             )
         elif self._is_first(name, held):
-            self._want(name, cells, lambda: held.parts)
+            self._want(name, cells, held.parts)
         return value
 
     def fits(self, name: str, leaf: TensorLeaf) -> bool:
@@ -113,8 +117,9 @@ class Wants:
             held = self._held(leaf.value, name)
         except (TypeError, ValueError):
             return False
-        cells = self._cells_of(name, held, leaf)
-        return cells is not None and held.dtype == self._tensor(name)[1].dtype
+        record = self._tensor(name)[1]
+        cells = self._cells_of(name, held, leaf, record.shape)
+        return cells is not None and held.dtype == record.dtype
 
     def whole(self, name: str) -> Fresh:
         """Want a tensor whole, in new host memory. Tied names get the same tensor."""
@@ -148,7 +153,7 @@ class Wants:
                     name, flat, lambda: parameter.detach().new_empty(numel, dtype=dtype)
                 )
         leaf = TensorLeaf(parameter, (beside.rule, tuple(parameter.shape)))
-        cells = self._cells_of(name, held, leaf)
+        cells = self._cells_of(name, held, leaf, record.shape)
         if cells is not None:
             return self._want_fresh(name, cells, lambda: empty_like_saved(parameter, record.dtype))
         if not record.shape:
@@ -173,7 +178,7 @@ class Wants:
         """Return what a load plan is made for."""
         tensors = self._saved.catalog.tensors
         return tuple(
-            Wanted(fqn, tensors[fqn].dtype, tensors[fqn].shape, tuple(cells))
+            Wanted(fqn, tensors[fqn].dtype, tensors[fqn].shape, cells)
             for fqn, cells in self._cells.items()
         )
 
@@ -182,7 +187,7 @@ class Wants:
         for fresh in self._fresh:
             fresh.value = fresh.make()
         targets: dict[tuple[str, int], Target] = {}
-        held = [fill.parts() for fill in self._fills]
+        held = [self._parts_of(fill) for fill in self._fills]
         shared = sharing(held)
         for place, (fill, parts) in enumerate(zip(self._fills, held, strict=True)):
             self._tensors += parts
@@ -204,6 +209,11 @@ class Wants:
         """Wait for the accelerators: before the first byte is placed, and after the last."""
         synchronize(self._tensors)
 
+    def _parts_of(self, fill: _Fill) -> tuple[torch.Tensor, ...]:
+        if isinstance(fill.parts, Fresh):
+            return self._held(fill.parts.value, fill.name).parts
+        return fill.parts
+
     def _tensor(self, name: str) -> tuple[str, TensorRecord]:
         found = self._saved.tensor(name)
         assert found is not None, name
@@ -217,9 +227,10 @@ class Wants:
             group=self._template.group_ranks,
         )
 
-    def _cells_of(self, name: str, held: Held, leaf: TensorLeaf) -> tuple[Cell, ...] | None:
+    def _cells_of(
+        self, name: str, held: Held, leaf: TensorLeaf, shape: Shape
+    ) -> tuple[Cell, ...] | None:
         """Return the cells that a leaf is of the saved tensor, or None if its shape is another."""
-        shape = self._tensor(name)[1].shape
         found = self._ruled(name, held, leaf)
         if found is not None:
             return target_cells(found[0], held.shape, self._template.rank, shape)
@@ -246,28 +257,36 @@ class Wants:
 
     def _is_first(self, name: str, held: Held) -> bool:
         """Say whether no other name has wanted this memory; it is a problem if for other data."""
-        tie = tie_key(held)
-        if tie is None:
+        if not held.parts:
             return True
-        first = self._ties.setdefault(tie, name)
+        # What begins elsewhere is other memory: most tensors need no more than that.
+        known = self._starts.setdefault(held.parts[0].data_ptr(), (name, held))
+        if known[0] == name:
+            return True
+        first = name
+        for other, one in (known, (name, held)):
+            if (tie := tie_key(one)) is not None:
+                first = self._ties.setdefault(tie, other)
+        if first == name:
+            return True
         self.check_tied(first, name)
-        return first == name
+        return False
 
     def _want_fresh(self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]) -> Fresh:
         fresh = Fresh(make)
         self._fresh.append(fresh)
-        self._want(name, cells, lambda: self._held(fresh.value, name).parts)
+        self._want(name, cells, fresh)
         return fresh
 
     def _want(
-        self, name: str, cells: tuple[Cell, ...], parts: Callable[[], Sequence[torch.Tensor]]
+        self, name: str, cells: tuple[Cell, ...], parts: tuple[torch.Tensor, ...] | Fresh
     ) -> None:
         fqn, record = self._tensor(name)
-        wanted = self._cells.setdefault(fqn, [])
+        wanted = self._cells.get(fqn, ())
+        self._cells[fqn] = wanted + cells
         # Without cells the local tensor is an empty part.
         if cells:
             self._fills.append(_Fill(name, fqn, len(wanted), cells, parts))
-            wanted += cells
         layout = self._saved.catalog.layouts[record.layout]
         if record.layout not in self._stored:
             stored = (layout.cell(number) for number in range(layout.cut.num_cells))

@@ -8,6 +8,7 @@ every object is built by its class's constructor.
 from __future__ import annotations
 
 from dataclasses import fields
+from operator import attrgetter
 from typing import TypeVar
 
 import msgpack
@@ -37,6 +38,10 @@ _CLASSES: tuple[type, ...] = (
     plan.Receipt,
 )
 _CODES = {cls: code for code, cls in enumerate(_CLASSES)}
+# A tuple of many values of one class goes as one tuple a field: they are most of an inventory.
+_COLUMNS = len(_CLASSES)
+_MANY = 8
+
 _FIELDS = {cls: tuple(field.name for field in fields(cls) if field.init) for cls in _CLASSES}
 
 
@@ -71,13 +76,33 @@ def _to_extension(value: object) -> msgpack.ExtType:
     cls = type(value)
     if cls not in _CODES:
         raise TypeError(f"a {cls.__name__} does not go over the wire")
-    return msgpack.ExtType(_CODES[cls], pack([getattr(value, name) for name in _FIELDS[cls]]))
+    values = [getattr(value, name) for name in _FIELDS[cls]]
+    return msgpack.ExtType(_CODES[cls], pack(list(map(_in_columns, values))))
+
+
+def _in_columns(value: object) -> object:
+    if not isinstance(value, tuple) or len(value) < _MANY:
+        return value
+    cls, *others = {*map(type, value)}
+    if others or len(_FIELDS.get(cls, ())) < 2:
+        return value
+    columns = zip(*map(attrgetter(*_FIELDS[cls]), value), strict=True)
+    return msgpack.ExtType(_COLUMNS, pack([_CODES[cls], *columns]))
 
 
 def _from_extension(code: int, data: bytes) -> object:
+    values = _unpack(data)
+    if code == _COLUMNS:
+        return _from_columns(values)
     if not 0 <= code < len(_CLASSES):
         raise ValueError(f"no class has the code {code}")
-    values = _unpack(data)
     if not isinstance(values, tuple):
         raise ValueError(f"{_CLASSES[code].__name__} from a {type(values).__name__}")
     return _CLASSES[code](*values)
+
+
+def _from_columns(values: object) -> tuple[object, ...]:
+    if not isinstance(values, tuple) or not values or values[0] not in range(len(_CLASSES)):
+        raise ValueError("columns of no class")
+    code, *columns = values
+    return tuple(_CLASSES[code](*row) for row in zip(*columns, strict=True))

@@ -55,8 +55,7 @@ def save(state: State, root: str, step: int) -> None:
         # Every rank gets the same error, and older checkpoints are as they were: train on.
         say(f"step {step} is not saved: {error}")
     else:
-        seconds = sum(report.seconds.values())
-        say(f"saved step {step}: {report.nbytes / 1e6:.0f} MB in {seconds:.2f} s")
+        say(str(report))
 
 
 def resume(state: State, root: str) -> int:

@@ -297,6 +297,10 @@ class _File:
         self._path = path
         self._data = bytearray()
 
+    @property
+    def alignment(self) -> int:
+        return 1
+
     def write_at(self, offset: int, data: Buffer) -> None:
         self._data.extend(bytes(max(0, offset - len(self._data))))
         self._data[offset : offset + len(data)] = data

@@ -34,7 +34,11 @@ def try_save(
 
 
 def try_load(
-    storage_of: StorageOf, states: Sequence[Any], path: str = PATH, **options: Any
+    storage_of: StorageOf,
+    states: Sequence[Any],
+    path: str = PATH,
+    hosts: Sequence[str] | None = None,
+    **options: Any,
 ) -> list[Outcome[LoadReport]]:
     """Load into `states[rank]` on each rank, and return what each rank's call came to."""
     return try_ranks(
@@ -46,6 +50,7 @@ def try_load(
             LoadOptions(**options),
             storage_of(rank),
         ),
+        hosts=hosts,
     )
 
 

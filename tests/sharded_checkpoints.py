@@ -110,8 +110,16 @@ class Counting:
 
     def __init__(self, inner: Storage) -> None:
         self._inner = inner
-        self.nbytes: dict[str, int] = {}
+        self._reads: list[tuple[str, int]] = []  # threads may add to it
         self.opened: list[str] = []
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """The bytes so far, by the name of the file."""
+        found: dict[str, int] = {}
+        for name, count in self._reads:
+            found[name] = found.get(name, 0) + count
+        return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -120,13 +128,13 @@ class Counting:
         """Open a file whose reads are counted."""
         name = path.rpartition("/")[2]
         self.opened.append(name)
-        return _CountingFile(self._inner.open(path), self.nbytes, name)
+        return _CountingFile(self._inner.open(path), self._reads, name)
 
 
 class _CountingFile:
-    def __init__(self, inner: ReadableFile, counts: dict[str, int], name: str) -> None:
+    def __init__(self, inner: ReadableFile, reads: list[tuple[str, int]], name: str) -> None:
         self._inner = inner
-        self._counts = counts
+        self._reads = reads
         self._name = name
 
     @property
@@ -136,7 +144,7 @@ class _CountingFile:
     def read_into(self, offset: int, target: memoryview) -> int:
         count = self._inner.read_into(offset, target)
         if offset:
-            self._counts[self._name] = self._counts.get(self._name, 0) + count
+            self._reads.append((self._name, count))
         return count
 
     def close(self) -> None:

@@ -37,6 +37,23 @@ def test_replicas_are_stored_evenly_by_bytes(sizes: list[int], world: int) -> No
     assert max(nbytes.values()) - min(nbytes[rank] for rank in range(world)) <= 4 * max(sizes)
 
 
+def test_small_replicas_fill_up_what_a_few_large_ones_leave_uneven() -> None:
+    sizes = [9000, 8000, 8000, 7000, *[100] * 160]
+    tilings = {f"model.{n}": replicated((size,), 4) for n, size in enumerate(sizes)}
+    plan = plan_save(bodies([inventory_of(tilings, rank) for rank in range(4)]), 4)
+    assert written(plan) == dict.fromkeys(range(4), sum(sizes))
+
+
+def test_small_replicas_beside_large_shards_lie_in_a_few_files() -> None:
+    mesh = Mesh(("fsdp",), (8,), tuple(range(8)))
+    tilings = {"model.w": of_view(Placed(mesh, (Shard(0),)), mesh.ranks, (8 * 1024, 10))}
+    tilings |= {f"model.{n}": replicated((1,), 8) for n in range(20)}
+    plan = plan_save(bodies([inventory_of(tilings, rank) for rank in range(8)]), 8)
+    nbytes = written(plan)
+    assert sum(size > 1024 * 10 * 4 for size in nbytes.values()) == 2
+    assert max(nbytes.values()) - min(nbytes.values()) == 40
+
+
 def test_ranks_that_store_much_of_their_own_store_fewer_replicas() -> None:
     own = Tiling((100,), {0: (Whole(), (100,))}, {0: (Region.whole((100,)),)})
     tilings = {"model.own": own, **{f"model.{n}": replicated((10,), 3) for n in range(20)}}

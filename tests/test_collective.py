@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from dist_ckpt.channel import FalloutError
 from dist_ckpt.collective import AloneCollective, distinct, name_of, nbytes_of
 from dist_ckpt.config import Config
 from dist_ckpt.errors import RankError
@@ -39,6 +40,38 @@ def test_thread_ranks_get_the_distinct_bodies_and_rank_0s_data():
 
     expected = (((b"even", (0, 2)), (b"odd", (1, 3))), b"zero")
     assert run_ranks(4, run) == [expected] * 4
+
+
+def test_thread_ranks_send_bytes_to_each_other_by_tag():
+    def run(rank: int, _: ThreadChannel, collective: ThreadCollective) -> object:
+        if rank == 2:
+            return None
+        sent = [
+            collective.send(1 - rank, memoryview(bytes([rank, tag] * 3)), tag) for tag in (0, 1)
+        ]
+        found = [memoryview(bytearray(6)) for _ in range(2)]
+        for tag in (1, 0):
+            collective.receive(1 - rank, found[tag], tag).wait()
+        for transfer in sent:
+            transfer.wait()
+        return [bytes(one) for one in found]
+
+    expected = [bytes([1, 0] * 3), bytes([1, 1] * 3)], [bytes([0, 0] * 3), bytes([0, 1] * 3)]
+    assert run_ranks(3, run) == [*expected, None]
+
+
+def test_a_thread_rank_that_breaks_off_lets_all_transfers_fail():
+    def run(rank: int, _: ThreadChannel, collective: ThreadCollective) -> object:
+        if rank == 2:
+            collective.break_off()
+            return collective.epoch
+        data = memoryview(bytearray(1))
+        transfer = collective.receive(2, data, 0) if rank else collective.send(1, data, 9)
+        with pytest.raises(FalloutError):
+            transfer.wait()
+        return collective.epoch
+
+    assert run_ranks(3, run) == [0, 0, 1]
 
 
 def test_after_a_failure_thread_ranks_meet_again_once_they_agree_on_an_epoch():

@@ -39,3 +39,11 @@ def test_blocks_follow_each_other_and_only_the_last_is_short(nbytes, block_nbyte
 def test_an_empty_shard_has_no_blocks():
     assert digest.num_blocks(0) == 0
     assert list(digest.blocks(0)) == []
+
+
+@given(st.lists(st.binary(max_size=40)))
+def test_a_block_that_comes_in_parts_has_the_same_digest(parts):
+    streamed = digest.StreamedDigest()
+    for part in parts:
+        streamed.update(part)
+    assert streamed.hex() == digest.block_digest(b"".join(parts))

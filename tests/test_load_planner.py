@@ -31,7 +31,17 @@ from dist_ckpt.errors import CorruptError
 from dist_ckpt.layout import Flat, Grid, Regions
 from dist_ckpt.load_planner import plan_load, problems_of
 from dist_ckpt.mesh import layout_of
-from dist_ckpt.plan import Flattened, Mesh, Parts, Placed, Replicate, Shard, Wanted, Whole
+from dist_ckpt.plan import (
+    Flattened,
+    Mesh,
+    Parts,
+    Placed,
+    Placement,
+    Replicate,
+    Shard,
+    Wanted,
+    Whole,
+)
 from dist_ckpt.region import Cell, Elements, Region, Shape
 from dist_ckpt.save_planner import plan_save
 
@@ -153,7 +163,7 @@ def test_only_the_shards_that_hold_wanted_rows_are_read() -> None:
     want = Wanted("model.w", "float32", (64, 4), (Region((20, 1), (5, 2)),))
     reads = plan_load(index_of(plan), [want])
     assert [plan_file.file for plan_file in reads.files] == [2, 3]
-    assert [str(item.common) for file in reads.files for item in file.items] == [
+    assert [str(item.match.common) for file in reads.files for item in file.items] == [
         "20:24,1:3",
         "24:25,1:3",
     ]
@@ -234,6 +244,19 @@ def test_one_rank_of_many_plans_its_part_of_a_large_checkpoint() -> None:
     assert layout_of(Placed(line(loading), (Shard(0),)), (8192, 16)).cell(77) == cells[0]
 
 
+@pytest.mark.parametrize("saving", [Shard(0), Replicate()])
+@pytest.mark.parametrize("loading", [Shard(0), Replicate()])
+def test_a_cell_that_is_stored_as_it_is_wanted_is_a_whole_match(
+    saving: Placement, loading: Placement
+) -> None:
+    tilings = {"model.w": of_view(Placed(line(2), (saving,)), [0], (4, 2))}
+    index = index_of(plan_save([(inventory_of(tilings, 0), (0, 1))], 2))
+    cells = layout_of(Placed(line(2), (loading,)), (4, 2)).cell(0)
+    reads = plan_load(index, [Wanted("model.w", "float32", (4, 2), (cells,))])
+    found = [item.match.is_whole for file in reads.files for item in file.items]
+    assert all(found) == any(found) == (saving == loading)
+
+
 def test_cells_of_a_replicated_grid_are_read_from_the_rank_that_stored_them() -> None:
     mesh = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
     view = Placed(mesh, (Replicate(), Shard(0)))
@@ -244,4 +267,4 @@ def test_cells_of_a_replicated_grid_are_read_from_the_rank_that_stored_them() ->
         want = Wanted(f"model.{n}", "float32", (4, 2), (Region.whole((4, 2)),))
         for reads in plan_load(index, [want]).files:
             stored = files[0, index.files[reads.file].rank]
-            assert all((item.fqn, item.stored) in stored for item in reads.items)
+            assert all((item.fqn, item.match.stored) in stored for item in reads.items)

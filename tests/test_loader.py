@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,11 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
 import dist_ckpt as dc  # noqa: E402
+from dist_ckpt.loader import LoadOptions, load_together  # noqa: E402
+from dist_ckpt.saver import SaveOptions, save_together  # noqa: E402
+from dist_ckpt.session import session_of  # noqa: E402
+from dist_ckpt.storage import ReadableFile  # noqa: E402
+from dist_ckpt.testing.memory_storage import MemoryStorage  # noqa: E402
 
 
 class Net(torch.nn.Module):
@@ -359,3 +366,57 @@ def test_tensors_that_share_memory_are_filled_only_with_what_agrees(tmp_path: Pa
     assert torch.equal(memory, whole)
     with pytest.raises(dc.IncompatibleError, match="a and b share memory"):
         dc.load({"a": memory[:4], "b": memory[1:5]}, path)
+
+
+# --- the rest of the process -----------------------------------------------------------------
+
+
+class Watched(MemoryStorage):
+    """Notes at each call for bytes whether Python's collector of garbage is on."""
+
+    def __init__(self, tree: Mapping[str, bytes | None]) -> None:
+        super().__init__(tree)
+        self.on: list[bool] = []
+
+    def open(self, path: str) -> ReadableFile:
+        self.on.append(gc.isenabled())
+        return WatchedFile(self, super().open(path))
+
+
+class WatchedFile:
+    def __init__(self, storage: Watched, file: ReadableFile) -> None:
+        self._storage = storage
+        self._file = file
+        self.nbytes = file.nbytes
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        self._storage.on.append(gc.isenabled())
+        return self._file.read_into(offset, target)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Watching:
+    """An object of the user's that notes the same."""
+
+    def __init__(self) -> None:
+        self.on: list[bool] = []
+
+    def state_dict(self) -> dict[str, int]:
+        self.on.append(gc.isenabled())
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.on.append(gc.isenabled())
+
+
+def test_the_collector_of_garbage_runs_while_storage_and_the_users_code_are_waited_for() -> None:
+    state = {"model": {f"w{i}": torch.zeros(4) for i in range(40)}, "own": Watching()}
+    storage = MemoryStorage()
+    save_together(session_of(None), state, "/ck", SaveOptions(), storage)
+    watched, watching = Watched(storage.tree()), Watching()
+    load_together(session_of(None), {**state, "own": watching}, "/ck", LoadOptions(), watched)
+    assert len(watched.on) > 4
+    assert all(watched.on)
+    assert watching.on == [True, True]

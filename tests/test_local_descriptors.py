@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dist_ckpt.attempts import store
 from dist_ckpt.errors import StorageError
 from dist_ckpt.storage.local import LocalStorage
 
@@ -116,3 +117,16 @@ def test_a_finished_file_cannot_be_closed_twice(tmp_path: Path) -> None:
     file.discard()
     assert os.write(other, b"still open") == 10
     os.close(other)
+
+
+def test_an_interrupted_document_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    before = os.listdir("/dev/fd")
+    with pytest.raises(KeyboardInterrupt):
+        store(LocalStorage(), f"{tmp_path}/claim.json", b"{}")
+    assert os.listdir("/dev/fd") == before

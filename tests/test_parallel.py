@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from dist_ckpt import parallel
 from dist_ckpt.errors import StorageError
 from dist_ckpt.parallel import Slots, each
 
@@ -79,6 +81,29 @@ def test_a_call_that_hangs_is_a_storage_error() -> None:
         gate.set()
 
 
+def test_an_interrupt_waits_for_what_runs() -> None:
+    interrupted = threading.Event()
+    ended: list[int] = []
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def work(i: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted.wait(10)
+        sum(range(1_000_000))  # long enough for the interrupt to arrive
+        ended.append(i)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            each(work, range(1), threads=1)
+        assert ended == [0]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_error_while_items_are_made_ends_what_runs() -> None:
     ended: list[int] = []
 
@@ -106,3 +131,28 @@ def test_a_slot_in_which_a_call_may_still_be_stuck_is_not_lent_again() -> None:
         raise StorageError("the storage did not answer")
     with slots.one() as other:
         assert other is not stuck
+
+
+def test_slots_that_are_large_enough_are_used_and_others_are_made() -> None:
+    slots = Slots(8)
+    assert slots.fitting(8) is slots
+    with slots.fitting(9).one() as larger:
+        assert len(larger) == 9
+
+
+def test_cleared_slots_are_gone() -> None:
+    slots = Slots(8)
+    with slots.one() as first:
+        pass
+    slots.clear()
+    with slots.one() as second:
+        assert second is not first
+
+
+def test_no_more_slots_are_kept_than_their_memory_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "MAX_KEPT_NBYTES", 16)
+    slots = Slots(8)
+    with slots.one() as one, slots.one() as two, slots.one() as three:
+        used = [one, two, three]
+    with slots.one() as a, slots.one() as b, slots.one() as c:
+        assert sum(any(slot is known for known in used) for slot in (a, b, c)) == 2

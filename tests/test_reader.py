@@ -23,7 +23,7 @@ from written import (
     write,
 )
 
-from dist_ckpt import block_reads, open_files
+from dist_ckpt import block_reads, open_files, small_shards
 from dist_ckpt.block_reads import READ_NBYTES, runs_of
 from dist_ckpt.digest import BLOCK_NBYTES
 from dist_ckpt.errors import CorruptError, StorageError
@@ -170,6 +170,7 @@ def loads(draw: st.DrawFn) -> tuple[dict[str, Saved], list[Wanted]]:
     block_nbytes=st.sampled_from([16, 32, 64]),
     direct=st.sampled_from([0, 48, 1 << 20]),
     most=st.sampled_from([16, 100, 1 << 20]),
+    least=st.sampled_from([1, 2, 16]),
     lends=st.booleans(),
 )
 def test_what_was_saved_in_any_layout_fills_any_cells(
@@ -177,10 +178,13 @@ def test_what_was_saved_in_any_layout_fills_any_cells(
     block_nbytes: int,
     direct: int,
     most: int,
+    least: int,
     lends: bool,
 ) -> None:
     saved, wanted = case
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small_shards, "MIN_SHARDS", least)
+        patch.setattr(small_shards, "ROW_NBYTES", most)
         patch.setattr(block_reads, "DIRECT_NBYTES", direct)
         patch.setattr(block_reads, "READ_NBYTES", most)
         totals, _ = round_trip(saved, wanted, world_size=3, block_nbytes=block_nbytes, lends=lends)
@@ -276,6 +280,38 @@ def test_many_small_tensors_come_with_one_read() -> None:
     }
     totals, _ = round_trip(saved, [want(saved, fqn) for fqn in saved])
     assert totals == ReadTotals(4000, 4000, 1)
+
+
+def many() -> dict[str, Saved]:
+    """Forty tensors of 100 bytes; the writer sorts them by name."""
+    return {
+        f"model.t{i:02}": random_tensor((50,), one_cell((50,)), dtype="float16", seed=i)
+        for i in range(40)
+    }
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_what_is_not_wanted_whole_by_one_cell_interrupts_a_row(lends: bool) -> None:
+    saved = many()
+    whole, part = Region.whole((50,)), Region((7,), (30,))
+    wanted = [want(saved, fqn) for fqn in saved]
+    wanted[18] = want(saved, "model.t18", part)
+    wanted[19] = want(saved, "model.t19", whole, part)
+    wanted[20] = want(saved, "model.t20", whole, whole)
+    totals, _ = round_trip(saved, wanted, lends=lends)
+    assert totals == ReadTotals(4000, 4000 - 100 + 60 + 60 + 100, 3)
+
+
+def test_small_tensors_that_lie_apart_come_in_rows_without_what_lies_between() -> None:
+    saved = {
+        **{f"model.a{i:02}": tensor for i, tensor in enumerate(many().values())},
+        "model.b": random_tensor((70_000,), one_cell((70_000,)), dtype="float16"),
+        **{f"model.c{i:02}": tensor for i, tensor in enumerate(many().values())},
+    }
+    wanted = [want(saved, fqn) for fqn in saved if fqn != "model.b"]
+    totals, storage = round_trip(saved, wanted)
+    assert totals == ReadTotals(8000, 8000, 2)
+    assert [nbytes for _, _, nbytes in storage.reads] == [4000, 4000]
 
 
 def test_a_small_hole_is_read_through_but_never_more_than_it_is_worth() -> None:
@@ -506,6 +542,43 @@ def test_an_error_of_the_storage_says_which_tensors_may_be_partial(
         load(Breaking(storage.tree()), index, plan_of(index, wanted), targets_of(wanted, saved))
 
 
+@pytest.mark.parametrize("hurt", ["flipped", "cut off"])
+def test_damage_of_a_shard_in_a_row_is_told_as_if_it_were_read_alone(
+    hurt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cut(CountingFile):
+        def read_into(self, offset: int, target: memoryview) -> int:
+            return super().read_into(offset, target[:2950] if offset else target)
+
+    class Cutting(Counting):
+        def open(self, path: str) -> ReadableFile:
+            return Cut(self, path, super().open(path))
+
+    saved = many()
+    storage = Counting()
+    index = write(storage, FOLDER, saved)
+    start = index.files[0].header_nbytes
+    spoiled = (
+        Cutting(storage.tree())
+        if hurt == "cut off"
+        else damaged(storage, "model-00000.safetensors", {start + 2950: 4, start + 3950: 4})
+    )
+    wanted = [want(saved, fqn) for fqn in saved]
+    told = []
+    for least in (1, 1000):
+        monkeypatch.setattr(small_shards, "MIN_SHARDS", least)
+        targets = targets_of(wanted, saved)
+        with pytest.raises(CorruptError) as caught:
+            load(spoiled, index, plan_of(index, wanted), targets)
+        told.append(str(caught.value))
+        for fqn in saved:
+            if fqn not in caught.value.touched:
+                assert set(targets[fqn, 0].data) == {0xEE}
+        assert "model.t29" not in caught.value.touched
+    assert told[0] == told[1]
+    assert told[0].startswith("model.t29 rows 0:50: ")
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -540,7 +613,7 @@ def test_a_shard_that_the_file_lacks_or_has_in_another_shape_is_refused() -> Non
     storage, index, saved = two_ranks()
     plan = plan_of(index, [want(saved, "model.w")])
     items = plan.files[0].items
-    lost = replace(items[0], stored=Region((0, 0), (12, 8)))
+    lost = replace(items[0], match=replace(items[0].match, stored=Region((0, 0), (12, 8))))
     broken = LoadPlan((replace(plan.files[0], items=(lost,)),))
     with pytest.raises(CorruptError, match=r"lacks model\.w\[0:12,0:8\]"):
         open_files.open_files(storage, FOLDER, index, broken, threads=1)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from dist_ckpt.channel import Alone
+from dist_ckpt.collective import AloneCollective
 from dist_ckpt.session import Session, session_of
 from dist_ckpt.testing.thread_channel import (
     ThreadChannel,
@@ -26,8 +29,17 @@ def test_without_a_process_group_a_process_is_alone():
         assert session.bulk().broadcast(b"data") == b"data"
 
 
-def test_each_session_without_a_process_group_is_new():
-    assert session_of() is not session_of()
+def test_without_a_process_group_a_thread_keeps_its_session_and_shares_it_with_no_other():
+    with ThreadPoolExecutor(1) as other:
+        assert session_of() is session_of()
+        assert other.submit(session_of).result(timeout=10) is not session_of()
+
+
+def test_a_session_is_not_kept_when_the_environment_asks_for_other_options(monkeypatch):
+    before = session_of()
+    monkeypatch.setenv("DIST_CKPT_THREADS", "3")
+    assert session_of().config.threads == 3
+    assert session_of() is not before
 
 
 def test_several_launched_ranks_without_a_process_group_are_told_the_line_to_add(monkeypatch):
@@ -52,6 +64,11 @@ def test_options_come_from_the_environment(monkeypatch):
     assert session_of().config.arrive_s == 7
 
 
+def test_the_name_of_the_host_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("DIST_CKPT_HOST", "7")
+    assert session_of().config.host == "7"
+
+
 def test_an_operation_is_left_also_after_an_error():
     def run(rank: int, channel: ThreadChannel, collective: ThreadCollective) -> object:
         session = Session(channel, collective)
@@ -72,3 +89,12 @@ def test_to_set_the_bulk_epoch_renews_the_connections():
 
     outcomes = try_ranks(2, run)
     assert [outcome.value for outcome in outcomes] == [3, 3]
+
+
+def test_a_closed_session_keeps_no_scratch_memory():
+    session = Session(Alone(), AloneCollective())
+    with session.slots.one() as before:
+        pass
+    session.close()
+    with session.slots.one() as after:
+        assert after is not before

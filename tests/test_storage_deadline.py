@@ -14,6 +14,7 @@ import pytest
 
 from dist_ckpt import config
 from dist_ckpt.errors import StorageError
+from dist_ckpt.parallel import each
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.deadline import DeadlineStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -250,3 +251,52 @@ storage.list("/d")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_has_threads_of_its_own():
     run_python(FORKING)
+
+
+@pytest.mark.parametrize("hung", CALLS)
+def test_a_call_in_a_watched_thread_is_made_there_and_told_all_the_same(hung, thawed):
+    what, call = CALLS[hung]
+    storage, _ = hanging(hung, thawed)
+    with pytest.raises(StorageError, match=rf"^{what}: the storage did not answer for 0\.05"):
+        each(lambda _: call(storage), range(1), threads=1)
+
+
+def test_a_watched_thread_makes_its_calls_itself():
+    threads = set()
+
+    class Noting(MemoryStorage):
+        def list(self, folder: str) -> Any:
+            threads.add(threading.get_ident())
+            return super().list(folder)
+
+    storage = DeadlineStorage(Noting(), 30)
+
+    def work(_: int) -> int:
+        storage.list("/")
+        return threading.get_ident()
+
+    assert threads == set()
+    assert set(each(work, range(8), threads=2)) == threads
+
+
+@pytest.mark.parametrize(("hung", "closing"), [("create", "discard"), ("open", "close")])
+def test_a_file_that_comes_too_late_to_a_watched_thread_is_released(hung, closing, thawed):
+    storage, inner = hanging(hung, thawed)
+    went_on = threading.Event()
+
+    def work(_: int) -> None:
+        CALLS[hung][1](storage)
+        went_on.set()
+
+    with pytest.raises(StorageError, match="did not answer"):
+        each(work, range(1), threads=1)
+    assert inner.released == []
+    thawed.set()
+    wait_until(lambda: inner.released == [closing])
+    assert not went_on.is_set()
+
+
+def test_of_several_calls_that_hang_each_is_left_after_its_deadline(thawed):
+    storage, _ = hanging("list", thawed)
+    with pytest.raises(StorageError, match=r"^list /d: the storage did not answer"):
+        each(lambda _: storage.list("/d"), range(9), threads=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import get_args
 
@@ -13,7 +14,7 @@ from tilings import inventory_of, random_tiling, randoms, shapes
 
 from dist_ckpt import wire
 from dist_ckpt.index import Node
-from dist_ckpt.plan import Inventory, Placement, Receipt, View, Whole
+from dist_ckpt.plan import Inventory, Placement, Receipt, TensorEntry, View, Whole
 from dist_ckpt.region import Elements, Region, Shape
 
 
@@ -24,6 +25,17 @@ def test_inventories_survive_the_wire(random: Random, shapes: list[Shape]) -> No
     keys = random.choice([None, 3, "a", ("dp", 0, ("x",))])
     inventory = inventory_of(tilings, 0, per_rank=(("rng", keys),))
     assert wire.unpack(wire.pack(inventory), Inventory) == inventory
+
+
+def test_many_tensors_survive_the_wire_in_columns() -> None:
+    tensors = tuple(
+        TensorEntry(f"model.{n}", "float32", (n, 2), n % 3, 0) for n in range(wire._MANY)
+    )
+    inventory = replace(inventory_of({}, 0), tensors=tensors, values=("a",) * 20)
+    data = wire.pack(inventory)
+    assert wire.unpack(data, Inventory) == inventory
+    apart = sum(len(wire.pack(tensor)) for tensor in tensors)
+    assert len(data) < len(wire.pack(replace(inventory, tensors=()))) + apart
 
 
 plain = st.recursive(
@@ -50,6 +62,10 @@ def test_another_class_than_expected_is_refused() -> None:
         wire.unpack(wire.pack(Whole()), Receipt)
 
 
+def columns(*values: object) -> bytes:
+    return bytes(msgpack.packb(msgpack.ExtType(wire._COLUMNS, msgpack.packb(values))))
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -62,8 +78,17 @@ def test_another_class_than_expected_is_refused() -> None:
         msgpack.packb(msgpack.ExtType(0, b"\x01")),
         msgpack.packb(msgpack.ExtType(1, msgpack.packb([5, 3]))),
         b"\x91" * 5000 + b"\x01",
+        columns(),
+        columns(99, (1,)),
+        columns((0,), (1,)),
+        columns(1, (0, 1), (2,)),
+        columns(1, 0, 1),
+        columns(1, (5,), (3,)),
     ],
-    ids=["empty", "unused", "short", "long", "code", "fields", "list", "range", "deep"],
+    ids=[
+        *("empty", "unused", "short", "long", "code", "fields", "list", "range", "deep"),
+        *("no class", "strange class", "odd class", "uneven", "scalars", "values"),
+    ],
 )
 def test_bytes_that_are_no_message_are_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  (msgpack has its own words for some)

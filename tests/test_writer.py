@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from written import (
     BytesSource,
     Saved,
@@ -19,11 +22,14 @@ from written import (
 from dist_ckpt import writer
 from dist_ckpt.digest import Buffer, block_digest, document_digest
 from dist_ckpt.errors import ConflictError, StorageError
+from dist_ckpt.host_memory import address_of, scratch
 from dist_ckpt.layout import Flat, Layout
+from dist_ckpt.parallel import Slots
 from dist_ckpt.plan import WriteItem
 from dist_ckpt.region import Elements, Region, Span
 from dist_ckpt.shard_file import decode_header
 from dist_ckpt.storage import WritableFile
+from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.writer import RankFiles, batches_of, source_of, write_all
 
@@ -153,7 +159,7 @@ def test_small_blocks_that_adjoin_are_written_together_and_large_ones_alone(
 def test_a_stored_cell_is_found_in_the_larger_cell_that_a_rank_holds() -> None:
     saved = random_tensor((6, 4), one_cell((6, 4)))
     held, part = Region((1, 0), (5, 4)), Region((2, 1), (3, 2))
-    sources = {"w": [(Region((0, 0), (1, 1)), None), (held, BytesSource(saved, held))]}
+    sources = {"w": {Region((0, 0), (1, 1)): None, held: BytesSource(saved, held)}}
     found = source_of(sources, "w", part)  # type: ignore[arg-type]
     assert bytes(found.read(0, found.nbytes, memoryview(b""))) == saved.of(part)
 
@@ -161,14 +167,34 @@ def test_a_stored_cell_is_found_in_the_larger_cell_that_a_rank_holds() -> None:
 def test_a_stored_range_is_found_in_the_larger_range_that_a_rank_holds() -> None:
     saved = random_tensor((6, 4), Layout(Flat((0, 24)), ((0,),)))
     held, part = Elements(3, 20), Elements(5, 9)
-    sources = {"w": [(Elements(0, 3), None), (held, BytesSource(saved, held))]}
+    sources = {"w": {Elements(0, 3): None, held: BytesSource(saved, held)}}
     found = source_of(sources, "w", part)  # type: ignore[arg-type]
     assert bytes(found.read(0, found.nbytes, memoryview(b""))) == saved.of(part)
 
 
+class Compared(Region):
+    """A cell that counts how often it is held against another."""
+
+    num = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.num += 1
+        return super().__eq__(other)
+
+    __hash__ = Region.__hash__
+
+
+def test_what_it_costs_to_find_a_cell_does_not_grow_with_the_cells_of_its_tensor() -> None:
+    held = {"w": {Compared((row, 0), (1, 4)): row for row in range(1000)}}
+    Compared.num = 0
+    for row in range(1000):
+        assert source_of(held, "w", Compared((row, 0), (1, 4))) == row  # type: ignore[arg-type,comparison-overlap]
+    assert Compared.num <= 2 * 1000
+
+
 def test_a_plan_for_a_cell_that_is_not_held_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="does not hold it"):
-        source_of({"w": []}, "w", Elements(0, 1))
+        source_of({"w": {}}, "w", Elements(0, 1))
 
 
 class Spoiled(MemoryStorage):
@@ -189,6 +215,10 @@ class SpoiledFile:
         self._storage = storage
         self._path = path
         self._file = file
+
+    @property
+    def alignment(self) -> int:
+        return self._file.alignment
 
     def write_at(self, offset: int, data: Buffer) -> None:
         if self._storage.fail_write is not None:
@@ -286,10 +316,173 @@ def test_no_more_scratch_is_used_than_there_are_threads() -> None:
 
     saved = {"model.w": random_tensor((4096,), one_cell((4096,)))}
     files = files_of(saved, block_nbytes=64)
-    watching = [
-        (cell, Watching(saved["model.w"], cell, copies=True))
-        for cell, _ in files.sources["model.w"]
-    ]
+    watching = {
+        cell: Watching(saved["model.w"], cell, copies=True) for cell in files.sources["model.w"]
+    }
     files = RankFiles(files.catalog, 7, files.plans, {"model.w": watching}, {}, 64)
     write_all(folder(), FOLDER, files, threads=3)
     assert 1 <= len(seen) <= 3
+
+
+class Placing(MemoryStorage):
+    """A storage whose files want aligned memory, and tell which writes came in other memory."""
+
+    def __init__(self, alignment: int) -> None:
+        super().__init__({FOLDER: None}, alignment=alignment)
+        self.misplaced: list[int] = []
+        self.addresses: list[int] = []
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        return PlacedFile(self, super().create(path, nbytes))
+
+
+class PlacedFile(SpoiledFile):
+    def __init__(self, storage: Placing, file: WritableFile) -> None:
+        self._placing = storage
+        self._file = file
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        # A header is bytes, and goes where it can.
+        if isinstance(data, memoryview) and self.alignment > 1:
+            self._placing.addresses.append(address_of(data))
+            if (address_of(data) - offset) % self.alignment:
+                self._placing.misplaced.append(offset)
+        self._file.write_at(offset, data)
+
+    def finish(self) -> int:
+        return self._file.finish()
+
+    def discard(self) -> None:
+        self._file.discard()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=8),
+    alignment=st.sampled_from([1, 4, 64, 512, 4096]),
+    block_nbytes=st.sampled_from([16, 40, 256, 4096]),
+    small=st.sampled_from([0, 48, 1 << 20]),
+    copies=st.booleans(),
+)
+def test_whatever_the_alignment_the_file_is_the_same_and_its_memory_lies_as_it_wants(
+    sizes: list[int], alignment: int, block_nbytes: int, small: int, copies: bool
+) -> None:
+    saved = {
+        f"model.{n}": random_tensor((size,), one_cell((size,)), seed=n)
+        for n, size in enumerate(sizes)
+    }
+    files = files_of(saved, block_nbytes=block_nbytes, copies=copies)
+    before, writer.SMALL_NBYTES = writer.SMALL_NBYTES, small
+    try:
+        plain, placing = folder(), Placing(alignment)
+        expected = write_all(plain, FOLDER, files, threads=1)
+        assert write_all(placing, FOLDER, files, threads=3) == expected
+    finally:
+        writer.SMALL_NBYTES = before
+    assert placing.tree() == plain.tree()
+    assert placing.misplaced == []
+
+
+class InMemory(BytesSource):
+    """The bytes of a cell in memory that begins at a place we choose."""
+
+    def __init__(self, data: bytes, remainder: int) -> None:
+        self._live = scratch(len(data) + 4096)[remainder : remainder + len(data)]
+        self._live[:] = data
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._live)
+
+    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+        return self._live[start:stop]
+
+
+@pytest.mark.parametrize(("remainder", "copied"), [(0, False), (64, False), (1, True), (63, True)])
+def test_a_block_is_copied_only_where_its_memory_does_not_lie_as_the_file_wants(
+    remainder: int, copied: bool
+) -> None:
+    saved = {"model.w": random_tensor((256,), one_cell((256,)))}
+    files = files_of(saved)
+    (cell,) = files.sources["model.w"]
+    source = InMemory(saved["model.w"].of(cell), remainder)
+    storage = Placing(64)
+    files = replace(files, sources={"model.w": {cell: source}})
+    (receipt,) = write_all(storage, FOLDER, files, threads=1)
+    assert content(storage, "model-00000.safetensors")[receipt[2] :] == bytes(source._live)
+    assert (storage.addresses != [address_of(source._live)]) == copied
+
+
+def test_a_file_is_durable_before_the_next_is_written_not_after_all_of_them() -> None:
+    events: list[str] = []
+
+    class Recording(MemoryStorage):
+        def create(self, path: str, nbytes: int) -> WritableFile:
+            return RecordedFile(path.removeprefix(f"{FOLDER}/")[0], super().create(path, nbytes))
+
+    class RecordedFile(SpoiledFile):
+        def __init__(self, name: str, file: WritableFile) -> None:
+            self._name, self._file = name, file
+
+        def write_at(self, offset: int, data: Buffer) -> None:
+            events.append(f"write {self._name}")
+            self._file.write_at(offset, data)
+
+        def finish(self) -> int:
+            events.append(f"finish {self._name}")
+            return self._file.finish()
+
+        def discard(self) -> None:
+            self._file.discard()
+
+    saved = {f"{name}.w": random_tensor((8,), one_cell((8,))) for name in "abc"}
+    catalog = catalog_of(saved, 1, ("a", "b", "c"))
+    write_all(Recording({FOLDER: None}), FOLDER, rank_files(saved, catalog, 0), threads=1)
+    assert events == [f"{event} {name}" for name in "abc" for event in ("write", "write", "finish")]
+
+
+def test_a_file_of_empty_tensors_is_finished_too() -> None:
+    storage = folder()
+    saved = {"model.e": random_tensor((0, 3), one_cell((0, 3)))}
+    (receipt,) = write_all(storage, FOLDER, files_of(saved), threads=2)
+    assert len(content(storage, receipt[0])) == receipt[1] == receipt[2]
+
+
+def test_a_disk_that_fills_up_while_the_slots_go_round_fails_the_save_and_no_slot_is_reused() -> (
+    None
+):
+    saved = {f"model.{n}": random_tensor((64,), one_cell((64,)), seed=n) for n in range(8)}
+    files = files_of(saved, block_nbytes=256)
+    slots = Slots(8192)
+    with slots.one():
+        pass
+    for n in range(1, 8):
+        full = FaultyStorage(
+            Placing(512), fail_at_call=n + 1, error=StorageError("ENOSPC"), sticky=True
+        )
+        with pytest.raises(StorageError, match="ENOSPC"):
+            write_all(full, FOLDER, files, threads=2, slots=slots)
+        assert full.failed.startswith("write_at")
+    good = folder()
+    write_all(good, FOLDER, files, threads=2, slots=slots)
+    plain = folder()
+    write_all(plain, FOLDER, files, threads=2)
+    assert good.tree() == plain.tree()
+
+
+def test_slots_are_kept_from_one_save_to_the_next() -> None:
+    seen: list[object] = []
+
+    class Watching(BytesSource):
+        def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+            seen.append(scratch.obj)
+            return super().read(start, stop, scratch)
+
+    saved = {"model.w": random_tensor((4,), one_cell((4,)))}
+    files = files_of(saved)
+    (cell,) = files.sources["model.w"]
+    watching = replace(files, sources={"model.w": {cell: Watching(saved["model.w"], cell)}})
+    slots = Slots()
+    for _ in range(2):
+        write_all(folder(), FOLDER, watching, threads=1, slots=slots)
+    assert seen[0] is seen[1]

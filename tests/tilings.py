@@ -259,14 +259,18 @@ def load(index: Index, files: Files, wanted: Sequence[Wanted]) -> dict[tuple[str
     for reads in plan_load(index, wanted).files:
         record = index.files[reads.file]
         for item in reads.items:
-            stored = files[record.component, record.rank][item.tensor, item.stored]
+            match = item.match
+            stored = files[record.component, record.rank][item.tensor, match.stored]
             shape = shapes[item.fqn]
-            memory = stored[item.source.start : item.source.start + item.source.region.numel]
-            sources = dict(zip(elements_of(item.source.region, shape), memory, strict=True))
-            target = targets[item.fqn, item.part]
-            places = {e: n for n, e in enumerate(elements_of(item.target.region, shape))}
-            for element in elements_of(item.common, shape):
-                place = item.target.start + places[element]
+            memory = stored[match.source.start : match.source.start + match.source.region.numel]
+            sources = dict(zip(elements_of(match.source.region, shape), memory, strict=True))
+            target = targets[item.fqn, match.part]
+            places = {e: n for n, e in enumerate(elements_of(match.target.region, shape))}
+            copied = elements_of(match.common, shape)
+            if match.is_whole:
+                assert len(copied) == len(stored) == len(target), f"{item} is not whole"
+            for element in copied:
+                place = match.target.start + places[element]
                 assert target[place] == -1, f"{item} fills element {element} again"
                 target[place] = sources[element]
     return targets

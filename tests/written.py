@@ -26,9 +26,9 @@ from dist_ckpt.index import (
 )
 from dist_ckpt.layout import Grid, Layout
 from dist_ckpt.objects import ObjectsFile, encode
-from dist_ckpt.plan import FilePlan, FileReads, LoadPlan, ReadItem, Wanted, WriteItem
+from dist_ckpt.plan import FilePlan, FileReads, LoadPlan, Match, ReadItem, Wanted, WriteItem
 from dist_ckpt.region import Cell, Elements, Piece, Region, Shape, pieces, row_major_strides
-from dist_ckpt.shard_file import ShardFile, arrange, header_nbytes
+from dist_ckpt.shard_file import ShardFile, arrange, header_text
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.writer import FileReceipt, RankFiles, write_all
@@ -182,10 +182,10 @@ def file_plans(catalog: Catalog, rank: int, block_nbytes: int) -> Iterator[FileP
             continue
         shards = arrange(cells)
         file = ShardFile(component.name, rank, catalog.world_size, 7, block_nbytes, 0, shards)
-        header = header_nbytes(file)
+        header = header_text(file)
         items = tuple(WriteItem(s.name, s.fqn, s.dtype, s.shape, s.cell, s.span) for s in shards)
         name = f"{component.stem}-{rank:05d}.safetensors"
-        yield FilePlan(name, number, rank, header, header + shards[-1].span.stop, items)
+        yield FilePlan(name, number, rank, header, header.nbytes + shards[-1].span.stop, items)
 
 
 def rank_files(
@@ -199,10 +199,10 @@ def rank_files(
 ) -> RankFiles:
     """Return what a rank writes: sources only for the cells that it stores."""
     plans = tuple(file_plans(catalog, rank, block_nbytes))
-    sources: dict[str, list[tuple[Cell, BytesSource]]] = {}
+    sources: dict[str, dict[Cell, BytesSource]] = {}
     for item in (item for plan in plans for item in plan.items):
         source = BytesSource(tensors[item.fqn], item.cell, copies=copies)
-        sources.setdefault(item.fqn, []).append((item.cell, source))
+        sources.setdefault(item.fqn, {})[item.cell] = source
     return RankFiles(catalog, 7, plans, sources, objects or {}, block_nbytes)
 
 
@@ -296,11 +296,14 @@ def plan_of(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
                             fqn=want.fqn,
                             tensor=want.fqn,
                             dtype=want.dtype,
-                            stored=stored,
-                            source=source,
-                            part=part,
-                            target=target,
-                            common=common,
+                            match=Match(
+                                stored=stored,
+                                source=source,
+                                part=part,
+                                target=target,
+                                common=common,
+                                is_whole=stored == cell and common.numel == cell.numel,
+                            ),
                         )
                         items.setdefault(file, []).append(item)
     return LoadPlan(tuple(FileReads(n, tuple(items[n])) for n in sorted(items)))

@@ -17,6 +17,7 @@ from dist_ckpt import commit
 from dist_ckpt.cli import output
 from dist_ckpt.digest import document_digest
 from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.reports import size
 from dist_ckpt.resharder import reshard as rewrite
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.storage import open_storage
@@ -81,7 +82,7 @@ def reshard(
             progress=update,
         )
     click.echo(
-        f"{report.path}: {report.num_tensors} tensors, {output.size(report.nbytes)} "
+        f"{report.path}: {report.num_tensors} tensors, {size(report.nbytes)} "
         f"in {report.num_files} files"
     )
 

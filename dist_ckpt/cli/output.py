@@ -19,6 +19,7 @@ from dist_ckpt.errors import (
     IncompatibleError,
     NotFoundError,
 )
+from dist_ckpt.reports import size
 
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130
@@ -27,8 +28,6 @@ INTERRUPTED = 130
 QUIET_S = 1.0
 # Where there is no terminal, a log gets this many lines at most.
 LOG_LINES = 10
-
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def exit_code(error: Exception) -> int:
@@ -65,14 +64,6 @@ def printable(text: str) -> str:
 def print_json(schema: str, facts: Mapping[str, object]) -> None:
     """Print one document; `schema` names what it looks like, with its version."""
     click.echo(json.dumps({"schema": f"dist-ckpt.{schema}/1", **facts}, indent=2))
-
-
-def size(nbytes: int) -> str:
-    """Return a size for people: three digits, decimal units."""
-    value, unit = float(nbytes), 0
-    while value >= 999.5 and unit + 1 < len(_UNITS):
-        value, unit = value / 1000, unit + 1
-    return f"{nbytes} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
 
 
 def age(seconds: float) -> str:

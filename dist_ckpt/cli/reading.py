@@ -10,6 +10,7 @@ import click
 from dist_ckpt import checkpoint, verifier
 from dist_ckpt.checkpoint import Checkpoint, CheckpointSummary
 from dist_ckpt.cli import output
+from dist_ckpt.reports import size
 
 _path = click.argument("path", type=click.Path())
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -36,7 +37,7 @@ def ls(path: str, *, as_json: bool) -> None:
             one.name,
             "-" if one.step is None else str(one.step),
             one.state,
-            "-" if one.nbytes is None else output.size(one.nbytes),
+            "-" if one.nbytes is None else size(one.nbytes),
             "-" if one.world_size is None else str(one.world_size),
             "-" if one.num_tensors is None else str(one.num_tensors),
             "-" if one.saved_at is None else output.age(time.time() - one.saved_at),
@@ -116,17 +117,16 @@ def _print_summary(ck: Checkpoint) -> None:
         ("committed", f"{saved}, attempt {index.attempt}"),
         ("laid out", f"for {ck.world_size} ranks{f', saved on mesh {mesh}' if mesh else ''}"),
         ("saved by", by),
-        ("size", f"{output.size(ck.nbytes)} in {facts['num_files']} files"),
+        ("size", f"{size(ck.nbytes)} in {facts['num_files']} files"),
         ("tensors", f"{facts['num_tensors']}, and {facts['num_aliases']} tied names"),
         ("values", str(facts["num_values"])),
     ]
     lines += [
-        ("component", f"{name}: {output.size(nbytes)}")
+        ("component", f"{name}: {size(nbytes)}")
         for name, nbytes in _nbytes(facts["nbytes_by_component"])
     ]
     lines += [
-        ("dtype", f"{name}: {output.size(nbytes)}")
-        for name, nbytes in _nbytes(facts["nbytes_by_dtype"])
+        ("dtype", f"{name}: {size(nbytes)}") for name, nbytes in _nbytes(facts["nbytes_by_dtype"])
     ]
     for fqn, keys in index.catalog.per_rank.items():
         lines.append(("per rank", f"{fqn}: {len(keys)} keys"))
@@ -164,11 +164,11 @@ def tree(path: str, depth: int, *, as_json: bool) -> None:
         ]
         output.print_json("tree", {"path": path, "depth": depth, "nodes": rows})
         return
-    click.echo(f"{output.printable(path)}  {output.size(nbytes.get((), 0))}")
+    click.echo(f"{output.printable(path)}  {size(nbytes.get((), 0))}")
     for parts in sorted(part for part in nbytes if part):
         name = output.printable("  " * len(parts) + parts[-1])
         what = output.printable(leaves.get(parts, ""))
-        click.echo(f"{name:<48}  {output.size(nbytes[parts]):>8}  {what}".rstrip())
+        click.echo(f"{name:<48}  {size(nbytes[parts]):>8}  {what}".rstrip())
 
 
 @click.command()
@@ -210,7 +210,7 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
             click.echo(f"DAMAGED  {output.printable(problem.what)}")
         for note in report.notes:
             click.echo(f"note     {output.printable(note)}")
-        checked = f"{report.num_files} files, {output.size(report.nbytes_checked)} checked"
+        checked = f"{report.num_files} files, {size(report.nbytes_checked)} checked"
         verdict = "ok" if report.ok else f"{len(report.problems)} problems; load an older one"
         click.echo(f"{output.printable(report.path)}: {checked}: {verdict}")
     if not report.ok:

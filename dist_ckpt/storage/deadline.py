@@ -1,7 +1,9 @@
 """A storage whose every call has a deadline, whatever hangs below it.
 
 A call to a dead network mount never returns, and no signal ends it. So another thread makes it;
-when the deadline passes the thread is left to it, and the caller is told.
+when the deadline passes the thread is left to it, and the caller is told. Where the caller is such
+a thread itself, and somebody watches it, the call is made in place: a thread more is two switches
+a call.
 """
 
 # ruff: noqa: D102  # the protocol documents the methods
@@ -15,7 +17,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from dist_ckpt.config import STALL_S, patience_s
-from dist_ckpt.daemon_threads import DaemonThreads
+from dist_ckpt.daemon_threads import DaemonThreads, Watch
 from dist_ckpt.digest import Buffer
 from dist_ckpt.errors import StorageError
 from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
@@ -84,6 +86,10 @@ class _WritableFile:
         self._inner = inner
         self._nbytes_created = nbytes_created
 
+    @property
+    def alignment(self) -> int:
+        return self._inner.alignment
+
     def write_at(self, offset: int, data: Buffer) -> None:
         act = lambda: self._inner.write_at(offset, data)  # noqa: E731
         self._calls.make(f"write_at {self._path}", act, nbytes=memoryview(data).nbytes)
@@ -131,16 +137,19 @@ class _Calls:
         release: Callable[[T], None] = lambda _: None,
     ) -> T:
         """Return what `act` returns, if it does in time; else that is released once it comes."""
-        future = self._submit(what, act)
         timeout_s = patience_s(nbytes, stall_s=self._stall_s)
+        fact = (
+            f"{what}: the storage did not answer for {timeout_s:g} s; look at its health (a "
+            "network mount may hang), then try again"
+        )
+        if (watch := Watch.here()) is not None:
+            return watch.make(act, timeout_s, fact, release)
+        future = self._submit(what, act)
         try:
             future.exception(timeout=timeout_s)  # a TimeoutError of the call's own is not raised
         except TimeoutError:
             _leave(future, release)
-            raise StorageError(
-                f"{what}: the storage did not answer for {timeout_s:g} s; look at its health (a "
-                "network mount may hang), then try again"
-            ) from None
+            raise StorageError(fact) from None
         except BaseException:
             wait((future,), timeout=GRACE_S)
             _leave(future, release)

@@ -18,6 +18,9 @@ from functools import cache
 
 from dist_ckpt.digest import Buffer
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
+from dist_ckpt.region import Span
+from dist_ckpt.storage.descriptor import Descriptor
+from dist_ckpt.storage.direct import DirectFile, DirectIO
 from dist_ckpt.storage.protocol import Entry, ReadableFile, WritableFile
 
 # One call moves at most 2 GiB on Linux, and fails above that on macOS.
@@ -45,7 +48,13 @@ _OTHERWISE = "check the disk or the network (the kernel's log may say more), the
 
 
 class LocalStorage:
-    """Keeps the `Storage` protocol on a file system. Has no state; threads may share it."""
+    """Keeps the `Storage` protocol on a file system. Threads may share it.
+
+    All it remembers is a file system's refusal of direct I/O.
+    """
+
+    def __init__(self) -> None:
+        self._direct = DirectIO()
 
     def list(self, folder: str) -> Sequence[Entry]:
         """Return the entries of a folder, sorted by name; links and devices are "other"."""
@@ -68,14 +77,21 @@ class LocalStorage:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         with _errors_of(path, FileExistsError, FileNotFoundError):
             fd = os.open(path, flags, 0o666)
+            direct = None
             try:
                 _reserve(fd, nbytes)
+                direct = self._direct.open(path, fd, nbytes)
+                if direct:
+                    # Writes beyond the end take turns in the kernel; those before it do not.
+                    os.ftruncate(fd, nbytes)
             except OSError:
+                if direct:
+                    direct.release()
                 os.close(fd)
                 with suppress(OSError):
                     os.unlink(path)
                 raise
-        return _LocalWritableFile(path, fd)
+        return _LocalWritableFile(path, fd, direct, nbytes)
 
     def open(self, path: str) -> ReadableFile:
         """Open a regular file; a link or a pipe in its place is refused without waiting."""
@@ -130,72 +146,39 @@ class LocalStorage:
                 os.close(fd)
 
 
-class _Descriptor:
-    """An open file's descriptor, which threads share; closed once nobody uses it any more.
-
-    A call that hangs in the kernel outlives the wait for it: were the descriptor closed under it,
-    it could go on with its number when that has become another file's.
-    """
-
-    def __init__(self, path: str, fd: int) -> None:
-        self.path = path
-        self._fd = fd
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._released = False
-
-    @contextmanager
-    def lend(self) -> Iterator[int]:
-        """Lend the descriptor for some calls. Raises StorageError once it was released."""
-        with self._lock:
-            if self._released:
-                raise StorageError(f"{self.path} is closed: it was given up; try again")
-            self._num_users += 1
-        try:
-            yield self._fd
-        finally:
-            with self._lock:
-                self._num_users -= 1
-                is_last = self._released and not self._num_users
-            if is_last:
-                self._close()
-
-    def release(self) -> None:
-        """Lend it no more, and have it closed: now, or by the last that uses it."""
-        with self._lock:
-            is_last = not self._released and not self._num_users
-            self._released = True
-        if is_last:
-            self._close()
-
-    def take(self) -> int:
-        """Hand it over to the caller, who closes it. Nobody else may be using it."""
-        with self._lock:
-            if self._released:
-                raise StorageError(f"{self.path} is closed: it was given up; try again")
-            assert not self._num_users, f"{self.path} is finished while it is written"
-            self._released = True
-            return self._fd
-
-    def _close(self) -> None:
-        with suppress(OSError):
-            os.close(self._fd)
-
-
 class _LocalWritableFile:
-    def __init__(self, path: str, fd: int) -> None:
-        self._descriptor = _Descriptor(path, fd)
+    def __init__(self, path: str, fd: int, direct: DirectFile | None, nbytes: int) -> None:
+        self._descriptor = Descriptor(path, fd)
+        self._direct = direct
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._stop = 0  # of all that was written
+
+    @property
+    def alignment(self) -> int:
+        return self._direct.alignment if self._direct else 1
 
     def write_at(self, offset: int, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
         with _errors_of(self._descriptor.path), self._descriptor.lend() as fd:
-            write_all(os.pwrite, fd, memoryview(data).cast("B"), offset)
+            done = self._direct.write(view, offset) if self._direct else Span(0, 0)
+            # Never into a page that a direct write of another thread touches: those cover whole
+            # pages of what was given to them. One fsync of the file makes both kinds durable.
+            write_all(os.pwrite, fd, view[: done.start], offset)
+            write_all(os.pwrite, fd, view[done.stop :], offset + done.stop)
+        with self._lock:
+            self._stop = max(self._stop, offset + len(view))
 
     def finish(self) -> int:
         # After a failed fsync the kernel calls the lost pages clean, so that a second one
         # succeeds: whatever fails here, the descriptor is gone and the file is burnt.
         fd = self._descriptor.take()
+        if self._direct:
+            self._direct.release()
         with _errors_of(self._descriptor.path):
             try:
+                if self._direct and self._stop < self._nbytes:
+                    os.ftruncate(fd, self._stop)
                 _sync(fd)
                 nbytes = os.fstat(fd).st_size
             except OSError:
@@ -206,12 +189,14 @@ class _LocalWritableFile:
             return nbytes
 
     def discard(self) -> None:
+        if self._direct:
+            self._direct.release()
         self._descriptor.release()
 
 
 class _LocalReadableFile:
     def __init__(self, path: str, fd: int, nbytes: int) -> None:
-        self._descriptor = _Descriptor(path, fd)
+        self._descriptor = Descriptor(path, fd)
         self._nbytes = nbytes
 
     @property

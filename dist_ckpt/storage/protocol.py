@@ -26,6 +26,13 @@ class Entry:
 class WritableFile(Protocol):
     """A file that is being written; threads may write different places at once."""
 
+    @property
+    def alignment(self) -> int:
+        """How memory that is written fast lies: its address is the offset in the file, modulo this.
+
+        1 where it does not matter, as everything is written that is given.
+        """
+
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of `data`, or raise StorageError."""
 

@@ -144,6 +144,10 @@ class _RecordedFile:
         self._client = client
         self._number = number
 
+    @property
+    def alignment(self) -> int:
+        return self._inner.alignment
+
     def write_at(self, offset: int, data: Buffer) -> None:
         content = bytes(data)
         operation = Operation(

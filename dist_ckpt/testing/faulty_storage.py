@@ -86,6 +86,10 @@ class _FaultyWritableFile:
         self._path = path
         self._inner = inner
 
+    @property
+    def alignment(self) -> int:
+        return self._inner.alignment
+
     def write_at(self, offset: int, data: Buffer) -> None:
         self._storage.call(f"write_at {self._path}", lambda: self._inner.write_at(offset, data))
 

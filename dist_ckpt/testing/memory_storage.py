@@ -27,9 +27,19 @@ class _Node:
 
 
 class MemoryStorage:
-    """Keeps the `Storage` protocol in memory; begins with `tree`. Threads may share it."""
+    """Keeps the `Storage` protocol in memory; begins with `tree`. Threads may share it.
 
-    def __init__(self, tree: Tree | None = None, *, clock: Callable[[], float] = time.time) -> None:
+    `alignment` is what its files say of theirs.
+    """
+
+    def __init__(
+        self,
+        tree: Tree | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        alignment: int = 1,
+    ) -> None:
+        self.alignment = alignment
         self._clock = clock
         self._lock = threading.RLock()
         self._nodes = {"/": _Node(None, clock())}
@@ -140,6 +150,10 @@ class _MemoryWritableFile:
         self._storage = storage
         self._path = path
         self._node: _Node | None = node
+
+    @property
+    def alignment(self) -> int:
+        return self._storage.alignment
 
     def write_at(self, offset: int, data: Buffer) -> None:
         if self._node is None:

@@ -8,15 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dist_ckpt.collective import Bodies, distinct, name_of
+from dist_ckpt.channel import FalloutError
+from dist_ckpt.collective import NAME_NBYTES, Bodies, Transfer, distinct, name_of
 from dist_ckpt.config import Config
 from dist_ckpt.errors import RankError
 from dist_ckpt.store_channel import StoreChannel
+from dist_ckpt.tally import Tally
 
 T = TypeVar("T")
 
 # Shorter than in a job, but no busy machine stops a rank for so long.
 TEST_CONFIG = Config(silence_s=5.0, arrive_s=20.0, warn_s=10.0, appear_s=5.0)
+
+# No rank that is alive takes longer to send or take bytes.
+MAX_TRANSFER_S = 60.0
 
 # A TCPStore resets the connection of who sends more.
 MAX_VALUE_NBYTES = 8 << 20
@@ -68,9 +73,18 @@ class ThreadChannel(StoreChannel):
     """The channel of a rank that is a thread: the real one, over a store in memory."""
 
     def __init__(
-        self, store: ThreadStore, rank: int, world_size: int, config: Config = TEST_CONFIG
+        self,
+        store: ThreadStore,
+        rank: int,
+        world_size: int,
+        config: Config = TEST_CONFIG,
+        host: str | None = None,
     ) -> None:
-        super().__init__(store, rank, world_size, host=f"thread-{rank}", config=config)
+        super().__init__(store, rank, world_size, host=host or f"thread-{rank}", config=config)
+
+
+# Bytes from one rank to another: epoch, sender, receiver, tag.
+_Way = tuple[int, int, int, int]
 
 
 class Meeting:
@@ -82,6 +96,9 @@ class Meeting:
         self._lock = threading.Lock()
         self._barriers: dict[int, threading.Barrier] = {}
         self._given: dict[int, bytes] = {}
+        self._changed = threading.Condition()
+        self._sent: dict[_Way, bytes] = {}
+        self._broken: set[int] = set()
 
     def gather(self, epoch: int, rank: int, body: bytes) -> list[bytes]:
         """Return what all ranks give; RankError if one does not come in time."""
@@ -96,6 +113,43 @@ class Meeting:
             raise RankError("the thread ranks did not all meet; look for one that failed") from None
         return bodies
 
+    def give(self, way: _Way, data: bytes) -> None:
+        """Let the rank at the other end of a way take bytes."""
+        with self._changed:
+            self._sent[way] = data
+            self._changed.notify_all()
+
+    def take(self, way: _Way) -> bytes:
+        """Return the bytes that were given for a way; FalloutError if the epoch is broken."""
+        with self._changed:
+            self._wait(way, lambda: way in self._sent)
+            data = self._sent.pop(way)
+            self._changed.notify_all()
+            return data
+
+    def wait_until_taken(self, way: _Way) -> None:
+        """Wait until bytes that were given are taken; FalloutError if the epoch is broken."""
+        with self._changed:
+            self._wait(way, lambda: way not in self._sent)
+
+    def break_off(self, epoch: int) -> None:
+        """Let all waiting of an epoch fail."""
+        with self._changed:
+            self._broken.add(epoch)
+            self._changed.notify_all()
+
+    def _wait(self, way: _Way, condition: Callable[[], bool]) -> None:
+        is_in_time = self._changed.wait_for(
+            lambda: way[0] in self._broken or condition(), MAX_TRANSFER_S
+        )
+        if way[0] in self._broken or not is_in_time:
+            raise FalloutError("the thread ranks' connections were broken off")
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    wait: Callable[[], None]
+
 
 class ThreadCollective:
     """The collectives of a rank that is a thread."""
@@ -104,6 +158,7 @@ class ThreadCollective:
         self.rank = rank
         self.world_size = meeting.world_size
         self.epoch = 0
+        self.calls = Tally()
         self._meeting = meeting
 
     def renew(self, epoch: int) -> None:
@@ -117,11 +172,35 @@ class ThreadCollective:
         """See `Collective.all_gather_distinct`."""
         bodies = self._gather(body)
         ranks = distinct([name_of(body) for body in bodies])
+        is_sender = ranks[name_of(body)][0] == self.rank
+        self.calls = self.calls.plus(NAME_NBYTES + (len(body) if is_sender else 0))
         return tuple((bodies[who[0]], who) for who in ranks.values())
 
     def broadcast(self, data: bytes | None) -> bytes:
         """See `Collective.broadcast`."""
-        return self._gather(data or b"")[0]
+        received = self._gather(data or b"")[0]
+        self.calls = self.calls.plus(len(received) if self.rank == 0 else 0)
+        return received
+
+    def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
+        """See `Collective.send`."""
+        way = (self.epoch, self.rank, rank, tag)
+        self._meeting.give(way, bytes(data))
+        return _Transfer(lambda: self._meeting.wait_until_taken(way))
+
+    def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
+        """See `Collective.receive`."""
+        way = (self.epoch, rank, self.rank, tag)
+
+        def take() -> None:
+            data[:] = self._meeting.take(way)
+
+        return _Transfer(take)
+
+    def break_off(self) -> None:
+        """See `Collective.break_off`."""
+        self._meeting.break_off(self.epoch)
+        self.epoch += 1
 
     def _gather(self, body: bytes) -> list[bytes]:
         try:
@@ -145,8 +224,11 @@ def try_ranks(
     *,
     config: Config = TEST_CONFIG,
     timeout_s: float = 60.0,
+    hosts: Sequence[str] | None = None,
 ) -> list[Outcome[T]]:
     """Run a function on every rank, each in a thread, and return what each came to.
+
+    `hosts` are the names of the ranks' hosts; without them each has a host of its own.
 
     A rank's channel is closed when its function ends, as at the end of a process. Raises
     TimeoutError, naming the ranks, if some have not ended after `timeout_s`.
@@ -155,7 +237,7 @@ def try_ranks(
     outcomes: list[Outcome[T] | None] = [None] * world_size
 
     def run(rank: int) -> None:
-        channel = ThreadChannel(store, rank, world_size, config)
+        channel = ThreadChannel(store, rank, world_size, config, hosts[rank] if hosts else None)
         try:
             value = function(rank, channel, ThreadCollective(meeting, rank))
             outcomes[rank] = Outcome(value, None)

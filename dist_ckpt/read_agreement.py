@@ -1,0 +1,128 @@
+"""What the ranks of a load share when they read: agreed in one exchange."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+
+from dist_ckpt.channel import Doc
+from dist_ckpt.collective import Collective
+from dist_ckpt.errors import ranks_text
+from dist_ckpt.host_links import HostLinks
+from dist_ckpt.open_files import OpenFiles
+from dist_ckpt.read_sharing import Unit, Wants, decode, encode, partners_of, units_of
+from dist_ckpt.session import Session
+from dist_ckpt.shared_work import arena_nbytes
+
+_log = logging.getLogger("dist_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The units that this rank has in common with others, by file, and how it reaches them.
+
+    `links` lead to the ranks of its host. They are None where none can be made; such a rank
+    shares nothing.
+    """
+
+    units: Mapping[int, tuple[Unit, ...]]
+    links: HostLinks | None
+    collective: Collective
+
+    @property
+    def partners(self) -> list[int]:
+        """The ranks of this host with which there are units in common."""
+        if self.links is None:
+            return []
+        return partners_of(self.links.rank, (u for units in self.units.values() for u in units))
+
+    def give_up(self) -> None:
+        """Let no other rank go on waiting for this one: it has met an error. Never raises."""
+        if self.links is not None:
+            self.links.close()
+        if any(len(unit.hosts) > 1 for units in self.units.values() for unit in units):
+            self.collective.break_off()
+
+
+class Agreeing:
+    """One rank's side of the agreement; `stack` gets what is to be closed after the load."""
+
+    def __init__(
+        self, ranks: Session, files: OpenFiles, *, between_hosts: bool, stack: ExitStack
+    ) -> None:
+        self._ranks = ranks
+        self._files = files
+        self._between_hosts = between_hosts
+        self._stack = stack
+        self._links: HostLinks | None = None
+        self._wants: dict[int, Wants] = {}
+
+    def agree(self, meeting: str, wants: Wants) -> Agreement:
+        """Tell all ranks what this one wants, and link the ranks of each host. Collective.
+
+        `meeting` is a name that this load alone has. Ranks that turn out not to be on one machine,
+        though their hosts have one name, are taken to be on hosts of their own.
+        """
+        answer = self._ranks.channel.exchange(
+            "share", lambda: self._meet(meeting, wants), self._judge
+        )
+        unlinked, apart = answer
+        for rank in unlinked:
+            del self._wants[rank]
+        for rank in apart:
+            want = self._wants[rank]
+            self._wants[rank] = replace(want, host=f"{want.host} ({rank})")
+        return self._agreement()
+
+    def _meet(self, meeting: str, wants: Wants) -> Doc:
+        ranks = self._ranks
+        with suppress(OSError):
+            self._links = HostLinks(
+                meeting,
+                ranks.channel.rank,
+                arena_nbytes=arena_nbytes(self._files, between_hosts=self._between_hosts),
+                timeout_s=ranks.config.silence_s,
+            )
+            self._stack.callback(self._links.close)
+        # Here all listen. Who fails before leaves the others waiting until gloo's deadline.
+        bodies = ranks.bulk().all_gather_distinct(encode(wants))
+        self._wants = {rank: decode(body) for body, who in bodies for rank in who}
+        if self._links is None:
+            return None
+        return self._links.connect(self._agreement().partners)
+
+    def _judge(self, payloads: Sequence[Doc]) -> Doc:
+        unlinked = {rank for rank, missed in enumerate(payloads) if missed is None}
+        hosts = {
+            self._wants[rank].host for missed in payloads for rank in {*(missed or ())} - unlinked
+        }
+        apart = [rank for rank in range(len(payloads)) if self._wants[rank].host in hosts]
+        if alone := {*unlinked, *apart}:
+            _log.warning(
+                "%s cannot share memory with the ranks of the same host name: what several of "
+                "them want is fetched more than once",
+                ranks_text(alone),
+            )
+        return [sorted(unlinked), [rank for rank in apart if rank not in unlinked]]
+
+    def _agreement(self) -> Agreement:
+        return Agreement(self._units(), self._links, self._ranks.bulk())
+
+    def _units(self) -> dict[int, tuple[Unit, ...]]:
+        """Return the units that this rank shares, as far as it is known who can."""
+        own = self._ranks.channel.rank
+        if own not in self._wants:
+            return {}
+        by_file: dict[int, dict[int, Wants]] = {file: {} for file in self._wants[own].runs}
+        for rank, want in sorted(self._wants.items()):
+            if self._between_hosts or want.host == self._wants[own].host:
+                for file in want.runs.keys() & by_file.keys():
+                    by_file[file][rank] = want
+        found = {}
+        for file, wants in sorted(by_file.items()):
+            if len(wants) > 1:
+                units = units_of(file, self._files.files[file].block_starts, wants)
+                found[file] = tuple(u for u in units if any(own in ranks for ranks in u.hosts))
+        return found

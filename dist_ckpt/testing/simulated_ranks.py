@@ -1,0 +1,352 @@
+"""Jobs of thousands of ranks of which one is real: what the others would send is made up.
+
+The inventories are those that `state.take` makes of a transformer with AdamW under FSDP2, HSDP,
+tensor parallelism and so on; the coordinator that gets them is the real one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from dist_ckpt import commit, paths, wire
+from dist_ckpt.channel import Alone, Doc, pack, unpack
+from dist_ckpt.collective import AloneCollective, Bodies, distinct, name_of
+from dist_ckpt.coordinator import SaveRequest, SaveRun
+from dist_ckpt.envelope import Envelope, new_nonce
+from dist_ckpt.index import Node
+from dist_ckpt.mesh import layout_of
+from dist_ckpt.plan import (
+    Flattened,
+    Inventory,
+    Mesh,
+    NameList,
+    Parts,
+    Placed,
+    Placement,
+    Receipt,
+    Replicate,
+    SavePlan,
+    Shard,
+    StridedShard,
+    TensorEntry,
+    View,
+    Whole,
+)
+from dist_ckpt.receipts import sizes_of
+from dist_ckpt.region import Shape
+from dist_ckpt.save_planner import stored_nbytes
+from dist_ckpt.session import Session
+from dist_ckpt.storage import Entry
+from dist_ckpt.testing.memory_storage import MemoryStorage
+
+# Llama 3.1 405B: 126 layers of 9 parameters and 3 more; heads on either side are left out.
+_LAYER: Mapping[str, Shape] = {
+    "attention.wq.weight": (16384, 16384),
+    "attention.wk.weight": (1024, 16384),
+    "attention.wv.weight": (1024, 16384),
+    "attention.wo.weight": (16384, 16384),
+    "feed_forward.w1.weight": (53248, 16384),
+    "feed_forward.w3.weight": (53248, 16384),
+    "feed_forward.w2.weight": (16384, 53248),
+    "attention_norm.weight": (16384,),
+    "ffn_norm.weight": (16384,),
+}
+_CUT_BY_COLUMNS = ("wo.weight", "w2.weight")
+
+# The view of a parameter, given its name and shape; its moments lie as it does.
+Place = Callable[[str, Shape], View]
+
+
+def parameters(count: int) -> dict[str, Shape]:
+    """Return the names and shapes of so many parameters of a large transformer."""
+    found: dict[str, Shape] = {"tok_embeddings.weight": (128256, 16384)}
+    while len(found) < count:
+        layer = (len(found) - 1) // len(_LAYER)
+        for name in list(_LAYER)[: count - len(found)]:
+            found[f"layers.{layer}.{name}"] = _LAYER[name]
+    return found
+
+
+def training_state(shapes: Mapping[str, Shape], place: Place) -> Inventory:
+    """Return what a rank says of {"model": ..., "optim": AdamW, "rng": dc.RNG(), "step": ...}.
+
+    That is three tensors a parameter that lie as `place` says, and one that every rank has.
+    """
+    views: dict[View, int] = {}
+    model: list[TensorEntry] = []
+    optim: list[TensorEntry] = []
+    for name, shape in shapes.items():
+        view = views.setdefault(place(name, shape), len(views))
+        model.append(TensorEntry(f"model.{name}", "float32", shape, view, 0))
+    whole = views.setdefault(Whole(), len(views))
+    for (name, shape), entry in zip(shapes.items(), model, strict=True):
+        fqn = f"optim.state.{name}"
+        optim += (
+            TensorEntry(f"{fqn}.step", "float32", (), whole, 1),
+            TensorEntry(f"{fqn}.exp_avg", "float32", shape, entry.view, 1),
+            TensorEntry(f"{fqn}.exp_avg_sq", "float32", shape, entry.view, 1),
+        )
+    nodes = {
+        "": ("model", "optim", "rng", "step"),
+        "model": tuple(shapes),
+        "optim": ("state", "param_groups"),
+        "optim.state": tuple(shapes),
+        **{f"optim.state.{name}": ("step", "exp_avg", "exp_avg_sq") for name in shapes},
+    }
+    meshes = [view.mesh for view in views if isinstance(view, Placed)]
+    return Inventory(
+        mesh=tuple(zip(meshes[0].names, meshes[0].shape, strict=True)) if meshes else (),
+        components=("model", "optim"),
+        views=tuple(views),
+        tensors=(*model, *optim),
+        aliases=(),
+        values=("optim.param_groups.0", "step"),
+        per_rank=(("rng", None),),
+        tree=(
+            *(Node(fqn, "dict", keys) for fqn, keys in nodes.items()),
+            Node("optim.param_groups", "list", (0,)),
+        ),
+        name_lists=(NameList("optim.param_groups.0.params", tuple(shapes)),),
+        numpy=(),
+    )
+
+
+# --- jobs ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The inventories of all ranks, packed, each with the ranks that send it."""
+
+    world_size: int
+    bodies: Bodies
+
+
+def alike(world_size: int, inventory: Inventory) -> Job:
+    """Return the job of which all ranks say the same."""
+    return Job(world_size, ((wire.pack(inventory), tuple(range(world_size))),))
+
+
+def each(world_size: int, inventory_of: Callable[[int], Inventory]) -> Job:
+    """Return the job of which each rank says something else, as far as it is something else."""
+    bodies = [wire.pack(inventory_of(rank)) for rank in range(world_size)]
+    ranks = distinct([name_of(body) for body in bodies])
+    return Job(world_size, tuple((bodies[who[0]], who) for who in ranks.values()))
+
+
+def on_mesh(names: str, shape: Shape, first: int = 0) -> Mesh:
+    """Return a mesh of consecutive ranks."""
+    return Mesh(tuple(names.split()), shape, tuple(range(first, first + prod(shape))))
+
+
+def fsdp(world_size: int, count: int) -> Job:
+    """FSDP2: every tensor is cut along dimension 0 over all ranks."""
+    view = Placed(on_mesh("dp", (world_size,)), (Shard(0),))
+    return alike(world_size, training_state(parameters(count), lambda *_: view))
+
+
+def hsdp(world_size: int, count: int) -> Job:
+    """HSDP: replicas of groups of up to 256 ranks that cut every tensor."""
+    group = min(256, world_size // 2)
+    view = Placed(on_mesh("rep dp", (world_size // group, group)), (Replicate(), Shard(0)))
+    return alike(world_size, training_state(parameters(count), lambda *_: view))
+
+
+def fsdp_tp(world_size: int, count: int, tp: int = 8) -> Job:
+    """FSDP2 over tensor parallelism: a mesh of two dimensions, with strided shards."""
+    mesh = on_mesh("dp tp", (world_size // tp, tp))
+    return alike(world_size, training_state(parameters(count), _over_tp(mesh)))
+
+
+def _over_tp(mesh: Mesh) -> Place:
+    @cache
+    def view(placements: tuple[Placement, ...]) -> View:
+        return Placed(mesh, placements)
+
+    def place(name: str, shape: Shape) -> View:
+        if len(shape) == 1:
+            return view((Shard(0), Replicate()))
+        if name.endswith(_CUT_BY_COLUMNS):
+            return view((Shard(0), Shard(1)))
+        return view((StridedShard(0, mesh.shape[1]), Shard(0)))
+
+    return place
+
+
+def pipeline(world_size: int, count: int, stages: int = 16) -> Job:
+    """FSDP2 over tensor and pipeline parallelism: each stage has its own layers."""
+    size = world_size // stages
+    shapes = list(parameters(count).items())
+    bodies = []
+    for stage in range(stages):
+        mesh = on_mesh("dp tp", (size // 8, 8), stage * size)
+        inventory = training_state(dict(shapes[stage::stages]), _over_tp(mesh))
+        bodies.append((wire.pack(inventory), mesh.ranks))
+    return Job(world_size, tuple(bodies))
+
+
+def replicated(world_size: int, count: int) -> Job:
+    """DDP: every rank has everything."""
+    return alike(world_size, training_state(parameters(count), lambda *_: Whole()))
+
+
+def zero(world_size: int, count: int) -> Job:
+    """ZeRO: every tensor's elements are cut evenly, in row-major order."""
+    view = Flattened(on_mesh("dp", (world_size,)))
+    return alike(world_size, training_state(parameters(count), lambda *_: view))
+
+
+def parts(world_size: int, count: int, *, flat: bool) -> Job:
+    """LocalShard or FlatShard: every rank names the parts that it holds, no two the same."""
+    shapes = parameters(count)
+    mesh = on_mesh("dp", (world_size,))
+    cuts = {
+        shape: layout_of(Flattened(mesh) if flat else Placed(mesh, (Shard(0),)), shape)
+        for shape in set(shapes.values())
+    }
+
+    def inventory_of(rank: int) -> Inventory:
+        views = {
+            shape: Parts((layout.cell(rank),) if rank < layout.cut.num_cells else ())
+            for shape, layout in cuts.items()
+        }
+        return training_state(shapes, lambda _, shape: views[shape])
+
+    return each(world_size, inventory_of)
+
+
+# --- the coordinator's surroundings ----------------------------------------------------------
+
+
+class SimulatedChannel(Alone):
+    """The channel of rank 0; what the other ranks put into a phase is given beforehand.
+
+    `seconds` is the CPU time of rank 0 in each phase: its work, decoding what all sent, deciding,
+    encoding the answer. `nbytes` is what the largest of all envelopes had.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.world_size = world_size
+        self.others: dict[str, Sequence[Doc]] = {}
+        self.seconds: dict[str, float] = {}
+        self.nbytes: dict[str, int] = {}
+        self._what = ""
+
+    def enter(self, what: str) -> None:
+        """See `Channel.enter`."""
+        self._what = what
+        self.seconds, self.nbytes = {}, {}
+
+    def exchange(
+        self, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
+    ) -> Doc:
+        """See `Channel.exchange`. Ranks of which nothing is given put what rank 0 puts."""
+        given = [self._envelope(doc) for doc in self.others.get(phase, ())]
+        start = time.process_time()
+        own = self._envelope(work())
+        envelopes = [own, *(given or [own] * (self.world_size - 1))]
+        answer = pack(decide([unpack(Envelope.decode(data).body) for data in envelopes]))
+        self.seconds[phase] = time.process_time() - start
+        self.nbytes[phase] = max(map(len, envelopes))
+        self.exchanges = self.exchanges.plus(len(answer))
+        return unpack(answer)
+
+    def _envelope(self, doc: Doc) -> bytes:
+        return Envelope(self._what, "0" * 16, new_nonce(), pack(doc), None).encode()
+
+
+class SimulatedCollective(AloneCollective):
+    """The collectives of rank 0 of a job."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.world_size = job.world_size
+        self._job = job
+
+    def all_gather_distinct(self, body: bytes) -> Bodies:
+        """See `Collective.all_gather_distinct`; tells the ranks apart as the real ones do."""
+        self.calls = self.calls.plus(len(body))
+        names = [b""] * self.world_size
+        for sent, ranks in self._job.bodies:
+            name = name_of(sent)
+            for rank in ranks:
+                names[rank] = name
+        bodies = {who[0]: sent for sent, who in self._job.bodies}
+        return tuple((bodies[who[0]], who) for who in distinct(names).values())
+
+
+class ListedStorage(MemoryStorage):
+    """A storage that lists, in every attempt, files that nobody has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: Mapping[str, int] = {}
+
+    def list(self, folder: str) -> Sequence[Entry]:
+        """See `Storage.list`."""
+        found = super().list(folder)
+        if paths.parse_attempt(folder.rpartition("/")[2]) is None:
+            return found
+        return [*found, *(Entry(name, "file", n, 0.0) for name, n in self.listed.items())]
+
+
+class SimulatedSave:
+    """Saves of a job into a storage in memory, as its coordinator sees them.
+
+    The session is kept, so that the second save is one with the same layout again.
+    """
+
+    path = "/checkpoint"
+
+    def __init__(self, job: Job) -> None:
+        self.storage = ListedStorage()
+        self.channel = SimulatedChannel(job.world_size)
+        self.session = Session(self.channel, SimulatedCollective(job))
+        self._own = wire.unpack(job.bodies[0][0], Inventory)
+
+    def run(self) -> SavePlan:
+        """Save once, over what was there, and return the plan."""
+        run = SaveRun(self.session)
+        request = SaveRequest(
+            storage=self.storage,
+            path=self.path,
+            step=1,
+            overwrite=True,
+            metadata="0" * 32,
+            mirrored={},
+            saved_by={},
+        )
+        with self.session.operation(f"save to {self.path}"):
+            plan, attempt = run.agree(lambda: request, lambda: self._own)
+            own, *others = receipts_of(plan)
+            self.storage.listed = sizes_of([own, *others])
+            self.channel.others["write"] = [{"receipt": wire.pack(one)} for one in others]
+            run.settle(plan, attempt, lambda: own, lambda _: {})
+        return plan
+
+    def index(self) -> bytes:
+        """Return the index of the last save."""
+        attempt, _ = commit.find(self.storage, self.path)
+        data = self.storage.tree()[f"{self.path}/{attempt}/{paths.INDEX}"]
+        assert data is not None
+        return data
+
+
+def receipts_of(plan: SavePlan) -> list[Receipt]:
+    """Return what all ranks would report, with two replica groups, but headers of one size."""
+    catalog = plan.catalog
+    digest, header_nbytes = "0123456789abcdef" * 2, 1 << 17
+    files: list[list[tuple[str, int, int, str]]] = [[] for _ in range(catalog.world_size)]
+    for (component, rank), nbytes in sorted(stored_nbytes(catalog).items()):
+        name = paths.shard_file(catalog.components[component].stem, rank)
+        files[rank].append((name, header_nbytes + nbytes, header_nbytes, digest))
+    files[0].append((paths.OBJECTS, 100_000, 0, digest))
+    for rank in sorted({rank for keys in catalog.per_rank.values() for _, rank in keys}):
+        files[rank].append((paths.objects_file(rank), 6000, 0, digest))
+    groups = tuple((f"{n:032x}", digest) for n in range(2))
+    return [Receipt(tuple(written), groups, 1.0) for written in files]
