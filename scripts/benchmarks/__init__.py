@@ -1,0 +1,1 @@
+"""What scripts/bench.py runs: contenders, scenarios, raw limits, reports."""
