@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import get_args
@@ -23,7 +23,7 @@ from dist_ckpt.open_files import OpenFiles, open_files, read_objects
 from dist_ckpt.phases import Phases
 from dist_ckpt.read_agreement import Agreeing, Agreement
 from dist_ckpt.read_sharing import Wants
-from dist_ckpt.reader import Nowhere, ReadTotals, read, reading_of
+from dist_ckpt.reader import Nowhere, Reading, ReadTotals, read, reading_of
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.saved import saved_of
 from dist_ckpt.selection import rename_of, selection_of
@@ -209,9 +209,10 @@ class _Load:
         self._stack.pop_all().close()  # what an attempt that is gone now has left open
         main = self._read_objects(index, paths.OBJECTS)
         with paused_collector():
+            self._saved = saved_of(index.catalog, main, rename=options.rename)
             self._binding = binding = bind(
                 self._template,
-                saved_of(index.catalog, main, rename=options.rename),
+                self._saved,
                 strict=options.strict,
                 selection=selection_of(options.include, options.exclude),
                 keys=found.keys,
@@ -253,7 +254,7 @@ class _Load:
         if self._shared is None:
             self._read_into(targets, verify=True)
             return
-        reading = reading_of(self._files, self._plan, targets, verify=True)
+        reading = self._reading(targets, verify=True)
         verify_shared(self._ranks, self._shared, self._files, self._plan, reading)
 
     def _allocate(self) -> None:
@@ -261,17 +262,38 @@ class _Load:
             self._targets = self._binding.allocate()
 
     def _read(self) -> ReadTotals:
-        if self._shared is None:
-            self._totals = self._read_into(self._targets, verify=self._options.verify)
-        else:
-            self._totals = self._read_shared(self._shared)
-        self._filled = tuple(wanted.fqn for wanted in self._binding.wanted if wanted.cells)
+        try:
+            if self._shared is None:
+                self._totals = self._read_into(self._targets, verify=self._options.verify)
+            else:
+                self._totals = self._read_shared(self._shared)
+        except CorruptError as error:
+            error.touched = self._names_of(error.touched)
+            raise
+        filled = {wanted.fqn for wanted in self._binding.wanted if wanted.cells}
+        self._filled = self._names_of(filled)
         self._binding.settle()
         return self._totals
 
+    def _names_of(self, fqns: Collection[str]) -> tuple[str, ...]:
+        """Return the names under which the state has some tensors of the index."""
+        found = ((name, self._saved.tensor(name)) for name in self._binding.restored)
+        return tuple(name for name, tensor in found if tensor and tensor[0] in fqns)
+
     def _read_into(self, targets: Mapping[tuple[str, int], Target], *, verify: bool) -> ReadTotals:
-        threads = self._ranks.config.threads
-        return read(self._files, self._plan, targets, verify=verify, threads=threads)
+        ranks = self._ranks
+        return read(
+            self._files,
+            self._plan,
+            targets,
+            verify=verify,
+            threads=ranks.config.threads,
+            slots=ranks.slots,
+        )
+
+    def _reading(self, targets: Mapping[tuple[str, int], Target], *, verify: bool) -> Reading:
+        slots = self._ranks.slots
+        return reading_of(self._files, self._plan, targets, verify=verify, slots=slots)
 
     def _share(self) -> None:
         """Agree on what is read once; nothing, where no block is wanted by two ranks."""
@@ -286,14 +308,13 @@ class _Load:
             self._shared = shared
 
     def _read_shared(self, shared: Agreement) -> ReadTotals:
-        verify = self._options.verify
-        reading = reading_of(self._files, self._plan, self._targets, verify=verify)
+        reading = self._reading(self._targets, verify=self._options.verify)
         try:
             return read_shared(self._ranks, shared, self._files, self._plan, reading)
         except BaseException:
             shared.give_up()
             # If the error is another rank's, who learns it does not know what is filled here.
-            self._filled = tuple(reading.touched)
+            self._filled = self._names_of(reading.touched)
             raise
 
     def _report(self, unexpected: tuple[str, ...]) -> LoadReport:

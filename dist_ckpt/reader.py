@@ -80,15 +80,22 @@ class ReadTotals:
 
 
 def read(
-    open_files: OpenFiles, plan: LoadPlan, targets: Targets, *, verify: bool, threads: int
+    open_files: OpenFiles,
+    plan: LoadPlan,
+    targets: Targets,
+    *,
+    verify: bool,
+    threads: int,
+    slots: Slots | None = None,
 ) -> ReadTotals:
     """Fill the targets, keyed by tensor and number of the wanted cell, as the plan says.
 
     Every block is read once; with `verify` its digest is checked. CorruptError names what is
     damaged by tensor, rows, rank, file and bytes, and in `touched` the tensors that may hold
-    partial data; a StorageError says the same in its message.
+    partial data; a StorageError says the same in its message. `slots` are scratch memory that
+    has been used before, which is faster than new memory.
     """
-    reading = reading_of(open_files, plan, targets, verify=verify)
+    reading = reading_of(open_files, plan, targets, verify=verify, slots=slots)
     work = (
         (file, one)
         for reads in plan.files
@@ -109,10 +116,18 @@ def nbytes_placed_by(plan: LoadPlan) -> int:
     )
 
 
-def reading_of(open_files: OpenFiles, plan: LoadPlan, targets: Targets, *, verify: bool) -> Reading:
+def reading_of(
+    open_files: OpenFiles,
+    plan: LoadPlan,
+    targets: Targets,
+    *,
+    verify: bool,
+    slots: Slots | None = None,
+) -> Reading:
     """Return a reading whose slots hold any read of these files."""
     blocks = (open_files.files[reads.file].header.block_nbytes for reads in plan.files)
-    return Reading(targets, verify=verify, slot_nbytes=max(READ_NBYTES, *blocks, 0))
+    fitting = (slots or Slots()).fitting(max(READ_NBYTES, *blocks, 0))
+    return Reading(targets, verify=verify, slots=fitting)
 
 
 def shards_of(
@@ -148,11 +163,11 @@ def _reads_of(
 class Reading:
     """One load's reading: threads bring different blocks of it to their targets."""
 
-    def __init__(self, targets: Targets, *, verify: bool, slot_nbytes: int) -> None:
+    def __init__(self, targets: Targets, *, verify: bool, slots: Slots) -> None:
         self.touched: set[str] = set()
         self.targets = targets
         self._verify = verify
-        self._slots = Slots(slot_nbytes)
+        self._slots = slots
         # What is done for small shards is all Python: threads at it would only be in each
         # other's way, at twice the cost, while the reads of the next rows run beside it.
         self._turn = Lock()

@@ -508,6 +508,27 @@ def test_the_error_lists_what_this_rank_has_filled_though_another_met_the_damage
         assert "optim.moment" in errors[1].touched  # type: ignore[attr-defined]
 
 
+def test_the_error_lists_names_as_the_state_has_them(made: Path) -> None:
+    file = made / "model-00003.safetensors"
+    header = header_of(file)
+    (first, _) = [shard for shard in header.shards if shard.fqn == "model.strided"]
+    for _ in flipped(file, [header.header_nbytes + first.span.start]):
+        states: list[dict[str, Any]] = [
+            {"net": {"strided": torch.zeros(9, 4)}},
+            {"adam": {"moment": torch.zeros(40, 8)}},
+        ]
+        errors = rank_threads.errors_of(
+            rank_threads.try_load(
+                lambda _: LocalStorage(),
+                states,
+                str(made.parent),
+                strict=False,
+                rename={"model": "net", "optim": "adam"},
+            )
+        )
+        assert errors[1].touched == ("adam.moment", "net.strided")  # type: ignore[attr-defined]
+
+
 # --- bytes that are read ---------------------------------------------------------------------
 
 ROWS, COLUMNS = 256, 64  # 256 bytes a row, 4 of them in a block of 1 KiB

@@ -125,6 +125,7 @@ class Elsewhere(LocalStorage):
     """A storage that has this rank's own folder where the others have the shared one."""
 
     def __init__(self, shared: str, own: str) -> None:
+        super().__init__()
         self._shared, self._own = shared, own
 
     def list(self, folder: str) -> Any:
