@@ -12,7 +12,7 @@ from itertools import chain
 from math import prod
 from operator import index as as_int
 from threading import Lock
-from types import EllipsisType, TracebackType
+from types import EllipsisType
 from typing import SupportsIndex
 
 from dist_ckpt import commit, objects, paths
@@ -177,12 +177,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- reading ---

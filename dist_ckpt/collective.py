@@ -123,11 +123,11 @@ class AloneCollective:
 
     def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """Never called: there is no other rank."""
-        raise NotImplementedError
+        raise AssertionError("there is no other rank")
 
     def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """Never called: there is no other rank."""
-        raise NotImplementedError
+        raise AssertionError("there is no other rank")
 
     def break_off(self) -> None:
         """Do nothing."""

@@ -277,8 +277,11 @@ class _Load:
 
     def _names_of(self, fqns: Collection[str]) -> tuple[str, ...]:
         """Return the names under which the state has some tensors of the index."""
-        found = ((name, self._saved.tensor(name)) for name in self._binding.restored)
-        return tuple(name for name, tensor in found if tensor and tensor[0] in fqns)
+        here: dict[str, list[str]] = {}
+        for name in self._binding.restored:
+            if (tensor := self._saved.tensor(name)) is not None:
+                here.setdefault(tensor[0], []).append(name)
+        return tuple(name for fqn in fqns for name in here.get(fqn, [fqn]))
 
     def _read_into(self, targets: Mapping[tuple[str, int], Target], *, verify: bool) -> ReadTotals:
         ranks = self._ranks

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from math import prod
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 from dist_ckpt import digest, objects, paths
 from dist_ckpt.block_reads import Need
@@ -95,12 +95,7 @@ class OpenFiles:
     def __enter__(self) -> OpenFiles:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

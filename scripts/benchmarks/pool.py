@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.contenders import Contender
@@ -44,12 +43,7 @@ class Pools:
     def __enter__(self) -> Pools:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for world_size in list(self._pools):
             self.end(world_size)
 
