@@ -24,7 +24,6 @@ _log = logging.getLogger("dist_ckpt")
 # With more ranks each polls less often: all of them ask one store.
 MAX_POLLS_PER_S = 20_000
 
-
 # What a wait may take longer than what it waits for: polls grow rarer with the time waited.
 OVERSHOOT = 0.15
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import get_args
@@ -86,7 +86,7 @@ def load(
     else IncompatibleError names two of them once everything is read.
     With `check_first` all blocks are verified before the first byte lands, by reading twice.
 
-    What several ranks want is fetched from storage and checked by one of them, and handed on:
+    What several ranks want is fetched from storage by one of them, checked, and handed on:
     `read_once="host"` does so among the ranks of each host, through shared memory; "job" among
     all, over the network between hosts, where that is faster than the storage; with "off" each
     rank reads all that it wants. `DIST_CKPT_HOST` renames a host.
@@ -275,7 +275,7 @@ class _Load:
         self._binding.settle()
         return self._totals
 
-    def _names_of(self, fqns: Collection[str]) -> tuple[str, ...]:
+    def _names_of(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """Return the names under which the state has some tensors of the index."""
         here: dict[str, list[str]] = {}
         for name in self._binding.restored:
