@@ -158,6 +158,9 @@ class ArraySource:
             part._within = Elements(0, cell.numel)
         return part
 
+    def address(self) -> None:
+        """Return None: a view of the bytes is at hand without it."""
+
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
         """Return the bytes `start` to `stop`: a view of the memory, or `scratch`, filled."""
         size = self._itemsize

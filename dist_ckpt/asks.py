@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.containers import PathKey, container, entries_of, join
@@ -119,12 +119,19 @@ class Asks:
         """Say whether a container with tensors was saved under a name."""
         return name not in self._split and name not in self.saved.leaves and self.has(name)
 
-    def is_tensor(self, name: str) -> bool:
-        """Say whether a name was saved as a tensor; report what else it is, or that it misses."""
-        if self.saved.tensor(name) is not None:
-            return True
-        self.misfit(name, "a tensor")
-        return False
+    def takes(self, name: str) -> bool:
+        """Ask for a tensor: say whether the name is selected and was saved as one.
+
+        What else it is, or that it misses, is reported.
+        """
+        if name not in self._selection:
+            return False
+        if self.saved.tensor(name) is None:
+            self.misfit(name, "a tensor")
+            return False
+        self.claimed.add(self.saved.leaves[name])
+        self.restored[name] = None
+        return True
 
     def misfit(self, name: str, asked: str) -> None:
         """Report that a name is missing, or is not what the state has there."""
@@ -175,9 +182,12 @@ class Asks:
             self.needs.add(self.saved.catalog.values[fqn])
         return lambda contents: self.saved.value(name, contents.values)
 
-    def check_keys(self, name: str, keys: Iterable[PathKey]) -> None:
+    def check_keys(self, name: str, keys: Collection[PathKey]) -> None:
         """Report keys of a container in the state that were saved as another class."""
-        saved = {str(key): key for key, _ in self.saved.entries.get(name, ())}
+        entries = self.saved.entries.get(name, ())
+        if {*map(type, keys), *(type(key) for key, _ in entries)} <= {str}:
+            return
+        saved = {str(key): key for key, _ in entries}
         for key in keys:
             other = saved.get(str(key), key)
             if type(other) is not type(key) and self.selected(join(name, key)):

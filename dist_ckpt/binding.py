@@ -95,6 +95,21 @@ class Binding:
             self.problems += asks.unmatched()
             self.problems += (missing_problem(self.missing),) if self.missing else ()
 
+    @property
+    def makes_memory(self) -> bool:
+        """Whether `allocate` makes tensors; else it only says where those of the state are."""
+        return self._asks.wants.makes_memory
+
+    @property
+    def places(self) -> bool:
+        """Whether `place` has anything to do."""
+        return bool(self._asks.effects)
+
+    @property
+    def loads_objects(self) -> bool:
+        """Whether `load_objects` has anything to do."""
+        return bool(self._asks.loads or self._asks.last)
+
     def check(self, files: Sequence[ObjectsFile]) -> None:
         """Take what is asked for out of `files`, those of `needs`. Changes nothing.
 
@@ -112,15 +127,15 @@ class Binding:
         return self._asks.wants.allocate()
 
     def settle(self) -> None:
-        """Fill the tensors that share memory, once all is read.
+        """Fill the tensors that share memory, once all is read, and wait for accelerators.
 
         Raises IncompatibleError if what was saved differs where they share it.
         """
         self._asks.wants.settle()
+        self._asks.wants.synchronize()
 
     def place(self) -> None:
         """Put plain values and new tensors where they belong."""
-        self._asks.wants.synchronize()
         for effect in self._asks.effects:
             effect(self._contents)
 
@@ -235,9 +250,8 @@ class _Binder:
         return put if found else None
 
     def _tensor(self, name: str, leaf: TensorLeaf) -> Get | None:
-        if not self._asks.selected(name) or not self._asks.is_tensor(name):
+        if not self._asks.takes(name):
             return None
-        self._asks.restore(name)
         value = self._asks.wants.fill(name, leaf)
         return None if value is leaf.value else lambda _: value
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from math import prod
-from typing import cast
 
-from dist_ckpt import paths
+from dist_ckpt import json_rows, paths
 from dist_ckpt.index import Catalog, Component, Json, Key, TensorRecord
 from dist_ckpt.json_fields import decode_dtype, decode_region, decode_shape, integers
+from dist_ckpt.json_rows import Rows
 from dist_ckpt.layout import Cut, Flat, Grid, Layout, Regions, check_cut
 from dist_ckpt.region import Shape
 from dist_ckpt.strict_json import array, corrupt, fields, integer, mapping, row, shown, string
@@ -92,14 +92,18 @@ def _encode_key(key: Key) -> Json:
 # --- decoding --------------------------------------------------------------------------------
 
 
-def decode_catalog(doc: Mapping[str, Json], what: str) -> Catalog:
-    """Return the catalog that these fields say; CorruptError if they are not whole."""
+def decode_catalog(doc: Mapping[str, Json], rows: Rows | None, what: str) -> Catalog:
+    """Return the catalog that these fields say; CorruptError if they are not whole.
+
+    `rows` are the tensors, if they were taken by columns.
+    """
     world_size = integer(doc["world_size"], 1, MAX_WORLD_SIZE, f"{what}, world_size")
     components = _decode_components(doc["components"], f"{what}, components")
     layouts = _decode_layouts(
         doc["layouts"], _decode_holders(doc["holders"], world_size, what), what
     )
-    tensors = _decode_tensors(doc["tensors"], layouts, len(components), what)
+    rows = rows or _gather_tensors(doc["tensors"], what)
+    tensors = _decode_tensors(rows, layouts, len(components), what)
     aliases = {
         fqn: string(target, f"{what}, aliases")
         for fqn, target in mapping(doc["aliases"], f"{what}, aliases").items()
@@ -126,7 +130,7 @@ def _check_names(tables: Sequence[Mapping[str, object]], what: str) -> None:
         for fqn in (fqn for table in tables for fqn in table):
             counts[fqn] = counts.get(fqn, 0) + 1
         raise corrupt(what, f"{max(counts, key=counts.__getitem__)!r} stands for two things")
-    if max((len(fqn) for table in tables for fqn in table), default=0) > MAX_FQN_CHARS:
+    if max(map(len, chain.from_iterable(tables)), default=0) > MAX_FQN_CHARS:
         raise corrupt(what, f"a name of more than {MAX_FQN_CHARS} characters")
 
 
@@ -224,38 +228,22 @@ def _decode_key(value: Json, what: str, depth: int) -> Key:
 
 
 # --- tensors ---------------------------------------------------------------------------------
-_ROW = (str, list, int, int, int)
+def _gather_tensors(value: Json, what: str) -> Rows:
+    entries = mapping(value, f"{what}, tensors")
+    return json_rows.gather((tuple(entries),), tuple(entries.values()))
 
 
 def _decode_tensors(
-    value: Json, layouts: Sequence[Layout], num_components: int, what: str
+    rows: Rows, layouts: Sequence[Layout], num_components: int, what: str
 ) -> dict[str, TensorRecord]:
-    entries = mapping(value, f"{what}, tensors")
-    if not _are_rows(list(entries.values())):
-        fqn, entry = next(item for item in entries.items() if not _are_rows([item[1]]))
-        raise corrupt(f"{what}, {fqn!r}", f"{shown(entry)} does not describe a tensor")
     checker = _TensorChecker(layouts, num_components)
-    # Tensors repeat: what one row has said is checked once.
-    seen: dict[tuple[object, ...], TensorRecord] = {}
-    tensors = {}
-    for fqn, entry in entries.items():
-        dtype, shape, *numbers = cast("tuple[str, list[int], int, int, int]", entry)
-        facts = (dtype, *shape, *numbers)
-        record = seen.get(facts)
-        if record is None:
-            record = seen[facts] = checker.record(entry, f"{what}, {fqn!r}")  # type: ignore[arg-type]
-        tensors[fqn] = record
-    return tensors
-
-
-def _are_rows(entries: Sequence[Json]) -> bool:
-    """Check types, column by column: to Python 1 == True == 1.0, and rows may be thousands."""
-    if not {*map(type, entries)} <= {list} or not {*map(len, entries)} <= {len(_ROW)}:  # type: ignore[arg-type]
-        return False
-    columns = list(zip(*entries, strict=True))
-    if any({*map(type, column)} != {kind} for column, kind in zip(columns, _ROW, strict=False)):
-        return False
-    return not entries or {*map(type, chain.from_iterable(columns[1]))} <= {int}
+    (fqns,) = rows.names
+    examples = dict(zip(rows.kinds, fqns, strict=True))
+    records = {
+        kind: checker.record(facts, f"{what}, {examples[kind]!r}")
+        for kind, facts in rows.facts.items()
+    }
+    return dict(zip(fqns, map(records.__getitem__, rows.kinds), strict=True))
 
 
 class _TensorChecker:
@@ -266,8 +254,8 @@ class _TensorChecker:
         self._num_components = num_components
         self._fits: set[tuple[int, Shape | int]] = set()
 
-    def record(self, entry: list[Json], what: str) -> TensorRecord:
-        code, sizes, number, turn, part = entry
+    def record(self, facts: Json, what: str) -> TensorRecord:
+        code, sizes, number, turn, part = row(facts, 5, what)
         dtype = decode_dtype(code, what)
         shape = decode_shape(sizes, dtype, what)
         layout = integer(number, 0, len(self._layouts) - 1, f"{what}, layout")

@@ -4,7 +4,8 @@ A link is a Unix socket, over which each side hands the other its arena (memory 
 `memfd_create`). To be linked proves that two ranks are on one machine, whatever their hosts are
 called; the end of a link is the news that the other is gone. A stranger, who does not know the
 meeting, is not let in, and what it hands over is not mapped. Nothing of it lies in a file system,
-so nothing is left behind, and a container's small /dev/shm does not matter.
+so nothing is left behind, and a container's small /dev/shm does not matter. Links are for one
+meeting; an arena may serve many, one after another.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import selectors
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
@@ -29,16 +31,34 @@ _HELLO = struct.Struct("<q32s")
 _CREDENTIALS = struct.Struct("3i")
 
 
+class Arena:
+    """Memory that other ranks can be given. It has no name, and goes when nobody has it any more.
+
+    All of it is there from the start, for a page that is lacking later is a SIGBUS. OSError if
+    this system has no such memory, or too little.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError(errno.ENOTSUP, "this system has no shared memory without a name")
+        self.fd = os.memfd_create("dist_ckpt", os.MFD_CLOEXEC)
+        close = weakref.finalize(self, os.close, self.fd)
+        try:
+            os.posix_fallocate(self.fd, 0, nbytes)
+            self.memory = _mapped(self.fd)
+        except BaseException:
+            close()
+            raise
+
+
 class HostLinks:
     """One rank's links to others on its host. Threads may send; one thread does all the rest.
 
-    It listens from the start: once all ranks have got here, each calls `connect`, and when all
-    have done that, `accept`. OSError if this system gives it no such socket or no memory.
+    It listens from the start: once all ranks have got here, each calls `offer` and `connect`, and
+    when all have done that, `accept`. OSError if this system gives it no such socket.
     """
 
-    def __init__(self, meeting: str, rank: int, *, arena_nbytes: int, timeout_s: float) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOTSUP, "this system has no shared memory without a name")
+    def __init__(self, meeting: str, rank: int, *, timeout_s: float) -> None:
         self._meeting = meeting
         self.rank = rank
         self._timeout_s = timeout_s
@@ -47,16 +67,18 @@ class HostLinks:
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, rank)
-        self._fd = -1
+        self._offered: Arena
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._server.bind(self._address(rank))
             self._server.listen(socket.SOMAXCONN)
-            self._fd = _memory(arena_nbytes)
-            self.arena = memoryview(mmap.mmap(self._fd, arena_nbytes))
         except BaseException:
             self.close()
             raise
+
+    def offer(self, arena: Arena) -> None:
+        """Give every rank that is linked from now on this memory."""
+        self._offered = arena
 
     def connect(self, ranks: Iterable[int]) -> list[int]:
         """Begin links to those of these ranks that are lower; return the ones out of reach."""
@@ -95,8 +117,8 @@ class HostLinks:
         return tuple(self._sockets)
 
     def arena_of(self, rank: int) -> memoryview:
-        """Return the memory of another rank, from which a message of it was received."""
-        return self._arenas[rank]
+        """Return the memory of a rank: this one, or another, which a message has come from."""
+        return self._offered.memory if rank == self.rank else self._arenas[rank]
 
     def send(self, rank: int, message: bytes) -> None:
         """Send a message; what goes to a rank that is gone is lost."""
@@ -117,7 +139,7 @@ class HostLinks:
             self._waker.send(b"!")
 
     def close(self) -> None:
-        """Close all links. Never raises. The memory goes when nobody has it any more."""
+        """Close all links. Never raises. What memory they brought is still there for its users."""
         self._selector.close()
         for link in self._sockets.values():
             # A child that was forked meanwhile has the link as well: closing it would not end it.
@@ -125,9 +147,6 @@ class HostLinks:
                 link.shutdown(socket.SHUT_RDWR)
         for one in (self._server, self._waker, self._woken, *self._sockets.values()):
             one.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
         self._arenas.clear()
 
     def _address(self, rank: int) -> str:
@@ -155,7 +174,7 @@ class HostLinks:
 
     def _say_hello(self, link: socket.socket) -> None:
         hello = _HELLO.pack(self.rank, self._meeting.encode())
-        socket.send_fds(link, [hello], [self._fd])
+        socket.send_fds(link, [hello], [self._offered.fd])
 
     def _greet(self, link: socket.socket) -> int | None:
         """Take the arena of the rank that has connected; None if it is a stranger."""
@@ -181,9 +200,7 @@ class HostLinks:
             )
         (fd,) = fds
         try:
-            # Writable, though nobody writes: else Python copies out of it under its lock.
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            self._arenas[rank] = memoryview(mmap.mmap(fd, 0, flags=flags))
+            self._arenas[rank] = _mapped(fd)
         finally:
             os.close(fd)
 
@@ -202,15 +219,10 @@ class HostLinks:
             yield rank, None
 
 
-def _memory(nbytes: int) -> int:
-    """Return a file of memory. It is reserved, for a page that is lacking later is a SIGBUS."""
-    fd = os.memfd_create("dist_ckpt", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+def _mapped(fd: int) -> memoryview:
+    # Writable, also where nobody writes: else Python copies out of it under its lock.
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    return memoryview(mmap.mmap(fd, 0, flags=flags))
 
 
 def _is_own_user(link: socket.socket) -> bool:

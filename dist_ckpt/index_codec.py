@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import lcm, prod
 
-from dist_ckpt import objects, paths, strict_json
+from dist_ckpt import json_rows, objects, paths, strict_json
 from dist_ckpt.catalog_codec import CATALOG_FIELDS, decode_catalog, encode_catalog
 from dist_ckpt.collector import paused_collector
 from dist_ckpt.digest import document_digest
@@ -24,8 +24,10 @@ from dist_ckpt.index import (
     Json,
     ObjectsFileRecord,
     ShardFileRecord,
+    TensorRecord,
 )
 from dist_ckpt.json_fields import VERSION, check_version
+from dist_ckpt.json_rows import Rows, Table
 from dist_ckpt.layout import MAX_NBYTES
 from dist_ckpt.strict_json import array, corrupt, fields, integer, mapping, row, shown, string
 
@@ -42,6 +44,9 @@ _END_NBYTES = 46
 _INDEX_FIELDS = (
     *("format", "state", "attempt", "step", *CATALOG_FIELDS),
     *("files", "objects", "metadata", "saved_by", "saved_at", "digest"),
+)
+_TENSORS = Table(
+    *("tensors", ',"tensors":{', ("},", '"aliases":')), start='"', between='":["', num_names=1
 )
 _ABANDONED_FIELDS = ("format", "state", "attempt", "by", "reason", "digest")
 
@@ -112,7 +117,8 @@ def decode(data: bytes, *, what: str = paths.INDEX) -> Index | Abandoned:
     # explain why the end looks different.
     if end and document_digest(memoryview(data)[:-_END_NBYTES]) != end[1].decode("ascii"):
         raise corrupt(what, "its digest is wrong, so it is damaged")
-    doc = mapping(strict_json.parse(data, what, rows="tensors"), what)
+    parsed, rows = json_rows.parse(data, _TENSORS, what)
+    doc = mapping(parsed, what)
     check_version(doc, what)
     if not end:
         raise corrupt(what, "it does not end with its digest")
@@ -123,12 +129,12 @@ def decode(data: bytes, *, what: str = paths.INDEX) -> Index | Abandoned:
     if state != "committed":
         raise corrupt(what, f"state {shown(state)} is neither committed nor abandoned")
     values = fields(doc, _INDEX_FIELDS, what)
-    return _decode_index(dict(zip(_INDEX_FIELDS, values, strict=True)), what)
+    return _decode_index(dict(zip(_INDEX_FIELDS, values, strict=True)), rows, what)
 
 
-def _decode_index(doc: Mapping[str, Json], what: str) -> Index:
+def _decode_index(doc: Mapping[str, Json], rows: Rows | None, what: str) -> Index:
     step, saved_at = doc["step"], doc["saved_at"]
-    catalog = decode_catalog(doc, what)
+    catalog = decode_catalog(doc, rows, what)
     index = Index(
         attempt=_attempt(doc["attempt"], what),
         step=None if step is None else integer(step, 0, MAX_STEP, f"{what}, step"),
@@ -210,11 +216,17 @@ def _check_shard_files(index: Index, what: str) -> None:
     stored = [0] * len(catalog.components)
     for file in index.files:
         stored[file.component] += file.nbytes - file.header_nbytes
-    # Tensors that are alike share a record.
-    for tensor, count in Counter(catalog.tensors.values()).items():
+    alike = _alike(catalog)
+    for number, count in Counter(map(id, catalog.tensors.values())).items():
+        tensor = alike[number]
         stored[tensor.component] -= count * prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
     if any(stored):
         raise corrupt(what, f"its files are {max(stored, key=abs)} bytes too large for its tensors")
+
+
+def _alike(catalog: Catalog) -> dict[int, TensorRecord]:
+    """Return the records by identity: tensors that are alike share one, and hashing takes long."""
+    return {id(tensor): tensor for tensor in catalog.tensors.values()}
 
 
 def _files_of(catalog: Catalog, num_files: int, what: str) -> set[tuple[int, int]]:
@@ -223,7 +235,7 @@ def _files_of(catalog: Catalog, num_files: int, what: str) -> set[tuple[int, int
     # Which holders store depends on the rotation only up to where all lists of holders repeat.
     periods = [lcm(*{len(ranks) for ranks in layout.holders}) for layout in catalog.layouts]
     turns: set[tuple[int, int, int]] = set()
-    for tensor in set(catalog.tensors.values()):
+    for tensor in _alike(catalog).values():
         turns.add((tensor.component, tensor.layout, tensor.rotation % periods[tensor.layout]))
     num_lookups = 0
     for component, layout, rotation in turns:

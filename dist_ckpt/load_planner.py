@@ -26,6 +26,7 @@ _Candidates = Callable[[Region], Iterable[int]]
 def problems_of(catalog: Catalog, wanted: Iterable[Wanted]) -> tuple[str, ...]:
     """Return why the wanted tensors cannot be loaded: names, shapes, dtypes, cells; all of them."""
     problems = []
+    fitting: set[tuple[tuple[Cell, ...], Shape]] = set()
     for want in wanted:
         record = catalog.tensors.get(catalog.aliases.get(want.fqn, want.fqn))
         if record is None:
@@ -41,12 +42,21 @@ def problems_of(catalog: Catalog, wanted: Iterable[Wanted]) -> tuple[str, ...]:
                 f"{want.fqn}: saved with shape {list(record.shape)}, wanted with {list(want.shape)}"
             )
             continue
-        for cell in want.cells:
-            try:
-                check_cell(cell, record.shape)
-            except ValueError as error:
-                problems.append(f"{want.fqn}: {error} is wanted")
+        if (want.cells, record.shape) in fitting:
+            continue
+        wrong = tuple(_wrong_cells(want.cells, record.shape))
+        problems += [f"{want.fqn}: {what} is wanted" for what in wrong]
+        if not wrong:
+            fitting.add((want.cells, record.shape))
     return tuple(problems)
+
+
+def _wrong_cells(cells: Iterable[Cell], shape: Shape) -> Iterator[str]:
+    for cell in cells:
+        try:
+            check_cell(cell, shape)
+        except ValueError as error:
+            yield str(error)
 
 
 def plan_load(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
@@ -65,12 +75,13 @@ def plan_load(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
         record = catalog.tensors[tensor]
         layout = catalog.layouts[record.layout]
         key = record.layout, record.shape, want.cells
-        if key not in known:
+        matches = known.get(key)
+        if matches is None:
             if key[:2] not in candidates:
                 candidates[key[:2]] = _candidates(layout.cut, record.shape)
-            matches = _matches(layout.cut, record.shape, want.cells, candidates[key[:2]])
-            known[key] = tuple(matches)
-        for number, match in known[key]:
+            found = _matches(layout.cut, record.shape, want.cells, candidates[key[:2]])
+            matches = known[key] = tuple(found)
+        for number, match in matches:
             holder = layout.holder(number, record.rotation)
             file = files.get((record.component, holder))
             if file is None:

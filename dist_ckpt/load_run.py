@@ -1,7 +1,8 @@
-"""A load as a sequence of exchanges: open, check, then read, place and load objects.
+"""A load as a sequence of exchanges: open, check, then prepare, read, place and load objects.
 
 Until every rank has passed the check nothing that the caller holds is touched; afterwards each
-step begins only when the one before has succeeded everywhere.
+step begins only when the one before has succeeded everywhere. A step in which no rank has anything
+to do is left out: in the check all ranks learn which.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from dist_ckpt.attempts import is_there, while_it_is_there
 from dist_ckpt.channel import Doc
 from dist_ckpt.coordinator import check_alike
 from dist_ckpt.errors import IncompatibleError, NotFoundError, StorageError, listed, ranks_text
-from dist_ckpt.index import Catalog, Index, Key
+from dist_ckpt.index import Index, Key
 from dist_ckpt.paths import Attempt
+from dist_ckpt.read_sharing import Wants, decode, want_the_same
 from dist_ckpt.reader import ReadTotals
 from dist_ckpt.session import Session
 from dist_ckpt.storage import Storage
 
 # Where what several ranks want is fetched from storage once: on each host, or in the whole job.
 ReadOnce = Literal["host", "job", "off"]
+
+# What the coordinator takes from all ranks, or hands to all of them, in an exchange; more than
+# that comes by a bulk collective, whose cost does not grow with the ranks.
+MAX_SPREAD_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +60,30 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one rank's check found: what is wrong, and the saved names that it does not ask for."""
+    """What one rank's check found: what is wrong, and the saved names that it does not ask for.
+
+    `steps` are those that it has something to do in. `wants` say what it reads, as a message; ""
+    if the ranks can share nothing.
+    """
 
     problems: tuple[str, ...]
     unclaimed: tuple[str, ...]
+    steps: frozenset[str] = frozenset()
+    wants: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What all ranks know of each other when they have passed the check.
+
+    `unexpected` are the saved names that none of them asks for, `steps` those that some rank has
+    something to do in. `wants` are what each reads, where some read the same, and nothing where
+    none do; None if it has to be gathered.
+    """
+
+    unexpected: tuple[str, ...]
+    steps: frozenset[str]
+    wants: Mapping[int, Wants] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +104,10 @@ class LoadRun:
         self._round = 0
         self._request: LoadRequest
         self._attempt: Attempt
+        self._index: Index | None
+        self._answer: Doc
 
-    def open(self, request: Callable[[], LoadRequest]) -> Found:
+    def open(self, request: Callable[[], LoadRequest]) -> None:
         """Find the checkpoint, and hand its index to all. Collective: every rank calls this."""
         ranks = self._ranks
 
@@ -96,68 +124,75 @@ class LoadRun:
                 "bulk": ranks.bulk_epoch,
             }
 
-        found: tuple[Attempt, Index] | None = None
+        index: Index | None = None
+        encoded = b""
 
         def find(payloads: Sequence[Doc]) -> Doc:
-            nonlocal found
+            nonlocal index, encoded
             check_alike("load", payloads, ("path", "strict", "check_first", "read_once"))
-            found = commit.find(self._request.storage, self._request.path)
+            attempt, index = commit.find(self._request.storage, self._request.path)
             keys = _merge_keys([wire.unpack(payload["keys"], tuple) for payload in payloads])
             bulk = max(payload["bulk"] for payload in payloads)
             meeting = os.urandom(16).hex() if _can_share(payloads) else ""
+            if len(payloads) > 1:
+                encoded = index_codec.encode(index)
+            is_short = len(encoded) * len(payloads) <= MAX_SPREAD_NBYTES
             return {
-                "attempt": found[0].name,
+                "index": encoded if is_short else None,
+                "attempt": attempt.name,
                 "keys": wire.pack(keys),
                 "bulk": bulk,
                 "meeting": meeting,
             }
 
         self._round += 1
-        answer = ranks.channel.exchange(self._phase("open"), describe, find)
+        self._answer = answer = ranks.channel.exchange(self._phase("open"), describe, find)
         ranks.bulk_epoch = answer["bulk"]
         attempt = paths.parse_attempt(answer["attempt"])
         assert attempt is not None
         self._attempt = attempt
-        index = self._share_index(None if found is None else found[1])
-        return Found(attempt, index, dict(wire.unpack(answer["keys"], tuple)), answer["meeting"])
+        self._index = index
+        if answer["index"] is None:
+            self._broadcast(encoded)
 
-    def _share_index(self, index: Index | None) -> Index:
-        """Broadcast the index: it is read once, whatever the number of ranks."""
-        shared = index
+    def _broadcast(self, encoded: bytes) -> None:
+        """Hand all ranks an index that is too long for the answer."""
 
         def receive() -> Doc:
-            nonlocal shared
-            if self._ranks.channel.world_size > 1:
-                encoded = None if index is None else index_codec.encode(index)
-                data = self._ranks.bulk().broadcast(encoded)
-                decoded = index_codec.decode(data)
-                assert isinstance(decoded, Index)
-                shared = decoded
-            return None
+            data = self._ranks.bulk().broadcast(encoded or None)
+            self._index = self._index or _decoded(data)
 
         self._ranks.channel.exchange(self._phase("index"), receive, lambda _: None)
-        assert shared is not None
-        return shared
+
+    def _found(self) -> Found:
+        answer = self._answer
+        if self._index is None:
+            self._index = _decoded(answer["index"])
+        keys = dict(wire.unpack(answer["keys"], tuple))
+        return Found(self._attempt, self._index, keys, answer["meeting"])
 
     def check(
         self,
-        catalog: Catalog,
-        examine: Callable[[], Findings],
+        examine: Callable[[Found], Findings],
         word_unexpected: Callable[[Sequence[str]], Sequence[str]],
-    ) -> tuple[str, ...] | None:
-        """Agree that all ranks can load; return the names that none of them asks for. Collective.
+    ) -> Passed | None:
+        """Agree that all ranks can load. Collective: every rank calls this.
 
         None if the checkpoint was replaced or deleted meanwhile: `open` again. Raises
         IncompatibleError with every problem of every rank, on all ranks. `word_unexpected` says
         which problems unexpected names are.
         """
         asked = self._request
-        names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
+        names: tuple[str, ...] = ()
 
         def describe() -> Doc:
+            nonlocal names
+            found = self._found()
+            catalog = found.index.catalog
+            names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
             try:
                 with while_it_is_there(asked.storage, asked.path, self._attempt):
-                    findings = examine()
+                    findings = examine(found)
             except NotFoundError:
                 return {"gone": True}
             unclaimed = set(findings.unclaimed)
@@ -165,7 +200,14 @@ class LoadRun:
             bits = "".join("1" if name in unclaimed else "0" for name in names)
             size = (len(names) + 7) // 8
             packed = int(f"0{bits}", 2).to_bytes(size, "big")
-            return {"gone": False, "problems": list(findings.problems), "unclaimed": packed}
+            is_short = len(findings.wants) * self._ranks.channel.world_size <= MAX_SPREAD_NBYTES
+            return {
+                "gone": False,
+                "problems": list(findings.problems),
+                "unclaimed": packed,
+                "steps": sorted(findings.steps),
+                "wants": findings.wants if is_short else None,
+            }
 
         def judge(payloads: Sequence[Doc]) -> Doc:
             if gone := [rank for rank, payload in enumerate(payloads) if payload["gone"]]:
@@ -180,10 +222,31 @@ class LoadRun:
             problems += word_unexpected(unexpected)
             if problems:
                 raise IncompatibleError(self._message(problems))
-            return unexpected
+            steps = {step for payload in payloads for step in payload["steps"]}
+            wants = self._in_common([payload["wants"] for payload in payloads])
+            return {"unexpected": unexpected, "steps": sorted(steps), "wants": wants}
 
-        unexpected = self._ranks.channel.exchange(self._phase("check"), describe, judge)
-        return None if unexpected is None else tuple(unexpected)
+        answer = self._ranks.channel.exchange(self._phase("check"), describe, judge)
+        if answer is None:
+            return None
+        wants = answer["wants"]
+        return Passed(
+            unexpected=tuple(answer["unexpected"]),
+            steps=frozenset(answer["steps"]),
+            wants=None if wants is None else {n: decode(want) for n, want in enumerate(wants)},
+        )
+
+    def _in_common(self, wants: Sequence[bytes | None]) -> Sequence[bytes] | None:
+        """Return what all want if some want the same, nothing if none do; None: it is too long."""
+        told = [want for want in wants if want is not None]
+        if len(told) < len(wants):
+            return None
+        between_hosts = self._request.read_once == "job"
+        if not all(told) or not want_the_same(map(decode, told), between_hosts=between_hosts):
+            return ()
+        if between_hosts:
+            return None  # to gather them connects the hosts, which then send to each other
+        return told if sum(map(len, told)) * len(told) <= MAX_SPREAD_NBYTES else None
 
     def _check_shared(self, gone: Sequence[int]) -> None:
         """Raise StorageError if only some ranks see the checkpoint's folder no more."""
@@ -203,9 +266,14 @@ class LoadRun:
         lines = listed(["", *problems], "\n  - ")
         return f"{self._request.path} does not fit the state; nothing was changed:{lines}"
 
-    def step(self, phase: str, work: Callable[[], None]) -> None:
+    def step(
+        self,
+        phase: str,
+        work: Callable[[], Doc],
+        judge: Callable[[Sequence[Doc]], Doc] = lambda _: None,
+    ) -> Doc:
         """Do one step of the load on all ranks, or raise what any rank raised. Collective."""
-        self._ranks.channel.exchange(phase, work, lambda _: None)
+        return self._ranks.channel.exchange(phase, work, judge)
 
     def read(self, work: Callable[[], ReadTotals]) -> JobTotals:
         """Read on all ranks, as one `step`; return what it came to over all of them. Collective."""
@@ -221,6 +289,12 @@ class LoadRun:
             return [sum(nbytes_read), sum(nbytes_placed), slowest, seconds[slowest]]
 
         return JobTotals(*self._ranks.channel.exchange("read", timed, sum_up))
+
+
+def _decoded(data: bytes) -> Index:
+    index = index_codec.decode(data)
+    assert isinstance(index, Index)
+    return index
 
 
 def _can_share(payloads: Sequence[Doc]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import get_args
@@ -13,16 +13,17 @@ from torch.distributed import ProcessGroup
 from dist_ckpt import objects, paths
 from dist_ckpt.attempts import ROUNDS
 from dist_ckpt.binding import bind, survey, unexpected_problem
+from dist_ckpt.channel import Doc
 from dist_ckpt.collector import paused_collector
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.index import Index
 from dist_ckpt.load_planner import plan_load, problems_of
-from dist_ckpt.load_run import Findings, LoadRequest, LoadRun, ReadOnce
+from dist_ckpt.load_run import Findings, Found, LoadRequest, LoadRun, Passed, ReadOnce
 from dist_ckpt.memory import Target
 from dist_ckpt.open_files import OpenFiles, open_files, read_objects
 from dist_ckpt.phases import Phases
 from dist_ckpt.read_agreement import Agreeing, Agreement
-from dist_ckpt.read_sharing import Wants
+from dist_ckpt.read_sharing import Wants, encode
 from dist_ckpt.reader import Nowhere, Reading, ReadTotals, read, reading_of
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.saved import saved_of
@@ -34,6 +35,11 @@ from dist_ckpt.shared_work import runs_of
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.torch_objects import MAKE
+
+# The steps of a load that are left out if no rank has anything to do in them.
+PREPARE = "prepare"
+PLACE = "place"
+OBJECTS = "objects"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,8 @@ def load(
     What several ranks want is fetched from storage by one of them, checked, and handed on:
     `read_once="host"` does so among the ranks of each host, through shared memory; "job" among
     all, over the network between hosts, where that is faster than the storage; with "off" each
-    rank reads all that it wants. `DIST_CKPT_HOST` renames a host.
+    rank reads all that it wants, through the page cache. The others read past it what it does not
+    hold already. `DIST_CKPT_HOST` renames a host.
 
     `strict` makes names that are missing or unexpected an error; shape, dtype and coverage always
     are one. `include` and `exclude` are globs that cut both sides, `rename` maps globs of saved
@@ -131,49 +138,49 @@ class _Load:
         self._where = path
         self._given = storage
         self._stack = files
-        self._filled: tuple[str, ...] = ()
+        self._filled: Collection[str] = ()
         self._asked: LoadRequest | None = None
         self._shared: Agreement | None = None
         self._phases = Phases("load", str(path), quiet=ranks.channel.rank != 0)
 
     def run(self) -> LoadReport:
         run = LoadRun(self._ranks)
-        unexpected = self._agree(run)
+        passed = self._agree(run)
         try:
-            self._fill(run)
+            self._fill(run, passed)
         except CorruptError as error:
             # Who met the damage tells what it has touched; only this rank knows of its own.
-            error.touched = tuple(sorted({*error.touched, *self._filled}))
+            filled = self._names_of(self._filled)
+            error.touched = tuple(sorted({*error.touched, *filled}))
             raise
-        report = self._report(unexpected)
+        report = self._report(passed.unexpected)
         self._phases.done(report)
         return report
 
-    def _agree(self, run: LoadRun) -> tuple[str, ...]:
+    def _agree(self, run: LoadRun) -> Passed:
         """Find and check a checkpoint, again if an overwrite replaces it meanwhile."""
         for _ in range(ROUNDS):
             with self._phases.phase("open"):
-                self._found = run.open(self._request)
+                run.open(self._request)
             with self._phases.phase("check"):
-                catalog = self._found.index.catalog
-                unexpected = run.check(catalog, self._examine, self._word_unexpected)
-            if unexpected is not None:
-                return unexpected
+                passed = run.check(self._examine, self._word_unexpected)
+            if passed is not None:
+                return passed
         raise StorageError(f"{self._path}: it is replaced faster than it is read; try again")
 
-    def _fill(self, run: LoadRun) -> None:
+    def _fill(self, run: LoadRun, passed: Passed) -> None:
         """Read, place and load objects, each when the one before has succeeded everywhere."""
         with self._phases.phase("read"):
-            if self._found.meeting:
-                self._share()
+            if PREPARE in passed.steps or passed.wants != {}:
+                self._prepare(run, passed)
             if self._options.check_first:
                 run.step("check first", self._read_nowhere)
-            # All have the memory before the first byte lands anywhere.
-            run.step("allocate", self._allocate)
             self._job = run.read(self._read)
         with self._phases.phase("place"):
-            run.step("place", self._binding.place)
-            run.step("objects", self._binding.load_objects)
+            if PLACE in passed.steps:
+                run.step(PLACE, self._binding.place)
+            if OBJECTS in passed.steps:
+                run.step(OBJECTS, self._binding.load_objects)
 
     def _request(self) -> LoadRequest:
         if self._asked is None:
@@ -182,7 +189,9 @@ class _Load:
 
     def _ask(self) -> LoadRequest:
         self._options.check()
-        own, self._path = open_storage(self._where)
+        # Ranks that each read what all want leave it to the page cache to fetch that once.
+        direct_reads = self._options.read_once != "off"
+        own, self._path = open_storage(self._where, direct_reads=direct_reads)
         self._storage = CountingStorage(self._given or own)
         channel = self._ranks.channel
         self._template = survey(
@@ -202,9 +211,9 @@ class _Load:
             keys=self._template.keys,
         )
 
-    def _examine(self) -> Findings:
+    def _examine(self, found: Found) -> Findings:
         """Bind, plan, and open what will be read; nothing live changes."""
-        found, index, options = self._found, self._found.index, self._options
+        self._found, index, options = found, found.index, self._options
         self._folder = f"{self._path}/{found.attempt.name}"
         self._stack.pop_all().close()  # what an attempt that is gone now has left open
         main = self._read_objects(index, paths.OBJECTS)
@@ -220,13 +229,30 @@ class _Load:
             problems = (*binding.problems, *problems_of(index.catalog, binding.wanted))
             if not problems:
                 self._plan = plan_load(index, binding.wanted)
-        if not problems:
-            names = [paths.objects_file(rank) for rank in binding.needs]
-            binding.check([self._read_objects(index, name) for name in names])
-            self._files = self._open(index)
-            if found.meeting:
-                self._wants = Wants(self._ranks.channel.host, runs_of(self._files, self._plan))
-        return Findings(problems, binding.unclaimed)
+        if problems:
+            return Findings(problems, binding.unclaimed)
+        names = [paths.objects_file(rank) for rank in binding.needs]
+        binding.check([self._read_objects(index, name) for name in names])
+        self._files = self._open(index)
+        if not binding.makes_memory:
+            self._allocate()
+        self._wants = self._listen(found.meeting) if found.meeting else b""
+        steps = {
+            PREPARE: binding.makes_memory,
+            PLACE: binding.places,
+            OBJECTS: binding.loads_objects,
+        }
+        todo = frozenset(step for step, has_work in steps.items() if has_work)
+        return Findings((), binding.unclaimed, todo, self._wants)
+
+    def _listen(self, meeting: str) -> bytes:
+        """Let the ranks of this host connect; return what this one wants, as a message."""
+        between_hosts = self._options.read_once == "job"
+        self._agreeing = Agreeing(
+            self._ranks, self._files, between_hosts=between_hosts, stack=self._stack
+        )
+        self._agreeing.listen(meeting)
+        return encode(Wants(self._ranks.channel.host, runs_of(self._files, self._plan)))
 
     def _word_unexpected(self, unexpected: Sequence[str]) -> Sequence[str]:
         return (unexpected_problem(unexpected),) if unexpected and self._options.strict else ()
@@ -270,8 +296,7 @@ class _Load:
         except CorruptError as error:
             error.touched = self._names_of(error.touched)
             raise
-        filled = {wanted.fqn for wanted in self._binding.wanted if wanted.cells}
-        self._filled = self._names_of(filled)
+        self._filled = {wanted.fqn for wanted in self._binding.wanted if wanted.cells}
         self._binding.settle()
         return self._totals
 
@@ -298,17 +323,27 @@ class _Load:
         slots = self._ranks.slots
         return reading_of(self._files, self._plan, targets, verify=verify, slots=slots)
 
-    def _share(self) -> None:
-        """Agree on what is read once; nothing, where no block is wanted by two ranks."""
-        agreeing = Agreeing(
-            self._ranks,
-            self._files,
-            between_hosts=self._options.read_once == "job",
-            stack=self._stack,
-        )
-        shared = agreeing.agree(self._found.meeting, self._wants)
+    def _prepare(self, run: LoadRun, passed: Passed) -> None:
+        """Make the memory that is lacking, and link the ranks that have something to share.
+
+        All have done so before the first byte lands anywhere.
+        """
+        if passed.wants == {}:
+            run.step(PREPARE, self._make_memory)
+            return
+
+        def meet() -> Doc:
+            out_of_reach = self._agreeing.meet(passed.wants, self._wants)
+            self._make_memory()
+            return out_of_reach
+
+        shared = self._agreeing.settle(run.step(PREPARE, meet, self._agreeing.judge))
         if any(shared.units.values()):
             self._shared = shared
+
+    def _make_memory(self) -> None:
+        if self._binding.makes_memory:
+            self._allocate()
 
     def _read_shared(self, shared: Agreement) -> ReadTotals:
         reading = self._reading(self._targets, verify=self._options.verify)
@@ -317,7 +352,7 @@ class _Load:
         except BaseException:
             shared.give_up()
             # If the error is another rank's, who learns it does not know what is filled here.
-            self._filled = self._names_of(reading.touched)
+            self._filled = reading.touched
             raise
 
     def _report(self, unexpected: tuple[str, ...]) -> LoadReport:

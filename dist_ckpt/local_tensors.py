@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
@@ -38,6 +38,29 @@ def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
             "offloaded parameter), or belongs to a torch transform; take its state when it is whole"
         )
     return tensor
+
+
+def is_ordinary(value: object) -> TypeGuard[torch.Tensor]:
+    """Say whether a leaf is a tensor in one run of host memory that `plain` takes as it is.
+
+    Most are, and to see it takes a fraction of what it takes to find out what is wrong. No says
+    nothing. Its dtype may still be one that cannot be stored.
+    """
+    if type(value) not in PLAIN:
+        return False
+    assert isinstance(value, torch.Tensor)
+    if not value.is_cpu or value.is_nested or value.layout != torch.strided:
+        return False
+    try:
+        start = value.storage_offset() * value.itemsize
+        is_there = value.data_ptr() != 0
+        return (
+            is_there
+            and value.is_contiguous()
+            and value.untyped_storage().nbytes() >= start + value.nbytes
+        )
+    except RuntimeError:
+        return False
 
 
 def _remedy(tensor: torch.Tensor) -> str | None:

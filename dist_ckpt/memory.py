@@ -21,6 +21,12 @@ class Source(Protocol):
     def part(self, cell: Cell) -> Source:
         """Return the source of a part, given in coordinates that begin at this cell's start."""
 
+    def address(self) -> int | None:
+        """Return where its bytes lie, if they are row-major in host memory; None if they are not.
+
+        They stay there while the source lives and nobody resizes the tensor.
+        """
+
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
         """Return the bytes `start` to `stop`: a view of live memory, or `scratch`, filled.
 

@@ -19,9 +19,8 @@ def bind_module(asks: Asks, fqn: str, leaf: ModuleLeaf) -> None:
     assigned: dict[str, object] = {}
     for name, live in state.live.items():
         full = join(fqn, name)
-        if not asks.selected(full) or not asks.is_tensor(full):
+        if not asks.takes(full):
             continue
-        asks.restore(full)
         if not is_meta(live):
             # The live tensor, not what the state dict returned: a hook may have copied that.
             asks.wants.fill(full, TensorLeaf(live))

@@ -29,7 +29,6 @@ from dist_ckpt.state_tree import (
     TensorLeaf,
     Tree,
     read_value,
-    walk,
 )
 
 # What says which parameters a group has, in other words than ours.
@@ -44,12 +43,14 @@ class ParameterName:
     rule: str
 
 
-def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
+def name_parameters(
+    leaves: Iterable[tuple[str, str, Tree]],
+) -> dict[str, dict[int, ParameterName]]:
     """Return the names of the parameters of each optimizer in a state, by their id().
 
-    Raises ValueError for a parameter without a name or with two.
+    `leaves` are what `walk` yields. Raises ValueError for a parameter without a name or with two.
     """
-    found = [one for one in walk(root) if isinstance(one[2], ModuleLeaf | OptimizerLeaf)]
+    found = [one for one in leaves if isinstance(one[2], ModuleLeaf | OptimizerLeaf)]
     names = _Names(found)
     return {fqn: names.of(leaf, fqn) for fqn, _, leaf in found if isinstance(leaf, OptimizerLeaf)}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dist_ckpt.batches import Batch
 from dist_ckpt.index import Catalog, Key, Node
 from dist_ckpt.layout import Layout
 from dist_ckpt.region import Cell, Piece, Region, Shape, Span
@@ -177,7 +178,10 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One shard file to write; `component` numbers the catalog's table."""
+    """One shard file to write; `component` numbers the catalog's table.
+
+    `batches` are its items as they are written, in blocks of `block_nbytes`.
+    """
 
     name: str
     component: int
@@ -185,6 +189,8 @@ class FilePlan:
     header: HeaderText
     nbytes: int
     items: tuple[WriteItem, ...]
+    block_nbytes: int
+    batches: tuple[Batch, ...]
 
     @property
     def header_nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What the ranks of a load share when they read: agreed in one exchange."""
+"""What the ranks of a load share when they read, and how they reach each other: one exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dist_ckpt.collective import Collective
 from dist_ckpt.errors import ranks_text
 from dist_ckpt.host_links import HostLinks
 from dist_ckpt.open_files import OpenFiles
-from dist_ckpt.read_sharing import Unit, Wants, decode, encode, partners_of, units_of
+from dist_ckpt.read_sharing import Unit, Wants, decode, partners_of, units_of
 from dist_ckpt.session import Session
 from dist_ckpt.shared_work import arena_nbytes
 
@@ -30,6 +30,7 @@ class Agreement:
     units: Mapping[int, tuple[Unit, ...]]
     links: HostLinks | None
     collective: Collective
+    between_hosts: bool
 
     @property
     def partners(self) -> list[int]:
@@ -47,7 +48,11 @@ class Agreement:
 
 
 class Agreeing:
-    """One rank's side of the agreement; `stack` gets what is to be closed after the load."""
+    """One rank's side of the agreement; `stack` gets what is to be closed after the load.
+
+    First all `listen`; then all `meet`, once it is known that there is something to share; then
+    `settle` gets what the coordinator has answered to that with `judge`.
+    """
 
     def __init__(
         self, ranks: Session, files: OpenFiles, *, between_hosts: bool, stack: ExitStack
@@ -58,42 +63,59 @@ class Agreeing:
         self._stack = stack
         self._links: HostLinks | None = None
         self._wants: dict[int, Wants] = {}
+        self._found: dict[int, tuple[Unit, ...]] = {}
 
-    def agree(self, meeting: str, wants: Wants) -> Agreement:
-        """Tell all ranks what this one wants, and link the ranks of each host. Collective.
+    def listen(self, meeting: str) -> None:
+        """Let the ranks of this host connect from now on.
 
-        `meeting` is a name that this load alone has. Ranks that turn out not to be on one machine,
-        though their hosts have one name, are taken to be on hosts of their own.
+        `meeting` is a name that this load alone has.
         """
-        answer = self._ranks.channel.exchange(
-            "share", lambda: self._meet(meeting, wants), self._judge
-        )
+        with suppress(OSError):
+            self._links = HostLinks(
+                meeting, self._ranks.channel.rank, timeout_s=self._ranks.config.silence_s
+            )
+            self._stack.callback(self._links.close)
+
+    def meet(self, wants: Mapping[int, Wants] | None, own: bytes) -> Doc:
+        """Link this rank with those of its host; return which are out of reach.
+
+        `wants` are those of all ranks, or None: then each tells its `own`. Returns None if it can
+        share nothing itself.
+        """
+        if wants is None:
+            # Who fails before this leaves the others waiting until gloo's deadline.
+            bodies = self._ranks.bulk().all_gather_distinct(own)
+            wants = {rank: decode(body) for body, who in bodies for rank in who}
+        self._wants = dict(wants)
+        try:
+            nbytes = arena_nbytes(self._files, between_hosts=self._between_hosts)
+            arena = self._stack.enter_context(self._ranks.arena(nbytes))
+        except OSError:
+            self._links = None
+        if self._links is None:
+            return None
+        self._links.offer(arena)
+        self._found = self._units()
+        return self._links.connect(self._agreement().partners)
+
+    def settle(self, answer: Doc) -> Agreement:
+        """Return what is shared, now that it is known who can.
+
+        Ranks that turn out not to be on one machine, though their hosts have one name, are taken
+        to be on hosts of their own.
+        """
         unlinked, apart = answer
         for rank in unlinked:
             del self._wants[rank]
         for rank in apart:
             want = self._wants[rank]
             self._wants[rank] = replace(want, host=f"{want.host} ({rank})")
+        if unlinked or apart:
+            self._found = self._units()
         return self._agreement()
 
-    def _meet(self, meeting: str, wants: Wants) -> Doc:
-        ranks = self._ranks
-        with suppress(OSError):
-            self._links = HostLinks(
-                meeting,
-                ranks.channel.rank,
-                arena_nbytes=arena_nbytes(self._files, between_hosts=self._between_hosts),
-                timeout_s=ranks.config.silence_s,
-            )
-            self._stack.callback(self._links.close)
-        # Here all listen. Who fails before leaves the others waiting until gloo's deadline.
-        bodies = ranks.bulk().all_gather_distinct(encode(wants))
-        self._wants = {rank: decode(body) for body, who in bodies for rank in who}
-        if self._links is None:
-            return None
-        return self._links.connect(self._agreement().partners)
-
-    def _judge(self, payloads: Sequence[Doc]) -> Doc:
+    def judge(self, payloads: Sequence[Doc]) -> Doc:
+        """Return who can share nothing, and who is not where it says. Coordinator only."""
         unlinked = {rank for rank, missed in enumerate(payloads) if missed is None}
         hosts = {
             self._wants[rank].host for missed in payloads for rank in {*(missed or ())} - unlinked
@@ -108,7 +130,7 @@ class Agreeing:
         return [sorted(unlinked), [rank for rank in apart if rank not in unlinked]]
 
     def _agreement(self) -> Agreement:
-        return Agreement(self._units(), self._links, self._ranks.bulk())
+        return Agreement(self._found, self._links, self._ranks.bulk(), self._between_hosts)
 
     def _units(self) -> dict[int, tuple[Unit, ...]]:
         """Return the units that this rank shares, as far as it is known who can."""

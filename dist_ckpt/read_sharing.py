@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dist_ckpt import wire
 
@@ -101,6 +102,21 @@ def decode(data: bytes) -> Wants:
             end = runs[-1].stop
         found[file] = tuple(runs)
     return Wants(host, found)
+
+
+def want_the_same(wants: Iterable[Wants], *, between_hosts: bool) -> bool:
+    """Say whether some block is wanted by several ranks that share with each other.
+
+    Those are the ranks of one host, or `between_hosts` all.
+    """
+    runs = [
+        ("" if between_hosts else want.host, file, run.start, run.stop)
+        for want in wants
+        for file, runs in want.runs.items()
+        for run in runs
+    ]
+    runs.sort()
+    return any(a[:2] == b[:2] and a[3] > b[2] for a, b in pairwise(runs))
 
 
 def units_of(file: int, starts: Sequence[int], wants: Mapping[int, Wants]) -> tuple[Unit, ...]:

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from threading import Lock
 
@@ -26,10 +27,10 @@ from dist_ckpt.block_reads import (
 from dist_ckpt.digest import StreamedDigest, block_digest
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.errors import CorruptError, StorageError, listed
-from dist_ckpt.host_memory import copy
+from dist_ckpt.host_memory import Slots, copy
 from dist_ckpt.memory import Target
 from dist_ckpt.open_files import OpenFile, OpenFiles, damage, digest_problem
-from dist_ckpt.parallel import Slots, each
+from dist_ckpt.parallel import each
 from dist_ckpt.plan import LoadPlan, ReadItem
 from dist_ckpt.region import (
     Elements,
@@ -47,6 +48,11 @@ from dist_ckpt.storage import ReadableFile
 # Measured with 1 GiB: in the page cache 1 MiB reads as fast as 2, and 8 somewhat slower; from the
 # disk 2 MiB read as fast as 8, and 1 half as fast: the kernel reads too little ahead.
 BITE_NBYTES = 2 << 20
+
+# What is done for small shards is all Python, and threads that take turns at it wait as long for
+# each other as they work. So one takes so many rows: more gain nothing where all is in the page
+# cache, and keep the disk waiting where it is not.
+MAX_ROWS = 16
 
 _CUT_OFF = "the file ended while it was read"
 
@@ -96,15 +102,14 @@ def read(
     has been used before, which is faster than new memory.
     """
     reading = reading_of(open_files, plan, targets, verify=verify, slots=slots)
-    work = (
-        (file, one)
-        for reads in plan.files
-        for file in (open_files.files[reads.file],)
-        for one in _reads_of(file, reads.items, targets)
-    )
+
+    def read_some(some: Sequence[tuple[OpenFile, Row | BlockRead]]) -> list[int]:
+        return [reading.read(file, one) for file, one in some]
+
     with reading.telling_touched():
-        counts = each(lambda one: reading.read(*one), work, threads=threads)
-    return ReadTotals(sum(counts), nbytes_placed_by(plan), len(counts))
+        counts = each(read_some, _work_of(open_files, plan, targets), threads=threads)
+    nbytes = list(chain.from_iterable(counts))
+    return ReadTotals(sum(nbytes), nbytes_placed_by(plan), len(nbytes))
 
 
 def nbytes_placed_by(plan: LoadPlan) -> int:
@@ -150,6 +155,25 @@ def needs_of(file: OpenFile, items: Iterable[ReadItem], targets: Targets) -> Ite
 
     for shard, wanted in shards_of(file, items):
         yield from needed_blocks(shard, wanted, file.header.block_nbytes, has_memory)
+
+
+def _work_of(
+    open_files: OpenFiles, plan: LoadPlan, targets: Targets
+) -> Iterator[list[tuple[OpenFile, Row | BlockRead]]]:
+    """Return the reads of a plan, those of one thread at a time together: many rows, or a read."""
+    rows: list[tuple[OpenFile, Row | BlockRead]] = []
+    for reads in plan.files:
+        file = open_files.files[reads.file]
+        for one in _reads_of(file, reads.items, targets):
+            if isinstance(one, BlockRead):
+                yield [(file, one)]
+                continue
+            rows.append((file, one))
+            if len(rows) == MAX_ROWS:
+                yield rows
+                rows = []
+    if rows:
+        yield rows
 
 
 def _reads_of(
@@ -208,13 +232,11 @@ class Reading:
             self._check_row(file, row, data)
 
     def _check_row(self, file: OpenFile, row: Row, data: memoryview) -> None:
-        shards, begin = file.shards, row.span.start
         with self._turn:
-            for number in range(row.first, row.first + len(row.items)):
-                start, stop = shards.starts[number], shards.starts[number + 1]
-                actual = block_digest(data[start - begin : stop - begin])
-                if actual != shards.first_digest(number):
-                    _check(file, _only_block(file, number), actual)
+            actual = [block_digest(part) for part in row.parts(file, data)]
+            if "".join(actual) != file.shards.first_digests(row.first, len(actual)):
+                for number, one in enumerate(actual, row.first):
+                    _check(file, _only_block(file, number), one)
 
     def check(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
         """Check bytes that another rank has read as `fetch` does those that it reads."""
@@ -227,17 +249,18 @@ class Reading:
         for need in one.needs:
             _check(file, need, block_digest(data[need.start - begin : need.stop - begin]))
 
-    def _put(self, item: ReadItem, data: memoryview) -> None:
-        """Fill the target of an item that wants a stored cell whole."""
-        target = self.targets[item.fqn, item.match.part]
-        if isinstance(target, Nowhere):
-            return
-        self.touched.add(item.fqn)
-        if (memory := target.memory()) is not None:
-            copy(memory, data)
-        else:
-            box = item.match.common
-            target.place(item.match.target, box, data, row_major_strides(box.shape))
+    def _place_row(self, row: Row, parts: Iterable[memoryview]) -> None:
+        for item, part in zip(row.items, parts, strict=True):
+            match = item.match
+            target = self.targets[item.fqn, match.part]
+            if isinstance(target, Nowhere):
+                continue
+            self.touched.add(item.fqn)
+            if (memory := target.memory()) is not None:
+                memory[:] = part
+            else:
+                box = match.common
+                target.place(match.target, box, part, row_major_strides(box.shape))
 
     def _straight(self, file: OpenFile, one: BlockRead) -> None:
         first = one.needs[0]
@@ -285,11 +308,8 @@ class Reading:
     def place(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
         """Copy the checked blocks of one read, which are `data`, to their targets."""
         if isinstance(one, Row):
-            starts = file.shards.starts
             with self._turn:
-                for number, item in enumerate(one.items, one.first):
-                    start, stop = starts[number], starts[number + 1]
-                    self._put(item, data[start - one.span.start : stop - one.span.start])
+                self._place_row(one, one.parts(file, data))
             return
         for row in _rows(one.needs):
             wishes = row[0].wishes

@@ -57,6 +57,11 @@ class Rules:
             if not isinstance(leaf.state.live[name], torch.nn.Parameter)
         )
 
+    @property
+    def are_none(self) -> bool:
+        """Say whether there is no config, so that no tensor is cut."""
+        return self._sharding is None
+
     def view(
         self, fqn: str, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:

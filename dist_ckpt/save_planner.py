@@ -8,11 +8,13 @@ tensor on each rank.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dist_ckpt import paths
 from dist_ckpt.balance import Holding, balance, cell_numels
+from dist_ckpt.batches import batches_of
 from dist_ckpt.digest import BLOCK_NBYTES
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.holders import Share, differing, held_by
@@ -43,7 +45,7 @@ from dist_ckpt.plan import (
     View,
     WriteItem,
 )
-from dist_ckpt.region import Cell, Region, Shape
+from dist_ckpt.region import Cell, Elements, Region, Shape
 from dist_ckpt.shard_file import ShardFile, arrange, header_text
 
 
@@ -230,6 +232,46 @@ def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tup
     return held
 
 
+# The cells of each tensor that a rank holds, numbered in the order of its local parts.
+HeldCells = Mapping[str, Mapping[Cell, int]]
+
+
+def numbered(held: Mapping[str, tuple[Cell, ...]]) -> HeldCells:
+    """Return the cells with their numbers; tensors that have the same ones share a table."""
+    tables: dict[int, dict[Cell, int]] = {}
+    for cells in held.values():
+        if id(cells) not in tables:
+            tables[id(cells)] = {cell: number for number, cell in enumerate(cells)}
+    return {fqn: tables[id(cells)] for fqn, cells in held.items()}
+
+
+class Origin(NamedTuple):
+    """Where a rank holds a shard: in its cell `number` of the tensor, all of that or a `part`.
+
+    The part is in coordinates that begin at the start of that cell.
+    """
+
+    fqn: str
+    number: int
+    part: Cell | None
+
+
+def origin_of(held: HeldCells, fqn: str, cell: Cell) -> Origin:
+    """Find a shard among the cells that a rank holds."""
+    cells = held.get(fqn, {})
+    if (known := cells.get(cell)) is not None:
+        return Origin(fqn, known, None)
+    for larger, number in cells.items():
+        if isinstance(larger, Region) and isinstance(cell, Region) and larger.covers(cell):
+            return Origin(fqn, number, cell.relative_to(larger.offset))
+        if not (isinstance(larger, Elements) and isinstance(cell, Elements)):
+            continue
+        if larger.start <= cell.start and cell.stop <= larger.stop:
+            part = Elements(cell.start - larger.start, cell.stop - larger.start)
+            return Origin(fqn, number, part)
+    raise AssertionError(f"the plan stores {fqn}[{cell}] here, but this rank does not hold it")
+
+
 # --- the tensors of all ranks ----------------------------------------------------------------
 
 
@@ -335,4 +377,6 @@ def _file_plan(
         header=header,
         nbytes=header.nbytes + file.nbytes,
         items=tuple(WriteItem(s.name, s.fqn, s.dtype, s.shape, s.cell, s.span) for s in shards),
+        block_nbytes=BLOCK_NBYTES,
+        batches=batches_of((s.span.nbytes for s in shards), BLOCK_NBYTES),
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 
 import torch
@@ -13,23 +14,31 @@ from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__, objects, paths
 from dist_ckpt.collector import paused_collector
-from dist_ckpt.coordinator import SaveRequest, SaveRun, Verdict
+from dist_ckpt.coordinator import CachedPlan, SaveRequest, SaveRun, Verdict
 from dist_ckpt.digest import document_digest
 from dist_ckpt.index import MAX_STEP, Json
+from dist_ckpt.memory import Source
 from dist_ckpt.paths import Attempt
 from dist_ckpt.phases import Phases
 from dist_ckpt.plan import FilePlan, Receipt, ReplicaGroup, SavePlan
-from dist_ckpt.region import Cell
 from dist_ckpt.replicas import digest_sample
 from dist_ckpt.reports import SaveReport
-from dist_ckpt.save_planner import held_cells, items_of, replica_groups_of
+from dist_ckpt.save_planner import (
+    HeldCells,
+    Origin,
+    held_cells,
+    items_of,
+    numbered,
+    origin_of,
+    replica_groups_of,
+)
 from dist_ckpt.session import Session, session_of
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.state import LocalState, take
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.strict_json import is_text
-from dist_ckpt.writer import RankFiles, Sources, source_of, write_all
+from dist_ckpt.writer import RankFiles, write_all
 
 # The user's metadata lies in the objects file; its short scalars are mirrored in the index, so
 # that listing checkpoints reads one document.
@@ -100,12 +109,16 @@ def save_together(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a plan comes to on this rank: its files, its replicas, and the cells that it holds."""
+    """What a plan comes to on this rank: its files, its replicas, and the cells that it holds.
+
+    `origins` say of each item of each file where this rank holds it; `held` numbers its cells.
+    """
 
     plan: SavePlan
     files: tuple[FilePlan, ...]
     groups: tuple[ReplicaGroup, ...]
-    cells: Mapping[str, tuple[Cell, ...]]
+    origins: tuple[tuple[Origin, ...], ...]
+    held: HeldCells
 
 
 class _Save:
@@ -162,6 +175,7 @@ class _Save:
         )
 
     def _take(self) -> LocalState:
+        cached: CachedPlan | None = self._ranks.plan_cache
         with paused_collector():
             self._local = take(
                 self._state,
@@ -169,6 +183,7 @@ class _Save:
                 rank=self._rank,
                 world_size=self._ranks.channel.world_size,
                 group_ranks=self._ranks.group_ranks,
+                last=None if cached is None else cached.inventory,
             )
         return self._local
 
@@ -176,12 +191,12 @@ class _Save:
         start = time.monotonic()
         self._local.synchronize()
         with paused_collector():
-            part, sources = self._part(plan), self._sources(plan)
+            part = self._part(plan)
         files = RankFiles(
             catalog=plan.catalog,
             step=self._options.step,
             plans=part.files,
-            sources=sources,
+            sources=tuple(partial(self._source_of, origins) for origins in part.origins),
             objects=objects_files(plan, self._local, self._rank, self._options.metadata or {}),
         )
         folder = f"{self._path}/{attempt.name}"
@@ -194,7 +209,7 @@ class _Save:
         )
         replicas = []
         for group in part.groups:
-            members = self._digests(group, sources).values()
+            members = self._digests(group, part.held).values()
             replicas.append((_group_id(group), document_digest("".join(members).encode())))
         return Receipt(written, tuple(replicas), time.monotonic() - start)
 
@@ -202,26 +217,32 @@ class _Save:
         """Return this rank's part of a plan: kept for the next save, like the plan."""
         known: _Part | None = self._ranks.part_cache
         if known is None or known.plan is not plan:
+            files = items_of(plan, self._rank)
+            held = numbered(held_cells(self._local.inventory, self._rank, plan))
             known = self._ranks.part_cache = _Part(
                 plan,
-                items_of(plan, self._rank),
+                files,
                 replica_groups_of(plan, self._rank),
-                held_cells(self._local.inventory, self._rank, plan),
+                tuple(
+                    tuple(origin_of(held, item.fqn, item.cell) for item in file.items)
+                    for file in files
+                ),
+                held,
             )
         return known
 
-    def _sources(self, plan: SavePlan) -> Sources:
-        return {
-            fqn: dict(zip(cells, self._local.sources[fqn], strict=True))
-            for fqn, cells in self._part(plan).cells.items()
-        }
+    def _source_of(self, origins: Sequence[Origin], number: int) -> Source:
+        fqn, cell, part = origins[number]
+        source = self._local.source(fqn, cell)
+        return source if part is None else source.part(part)
 
-    def _digests(self, group: ReplicaGroup, sources: Sources) -> dict[str, str]:
+    def _digests(self, group: ReplicaGroup, held: HeldCells) -> dict[str, str]:
         """Digest this rank's copy of each member of a replica group, by name."""
         digests = {}
         for fqn, cell in group.cells:
             name = f"{fqn}[{cell}]"
-            digests[name] = digest_sample(source_of(sources, fqn, cell), name)
+            source = self._source_of((origin_of(held, fqn, cell),), 0)
+            digests[name] = digest_sample(source, name)
         for fqn in group.values:
             digests[fqn] = document_digest(objects.encode_value(self._value(fqn)))
         return digests
@@ -234,7 +255,7 @@ class _Save:
     def _replica_digests(self, plan: SavePlan, wanted: str) -> dict[str, str]:
         for group in self._part(plan).groups:
             if _group_id(group) == wanted:
-                return self._digests(group, self._sources(plan))
+                return self._digests(group, self._part(plan).held)
         return {}
 
     def _report(self, plan: SavePlan, verdict: Verdict, nbytes_receipt: int) -> SaveReport:

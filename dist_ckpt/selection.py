@@ -33,12 +33,10 @@ class Selection:
     def __contains__(self, name: str) -> bool:
         if self.include is not None and not _matches(self.include, name):
             return False
-        return not _matches(self.exclude, name)
+        return not self.exclude or not _matches(self.exclude, name)
 
 
 def _matches(patterns: tuple[str, ...], name: str) -> bool:
-    if not patterns:
-        return False
     return any(fnmatchcase(part, p) for p in patterns for part in names_above(name))
 
 
@@ -80,6 +78,8 @@ class Rename:
 
     def of_all(self, names: Iterable[str]) -> tuple[dict[str, str | None], tuple[str, ...]]:
         """Return the new name of each name, and what is wrong with the rules for these names."""
+        if not self.rules:
+            return {name: name for name in names}, ()
         renamed: dict[str, str | None] = {}
         problems: list[str] = []
         taken: dict[str, str] = {}

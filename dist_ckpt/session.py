@@ -19,7 +19,8 @@ from dist_ckpt.channel import Alone, Channel
 from dist_ckpt.collective import AloneCollective, Collective
 from dist_ckpt.config import Config, launched_world_size
 from dist_ckpt.gloo_collective import GlooCollective
-from dist_ckpt.parallel import Slots
+from dist_ckpt.host_links import Arena
+from dist_ckpt.host_memory import Slots
 from dist_ckpt.store_channel import StoreChannel
 from dist_ckpt.tally import Tally
 
@@ -50,6 +51,7 @@ class Session:
         self.plan_cache: Any = None
         self.part_cache: Any = None
         self.slots = Slots()
+        self._arena: Arena | None = None
         self._collective = collective
         self._began = channel.exchanges, collective.calls
 
@@ -76,6 +78,19 @@ class Session:
         """The bulk collectives of the operation so far, and what this rank has given in them."""
         return self._collective.calls.since(self._began[1])
 
+    @contextmanager
+    def arena(self, nbytes: int) -> Iterator[Arena]:
+        """Lend an arena of at least this size, and keep it for the next time.
+
+        To touch new memory would cost more than what is handed on in it.
+        """
+        arena, self._arena = self._arena, None
+        if arena is None or arena.memory.nbytes < nbytes:
+            arena = Arena(nbytes)
+        yield arena
+        # Not after an error: a call that hangs may still be at it.
+        self._arena = arena
+
     def bulk(self) -> Collective:
         """Return the bulk collectives; they connect when they are first used."""
         return self._collective
@@ -97,6 +112,7 @@ class Session:
         self.channel.close()
         self._collective.close()
         self.slots.clear()
+        self._arena = None
 
 
 # Connections and a cached plan are costly, so a group's are kept; they must not outlive it.

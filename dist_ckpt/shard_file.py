@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from dist_ckpt import strict_json
+from dist_ckpt import json_rows, strict_json
 from dist_ckpt.collector import paused_collector
 from dist_ckpt.digest import BLOCK_DIGEST_CHARS, num_blocks
 from dist_ckpt.dtypes import DTYPES
@@ -26,6 +26,7 @@ from dist_ckpt.json_fields import (
     decode_shape,
     integers,
 )
+from dist_ckpt.json_rows import Rows, Table
 from dist_ckpt.layout import check_cell
 from dist_ckpt.region import Cell, Elements, Region, Shape, Span
 from dist_ckpt.stored_shards import (
@@ -66,6 +67,10 @@ _HEX = re.compile(r"[0-9a-f]*")
 # that part are escaped.
 _OWN_START = b'{"__metadata__":'
 _OWN_DIGESTS = b',"digests":"'
+
+# Our part of the metadata.
+_FACTS = ("format", "component", "rank", "world_size", "step", "block_nbytes", "shards")
+_SHARDS = Table("shards", ',"shards":[', ("]", "}"), start='["', between='","', num_names=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,20 +298,21 @@ def _decode_metadata(value: Json, header: int, what: str) -> ShardFile:
             f"{what}: a safetensors file that dist_ckpt did not write; open it with safetensors"
         )
     ours = strict_json.string(metadata["dist_ckpt"], f"{what}, dist_ckpt")
-    facts = strict_json.parse(ours.encode("utf-8"), f"{what}, dist_ckpt", rows="shards")
+    facts, rows = json_rows.parse(ours.encode("utf-8"), _SHARDS, f"{what}, dist_ckpt")
     check_version(facts, f"{what}, dist_ckpt")
     _, digests = strict_json.fields(metadata, ("dist_ckpt", "digests"), f"{what}, __metadata__")
     hexes = strict_json.string(digests, what)
     if len(hexes) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(hexes):
         raise corrupt(what, f"{len(hexes)} characters of digests, not all of them hex")
-    return _facts(facts, header, hexes, f"{what}, dist_ckpt")
+    what = f"{what}, dist_ckpt"
+    _, *scalars, shards = strict_json.fields(facts, _FACTS, what)
+    return _decode_facts(scalars, rows or _gather_shards(shards, what), hexes, header, what)
 
 
-def _facts(facts: Json, header: int, digests: str, what: str) -> ShardFile:
-    names = ("format", "component", "rank", "world_size", "step", "block_nbytes", "shards")
-    _, component, rank, world_size, step, block_nbytes, rows = strict_json.fields(
-        facts, names, what
-    )
+def _decode_facts(
+    scalars: list[Json], rows: Rows, digests: str, header: int, what: str
+) -> ShardFile:
+    component, rank, world_size, step, block_nbytes = scalars
     world_size = strict_json.integer(world_size, 1, MAX_RANK + 1, f"{what}, world_size")
     block_nbytes = strict_json.integer(block_nbytes, 1, 1 << 40, f"{what}, block_nbytes")
     return ShardFile(
@@ -316,36 +322,36 @@ def _facts(facts: Json, header: int, digests: str, what: str) -> ShardFile:
         step=None if step is None else strict_json.integer(step, 0, MAX_STEP, f"{what}, step"),
         block_nbytes=block_nbytes,
         header_nbytes=header,
-        shards=_shards(strict_json.array(rows, f"{what}, shards"), block_nbytes, digests, what),
+        shards=_decode_shards(rows, block_nbytes, digests, what),
     )
 
 
-def _shards(rows: list[Json], block_nbytes: int, digests: str, what: str) -> DecodedShards:
-    seen: dict[str, ShardKind] = {}
-    names, kinds = [], []
-    for number, row in enumerate(rows):
-        if type(row) is not list or len(row) != 5:
-            raise corrupt(f"{what}, shard {number}", f"{strict_json.shown(row)} is no shard")
-        name, fqn, *facts = row
-        if type(name) is not str or type(fqn) is not str:
-            raise corrupt(f"{what}, shard {number}", f"{strict_json.shown(row)} has no names")
-        # As text, for to Python 1 == True == 1.0.
-        text = repr(facts)
-        kind = seen.get(text)
-        if kind is None:
-            kind = seen[text] = _kind(facts, block_nbytes, f"{what}, shard {number}")
-        names.append((name, fqn))
-        kinds.append(kind)
-    shards = DecodedShards(names, kinds, digests)
+def _gather_shards(value: Json, what: str) -> Rows:
+    names, fqns, facts = [], [], []
+    for number, row in enumerate(strict_json.array(value, f"{what}, shards")):
+        name, fqn, *fact = strict_json.row(row, 5, f"{what}, shard {number}")
+        names.append(strict_json.string(name, f"{what}, shard {number}"))
+        fqns.append(strict_json.string(fqn, f"{what}, shard {number}"))
+        facts.append(fact)
+    return json_rows.gather((names, fqns), facts)
+
+
+def _decode_shards(rows: Rows, block_nbytes: int, digests: str, what: str) -> DecodedShards:
+    numbers = dict(zip(rows.kinds, range(len(rows.kinds)), strict=True))
+    known = {
+        kind: _kind(facts, block_nbytes, f"{what}, shard {numbers[kind]}")
+        for kind, facts in rows.facts.items()
+    }
+    names, fqns = rows.names
+    shards = DecodedShards(names, fqns, list(map(known.__getitem__, rows.kinds)), digests)
     if shards.num_blocks * BLOCK_DIGEST_CHARS != len(digests):
         count = len(digests) // BLOCK_DIGEST_CHARS
         raise corrupt(what, f"{count} digests, but its shards have {shards.num_blocks} blocks")
     return shards
 
 
-def _kind(facts: list[Json], block_nbytes: int, what: str) -> ShardKind:
-    strict_json.check_depth(facts, what)
-    code, sizes, region = facts
+def _kind(facts: Json, block_nbytes: int, what: str) -> ShardKind:
+    code, sizes, region = strict_json.row(facts, 3, what)
     dtype = decode_dtype(code, what)
     shape = decode_shape(sizes, dtype, what)
     cell = _decode_cell(region, shape, what)

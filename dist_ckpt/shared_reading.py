@@ -5,12 +5,12 @@ the ranks that want it; they copy out of that slot and say when they are done. T
 it sends the unit once, into a slot of the rank there that hands it on in the same way. A slot is
 free again when all are done with it. Reading, checking, handing on and placing overlap.
 
-One thread of a rank decides (`SharedReading.run`), others carry out. Of these, the ones that read
-and copy wait for no other rank: a fetch begins when a slot is free, a copy when the unit is there.
-So whatever a host has is copied, and its slots get free. Those that send and receive do wait, but
-all ranks go through the units in one order, and have slots of their own for what they receive: of
-all units that are not everywhere yet, the first has its fetcher's and its receivers' next slots.
-So no order in which ranks get on can block them.
+One thread of a rank decides and copies (`SharedReading.run`), others read. None of that waits for
+another rank: a fetch begins when a slot is free, a copy when the unit is there. So whatever a host
+has is copied, and its slots get free. Those threads that send and receive do wait, but all ranks go
+through the units in one order, and have slots of their own for what they receive: of all units that
+are not everywhere yet, the first has its fetcher's and its receivers' next slots. So no order in
+which ranks get on can block them.
 
 A rank that meets an error gives up: it closes its links. So does the system when a rank dies. Who
 still waits for that rank raises a fallout, and closes its links too. A rank that is frozen is
@@ -37,7 +37,7 @@ from dist_ckpt.read_agreement import Agreement
 from dist_ckpt.reader import Reading, ReadTotals, nbytes_placed_by
 from dist_ckpt.region import Span
 from dist_ckpt.session import Session
-from dist_ckpt.shared_work import NUM_SLOTS, Part, SharedWork
+from dist_ckpt.shared_work import Part, SharedWork, num_slots
 from dist_ckpt.small_shards import Row
 
 # How often who waits looks after the ranks that it waits for, and after its own calls.
@@ -100,7 +100,7 @@ class SharedReading:
         self._work = work
         self._reading = reading
         self._agreement = agreement
-        self._links = links = agreement.links
+        self._links = agreement.links
         self._collective = agreement.collective
         self._watch = watch
         self._own = work.own_reads()
@@ -109,9 +109,10 @@ class SharedReading:
         self._untold = work.told_by()
         self._told: deque[tuple[int, int, Part]] = deque()  # which rank has it in which slot
         self._to_send: deque[tuple[int, Part]] = deque()
-        offsets = range(0, links.arena.nbytes, work.slot_nbytes)
-        self._free = list(offsets[:NUM_SLOTS])
-        self._free_to_receive = list(offsets[NUM_SLOTS:])
+        self._num_slots = slots = num_slots(between_hosts=agreement.between_hosts)
+        offsets = range(0, 2 * slots * work.slot_nbytes, work.slot_nbytes)
+        self._free = list(offsets[:slots])
+        self._free_to_receive = list(offsets[slots:])
         self._users: dict[int, set[int]] = {}  # of the slots that are not free
         self._gone: set[int] = set()  # ranks whose links have ended
         self._calls: list[_Call] = []
@@ -120,7 +121,7 @@ class SharedReading:
 
     def run(self, threads: int) -> None:
         """Do all of it; after an error no other rank goes on waiting for this one."""
-        pool, couriers = DaemonThreads(threads), DaemonThreads(2 * NUM_SLOTS)
+        pool, couriers = DaemonThreads(threads), DaemonThreads(2 * self._num_slots)
         try:
             self._links.accept(self._agreement.partners)
             while True:
@@ -130,7 +131,11 @@ class SharedReading:
                     self._couriers.append(call.begin(couriers, self._links.wake))
                 if self._is_done():
                     break
-                self._hear()
+                if self._told:
+                    self._copy(*self._told.popleft())
+                    self._hear(0)
+                else:
+                    self._hear(LOOK_S)
                 self._calls = _settled(self._calls)
                 self._couriers = _settled(self._couriers)
                 self._check_gone()
@@ -151,12 +156,7 @@ class SharedReading:
         return not underway and not ahead
 
     def _next(self) -> _Call | None:
-        """Return what to read or copy next, if anything can be: first what others wait for."""
-        if self._told:
-            rank, offset, part = self._told.popleft()
-            return _Call(
-                partial(self._copy, rank, offset, part), partial(self._copied, rank, offset, part)
-            )
+        """Return what to read next, if anything can be: first what others wait for."""
         if self._free and self._fetched:
             offset, part = self._free.pop(), self._work.part(self._fetched.popleft())
             return _Call(partial(self._fetch, offset, part), partial(self._is_here, offset, part))
@@ -177,21 +177,23 @@ class SharedReading:
             return _Call(partial(self._receive, offset, part), done, (part.unit.fetcher,))
         return None
 
+    def _copy(self, rank: int, offset: int, part: Part) -> None:
+        """Take what a rank hands on. At once: to have a thread do it would take as long again."""
+        data = self._links.arena_of(rank)[offset : offset + part.span.nbytes]
+        for read in part.reads:
+            self._reading.place(part.file, read, _of(read, part, data))
+        if rank == self._work.rank:
+            self._release(offset, rank)
+        else:
+            self.nbytes_received += part.span.nbytes
+            self._links.send(rank, _MESSAGE.pack(_DONE, offset, *part.unit.name))
+
     # --- what other threads do -------------------------------------------------------------------
 
     def _fetch(self, offset: int, part: Part) -> None:
         data = self._slot(offset, part)
         for read in part.reads:
             self._reading.fetch(part.file, read, _of(read, part, data))
-
-    def _copy(self, rank: int, offset: int, part: Part) -> None:
-        mine = rank == self._work.rank
-        arena = self._links.arena if mine else self._links.arena_of(rank)
-        data = arena[offset : offset + part.span.nbytes]
-        for read in part.reads:
-            self._reading.place(part.file, read, _of(read, part, data))
-        if not mine:
-            self._links.send(rank, _MESSAGE.pack(_DONE, offset, *part.unit.name))
 
     def _send(self, offset: int, part: Part) -> None:
         data = self._slot(offset, part)
@@ -216,7 +218,7 @@ class SharedReading:
             ) from error
 
     def _slot(self, offset: int, part: Part) -> memoryview:
-        return self._links.arena[offset : offset + part.span.nbytes]
+        return self._links.arena_of(self._work.rank)[offset : offset + part.span.nbytes]
 
     # --- what follows ----------------------------------------------------------------------------
 
@@ -237,17 +239,11 @@ class SharedReading:
         self.nbytes_received += part.span.nbytes
         self._is_here(offset, part)
 
-    def _copied(self, rank: int, offset: int, part: Part) -> None:
-        if rank == self._work.rank:
-            self._release(offset, rank)
-        else:
-            self.nbytes_received += part.span.nbytes
-
     def _release(self, offset: int, user: int) -> None:
         self._users[offset].discard(user)
         if not self._users[offset]:
             del self._users[offset]
-            is_first = offset < NUM_SLOTS * self._work.slot_nbytes
+            is_first = offset < self._num_slots * self._work.slot_nbytes
             (self._free if is_first else self._free_to_receive).append(offset)
 
     def _count_read(self, span: Span) -> None:
@@ -256,9 +252,9 @@ class SharedReading:
 
     # --- the other ranks -------------------------------------------------------------------------
 
-    def _hear(self) -> None:
+    def _hear(self, timeout_s: float) -> None:
         """Take note of what other ranks say; wait for that, or for the end of a call."""
-        for rank, message in self._links.receive(LOOK_S):
+        for rank, message in self._links.receive(timeout_s):
             if message is None:
                 self._gone.add(rank)
                 continue

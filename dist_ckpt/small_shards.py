@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dist_ckpt.block_reads import DIRECT_NBYTES
 from dist_ckpt.open_files import OpenFile
@@ -31,6 +32,12 @@ class Row:
     first: int
     items: tuple[ReadItem, ...]
     span: Span
+
+    def parts(self, file: OpenFile, data: memoryview) -> Iterator[memoryview]:
+        """Return the bytes of each shard, out of those of all."""
+        starts = file.shards.starts[self.first : self.first + len(self.items) + 1]
+        for start, stop in pairwise(starts):
+            yield data[start - self.span.start : stop - self.span.start]
 
 
 def divide(file: OpenFile, items: Sequence[ReadItem]) -> tuple[list[Row], Sequence[ReadItem]]:

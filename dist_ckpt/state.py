@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import assert_never
 
@@ -13,9 +13,11 @@ from dist_ckpt import objects
 from dist_ckpt.catalog_codec import MAX_FQN_CHARS
 from dist_ckpt.containers import PathKey, join
 from dist_ckpt.index import Key, Node
+from dist_ckpt.local_tensors import is_ordinary
 from dist_ckpt.memory import Source
 from dist_ckpt.optimizers import ParameterName, name_parameters, optimizer_tree
 from dist_ckpt.plan import Flattened, Inventory, NameList, Placed, TensorEntry, View, Whole
+from dist_ckpt.region import Shape
 from dist_ckpt.rules import Rules
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.state_tree import (
@@ -34,6 +36,7 @@ from dist_ckpt.state_tree import (
     module_children,
     read_state,
     state_of,
+    walk,
 )
 from dist_ckpt.tensors import Held, describe, tie_key
 from dist_ckpt.torch_memory import TensorSource, synchronize
@@ -45,21 +48,24 @@ from dist_ckpt.wrappers import RNG, PerRank, key_of
 class LocalState:
     """What one rank holds: the inventory, and what is behind each of its names.
 
-    `sources` has one source for each cell that the rank holds of a tensor, in the order in which
-    the plan numbers them; an alias, which is no tensor of the inventory, has them too. `values`
-    and `per_rank` hold checked plain data; a per-rank value is (key, value), its tensors are
-    `objects.Array`s. `parts` is the local memory of all tensors.
+    `parts` has the local memory of each cell that the rank holds of a tensor, in the order in
+    which the plan numbers them; an alias, which is no tensor of the inventory, has them too.
+    `values` and `per_rank` hold checked plain data; a per-rank value is (key, value), its tensors
+    are `objects.Array`s.
     """
 
     inventory: Inventory
-    sources: Mapping[str, tuple[Source, ...]]
+    parts: Mapping[str, tuple[torch.Tensor, ...]]
     values: Mapping[str, object]
     per_rank: Mapping[str, tuple[Key, object]]
-    parts: tuple[torch.Tensor, ...]
+
+    def source(self, fqn: str, number: int) -> Source:
+        """Return the memory of one cell of a tensor."""
+        return TensorSource(self.parts[fqn][number])
 
     def synchronize(self) -> None:
         """Wait until the accelerators have finished what is to be saved."""
-        synchronize(self.parts)
+        synchronize(part for parts in self.parts.values() for part in parts)
 
 
 def take(
@@ -69,20 +75,23 @@ def take(
     rank: int,
     world_size: int,
     group_ranks: Sequence[int],
+    last: Inventory | None = None,
 ) -> LocalState:
     """Describe a state.
 
     `group_ranks[r]` is the global rank of rank r of the group. No tensor is copied and nothing
     changes: no optimizer step, no state created, no generator used. Each object's `state_dict`
-    is called once. Raises TypeError or ValueError for a state that cannot be saved, naming the
-    key path, the class and what to do.
+    is called once. An inventory that is like the `last` one shares its entries, so that the two
+    are compared in no time. Raises TypeError or ValueError for a state that cannot be saved,
+    naming the key path, the class and what to do.
     """
     root = read_state(state)
     taker = _Taker(
         Rules(sharding, root, rank=rank, world_size=world_size),
-        name_parameters(root),
+        name_parameters(walk(root)),
         rank,
         group_ranks,
+        last.tensors if last else (),
     )
     taker.add_root(root)
     return taker.taken(sharding)
@@ -97,6 +106,7 @@ class _Taker:
         names: Mapping[str, Mapping[int, ParameterName]],
         rank: int,
         group_ranks: Sequence[int],
+        last: Sequence[TensorEntry],
     ) -> None:
         self._rules = rules
         self._names = names
@@ -106,15 +116,19 @@ class _Taker:
         self._component = ""
         self._components: dict[str, int] = {}
         self._views: dict[View, int] = {}
-        self._starts: dict[int, tuple[str, Held, View]] = {}
+        self._last = last
+        # How an ordinary tensor of a dtype and a shape is stored, if no rule says otherwise.
+        self._kinds: dict[tuple[torch.dtype, Shape], tuple[str, Shape, int]] = {}
+        self._starts: dict[int, tuple[str, TensorLeaf]] = {}
+        # What was found out of a tensor, but for those that are like another of their kind.
+        self._seen: dict[str, tuple[Held, View, Shape]] = {}
         self._ties: dict[Hashable, str] = {}
         self._tensors: list[TensorEntry] = []
         self._aliases: list[tuple[str, str]] = []
         self._tree: list[Node] = []
         self._name_lists: list[NameList] = []
         self._numpy: list[str] = []
-        self._sources: dict[str, tuple[Source, ...]] = {}
-        self._parts: list[torch.Tensor] = []
+        self._parts: dict[str, tuple[torch.Tensor, ...]] = {}
         self._values: dict[str, object] = {}
         self._per_rank: dict[str, tuple[Key, object]] = {}
         self._keys: dict[str, Key | None] = {}
@@ -138,9 +152,7 @@ class _Taker:
             name_lists=tuple(self._name_lists),
             numpy=tuple(self._numpy),
         )
-        return LocalState(
-            inventory, self._sources, self._values, self._per_rank, tuple(self._parts)
-        )
+        return LocalState(inventory, self._parts, self._values, self._per_rank)
 
     def _add(self, fqn: str, tree: Tree) -> None:
         match tree:
@@ -192,6 +204,47 @@ class _Taker:
 
     def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
         self._claim(fqn)
+        value = leaf.value
+        kind = None
+        if self._rules.are_none and is_ordinary(value):
+            kind = value.dtype, value.shape
+            if (known := self._kinds.get(kind)) and self._is_first(fqn, leaf, value):
+                # All that is found out below was found out of another tensor of its kind.
+                self._parts[fqn] = (value,)
+                self._enter(fqn, *known)
+                return
+        if is_array(value):
+            self._numpy.append(fqn)
+        held, view, shape = self._seen[fqn] = self._see(fqn, leaf)
+        self._parts[fqn] = held.parts
+        if held.parts and not self._is_first(fqn, leaf, held.parts[0]):
+            first = self._tied(fqn, held.parts[0])
+            if first != fqn:
+                self._aliases.append((fqn, first))
+                return
+        number = self._views.setdefault(view, len(self._views))
+        self._enter(fqn, held.dtype, shape, number)
+        if kind is not None:
+            self._kinds[kind] = held.dtype, shape, number
+
+    def _enter(self, fqn: str, dtype: str, shape: Shape, view: int) -> None:
+        component = self._components.setdefault(self._component, len(self._components))
+        number = len(self._tensors)
+        if number < len(self._last):
+            last = self._last[number]
+            if (
+                last.fqn == fqn
+                and last.dtype == dtype
+                and last.shape == shape
+                and last.view == view
+                and last.component == component
+            ):
+                self._tensors.append(last)
+                return
+        self._tensors.append(TensorEntry(fqn, dtype, shape, view, component))
+
+    def _see(self, fqn: str, leaf: TensorLeaf) -> tuple[Held, View, Shape]:
+        """Return what is held of a tensor, how its entry says so, and the shape of that entry."""
         held = describe(
             as_tensor(leaf.value, fqn, writable=False),
             fqn,
@@ -202,32 +255,24 @@ class _Taker:
         if isinstance(view, Whole):
             view, shape = self._rules.view(fqn, leaf, shape) or (view, shape)
         # ZeRO leaves the last ranks nothing of a short tensor: an empty part of no cell.
-        left = not isinstance(view, Flattened) or 0 in shape or 0 not in held.shape
-        parts = held.parts if left else ()
-        self._sources[fqn] = tuple(map(TensorSource, parts))
-        self._parts += parts
-        if is_array(leaf.value):
-            self._numpy.append(fqn)
-        if (first := self._tied(fqn, held, view)) != fqn:
-            self._aliases.append((fqn, first))
-            return
-        number = self._views.setdefault(view, len(self._views))
-        component = self._components.setdefault(self._component, len(self._components))
-        self._tensors.append(TensorEntry(fqn, held.dtype, shape, number, component))
+        if isinstance(view, Flattened) and 0 in held.shape and 0 not in shape:
+            held = replace(held, parts=())
+        return held, view, shape
 
-    def _tied(self, fqn: str, held: Held, view: View) -> str:
+    def _is_first(self, fqn: str, leaf: TensorLeaf, part: torch.Tensor) -> bool:
+        """Say whether no other tensor begins where this one does: most tie to none for that."""
+        return self._starts.setdefault(part.data_ptr(), (fqn, leaf))[0] == fqn
+
+    def _tied(self, fqn: str, part: torch.Tensor) -> str:
         """Return the first name of the same memory, seen the same way."""
-        if not held.parts:
-            return fqn
-        # What begins elsewhere is other memory: most tensors need no more than that.
-        known = self._starts.setdefault(held.parts[0].data_ptr(), (fqn, held, view))
-        if known[0] == fqn:
-            return fqn
-        for name, one, seen in (known, (fqn, held, view)):
-            if (tie := tie_key(one)) is not None:
-                first = self._ties.setdefault((tie, seen), name)
-            else:
-                first = name
+        other, leaf = self._starts[part.data_ptr()]
+        if other not in self._seen:
+            self._seen[other] = self._see(other, leaf)
+        first = fqn
+        for name in (other, fqn):
+            held, view, _ = self._seen[name]
+            tie = tie_key(held)
+            first = name if tie is None else self._ties.setdefault((tie, view), name)
         return first
 
     def _claim(self, fqn: str) -> None:

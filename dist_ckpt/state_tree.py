@@ -133,9 +133,11 @@ def read_value(value: object, fqn: str) -> Tree:
 def walk(root: Branch) -> Iterator[tuple[str, str, Tree]]:
     """Yield everything in a state, containers first: its name, its component, and itself."""
     for key, child in root.children.items():
-        component = LOOSE if isinstance(child, TensorLeaf) else str(key)
+        if isinstance(child, TensorLeaf):
+            yield str(key), LOOSE, child
+            continue
         for fqn, tree in _inside(str(key), child):
-            yield fqn, component, tree
+            yield fqn, str(key), tree
 
 
 def _inside(fqn: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
@@ -239,7 +241,7 @@ def _read_container(
 
 
 def _leaf(value: object, fqn: str) -> Tree | None:
-    if is_tensor_leaf(value) or is_array(value):
+    if type(value) in PLAIN or is_tensor_leaf(value) or is_array(value):
         return TensorLeaf(value)
     if isinstance(value, PerRank | RNG):
         return PerRankLeaf(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dist_ckpt import objects, paths
 from dist_ckpt.array import ArrayTarget
@@ -129,9 +130,10 @@ class Windows:
         self._current = -1
         self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
         self._step = window_nbytes
-        self.sources: dict[str, dict[Cell, Source]] = {}
-        for item in (item for file in files for item in file.items):
-            self.sources.setdefault(item.fqn, {})[item.cell] = _ItemSource(self, item)
+        self.sources = tuple(partial(self._source_of, file.items) for file in files)
+
+    def _source_of(self, items: Sequence[WriteItem], number: int) -> Source:
+        return _ItemSource(self, items[number])
 
     def view(self, item: WriteItem, start: int, stop: int) -> memoryview:
         """Return some bytes of an item; they lie in one window, as every block does."""
@@ -190,6 +192,9 @@ class _ItemSource:
 
     def part(self, cell: Cell) -> Source:
         raise AssertionError("the plan of a reshard stores what it holds, cell by cell")
+
+    def address(self) -> None:
+        return None
 
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
         del scratch

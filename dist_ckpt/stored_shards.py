@@ -53,10 +53,11 @@ class DecodedShards(Sequence[StoredShard]):
     """
 
     def __init__(
-        self, names: Sequence[tuple[str, str]], kinds: Sequence[ShardKind], digests: str
+        self, names: Sequence[str], fqns: Sequence[str], kinds: Sequence[ShardKind], digests: str
     ) -> None:
-        """`names` are name and fqn of each; `digests` those of all blocks, in a row."""
+        """`names`, `fqns` and `kinds` are of each shard; `digests` of all blocks, in a row."""
         self._names = names
+        self._fqns = fqns
         self._kinds = kinds
         self._digests = digests
         # Where each begins, and last where the data ends.
@@ -85,10 +86,10 @@ class DecodedShards(Sequence[StoredShard]):
         number = self.number(fqn, cell)
         return None if number is None else (self._kinds[number].dtype, self._kinds[number].shape)
 
-    def first_digest(self, number: int) -> str:
-        """Return the digest of a shard's first block; it must not be empty."""
+    def first_digests(self, number: int, count: int) -> str:
+        """Return the digests of `count` blocks in a row, from the first of a shard on."""
         start = self._blocks[number] * BLOCK_DIGEST_CHARS
-        return self._digests[start : start + BLOCK_DIGEST_CHARS]
+        return self._digests[start : start + count * BLOCK_DIGEST_CHARS]
 
     def number(self, fqn: str, cell: Cell) -> int | None:
         """Return the number of the shard that is this cell of a tensor, or None."""
@@ -105,35 +106,39 @@ class DecodedShards(Sequence[StoredShard]):
         Most tensors have one shard here: a list for each is more work for the collector of garbage
         than all the rest of this.
         """
-        first: dict[str, int] = {}
+        backwards = range(len(self) - 1, -1, -1)
+        first = dict(zip(reversed(self._fqns), backwards, strict=True))
         following: dict[int, int] = {}
-        for number in reversed(range(len(self))):
-            fqn = self._names[number][1]
-            if fqn in first:
-                following[number] = first[fqn]
-            first[fqn] = number
+        if len(first) < len(self):
+            later: dict[str, int] = {}
+            for number in backwards:
+                fqn = self._fqns[number]
+                if fqn in later:
+                    following[number] = later[fqn]
+                later[fqn] = number
         return first, following
 
     def _make(self, number: int) -> StoredShard:
-        (name, fqn), kind, start = self._names[number], self._kinds[number], self.starts[number]
+        kind, start = self._kinds[number], self.starts[number]
         first, last = self._blocks[number], self._blocks[number + 1]
         chars = BLOCK_DIGEST_CHARS
         ours = self._digests[first * chars : last * chars]
         digests = tuple([ours[at : at + chars] for at in range(0, len(ours), chars)])
         span = Span(start, start + kind.nbytes)
+        name, fqn = self._names[number], self._fqns[number]
         return StoredShard(name, fqn, kind.dtype, kind.shape, kind.cell, span, digests)
 
     @property
     def can_be_entries(self) -> bool:
         """Say whether safetensors can tell them apart, and from the metadata."""
-        names = {name for name, _ in self._names}
+        names = set(self._names)
         return len(names) == len(self) and "__metadata__" not in names
 
     def entries(self) -> bytes:
         """Return the end of the header as `encode_header` writes it: all after the metadata."""
         # All names in one call: no JSON string holds a line break.
         lines = JSONEncoder(ensure_ascii=False, separators=("\n", ":"))
-        names = lines.encode([name for name, _ in self._names])[1:-1].split("\n")
+        names = lines.encode(self._names)[1:-1].split("\n")
         entries = [
             f',{name}:{kind.entry},"data_offsets":[{start},{start + kind.nbytes}]}}'
             for name, kind, start in zip(names, self._kinds, self.starts, strict=False)

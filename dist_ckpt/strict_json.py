@@ -28,6 +28,7 @@ _BEFORE_HEX = frozenset({b'"', b"0", *(b"%c" % letter for letter in b"abcdef")})
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _CONTAINERS = frozenset({list, dict})
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def corrupt(what: str, fact: str) -> CorruptError:
@@ -35,18 +36,13 @@ def corrupt(what: str, fact: str) -> CorruptError:
     return CorruptError(f"{what}: {fact}; restore it from a copy, or load another checkpoint")
 
 
-def parse(data: bytes, what: str, *, rows: str = "") -> Json:
-    """Parse a document strictly; `what` names it in the CorruptError.
-
-    Of the field `rows` the caller checks how deep it is nested: where there are many rows of a
-    known kind, that is known with the kind.
-    """
+def parse(data: bytes, what: str) -> Json:
+    """Parse a document strictly; `what` names it in the CorruptError."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise corrupt(what, f"not UTF-8 at byte {error.start}") from None
-    if (count := _num_values(data)) > MAX_VALUES:
-        raise corrupt(what, f"up to {count} values, where {MAX_VALUES} is the limit")
+    check_num_values(data, what)
     try:
         doc: Json = json.loads(
             text,
@@ -59,7 +55,7 @@ def parse(data: bytes, what: str, *, rows: str = "") -> Json:
         raise corrupt(what, f"nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:  # JSONDecodeError is one
         raise corrupt(what, f"not JSON: {error}") from None
-    check_depth({**doc, rows: None} if rows and type(doc) is dict else doc, what)
+    _check_depth(doc, what)
     if "\\u" in text and _SURROGATE_ESCAPE.search(text):
         _check_surrogates(doc, what)
     return doc
@@ -67,15 +63,27 @@ def parse(data: bytes, what: str, *, rows: str = "") -> Json:
 
 def dump(doc: Json) -> bytes:
     """Encode a document compactly; ValueError if it is not one that `parse` takes."""
-    text = json.dumps(doc, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    data = text.encode("utf-8")
+    data = text_of(doc).encode("utf-8")
     if (count := _num_values(data)) > MAX_VALUES:
         raise ValueError(f"up to {count} values, where {MAX_VALUES} is the limit")
     return data
 
 
+def text_of(doc: Json) -> str:
+    """Return a document, or a part of one, as `dump` writes it."""
+    return _ENCODER.encode(doc)
+
+
+def check_num_values(data: bytes, what: str) -> None:
+    """Raise CorruptError if a document may have too many values to be parsed."""
+    if (count := _num_values(data)) > MAX_VALUES:
+        raise corrupt(what, f"up to {count} values, where {MAX_VALUES} is the limit")
+
+
 def _num_values(data: bytes) -> int:
     """Return how many values a document has at most; a pair of an object counts as one."""
+    if len(data) < MAX_VALUES:
+        return 1 + len(data)  # few enough, however many they are
     return 1 + data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
@@ -178,8 +186,7 @@ def _constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def check_depth(doc: Json, what: str) -> None:
-    """Raise CorruptError if a document, or a part of one, is nested too deep."""
+def _check_depth(doc: Json, what: str) -> None:
     level: list[Json] = [doc]
     for _ in range(MAX_DEPTH):
         lists = [item for item in level if type(item) is list]

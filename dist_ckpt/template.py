@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.containers import PathKey
@@ -12,7 +12,7 @@ from dist_ckpt.plan import View
 from dist_ckpt.rules import Rules
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.state import mesh_of
-from dist_ckpt.state_tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, read_state, walk
+from dist_ckpt.state_tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, Tree, read_state, walk
 from dist_ckpt.tensors import describe
 from dist_ckpt.wrappers import key_of
 
@@ -63,11 +63,11 @@ def survey(
     root = read_state(state)
     if not isinstance(state, MutableMapping):
         raise TypeError(f"the state is a {type(state).__name__}, which is read-only: give a dict")
-    keys = _check_names(root, rank)
+    leaves = tuple(walk(root))
     return Template(
         root=root,
-        keys=keys,
-        parameters=name_parameters(root),
+        keys=_check_names(leaves, rank),
+        parameters=name_parameters(leaves),
         rules=Rules(sharding, root, rank=rank, world_size=world_size),
         sharding=sharding,
         rank=rank,
@@ -76,11 +76,11 @@ def survey(
     )
 
 
-def _check_names(root: Branch, rank: int) -> dict[str, Key]:
+def _check_names(leaves: Iterable[tuple[str, str, Tree]], rank: int) -> dict[str, Key]:
     """Return the keys of this rank's per-rank values. ValueError if a name means two things."""
     seen: set[str] = set()
     keys: dict[str, Key] = {}
-    for fqn, _, tree in walk(root):
+    for fqn, _, tree in leaves:
         if isinstance(tree, ObjectLeaf):
             continue  # what it holds comes under the same name
         if fqn in seen:

@@ -29,32 +29,45 @@ class TensorSource:
     """
 
     # A state may have very many: what can be made when it is read is not kept.
-    __slots__ = ("_start", "_stop", "_tensor")
+    __slots__ = ("_tensor", "_within")
 
     def __init__(self, tensor: torch.Tensor, within: Elements | None = None) -> None:
         """Make the source of a tensor, or of the elements `within` it in row-major order."""
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         if tensor.is_conj() or tensor.is_neg():
             self._tensor = tensor.resolve_conj().resolve_neg()
-        self._start, self._stop = (within.start, within.stop) if within else (0, tensor.numel())
+        self._within = within
+
+    @property
+    def _first(self) -> int:
+        return 0 if self._within is None else self._within.start
 
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return (self._stop - self._start) * self._tensor.itemsize
+        if self._within is None:
+            return self._tensor.nbytes
+        return self._within.numel * self._tensor.itemsize
 
     def part(self, cell: Cell) -> TensorSource:
         """Return the source of a part, in coordinates that begin at this cell's start."""
         if isinstance(cell, Elements):
-            first = self._start
+            first = self._first
             return TensorSource(self._tensor, Elements(first + cell.start, first + cell.stop))
-        whole = self._stop - self._start == self._tensor.numel()
+        whole = self._within is None or self._within.numel == self._tensor.numel()
         assert whole, "a box of a range of elements"
         return TensorSource(self._tensor[slices_of(cell)])
 
+    def address(self) -> int | None:
+        """Return where the bytes of a contiguous CPU tensor lie."""
+        tensor = self._tensor
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+        return tensor.data_ptr() + self._first * tensor.itemsize
+
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
         """Return the bytes `start` to `stop`: a view of the tensor, or `scratch`, filled."""
-        first = self._start * self._tensor.itemsize
+        first = self._first * self._tensor.itemsize
         if (memory := host_memory(self._tensor)) is not None:
             return memory[first + start : first + stop]
         filled = scratch[: stop - start]

@@ -17,6 +17,7 @@ from dist_ckpt.block_reads import READ_NBYTES, BlockRead, every_block, reads_of
 from dist_ckpt.config import Config
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
+from dist_ckpt.host_memory import Slots
 from dist_ckpt.index import Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.open_files import (
     MAX_BLOCK_NBYTES,
@@ -32,7 +33,7 @@ from dist_ckpt.open_files import (
     rows_text,
     size_problem,
 )
-from dist_ckpt.parallel import Slots, each
+from dist_ckpt.parallel import each
 from dist_ckpt.region import Cell, Elements, Shape, Span
 from dist_ckpt.shard_file import ShardFile
 from dist_ckpt.storage import Storage, open_storage
@@ -90,7 +91,7 @@ def verify(
     """
     if level not in ("full", "quick"):
         raise ValueError(f'level={level!r}: give "full" or "quick"')
-    storage, root = open_storage(path)
+    storage, root = open_storage(path, direct_reads=True)
     for _ in range(ROUNDS):
         try:
             return _verify_once(storage, root, level, progress or _silent)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dist_ckpt.index import TensorRecord
-from dist_ckpt.local_tensors import torch_dtype
+from dist_ckpt.local_tensors import is_ordinary, torch_dtype
 from dist_ckpt.memory import Target
 from dist_ckpt.overlaps import Landing, settle, sharing
 from dist_ckpt.plan import Flattened, Ruled, Wanted, Whole
@@ -74,9 +74,13 @@ class Wants:
         self._cells: dict[str, tuple[Cell, ...]] = {}
         self._fills: list[_Fill] = []
         self._fresh: list[Fresh] = []
-        self._starts: dict[int, tuple[str, Held]] = {}
+        # The cells of the ordinary tensors of a kind that is stored in just these cells.
+        self._kinds: dict[Hashable, tuple[Cell, ...]] = {}
+        self._values: dict[str, object] = {}
+        self._starts: dict[int, str] = {}
         self._ties: dict[Hashable, str] = {}
         self._whole: dict[tuple[str, bool], Fresh] = {}
+        # Those on accelerators.
         self._tensors: list[torch.Tensor] = []
         self._landings: list[Landing] = []
         self._stored: dict[int, frozenset[Cell]] = {}
@@ -87,6 +91,15 @@ class Wants:
         Meta tensors and read-only arrays are replaced. The name is a tensor of the checkpoint.
         """
         value = leaf.value
+        fqn, record = self._tensor(name)
+        key = self._kind_of(value, record)
+        if key in self._kinds:
+            # All that is found out below was found out of another of its kind.
+            assert isinstance(value, torch.Tensor)
+            if self._is_first(name, value, value):
+                part = value.detach() if value.requires_grad else value
+                self._want(name, fqn, self._kinds[key], (part,))
+            return value
         try:
             if is_meta(value):
                 value = materialize(value)
@@ -96,7 +109,6 @@ class Wants:
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return value
-        record = self._tensor(name)[1]
         cells = self._cells_of(name, held, leaf, record.shape)
         if cells is None:
             self.problems.append(self._misfit(name, held, leaf))
@@ -105,8 +117,10 @@ class Wants:
                 f"{name}: saved as {record.dtype}, the state has {held.dtype}: nothing is cast; "
                 f"make it {record.dtype}, load, and convert"
             )
-        elif self._is_first(name, held):
-            self._want(name, cells, held.parts)
+        elif not held.parts or self._is_first(name, value, held.parts[0]):
+            self._want(name, fqn, cells, held.parts)
+            if self._are_stored(name, record, cells) and key is not None:
+                self._kinds[key] = cells
         return value
 
     def fits(self, name: str, leaf: TensorLeaf) -> bool:
@@ -182,6 +196,11 @@ class Wants:
             for fqn, cells in self._cells.items()
         )
 
+    @property
+    def makes_memory(self) -> bool:
+        """Whether `allocate` makes tensors."""
+        return bool(self._fresh)
+
     def allocate(self) -> dict[tuple[str, int], Target]:
         """Make what has to be made; return the memory of each wanted cell by fqn and number."""
         for fresh in self._fresh:
@@ -189,14 +208,14 @@ class Wants:
         targets: dict[tuple[str, int], Target] = {}
         held = [self._parts_of(fill) for fill in self._fills]
         shared = sharing(held)
+        self._tensors += [part for parts in held for part in parts if not part.is_cpu]
         for place, (fill, parts) in enumerate(zip(self._fills, held, strict=True)):
-            self._tensors += parts
             memory = parts
             if place in shared:
                 self._landings.append(Landing.of(fill.name, parts))
                 memory = self._landings[-1].read
-            for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True)):
-                targets[fill.fqn, fill.first + number] = TensorTarget(part, cell)
+            for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
+                targets[fill.fqn, number] = TensorTarget(part, cell)
         self.synchronize()
         return targets
 
@@ -227,6 +246,12 @@ class Wants:
             group=self._template.group_ranks,
         )
 
+    def _kind_of(self, value: object, record: TensorRecord) -> Hashable:
+        """Return what decides how an ordinary tensor is wanted, or None if it is not ordinary."""
+        if not is_ordinary(value) or self._template.sharding is not None:
+            return None
+        return value.dtype, value.shape, record.dtype, record.shape, record.layout
+
     def _cells_of(
         self, name: str, held: Held, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Cell, ...] | None:
@@ -255,17 +280,19 @@ class Wants:
             f"another part than the {held.shape} that the state has: mend the rule or the shape"
         )
 
-    def _is_first(self, name: str, held: Held) -> bool:
-        """Say whether no other name has wanted this memory; it is a problem if for other data."""
-        if not held.parts:
-            return True
+    def _is_first(self, name: str, value: object, part: torch.Tensor) -> bool:
+        """Say whether no other name has wanted this memory; it is a problem if for other data.
+
+        `part` is the first of the value's.
+        """
+        self._values[name] = value
         # What begins elsewhere is other memory: most tensors need no more than that.
-        known = self._starts.setdefault(held.parts[0].data_ptr(), (name, held))
-        if known[0] == name:
+        known = self._starts.setdefault(part.data_ptr(), name)
+        if known == name:
             return True
         first = name
-        for other, one in (known, (name, held)):
-            if (tie := tie_key(one)) is not None:
+        for other in (known, name):
+            if (tie := tie_key(self._held(self._values[other], other))) is not None:
                 first = self._ties.setdefault(tie, other)
         if first == name:
             return True
@@ -275,21 +302,27 @@ class Wants:
     def _want_fresh(self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]) -> Fresh:
         fresh = Fresh(make)
         self._fresh.append(fresh)
-        self._want(name, cells, fresh)
+        fqn, record = self._tensor(name)
+        self._want(name, fqn, cells, fresh)
+        self._are_stored(name, record, cells)
         return fresh
 
     def _want(
-        self, name: str, cells: tuple[Cell, ...], parts: tuple[torch.Tensor, ...] | Fresh
+        self, name: str, fqn: str, cells: tuple[Cell, ...], parts: tuple[torch.Tensor, ...] | Fresh
     ) -> None:
-        fqn, record = self._tensor(name)
         wanted = self._cells.get(fqn, ())
         self._cells[fqn] = wanted + cells
         # Without cells the local tensor is an empty part.
         if cells:
             self._fills.append(_Fill(name, fqn, len(wanted), cells, parts))
+
+    def _are_stored(self, name: str, record: TensorRecord, cells: tuple[Cell, ...]) -> bool:
+        """Say whether the cells are all cells of the stored layout; else it is `resharded`."""
         layout = self._saved.catalog.layouts[record.layout]
         if record.layout not in self._stored:
             stored = (layout.cell(number) for number in range(layout.cut.num_cells))
             self._stored[record.layout] = frozenset(stored)
-        if not self._stored[record.layout].issuperset(cells):
-            self.resharded.append(name)
+        if self._stored[record.layout].issuperset(cells):
+            return True
+        self.resharded.append(name)
+        return False

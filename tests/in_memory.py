@@ -27,9 +27,11 @@ class InMemory:
         per_rank: dict[str, dict[Any, Any]] = {}
         for rank, local in enumerate(locals_):
             held = held_cells(local.inventory, rank, plan)
-            for fqn, sources in local.sources.items():
+            for fqn, parts in local.parts.items():
                 if fqn in held:
-                    for cell, source in zip(held[fqn], sources, strict=True):
+                    assert len(held[fqn]) == len(parts)
+                    for number, cell in enumerate(held[fqn]):
+                        source = local.source(fqn, number)
                         data = source.read(0, source.nbytes, memoryview(bytearray(source.nbytes)))
                         self.bytes[fqn, cell] = bytes(data)
             for fqn, value in local.values.items():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import dist_ckpt as dc
-from dist_ckpt import save_planner, saver
+from dist_ckpt import save_planner
 from dist_ckpt.storage import ReadableFile, Storage
-from dist_ckpt.writer import RankFiles
 
 RANKS = 4
 
@@ -49,7 +47,6 @@ def blocks_of(nbytes: int) -> Iterator[None]:
     """Let a checksum cover `nbytes` bytes in what is saved meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_planner, "BLOCK_NBYTES", nbytes)
-        patch.setattr(saver, "RankFiles", partial(RankFiles, block_nbytes=nbytes))
         yield
 
 

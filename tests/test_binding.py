@@ -769,6 +769,28 @@ def test_views_that_interleave_share_nothing() -> None:
     assert torch.equal(m[:, 3:], torch.zeros(2, 3))
 
 
+def test_each_of_many_tensors_of_one_kind_is_looked_at() -> None:
+    names = [f"w{number}" for number in range(9)]
+    saved = save({name: torch.full((4,), float(name[1:])) for name in names})
+    state: dict[str, Any] = {name: torch.zeros(4) for name in names}
+    load(saved, state)
+    assert [state[name][0].item() for name in names] == list(range(9))
+    state["w1"] = torch.zeros(1).expand(4)
+    state["w2"] = torch.zeros(4, dtype=torch.float64)
+    state["w3"] = torch.zeros(2, 2)
+    state["w4"] = torch.zeros(4)
+    state["w4"].untyped_storage().resize_(8)
+    state["w5"] = torch.zeros(4).to_sparse()
+    state["w6"] = state["w0"]
+    state["w7"] = state["w0"].view(4)
+    with pytest.raises(ValueError, match="w1: ") as error:
+        load(saved, state)
+    for number, what in enumerate(("overlaps itself", "float64", "shape", "freed", "sparse"), 1):
+        assert any(f"w{number}" in line and what in line for line in str(error.value).splitlines())
+    for name in ("w6", "w7"):
+        assert f"w0 and {name} are one tensor in the state" in str(error.value)
+
+
 def test_a_container_and_a_tensor_do_not_have_one_name() -> None:
     state = {"a": {"b": {"x": torch.ones(1)}}, "a.b": torch.ones(2)}
     with pytest.raises(ValueError, match=r"a\.b: two paths"):

@@ -11,7 +11,7 @@ import pytest
 
 from dist_ckpt import host_links
 from dist_ckpt.channel import FalloutError
-from dist_ckpt.host_links import HostLinks
+from dist_ckpt.host_links import Arena, HostLinks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no memory without a name"
@@ -25,10 +25,18 @@ def meeting() -> str:
     return secrets.token_hex(16)
 
 
+def links_of(meeting: str, rank: int, timeout_s: float = 5) -> HostLinks:
+    """Return links that offer new memory."""
+    arena = Arena(NBYTES)
+    links = HostLinks(meeting, rank, timeout_s=timeout_s)
+    links.offer(arena)
+    return links
+
+
 @pytest.fixture
 def two(meeting: str) -> Iterator[tuple[HostLinks, HostLinks]]:
     """Return the links of ranks 0 and 3, which are linked."""
-    low, high = (HostLinks(meeting, n, arena_nbytes=NBYTES, timeout_s=5) for n in (0, 3))
+    low, high = (links_of(meeting, n) for n in (0, 3))
     assert high.connect([0]) == low.connect([3]) == []
     high.accept([0])
     low.accept([3])
@@ -55,11 +63,11 @@ def test_messages_arrive_whole_and_in_order(two):
 
 def test_who_hears_of_a_rank_sees_its_memory(two):
     low, high = two
-    low.arena[:5] = b"bytes"
+    low.arena_of(0)[:5] = b"bytes"
     low.send(3, b"look")
     assert heard(high, 1) == [(0, b"look")]
     assert bytes(high.arena_of(0)[:5]) == b"bytes"
-    high.arena[-4:] = b"more"
+    high.arena_of(3)[-4:] = b"more"
     assert bytes(low.arena_of(3)[-4:]) == b"more"
 
 
@@ -73,7 +81,7 @@ def test_the_end_of_a_rank_is_told_after_its_last_message(two):
 
 def test_memory_outlives_the_rank_whose_it_was(two):
     low, high = two
-    low.arena[:5] = b"bytes"
+    low.arena_of(0)[:5] = b"bytes"
     low.send(3, b"look")
     heard(high, 1)
     taken = high.arena_of(0)
@@ -94,27 +102,27 @@ def test_after_the_end_nobody_minds_a_call_to_wake(two):
 
 
 def test_ranks_that_are_not_there_are_out_of_reach(meeting):
-    links = HostLinks(meeting, 5, arena_nbytes=NBYTES, timeout_s=5)
+    links = links_of(meeting, 5)
     assert links.connect([1, 3, 7]) == [1, 3]
     links.close()
 
 
 def test_ranks_of_another_meeting_are_out_of_reach(meeting):
-    links = [HostLinks(name, n, arena_nbytes=NBYTES, timeout_s=5) for n, name in enumerate("ab")]
+    links = [links_of(name, n) for n, name in enumerate("ab")]
     assert links[1].connect([0]) == [0]
     for one in links:
         one.close()
 
 
 def test_a_rank_that_has_not_connected_is_waited_for_no_longer_than_said(meeting):
-    links = HostLinks(meeting, 0, arena_nbytes=NBYTES, timeout_s=0.01)
+    links = links_of(meeting, 0, 0.01)
     with pytest.raises(FalloutError, match="no connection from rank 2 within"):
         links.accept([2])
     links.close()
 
 
 def test_a_rank_that_gives_up_before_it_is_accepted_is_a_fallout(meeting):
-    low, high = (HostLinks(meeting, n, arena_nbytes=NBYTES, timeout_s=5) for n in (0, 3))
+    low, high = (links_of(meeting, n) for n in (0, 3))
     high.connect([0])
     high.close()
     with pytest.raises(FalloutError, match="given up or is gone"):
@@ -123,8 +131,8 @@ def test_a_rank_that_gives_up_before_it_is_accepted_is_a_fallout(meeting):
 
 
 def test_the_processes_of_other_users_are_not_let_in(meeting, monkeypatch):
-    low = HostLinks(meeting, 0, arena_nbytes=NBYTES, timeout_s=0.01)
-    high = HostLinks(meeting, 3, arena_nbytes=NBYTES, timeout_s=5)
+    low = links_of(meeting, 0, 0.01)
+    high = links_of(meeting, 3)
     high.connect([0])
     monkeypatch.setattr(host_links, "_is_own_user", lambda _: False)
     with pytest.raises(FalloutError):
@@ -141,7 +149,7 @@ def test_the_processes_of_other_users_are_not_let_in(meeting, monkeypatch):
     ids=["silent", "short", "of another meeting"],
 )
 def test_strangers_are_not_let_in_and_what_they_hand_over_is_closed(meeting, hello):
-    low, high = (HostLinks(meeting, n, arena_nbytes=NBYTES, timeout_s=5) for n in (0, 3))
+    low, high = (links_of(meeting, n) for n in (0, 3))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         read_end, write_end = os.pipe()
         stranger.connect(low._address(0))
@@ -160,7 +168,7 @@ def test_strangers_are_not_let_in_and_what_they_hand_over_is_closed(meeting, hel
 
 
 def test_the_names_of_sockets_do_not_tell_the_meeting(meeting):
-    low = HostLinks(meeting, 0, arena_nbytes=NBYTES, timeout_s=5)
+    low = links_of(meeting, 0)
     with open("/proc/net/unix") as names:
         text = names.read()
     assert low._address(0)[1:] in text
@@ -188,7 +196,7 @@ def test_memory_that_did_not_come_along_is_an_error(two, monkeypatch):
 def test_a_system_without_such_memory_says_so(meeting, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match="shared memory"):
-        HostLinks(meeting, 0, arena_nbytes=NBYTES, timeout_s=5)
+        links_of(meeting, 0)
 
 
 def test_without_memory_there_are_no_links_and_nothing_is_left(meeting, monkeypatch):
@@ -199,6 +207,6 @@ def test_without_memory_there_are_no_links_and_nothing_is_left(meeting, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(OSError, match="full"):
-            HostLinks(meeting, 0, arena_nbytes=NBYTES, timeout_s=5)
+            links_of(meeting, 0)
     assert len(os.listdir("/proc/self/fd")) == before
-    HostLinks(meeting, 0, arena_nbytes=NBYTES, timeout_s=5).close()
+    links_of(meeting, 0).close()

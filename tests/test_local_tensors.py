@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.local_tensors import dtype_name, from_numpy, torch_dtype
+from dist_ckpt.local_tensors import dtype_name, from_numpy, is_ordinary, torch_dtype
 
 
 def test_dtypes_have_the_names_of_torch():
@@ -45,3 +45,31 @@ def test_numpy_arrays_share_their_memory_with_the_tensor():
     for array in (np.array(["x"]), np.array([object()]), np.arange(3, dtype=">i4"), np.ma.ones(2)):
         with pytest.raises(TypeError, match="a: "):
             from_numpy(array, "a", writable=False)
+
+
+def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def test_only_what_needs_no_second_look_is_ordinary():
+    for tensor in (torch.ones(3), torch.ones(4)[1:3], torch.nn.Parameter(torch.ones(()))):
+        assert is_ordinary(tensor)
+    for value in (
+        np.ones(3),
+        torch.ones(3, device="meta"),
+        torch.ones(0),
+        torch.ones(4, 4).t(),
+        torch.ones(1).expand(3),
+        torch.eye(2).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.ones(3).as_subclass(type("Sub", (torch.Tensor,), {})),
+        resized(torch.ones(8), 0),
+        resized(torch.ones(8), 16),
+        resized(torch.ones(8)[4:], 0),
+        torch._efficientzerotensor(3),
+    ):
+        assert not is_ordinary(value), value
+    seen = []
+    torch.func.vmap(lambda tensor: seen.append(is_ordinary(tensor)) or tensor)(torch.ones(2, 3))
+    assert seen == [False]

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dist_ckpt import parallel
 from dist_ckpt.errors import StorageError
-from dist_ckpt.parallel import Slots, each
+from dist_ckpt.parallel import each
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
@@ -114,45 +113,3 @@ def test_an_error_while_items_are_made_ends_what_runs() -> None:
     with pytest.raises(ValueError, match="no more"):
         each(ended.append, items(), threads=1)
     assert ended in ([], [1])
-
-
-def test_a_slot_is_lent_to_one_at_a_time_and_used_again() -> None:
-    slots = Slots(8)
-    with slots.one() as first, slots.one() as second:
-        assert first is not second
-        assert len(first) == len(second) == 8
-    with slots.one() as again:
-        assert again is first or again is second
-
-
-def test_a_slot_in_which_a_call_may_still_be_stuck_is_not_lent_again() -> None:
-    slots = Slots(8)
-    with pytest.raises(StorageError), slots.one() as stuck:
-        raise StorageError("the storage did not answer")
-    with slots.one() as other:
-        assert other is not stuck
-
-
-def test_slots_that_are_large_enough_are_used_and_others_are_made() -> None:
-    slots = Slots(8)
-    assert slots.fitting(8) is slots
-    with slots.fitting(9).one() as larger:
-        assert len(larger) == 9
-
-
-def test_cleared_slots_are_gone() -> None:
-    slots = Slots(8)
-    with slots.one() as first:
-        pass
-    slots.clear()
-    with slots.one() as second:
-        assert second is not first
-
-
-def test_no_more_slots_are_kept_than_their_memory_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "MAX_KEPT_NBYTES", 16)
-    slots = Slots(8)
-    with slots.one() as one, slots.one() as two, slots.one() as three:
-        used = [one, two, three]
-    with slots.one() as a, slots.one() as b, slots.one() as c:
-        assert sum(any(slot is known for known in used) for slot in (a, b, c)) == 2

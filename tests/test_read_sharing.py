@@ -17,6 +17,7 @@ from dist_ckpt.read_sharing import (
     joined,
     partners_of,
     units_of,
+    want_the_same,
 )
 
 MIB = 1 << 20
@@ -61,6 +62,21 @@ def test_a_block_is_in_one_unit_if_several_ranks_want_it_and_in_none_else(case):
             told = [rank for host in unit.hosts for rank in host]
             assert sorted(told) == sorted(ranks)
     assert all(a.blocks.stop <= b.blocks.start for a, b in pairwise(units))
+
+
+@given(cases())
+def test_ranks_want_the_same_if_a_block_is_wanted_by_two_that_share(case):
+    _, _, wants = case
+    wanted = [
+        (want.host, file, block)
+        for want in wants.values()
+        for file, runs in want.runs.items()
+        for run in runs
+        for block in run
+    ]
+    assert want_the_same(wants.values(), between_hosts=False) == (len({*wanted}) < len(wanted))
+    anywhere = {place[1:] for place in wanted}
+    assert want_the_same(wants.values(), between_hosts=True) == (len(anywhere) < len(wanted))
 
 
 @given(cases())

@@ -86,7 +86,7 @@ def test_a_verify_that_meets_an_overwrite_reports_no_damage(monkeypatch):
     while True:
         number += 1
         storage = _ReplacedMeanwhile(saved(), number, overwrite)
-        monkeypatch.setattr(verifier, "open_storage", lambda path, s=storage: (s, PATH))
+        monkeypatch.setattr(verifier, "open_storage", lambda path, s=storage, **_: (s, PATH))
         assert verifier.verify(PATH).problems == ()
         if storage.calls < number:
             break

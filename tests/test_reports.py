@@ -45,7 +45,14 @@ def documented(operation: str) -> tuple[int, int]:
 FIRST_SAVE = documented("a first save, and one of another layout")
 SAME_LAYOUT_AGAIN = documented("a save of the same layout again")
 LOAD = documented("a load")
-LOAD_CHECKED_FIRST = documented("a load with `check_first`")
+PREPARE = documented("besides, if some rank makes tensors, or some share what they read")
+WANTS = documented(
+    'besides, if they share between hosts, or what they want is too long for "check"'
+)
+CHECK_FIRST = documented("besides, with `check_first`")
+PLACE = documented("besides, if values or new tensors are placed")
+OBJECTS = documented("besides, if objects or generators are loaded")
+INDEX = documented('besides, if the index is too long for the answer of "open"')
 
 
 def talks(report: Any) -> tuple[int, int]:
@@ -118,27 +125,88 @@ def test_ranks_that_hold_the_same_layout_gather_one_inventory():
     assert given[1] < 100
 
 
-def two_loads(num_tensors: int, **options: Any) -> list[tuple[dc.LoadReport, dc.LoadReport]]:
+def two_loads(state_of: Callable[[int], Any], **options: Any) -> list[set[tuple[int, int]]]:
+    """Save a state, and load it twice over one session; return what each rank's loads took."""
     storage = MemoryStorage()
-    rank_threads.save(storage, [many(num_tensors, rank) for rank in range(RANKS)])
+    rank_threads.save(storage, [state_of(rank) for rank in range(RANKS)])
 
-    def load(rank: int, ranks: Session) -> tuple[dc.LoadReport, dc.LoadReport]:
-        first, second = (
-            load_together(
-                ranks, many(num_tensors, rank), rank_threads.PATH, LoadOptions(**options), storage
+    def load(rank: int, ranks: Session) -> set[tuple[int, int]]:
+        return {
+            talks(
+                load_together(
+                    ranks, state_of(rank), rank_threads.PATH, LoadOptions(**options), storage
+                )
             )
             for _ in range(2)
-        )
-        return first, second
+        }
 
     return list(on_ranks(load))
 
 
-def test_the_exchanges_of_a_load_do_not_depend_on_the_number_of_tensors():
-    for reports in (*two_loads(2), *two_loads(200)):
-        assert [talks(report) for report in reports] == [LOAD] * 2
-    for reports in two_loads(2, check_first=True):
-        assert [talks(report) for report in reports] == [LOAD_CHECKED_FIRST] * 2
+def together(*parts: tuple[int, int]) -> tuple[int, int]:
+    exchanges, collectives = zip(*parts, strict=True)
+    return sum(exchanges), sum(collectives)
+
+
+@pytest.mark.parametrize("num_tensors", [2, 200])
+def test_the_exchanges_of_a_load_do_not_depend_on_the_number_of_tensors(num_tensors: int):
+    assert LOAD == (3, 0)
+    tensors = two_loads(lambda rank: {"model": many(num_tensors, rank)["model"]}, read_once="off")
+    assert tensors == [{LOAD}] * RANKS
+    with_values = two_loads(lambda rank: many(num_tensors, rank), read_once="off")
+    assert with_values == [{together(LOAD, PLACE)}] * RANKS
+
+
+def test_a_load_has_steps_only_where_a_rank_has_something_to_do_in_them():
+    def one_has_an_object(rank: int) -> dict[str, Any]:
+        return {"w": torch.ones(9), **({"scheduler": Scheduler()} if rank == 2 else {})}
+
+    assert two_loads(one_has_an_object, read_once="off") == [{together(LOAD, OBJECTS)}] * RANKS
+    checked = two_loads(lambda rank: many(2, rank)["model"], read_once="off", check_first=True)
+    assert checked == [{together(LOAD, CHECK_FIRST)}] * RANKS
+
+
+def test_ranks_that_share_meet_once_more(monkeypatch: pytest.MonkeyPatch):
+    storage = MemoryStorage()
+    rank_threads.save(storage, [{"w": torch.ones(9)}])
+
+    def took(hosts: Sequence[str], read_once: str) -> set[tuple[int, int]]:
+        outcomes = rank_threads.try_load(
+            lambda _: storage,
+            [{"w": torch.zeros(9)} for _ in hosts],
+            hosts=hosts,
+            read_once=read_once,
+        )
+        return {talks(outcome.value) for outcome in outcomes}
+
+    assert took("aaaa", "host") == {together(LOAD, PREPARE)}
+    assert took("abcd", "host") == took("aaaa", "off") == {LOAD}
+    assert took("aabb", "job") == {together(LOAD, PREPARE, WANTS)}
+    monkeypatch.setattr(load_run, "MAX_SPREAD_NBYTES", 1)
+    assert took("aaaa", "host") == {together(LOAD, INDEX, PREPARE, WANTS)}
+
+
+def test_a_tensor_that_is_made_is_made_before_anything_is_read_anywhere():
+    storage = MemoryStorage()
+    rank_threads.save(storage, [{"w": torch.ones(9)}])
+    states = [{"w": None if rank == 1 else torch.zeros(9)} for rank in range(RANKS)]
+    for outcome in rank_threads.try_load(lambda _: storage, states, read_once="off"):
+        assert outcome.value is not None, outcome.error
+        assert talks(outcome.value) == together(LOAD, PREPARE, PLACE)
+
+
+def test_what_is_too_long_for_an_exchange_comes_by_a_collective(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(load_run, "MAX_SPREAD_NBYTES", 1)
+    long_index = two_loads(lambda rank: {"model": many(2, rank)["model"]}, read_once="off")
+    assert long_index == [{together(LOAD, INDEX)}] * RANKS
+
+
+class Scheduler:
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"last": 3}
 
 
 def test_replicas_are_written_once():

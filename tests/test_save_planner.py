@@ -7,6 +7,7 @@ from math import prod
 from random import Random
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tilings import (
@@ -35,6 +36,8 @@ from dist_ckpt.region import Elements, Region, Shape
 from dist_ckpt.save_planner import (
     held_cells,
     items_of,
+    numbered,
+    origin_of,
     plan_save,
     replica_groups_of,
     stored_nbytes,
@@ -170,3 +173,40 @@ def test_what_a_rank_without_parts_says_of_the_dtype_does_not_count() -> None:
     plan = plan_save(bodies([lacking, holding]), 2)
     assert plan.catalog.tensors["model.w"].dtype == "float32"
     assert not items_of(plan, 0)
+
+
+def test_a_stored_cell_is_found_in_the_larger_cell_that_a_rank_holds() -> None:
+    held = numbered({"w": (Region((0, 0), (1, 1)), Region((1, 0), (5, 4)))})
+    found = origin_of(held, "w", Region((2, 1), (3, 2)))
+    assert found == ("w", 1, Region((1, 1), (3, 2)))
+    assert origin_of(held, "w", Region((1, 0), (5, 4))) == ("w", 1, None)
+
+
+def test_a_stored_range_is_found_in_the_larger_range_that_a_rank_holds() -> None:
+    held = numbered({"w": (Elements(0, 3), Elements(3, 20))})
+    assert origin_of(held, "w", Elements(5, 9)) == ("w", 1, Elements(2, 6))
+
+
+class Compared(Region):
+    """A cell that counts how often it is held against another."""
+
+    num = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.num += 1
+        return super().__eq__(other)
+
+    __hash__ = Region.__hash__
+
+
+def test_what_it_costs_to_find_a_cell_does_not_grow_with_the_cells_of_its_tensor() -> None:
+    held = numbered({"w": tuple(Compared((row, 0), (1, 4)) for row in range(1000))})
+    Compared.num = 0
+    for row in range(1000):
+        assert origin_of(held, "w", Compared((row, 0), (1, 4))).number == row
+    assert Compared.num <= 2 * 1000
+
+
+def test_a_plan_for_a_cell_that_is_not_held_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="does not hold it"):
+        origin_of({"w": {}}, "w", Elements(0, 1))

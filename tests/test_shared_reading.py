@@ -29,7 +29,6 @@ from dist_ckpt import host_links, loader, read_agreement, read_sharing, shared_w
 from dist_ckpt.binding import Binding  # noqa: E402
 from dist_ckpt.channel import FalloutError  # noqa: E402
 from dist_ckpt.errors import CorruptError, RankError, StorageError  # noqa: E402
-from dist_ckpt.reports import LoadReport  # noqa: E402
 from dist_ckpt.session import Session  # noqa: E402
 from dist_ckpt.storage import Storage  # noqa: E402
 from dist_ckpt.testing.faulty_storage import FaultyStorage  # noqa: E402
@@ -70,7 +69,7 @@ def column_state(rank: int) -> dict[str, Any]:
     return {"model": {"w": part()}, "optim": {"moment": part()}}
 
 
-def loaded(outcomes: Sequence[Any]) -> list[LoadReport]:
+def loaded(outcomes: Sequence[Any]) -> list[Any]:
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
@@ -287,6 +286,26 @@ def box(draw: st.DrawFn, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple
     offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
     size = tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
     return offset, size  # type: ignore[return-value]
+
+
+def test_what_is_handed_on_in_a_second_load_is_not_what_was_in_the_first(tree):
+    first, second = MemoryStorage(tree), MemoryStorage({"/runs": None})
+    other = WHOLE["model.w"] + 1
+    rank_threads.save(second, [{"model": {"w": other}}])
+
+    def load_thrice(rank: int, channel: Any, bulk: Any) -> list[Any]:
+        session = Session(channel, bulk, rank_threads.TEST_CONFIG)
+        states = [{"model": {"w": None}} for _ in range(3)]
+        options = rank_threads.LoadOptions(include="model.w")
+        for storage, state in zip((first, second, first), states, strict=True):
+            rank_threads.load_together(session, state, PATH, options, storage)  # type: ignore[arg-type]
+        return [state["model"]["w"] for state in states]
+
+    for tensors in loaded(rank_threads.try_ranks(4, load_thrice, hosts=ONE_HOST)):
+        for tensor, expected in zip(
+            tensors, (WHOLE["model.w"], other, WHOLE["model.w"]), strict=True
+        ):
+            assert torch.equal(tensor, expected)
 
 
 # --- failures ----------------------------------------------------------------------------------

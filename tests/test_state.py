@@ -60,7 +60,7 @@ def test_tensors_are_entries_and_everything_else_the_largest_values_without_tens
         Node("a", "dict", ("x", "y")),
         Node("a.x", "list", (0, 1)),
     )
-    (source,) = local.sources["a.x.0"]
+    source = local.source("a.x.0", 0)
     assert bytes(source.read(0, 24, memoryview(bytearray(24)))) == tensor.numpy().tobytes()
 
 
@@ -100,7 +100,76 @@ def test_tied_tensors_are_aliases_of_the_first_and_keep_their_sources() -> None:
     local = taken({"a": {"x": t, "y": t.view(4), "z": t[:2], "c": t.clone()}})
     assert local.inventory.aliases == (("a.y", "a.x"),)
     assert names(local) == ["a.x", "a.z", "a.c"]
-    assert set(local.sources) == {"a.x", "a.y", "a.z", "a.c"}
+    assert set(local.parts) == {"a.x", "a.y", "a.z", "a.c"}
+
+
+def square() -> torch.Tensor:
+    return torch.arange(4.0).view(2, 2)
+
+
+def test_of_tensors_that_are_alike_each_is_stored_with_its_own_bytes() -> None:
+    tensors = {
+        "first": square(),
+        "second": square() + 4,
+        "turned": square().t(),
+        "parameter": nn.Parameter(square() + 8),
+        "negated": torch.view_as_complex(torch.stack((square(), square()), -1)).conj().imag,
+        "array": square().numpy(),
+        "inner": torch.arange(6.0)[2:].view(2, 2),
+    }
+    local = taken(tensors)
+    for name, tensor in tensors.items():
+        source = local.source(name, 0)
+        expected = torch.as_tensor(tensor).detach().clone().contiguous().resolve_neg()
+        read = source.read(0, 16, memoryview(bytearray(16)))
+        assert bytes(read) == expected.numpy().tobytes(), name
+    assert [entry.shape for entry in local.inventory.tensors] == [(2, 2)] * 7
+    assert local.inventory.numpy == ("array",)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_tensor_whose_memory_is_gone_is_refused_wherever_it_stands(place: int) -> None:
+    tensors = {f"t{n}": square() for n in range(3)}
+    tensors[f"t{place}"].untyped_storage().resize_(8)
+    with pytest.raises(ValueError, match=f"t{place}: the memory"):
+        taken(tensors)
+    tensors[f"t{place}"] = torch.empty(2, 2, device="meta")
+    with pytest.raises(ValueError, match=f"t{place}: a meta tensor"):
+        taken(tensors)
+
+
+def test_of_tensors_that_are_alike_only_those_of_the_same_memory_are_tied() -> None:
+    base = torch.arange(16.0)
+    parts = {name: base[start : start + 4] for name, start in zip("abc", (0, 4, 8), strict=True)}
+    local = taken({**parts, "again": base[4:8], "longer": base[4:12], "shaped": square()})
+    assert local.inventory.aliases == (("again", "b"),)
+    assert names(local) == ["a", "b", "c", "longer", "shaped"]
+
+
+def test_an_inventory_like_the_last_one_is_equal_to_it_and_shares_its_entries() -> None:
+    def state(dtype: torch.dtype = torch.float32, size: int = 2) -> Any:
+        return {"a": {"x": torch.ones(size), "y": torch.ones(3, dtype=dtype)}, "z": torch.ones(3)}
+
+    last = taken(state()).inventory
+    again = taken(state(), last=last).inventory
+    assert again == last
+    shared = zip(again.tensors, last.tensors, strict=True)
+    assert all(entry is before for entry, before in shared)
+    others = [
+        state(size=4),
+        state(dtype=torch.float64),
+        {"b": state()["a"], "z": torch.ones(3)},
+        {"z": torch.ones(3), "a": state()["a"]},
+        {"a": {**state()["a"], "z": torch.ones(3)}, "z": torch.ones(3)},
+        {"a": state()["a"]},
+    ]
+    for other in others:
+        inventory = taken(other, last=last).inventory
+        assert inventory != last
+        assert inventory == taken(other).inventory
+    loose = {"first": torch.ones(2), "a": {"x": torch.ones(2)}}
+    joined = {"first": torch.ones(2), "a.x": torch.ones(2)}
+    assert taken(joined, last=taken(loose).inventory).inventory == taken(joined).inventory
 
 
 def test_a_module_is_stored_as_its_state_dict() -> None:
@@ -154,7 +223,7 @@ def test_numpy_arrays_are_tensors_of_kind_numpy() -> None:
     assert (entry.fqn, entry.dtype, entry.shape) == ("a", "int16", (3, 2))
     assert local.inventory.numpy == ("a",)
     assert local.values == {"s": np.float32(2)}
-    (source,) = local.sources["a"]
+    source = local.source("a", 0)
     assert bytes(source.read(0, 12, memoryview(bytearray(12)))) == array.tobytes()
 
 

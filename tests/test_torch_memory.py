@@ -234,3 +234,14 @@ def test_tensors_that_overlap_themselves_are_known():
 
 def test_host_memory_needs_no_synchronizing():
     synchronize([torch.ones(2), torch.empty(2, device="meta")])
+
+
+def test_a_source_tells_where_its_bytes_lie_if_they_are_row_major_on_the_host() -> None:
+    tensor = torch.arange(12, dtype=torch.int32).view(3, 4)
+    assert TensorSource(tensor).address() == tensor.data_ptr()
+    assert TensorSource(tensor[1:]).address() == tensor.data_ptr() + 16
+    assert TensorSource(tensor).part(Region((2, 0), (1, 4))).address() == tensor.data_ptr() + 32
+    assert TensorSource(tensor.view(-1)).part(Elements(5, 9)).address() == tensor.data_ptr() + 20
+    assert TensorSource(tensor.t()).address() is None
+    assert TensorSource(tensor).part(Region((0, 1), (3, 2))).address() is None
+    assert TensorSource(torch.empty(2, device="meta")).address() is None

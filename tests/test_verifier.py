@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_read_is_a_problem(
             self.read_into = read_into
             self.close = file.close  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(verify_module, "open_storage", lambda path: (Broken(), str(path)))
+    monkeypatch.setattr(verify_module, "open_storage", lambda path, **_: (Broken(), str(path)))
     problems = about(verify(folder.parent), "model-00001.safetensors")
     assert {p.tensor for p in problems} == {None, "model.f", "model.r", "model.s", "model.w"}
     assert all("input/output error" in p.what for p in problems)

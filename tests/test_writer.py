@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from written import (
@@ -19,19 +20,16 @@ from written import (
     rows,
 )
 
-from dist_ckpt import writer
+from dist_ckpt import batches
 from dist_ckpt.digest import Buffer, block_digest, document_digest
 from dist_ckpt.errors import ConflictError, StorageError
-from dist_ckpt.host_memory import address_of, scratch
-from dist_ckpt.layout import Flat, Layout
-from dist_ckpt.parallel import Slots
-from dist_ckpt.plan import WriteItem
-from dist_ckpt.region import Elements, Region, Span
+from dist_ckpt.host_memory import Slots, address_of, scratch
 from dist_ckpt.shard_file import decode_header
 from dist_ckpt.storage import WritableFile
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.writer import RankFiles, batches_of, source_of, write_all
+from dist_ckpt.torch_memory import TensorSource
+from dist_ckpt.writer import RankFiles, write_all
 
 FOLDER = "/ck"
 
@@ -67,7 +65,7 @@ def files_of(saved: Mapping[str, Saved], rank: int = 0, **options: object) -> Ra
 def test_a_file_holds_every_shard_at_its_place_with_the_digests_of_its_blocks(
     monkeypatch: pytest.MonkeyPatch, block_nbytes: int, copies: bool, small: int
 ) -> None:
-    monkeypatch.setattr(writer, "SMALL_NBYTES", small)
+    monkeypatch.setattr(batches, "SMALL_NBYTES", small)
     storage, saved = folder(), tensors()
     files = files_of(saved, block_nbytes=block_nbytes, copies=copies)
     (receipt,) = write_all(storage, FOLDER, files, threads=3)
@@ -127,74 +125,6 @@ def test_each_component_and_each_objects_file_has_a_receipt() -> None:
 def test_a_rank_that_stores_nothing_touches_nothing() -> None:
     saved = {"model.w": random_tensor((2,), one_cell((2,)))}
     assert write_all(MemoryStorage(), "/gone", files_of(saved, rank=1), threads=2) == ()
-
-
-def item(name: str, start: int, nbytes: int) -> WriteItem:
-    return WriteItem(
-        name, name, "uint8", (nbytes,), Region((0,), (nbytes,)), Span(start, start + nbytes)
-    )
-
-
-def test_small_blocks_that_adjoin_are_written_together_and_large_ones_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(writer, "SMALL_NBYTES", 40)
-    sizes = {"a": 130, "b": 10, "empty": 0, "c": 30, "d": 39, "e": 21, "f": 5, "g": 64, "h": 5}
-    items, start = [], 0
-    for name, nbytes in sizes.items():
-        items.append(item(name, start, nbytes))
-        start += nbytes
-    batches = [[(part.item.name, part.number) for part in batch] for batch in batches_of(items, 64)]
-    assert batches == [
-        [("a", 0)],
-        [("a", 1)],
-        [("a", 2), ("b", 0), ("c", 0)],
-        [("d", 0), ("e", 0)],
-        [("f", 0)],
-        [("g", 0)],
-        [("h", 0)],
-    ]
-
-
-def test_a_stored_cell_is_found_in_the_larger_cell_that_a_rank_holds() -> None:
-    saved = random_tensor((6, 4), one_cell((6, 4)))
-    held, part = Region((1, 0), (5, 4)), Region((2, 1), (3, 2))
-    sources = {"w": {Region((0, 0), (1, 1)): None, held: BytesSource(saved, held)}}
-    found = source_of(sources, "w", part)  # type: ignore[arg-type]
-    assert bytes(found.read(0, found.nbytes, memoryview(b""))) == saved.of(part)
-
-
-def test_a_stored_range_is_found_in_the_larger_range_that_a_rank_holds() -> None:
-    saved = random_tensor((6, 4), Layout(Flat((0, 24)), ((0,),)))
-    held, part = Elements(3, 20), Elements(5, 9)
-    sources = {"w": {Elements(0, 3): None, held: BytesSource(saved, held)}}
-    found = source_of(sources, "w", part)  # type: ignore[arg-type]
-    assert bytes(found.read(0, found.nbytes, memoryview(b""))) == saved.of(part)
-
-
-class Compared(Region):
-    """A cell that counts how often it is held against another."""
-
-    num = 0
-
-    def __eq__(self, other: object) -> bool:
-        Compared.num += 1
-        return super().__eq__(other)
-
-    __hash__ = Region.__hash__
-
-
-def test_what_it_costs_to_find_a_cell_does_not_grow_with_the_cells_of_its_tensor() -> None:
-    held = {"w": {Compared((row, 0), (1, 4)): row for row in range(1000)}}
-    Compared.num = 0
-    for row in range(1000):
-        assert source_of(held, "w", Compared((row, 0), (1, 4))) == row  # type: ignore[arg-type,comparison-overlap]
-    assert Compared.num <= 2 * 1000
-
-
-def test_a_plan_for_a_cell_that_is_not_held_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="does not hold it"):
-        source_of({"w": {}}, "w", Elements(0, 1))
 
 
 class Spoiled(MemoryStorage):
@@ -262,7 +192,7 @@ def test_a_file_whose_size_is_not_what_was_written_is_a_storage_error() -> None:
 
 
 def test_an_objects_file_of_another_size_is_a_storage_error() -> None:
-    files = RankFiles(catalog_of({}, 1), None, (), {}, {"objects.msgpack": b"abc"})
+    files = RankFiles(catalog_of({}, 1), None, (), (), {"objects.msgpack": b"abc"})
     with pytest.raises(StorageError, match="has 1 bytes after writing 3"):
         write_all(Spoiled(finish=1), FOLDER, files, threads=1)
 
@@ -316,11 +246,9 @@ def test_no_more_scratch_is_used_than_there_are_threads() -> None:
 
     saved = {"model.w": random_tensor((4096,), one_cell((4096,)))}
     files = files_of(saved, block_nbytes=64)
-    watching = {
-        cell: Watching(saved["model.w"], cell, copies=True) for cell in files.sources["model.w"]
-    }
-    files = RankFiles(files.catalog, 7, files.plans, {"model.w": watching}, {}, 64)
-    write_all(folder(), FOLDER, files, threads=3)
+    (plan,) = files.plans
+    watching = [Watching(saved["model.w"], item.cell, copies=True) for item in plan.items]
+    write_all(folder(), FOLDER, replace(files, sources=(watching.__getitem__,)), threads=3)
     assert 1 <= len(seen) <= 3
 
 
@@ -371,14 +299,14 @@ def test_whatever_the_alignment_the_file_is_the_same_and_its_memory_lies_as_it_w
         f"model.{n}": random_tensor((size,), one_cell((size,)), seed=n)
         for n, size in enumerate(sizes)
     }
-    files = files_of(saved, block_nbytes=block_nbytes, copies=copies)
-    before, writer.SMALL_NBYTES = writer.SMALL_NBYTES, small
+    before, batches.SMALL_NBYTES = batches.SMALL_NBYTES, small
     try:
-        plain, placing = folder(), Placing(alignment)
-        expected = write_all(plain, FOLDER, files, threads=1)
-        assert write_all(placing, FOLDER, files, threads=3) == expected
+        files = files_of(saved, block_nbytes=block_nbytes, copies=copies)
     finally:
-        writer.SMALL_NBYTES = before
+        batches.SMALL_NBYTES = before
+    plain, placing = folder(), Placing(alignment)
+    expected = write_all(plain, FOLDER, files, threads=1)
+    assert write_all(placing, FOLDER, files, threads=3) == expected
     assert placing.tree() == plain.tree()
     assert placing.misplaced == []
 
@@ -404,10 +332,10 @@ def test_a_block_is_copied_only_where_its_memory_does_not_lie_as_the_file_wants(
 ) -> None:
     saved = {"model.w": random_tensor((256,), one_cell((256,)))}
     files = files_of(saved)
-    (cell,) = files.sources["model.w"]
-    source = InMemory(saved["model.w"].of(cell), remainder)
+    (item,) = files.plans[0].items
+    source = InMemory(saved["model.w"].of(item.cell), remainder)
     storage = Placing(64)
-    files = replace(files, sources={"model.w": {cell: source}})
+    files = replace(files, sources=(lambda _: source,))
     (receipt,) = write_all(storage, FOLDER, files, threads=1)
     assert content(storage, "model-00000.safetensors")[receipt[2] :] == bytes(source._live)
     assert (storage.addresses != [address_of(source._live)]) == copied
@@ -470,6 +398,21 @@ def test_a_disk_that_fills_up_while_the_slots_go_round_fails_the_save_and_no_slo
     assert good.tree() == plain.tree()
 
 
+def test_small_blocks_come_straight_from_the_memory_of_tensors() -> None:
+    saved = {f"model.{n}": random_tensor((n,), one_cell((n,)), seed=n) for n in (3, 70, 40, 5)}
+    files = files_of(saved, block_nbytes=64)
+    (plan,) = files.plans
+    held = [
+        TensorSource(torch.frombuffer(bytearray(saved[item.fqn].of(item.cell)), dtype=torch.uint8))
+        for item in plan.items
+    ]
+    from_bytes, from_tensors = folder(), folder()
+    receipts = write_all(from_bytes, FOLDER, files, threads=2)
+    tensors = replace(files, sources=(held.__getitem__,))
+    assert write_all(from_tensors, FOLDER, tensors, threads=2) == receipts
+    assert from_tensors.tree() == from_bytes.tree()
+
+
 def test_slots_are_kept_from_one_save_to_the_next() -> None:
     seen: list[object] = []
 
@@ -480,8 +423,8 @@ def test_slots_are_kept_from_one_save_to_the_next() -> None:
 
     saved = {"model.w": random_tensor((4,), one_cell((4,)))}
     files = files_of(saved)
-    (cell,) = files.sources["model.w"]
-    watching = replace(files, sources={"model.w": {cell: Watching(saved["model.w"], cell)}})
+    (item,) = files.plans[0].items
+    watching = replace(files, sources=(lambda _: Watching(saved["model.w"], item.cell),))
     slots = Slots()
     for _ in range(2):
         write_all(folder(), FOLDER, watching, threads=1, slots=slots)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from dist_ckpt.batches import batches_of
 from dist_ckpt.commit import claim, commit
 from dist_ckpt.digest import BLOCK_NBYTES
 from dist_ckpt.dtypes import DTYPES
@@ -111,6 +112,9 @@ class BytesSource:
             whole = Region(tuple(a + b for a, b in corner), cell.shape)
         return BytesSource(self._saved, whole, copies=self._copies)
 
+    def address(self) -> None:
+        return None
+
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
         if not self._copies:
             return self._data[start:stop]
@@ -185,7 +189,9 @@ def file_plans(catalog: Catalog, rank: int, block_nbytes: int) -> Iterator[FileP
         header = header_text(file)
         items = tuple(WriteItem(s.name, s.fqn, s.dtype, s.shape, s.cell, s.span) for s in shards)
         name = f"{component.stem}-{rank:05d}.safetensors"
-        yield FilePlan(name, number, rank, header, header.nbytes + shards[-1].span.stop, items)
+        nbytes = header.nbytes + shards[-1].span.stop
+        batches = batches_of((shard.span.nbytes for shard in shards), block_nbytes)
+        yield FilePlan(name, number, rank, header, nbytes, items, block_nbytes, batches)
 
 
 def rank_files(
@@ -199,11 +205,13 @@ def rank_files(
 ) -> RankFiles:
     """Return what a rank writes: sources only for the cells that it stores."""
     plans = tuple(file_plans(catalog, rank, block_nbytes))
-    sources: dict[str, dict[Cell, BytesSource]] = {}
-    for item in (item for plan in plans for item in plan.items):
-        source = BytesSource(tensors[item.fqn], item.cell, copies=copies)
-        sources.setdefault(item.fqn, {})[item.cell] = source
-    return RankFiles(catalog, 7, plans, sources, objects or {}, block_nbytes)
+    sources = tuple(
+        [
+            BytesSource(tensors[item.fqn], item.cell, copies=copies) for item in plan.items
+        ].__getitem__
+        for plan in plans
+    )
+    return RankFiles(catalog, 7, plans, sources, objects or {})
 
 
 def index_of(

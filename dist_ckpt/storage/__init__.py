@@ -15,11 +15,14 @@ __all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage"]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
-def open_storage(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+def open_storage(
+    path: str | os.PathLike[str], *, direct_reads: bool = False
+) -> tuple[Storage, str]:
     """Return the storage that a user's path lies on, and the path as that storage names it.
 
     Touches nothing. The path is made absolute here, once, so that a later `chdir` changes
-    nothing. Raises ValueError or TypeError for what is no path.
+    nothing. `direct_reads` is for who reads large files once: what the page cache does not hold
+    of them comes past it. Raises ValueError or TypeError for what is no path.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -37,4 +40,4 @@ def open_storage(path: str | os.PathLike[str]) -> tuple[Storage, str]:
             f"path is {absolute!r}, which is not UTF-8 and cannot be told to other ranks: "
             f"rename the folder, or choose another path"
         )
-    return DeadlineStorage(LocalStorage()), absolute
+    return DeadlineStorage(LocalStorage(direct_reads=direct_reads)), absolute

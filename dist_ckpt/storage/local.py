@@ -20,7 +20,7 @@ from dist_ckpt.digest import Buffer
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 from dist_ckpt.region import Span
 from dist_ckpt.storage.descriptor import Descriptor
-from dist_ckpt.storage.direct import DirectFile, DirectIO
+from dist_ckpt.storage.direct import DirectFile, DirectIO, DirectReads
 from dist_ckpt.storage.protocol import Entry, ReadableFile, WritableFile
 
 # One call moves at most 2 GiB on Linux, and fails above that on macOS.
@@ -50,11 +50,13 @@ _OTHERWISE = "check the disk or the network (the kernel's log may say more), the
 class LocalStorage:
     """Keeps the `Storage` protocol on a file system. Threads may share it.
 
+    With `direct_reads` large parts of files that the page cache does not hold are read past it.
     All it remembers is a file system's refusal of direct I/O.
     """
 
-    def __init__(self) -> None:
-        self._direct = DirectIO()
+    def __init__(self, *, direct_reads: bool = False) -> None:
+        self._direct_writes = DirectIO("writing")
+        self._direct_reads = DirectIO("reading") if direct_reads else None
 
     def list(self, folder: str) -> Sequence[Entry]:
         """Return the entries of a folder, sorted by name; links and devices are "other"."""
@@ -80,7 +82,7 @@ class LocalStorage:
             direct = None
             try:
                 _reserve(fd, nbytes)
-                direct = self._direct.open(path, fd, nbytes)
+                direct = self._direct_writes.writes_of(path, fd, nbytes)
                 if direct:
                     # Writes beyond the end take turns in the kernel; those before it do not.
                     os.ftruncate(fd, nbytes)
@@ -105,13 +107,15 @@ class LocalStorage:
                 raise
             try:
                 status = os.fstat(fd)
+                origin, nbytes = self._direct_reads, status.st_size
+                direct = origin.reads_of(path, fd, nbytes) if origin else None
             except OSError:
                 os.close(fd)
                 raise
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
             raise _not_a_file(path)
-        return _LocalReadableFile(path, fd, status.st_size)
+        return _LocalReadableFile(path, fd, direct, nbytes)
 
     def rename(self, old: str, new: str) -> None:
         """Rename without replacing: by the system's own call, else by a link for a file."""
@@ -195,8 +199,9 @@ class _LocalWritableFile:
 
 
 class _LocalReadableFile:
-    def __init__(self, path: str, fd: int, nbytes: int) -> None:
+    def __init__(self, path: str, fd: int, direct: DirectReads | None, nbytes: int) -> None:
         self._descriptor = Descriptor(path, fd)
+        self._direct = direct
         self._nbytes = nbytes
 
     @property
@@ -205,8 +210,8 @@ class _LocalReadableFile:
 
     def read_into(self, offset: int, target: memoryview) -> int:
         view = target.cast("B")
-        done = 0
         with _errors_of(self._descriptor.path), self._descriptor.lend() as fd:
+            done = self._direct.read(fd, view, offset) if self._direct else 0
             while done < len(view):
                 part = view[done : done + _MAX_CALL_NBYTES]
                 count = os.preadv(fd, [part], offset + done)

@@ -52,6 +52,5 @@ def test_exchanges_and_their_bytes_do_not_grow_with_the_number_of_tensors(tmp_pa
         assert 0 < steady[1] < 1000
         assert steady[2:] == (0, 0)
         assert loaded[0] == few[rank][2][0]
-        # The index comes from rank 0; then each rank of the host tells what it wants.
-        assert loaded[2] == 2
-        assert (loaded[3] > 200) == (rank == 0)
+        # Small enough for the exchanges: the index, and what each rank of the host wants.
+        assert loaded[2:] == (0, 0)

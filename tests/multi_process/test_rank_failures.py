@@ -158,7 +158,7 @@ def own_storage(module: Any, path: str) -> Any:
     own = f"{path}-elsewhere"
     os.makedirs(own, exist_ok=True)
     theirs = module.open_storage
-    module.open_storage = lambda path: (Elsewhere(str(path), own), str(path))
+    module.open_storage = lambda path, **_: (Elsewhere(str(path), own), str(path))
     try:
         yield
     finally:
