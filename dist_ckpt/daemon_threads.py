@@ -42,11 +42,15 @@ class DaemonThreads:
         self._num_threads = 0
         self._num_idle = 0
 
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Have a thread make the call. RuntimeError if the system starts no more threads."""
+    def submit(self, call: Callable[[], T], into: Future[T] | None = None) -> Future[T]:
+        """Have a thread make the call. RuntimeError if the system starts no more threads.
+
+        Who gives a future `into` which the outcome goes has it also if an interrupt meets this:
+        the call may run then.
+        """
         if self._pid != os.getpid():
             self._begin()
-        future: Future[T] = Future()
+        future: Future[T] = into or Future()
         with self._changed:
             self._calls.append(lambda: _run(future, call))
             if len(self._calls) <= self._num_idle:

@@ -18,8 +18,9 @@ MAX_KEPT_NBYTES = 128 << 20
 
 
 # Not `ctypes.memmove`, which lets go of the lock: to get it back takes longer than a small copy.
-_memmove = ctypes.PyDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 
 
 def address_of(view: memoryview) -> int:

@@ -77,13 +77,14 @@ class Passed:
     """What all ranks know of each other when they have passed the check.
 
     `unexpected` are the saved names that none of them asks for, `steps` those that some rank has
-    something to do in. `wants` are what each reads, where some read the same, and nothing where
-    none do; None if it has to be gathered.
+    something to do in. `shares`: some read the same, as far as is known, and can hand it on; then
+    `wants` are what each reads, and empty if that is yet to be gathered.
     """
 
     unexpected: tuple[str, ...]
     steps: frozenset[str]
-    wants: Mapping[int, Wants] | None
+    shares: bool
+    wants: Mapping[int, Wants]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +169,12 @@ class LoadRun:
         answer = self._answer
         if self._index is None:
             self._index = _decoded(answer["index"])
-        keys = dict(wire.unpack(answer["keys"], tuple))
-        return Found(self._attempt, self._index, keys, answer["meeting"])
+        return Found(
+            attempt=self._attempt,
+            index=self._index,
+            keys=dict(wire.unpack(answer["keys"], tuple)),
+            meeting=answer["meeting"],
+        )
 
     def check(
         self,
@@ -223,30 +228,38 @@ class LoadRun:
             if problems:
                 raise IncompatibleError(self._message(problems))
             steps = {step for payload in payloads for step in payload["steps"]}
-            wants = self._in_common([payload["wants"] for payload in payloads])
-            return {"unexpected": unexpected, "steps": sorted(steps), "wants": wants}
+            shares, wants = self._in_common([payload["wants"] for payload in payloads])
+            return {
+                "unexpected": unexpected,
+                "steps": sorted(steps),
+                "shares": shares,
+                "wants": wants,
+            }
 
         answer = self._ranks.channel.exchange(self._phase("check"), describe, judge)
         if answer is None:
             return None
-        wants = answer["wants"]
         return Passed(
             unexpected=tuple(answer["unexpected"]),
             steps=frozenset(answer["steps"]),
-            wants=None if wants is None else {n: decode(want) for n, want in enumerate(wants)},
+            shares=answer["shares"],
+            wants={rank: decode(want) for rank, want in enumerate(answer["wants"])},
         )
 
-    def _in_common(self, wants: Sequence[bytes | None]) -> Sequence[bytes] | None:
-        """Return what all want if some want the same, nothing if none do; None: it is too long."""
+    def _in_common(self, wants: Sequence[bytes | None]) -> tuple[bool, Sequence[bytes]]:
+        """Say whether ranks share what they read; return what all want if that can be handed out.
+
+        They are taken to share where some want is too long to have come here.
+        """
         told = [want for want in wants if want is not None]
         if len(told) < len(wants):
-            return None
+            return True, ()
         between_hosts = self._request.read_once == "job"
         if not all(told) or not want_the_same(map(decode, told), between_hosts=between_hosts):
-            return ()
-        if between_hosts:
-            return None  # to gather them connects the hosts, which then send to each other
-        return told if sum(map(len, told)) * len(told) <= MAX_SPREAD_NBYTES else None
+            return False, ()
+        is_short = sum(map(len, told)) * len(told) <= MAX_SPREAD_NBYTES
+        # To gather them connects the hosts, which then send to each other.
+        return True, told if is_short and not between_hosts else ()
 
     def _check_shared(self, gone: Sequence[int]) -> None:
         """Raise StorageError if only some ranks see the checkpoint's folder no more."""

@@ -90,13 +90,14 @@ def load(
     `touched` names the tensors that may hold partial data; no object's `load_state_dict` has run.
     Tensors of the state that share memory get it as long as what was saved agrees where they do;
     else IncompatibleError names two of them once everything is read.
-    With `check_first` all blocks are verified before the first byte lands, by reading twice.
+    With `check_first` all blocks are verified before the first byte lands, by reading twice, all
+    of it through the page cache.
 
     What several ranks want is fetched from storage by one of them, checked, and handed on:
     `read_once="host"` does so among the ranks of each host, through shared memory; "job" among
     all, over the network between hosts, where that is faster than the storage; with "off" each
-    rank reads all that it wants, through the page cache. The others read past it what it does not
-    hold already. `DIST_CKPT_HOST` renames a host.
+    rank reads all that it wants, through the page cache. With "host" and "job", what the page
+    cache does not hold is read past it. `DIST_CKPT_HOST` renames a host.
 
     `strict` makes names that are missing or unexpected an error; shape, dtype and coverage always
     are one. `include` and `exclude` are globs that cut both sides, `rename` maps globs of saved
@@ -171,7 +172,7 @@ class _Load:
     def _fill(self, run: LoadRun, passed: Passed) -> None:
         """Read, place and load objects, each when the one before has succeeded everywhere."""
         with self._phases.phase("read"):
-            if PREPARE in passed.steps or passed.wants != {}:
+            if PREPARE in passed.steps or passed.shares:
                 self._prepare(run, passed)
             if self._options.check_first:
                 run.step("check first", self._read_nowhere)
@@ -189,8 +190,8 @@ class _Load:
 
     def _ask(self) -> LoadRequest:
         self._options.check()
-        # Ranks that each read what all want leave it to the page cache to fetch that once.
-        direct_reads = self._options.read_once != "off"
+        # What is read twice, or by several ranks, is left to the page cache to fetch once.
+        direct_reads = self._options.read_once != "off" and not self._options.check_first
         own, self._path = open_storage(self._where, direct_reads=direct_reads)
         self._storage = CountingStorage(self._given or own)
         channel = self._ranks.channel
@@ -328,7 +329,7 @@ class _Load:
 
         All have done so before the first byte lands anywhere.
         """
-        if passed.wants == {}:
+        if not passed.shares:
             run.step(PREPARE, self._make_memory)
             return
 

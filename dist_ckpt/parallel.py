@@ -38,8 +38,9 @@ def each(
         for item in items:
             if len(running) >= 2 * threads:
                 results.append(_next_result(running, stall_s))
-            watch = Watch()
-            running.append((pool.submit(partial(watch.over, partial(work, item))), watch))
+            watch, future = Watch(), Future[R]()
+            running.append((future, watch))  # first: what an interrupt meets is waited for too
+            pool.submit(partial(watch.over, partial(work, item)), future)
         while running:
             results.append(_next_result(running, stall_s))
     finally:

@@ -76,17 +76,21 @@ class Agreeing:
             )
             self._stack.callback(self._links.close)
 
-    def meet(self, wants: Mapping[int, Wants] | None, own: bytes) -> Doc:
+    def meet(self, wants: Mapping[int, Wants], own: bytes) -> Doc:
         """Link this rank with those of its host; return which are out of reach.
 
-        `wants` are those of all ranks, or None: then each tells its `own`. Returns None if it can
-        share nothing itself.
+        `wants` are those of all ranks, or empty: then each tells its `own`. Returns None if there
+        is something to share, but this rank has no memory or no socket for it.
         """
-        if wants is None:
+        if not wants:
             # Who fails before this leaves the others waiting until gloo's deadline.
             bodies = self._ranks.bulk().all_gather_distinct(own)
             wants = {rank: decode(body) for body, who in bodies for rank in who}
         self._wants = dict(wants)
+        self._found = self._units()
+        units = [unit for units in self._found.values() for unit in units]
+        if not units:
+            return []
         try:
             nbytes = arena_nbytes(self._files, between_hosts=self._between_hosts)
             arena = self._stack.enter_context(self._ranks.arena(nbytes))
@@ -95,8 +99,7 @@ class Agreeing:
         if self._links is None:
             return None
         self._links.offer(arena)
-        self._found = self._units()
-        return self._links.connect(self._agreement().partners)
+        return self._links.connect(partners_of(self._links.rank, units))
 
     def settle(self, answer: Doc) -> Agreement:
         """Return what is shared, now that it is known who can.
@@ -112,7 +115,7 @@ class Agreeing:
             self._wants[rank] = replace(want, host=f"{want.host} ({rank})")
         if unlinked or apart:
             self._found = self._units()
-        return self._agreement()
+        return Agreement(self._found, self._links, self._ranks.bulk(), self._between_hosts)
 
     def judge(self, payloads: Sequence[Doc]) -> Doc:
         """Return who can share nothing, and who is not where it says. Coordinator only."""
@@ -124,13 +127,11 @@ class Agreeing:
         if alone := {*unlinked, *apart}:
             _log.warning(
                 "%s cannot share memory with the ranks of the same host name: what several of "
-                "them want is fetched more than once",
+                "them want is fetched more than once. If they are on several hosts, give each host "
+                "a name of its own (DIST_CKPT_HOST)",
                 ranks_text(alone),
             )
         return [sorted(unlinked), [rank for rank in apart if rank not in unlinked]]
-
-    def _agreement(self) -> Agreement:
-        return Agreement(self._found, self._links, self._ranks.bulk(), self._between_hosts)
 
     def _units(self) -> dict[int, tuple[Unit, ...]]:
         """Return the units that this rank shares, as far as it is known who can."""

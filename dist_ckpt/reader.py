@@ -257,6 +257,8 @@ class Reading:
                 continue
             self.touched.add(item.fqn)
             if (memory := target.memory()) is not None:
+                if memory.nbytes != part.nbytes:
+                    raise ValueError(f"{item.fqn}: change no tensor while it is loaded")
                 memory[:] = part
             else:
                 box = match.common

@@ -34,8 +34,8 @@ class Session:
 
     `group_ranks` are the ranks of the group as ranks of the job. `plan_cache` is the coordinator
     module's: the last plan, good while the state keeps its shape; `part_cache` is the saver's:
-    what that plan comes to on this rank. `slots` are scratch memory for
-    reads and writes, a few tens of MiB: to touch new memory for each of them would cost more.
+    what that plan comes to on this rank. `slots` are scratch memory for reads and writes, a few
+    tens of MiB: to touch new memory for each of them would cost more.
     """
 
     def __init__(

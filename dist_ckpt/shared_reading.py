@@ -5,12 +5,13 @@ the ranks that want it; they copy out of that slot and say when they are done. T
 it sends the unit once, into a slot of the rank there that hands it on in the same way. A slot is
 free again when all are done with it. Reading, checking, handing on and placing overlap.
 
-One thread of a rank decides and copies (`SharedReading.run`), others read. None of that waits for
+One thread of a rank decides and copies (`SharedReading._go`), others read. None of that waits for
 another rank: a fetch begins when a slot is free, a copy when the unit is there. So whatever a host
 has is copied, and its slots get free. Those threads that send and receive do wait, but all ranks go
 through the units in one order, and have slots of their own for what they receive: of all units that
 are not everywhere yet, the first has its fetcher's and its receivers' next slots. So no order in
-which ranks get on can block them.
+which ranks get on can block them. The thread that has called watches the one that decides, which
+watches all others: so any of them may hang, and all ranks learn it.
 
 A rank that meets an error gives up: it closes its links. So does the system when a rank dies. Who
 still waits for that rank raises a fallout, and closes its links too. A rank that is frozen is
@@ -23,6 +24,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import chain
 
@@ -121,34 +123,51 @@ class SharedReading:
 
     def run(self, threads: int) -> None:
         """Do all of it; after an error no other rank goes on waiting for this one."""
-        pool, couriers = DaemonThreads(threads), DaemonThreads(2 * self._num_slots)
+        decider, pool = DaemonThreads(1), DaemonThreads(threads)
+        couriers = DaemonThreads(2 * self._num_slots)
+        going = _Call(lambda: self._go(going, 2 * threads, pool, couriers))
         try:
             self._links.accept(self._agreement.partners)
-            while True:
-                while len(self._calls) < 2 * threads and (call := self._next()) is not None:
-                    self._calls.append(call.begin(pool, self._links.wake))
-                while (call := self._next_courier()) is not None:
-                    self._couriers.append(call.begin(couriers, self._links.wake))
-                if self._is_done():
-                    break
-                if self._told:
-                    self._copy(*self._told.popleft())
-                    self._hear(0)
-                else:
-                    self._hear(LOOK_S)
-                self._calls = _settled(self._calls)
-                self._couriers = _settled(self._couriers)
-                self._check_gone()
-                self._look()
+            going.begin(decider)
+            while not going.is_done():
+                going.check(LOOK_S)
         except BaseException:
+            # This ends the deciding thread too, unless it hangs in a copy.
             self._agreement.give_up()
             raise
         finally:
-            _end(self._calls, WORK_STALL_S)
+            until = time.monotonic() + WORK_STALL_S
+            _end((going,), until)
+            _end(self._calls, until)
             # They touch nothing but this rank's arena.
-            _end(self._couriers, LOOK_S)
-            pool.close()
-            couriers.close()
+            _end(self._couriers, time.monotonic() + LOOK_S)
+            for one in (decider, pool, couriers):
+                one.close()
+
+    def _go(
+        self, itself: _Call, most_calls: int, pool: DaemonThreads, couriers: DaemonThreads
+    ) -> None:
+        """Decide and copy until all is done; who waits for that is told of each step."""
+        wake = self._links.wake
+        while True:
+            while len(self._calls) < most_calls and (call := self._next()) is not None:
+                self._calls.append(call)
+                call.begin(pool, wake)
+            while (call := self._next_courier()) is not None:
+                self._couriers.append(call)
+                call.begin(couriers, wake)
+            if self._is_done():
+                break
+            if self._told:
+                self._copy(*self._told.popleft())
+                self._hear(0)
+            else:
+                self._hear(LOOK_S)
+            self._calls = _settled(self._calls)
+            self._couriers = _settled(self._couriers)
+            self._check_gone()
+            self._look()
+            itself.put_off()
 
     def _is_done(self) -> bool:
         underway = self._calls or self._couriers or self._users
@@ -299,19 +318,26 @@ class _Call:
     """What another thread does, and what follows when it is done; `ranks` are waited for in it."""
 
     def __init__(
-        self, work: Callable[[], object], then: Callable[[], None], ranks: tuple[int, ...] = ()
+        self,
+        work: Callable[[], object],
+        then: Callable[[], None] = lambda: None,
+        ranks: tuple[int, ...] = (),
     ) -> None:
         self.ranks = ranks
         self._work = work
         self._then = then
         self._watch = Watch()
-        self._until = time.monotonic() + WORK_STALL_S
+        self._future: Future[object] = Future()
+        self.put_off()
 
-    def begin(self, pool: DaemonThreads, wake: Callable[[], None]) -> _Call:
+    def begin(self, pool: DaemonThreads, wake: Callable[[], None] = lambda: None) -> None:
         """Have a thread of the pool do the work; it calls `wake` when it is done."""
         self._future = pool.submit(partial(self._watch.over, self._work))
         self._future.add_done_callback(lambda _: wake())
-        return self
+
+    def put_off(self) -> None:
+        """Let the time after which the work hangs begin now."""
+        self._until = time.monotonic() + WORK_STALL_S
 
     def is_done(self) -> bool:
         """Say whether the work is done; if so, do what follows, or raise what it raised."""
@@ -321,11 +347,10 @@ class _Call:
         self._then()
         return True
 
-    def check(self) -> None:
-        """Raise StorageError if the work hangs."""
-        now = time.monotonic()
-        fact = self._watch.wait_for(self._future, now + 0.001)
-        if fact is None and now > self._until:
+    def check(self, wait_s: float = 0.001) -> None:
+        """Wait a moment for the end of the work; raise StorageError if it hangs."""
+        fact = self._watch.wait_for(self._future, time.monotonic() + wait_s)
+        if fact is None and not self._future.done() and time.monotonic() > self._until:
             fact = "the storage or the device did not answer; look at their health, then try again"
         if fact is not None:
             raise StorageError(fact)
@@ -340,8 +365,7 @@ def _settled(calls: Iterable[_Call]) -> list[_Call]:
     return [call for call in calls if not call.is_done()]
 
 
-def _end(calls: Iterable[_Call], timeout_s: float) -> None:
+def _end(calls: Iterable[_Call], until: float) -> None:
     # This may return with calls still stuck in the kernel; nothing can end them.
-    until = time.monotonic() + timeout_s
     for call in calls:
         call.end(until)

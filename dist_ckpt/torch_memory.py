@@ -24,8 +24,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 class TensorSource:
     """The bytes of a local tensor in row-major order (`memory.Source`).
 
-    A contiguous CPU tensor is read in place; anything else is copied as it is asked for.
-    Conjugate and negative views are resolved into a copy when the source is made.
+    A contiguous CPU tensor is read in place; anything else is copied as it is asked for, and
+    conjugate and negative views are resolved then.
     """
 
     # A state may have very many: what can be made when it is read is not kept.
@@ -34,8 +34,6 @@ class TensorSource:
     def __init__(self, tensor: torch.Tensor, within: Elements | None = None) -> None:
         """Make the source of a tensor, or of the elements `within` it in row-major order."""
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
-        if tensor.is_conj() or tensor.is_neg():
-            self._tensor = tensor.resolve_conj().resolve_neg()
         self._within = within
 
     @property
@@ -61,14 +59,15 @@ class TensorSource:
     def address(self) -> int | None:
         """Return where the bytes of a contiguous CPU tensor lie."""
         tensor = self._tensor
-        if not tensor.is_cpu or not tensor.is_contiguous():
+        if not tensor.is_cpu or not tensor.is_contiguous() or _is_typed(tensor):
             return None
         return tensor.data_ptr() + self._first * tensor.itemsize
 
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
         """Return the bytes `start` to `stop`: a view of the tensor, or `scratch`, filled."""
         first = self._first * self._tensor.itemsize
-        if (memory := host_memory(self._tensor)) is not None:
+        memory = None if _is_typed(self._tensor) else host_memory(self._tensor)
+        if memory is not None:
             return memory[first + start : first + stop]
         filled = scratch[: stop - start]
         if filled.nbytes:
@@ -77,18 +76,15 @@ class TensorSource:
 
     def _fill(self, element: int, memory: memoryview) -> None:
         tensor, itemsize = self._tensor, self._tensor.itemsize
-        elements = Elements(element, element + memory.nbytes // itemsize)
-        held = as_words(tensor)
         # One copy serves any range of a contiguous tensor.
-        if tensor.is_contiguous():
-            held = held.view(tensor.numel(), *held.shape[tensor.ndim :])
-        shape, extra = _split(held, itemsize)
-        words = _over(memory, _WORDS[itemsize]).view(elements.numel, *extra)
+        held = tensor.view(-1) if tensor.is_contiguous() else tensor
+        words = _over(memory, _WORDS[itemsize])
         done = 0
-        for box in boxes_of(elements, shape):
-            target = words[done : done + box.numel].view(*box.shape, *extra)
-            target.copy_(held[slices_of(box)])
-            done += box.numel
+        elements = Elements(element, element + memory.nbytes // itemsize)
+        for box in boxes_of(elements, tuple(held.shape)):
+            values = as_words(held[slices_of(box)].resolve_conj().resolve_neg())
+            words[done : done + values.numel()].view(values.shape).copy_(values)
+            done += values.numel()
 
 
 class TensorTarget:
@@ -107,7 +103,7 @@ class TensorTarget:
 
     def memory(self) -> memoryview | None:
         """Return the tensor's bytes if they are row-major in host memory, else None."""
-        memory = None if self._is_typed() else host_memory(self._tensor)
+        memory = None if _is_typed(self._tensor) else host_memory(self._tensor)
         if memory is not None and not self._is_counted:
             # Autograd counts what is written in place; this write it cannot see.
             torch.autograd.graph.increment_version(self._tensor)
@@ -119,7 +115,7 @@ class TensorTarget:
         if box.numel == 0:
             return
         itemsize = self._tensor.itemsize
-        dtype = self._tensor.dtype if self._is_typed() else _WORDS[itemsize]
+        dtype = self._tensor.dtype if _is_typed(self._tensor) else _WORDS[itemsize]
         factor = itemsize // dtype.itemsize
         extra = (factor,) if factor > 1 else ()
         last = sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
@@ -129,12 +125,8 @@ class TensorTarget:
         with torch.no_grad():
             self._box(piece, box).copy_(values)
 
-    def _is_typed(self) -> bool:
-        """Say whether the memory of this view is not its value, so that torch has to write it."""
-        return self._tensor.is_conj() or self._tensor.is_neg()
-
     def _box(self, piece: Piece, box: Region) -> torch.Tensor:
-        words = self._tensor if self._is_typed() else as_words(self._tensor)
+        words = self._tensor if _is_typed(self._tensor) else as_words(self._tensor)
         within = box.relative_to(piece.region.offset)
         if isinstance(self._cell, Region):
             return words[slices_of(within)]
@@ -198,9 +190,9 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _split(words: torch.Tensor, itemsize: int) -> tuple[Shape, Shape]:
-    dims = words.ndim - (itemsize != words.itemsize)
-    return tuple(words.shape[:dims]), tuple(words.shape[dims:])
+def _is_typed(tensor: torch.Tensor) -> bool:
+    """Say whether the memory of a view is not its value, so that torch has to read or write it."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _over(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -97,8 +97,7 @@ class Wants:
             # All that is found out below was found out of another of its kind.
             assert isinstance(value, torch.Tensor)
             if self._is_first(name, value, value):
-                part = value.detach() if value.requires_grad else value
-                self._want(name, fqn, self._kinds[key], (part,))
+                self._want(name, fqn, self._kinds[key], (value.detach(),))
             return value
         try:
             if is_meta(value):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from dist_ckpt import digest
-from dist_ckpt.batches import SMALL_NBYTES, Batch, Part
+from dist_ckpt.batches import Batch, Part
 from dist_ckpt.config import patience_s
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.host_memory import Slots, address_of, copy, move
@@ -148,9 +148,14 @@ class _Writing:
         filled = 0
         for item, nbytes, start, stop in parts:
             source = self._source_of(item)
-            assert source.nbytes == nbytes, f"{self.plan.items[item]} is {source.nbytes} bytes"
+            if source.nbytes != nbytes:
+                raise ValueError(
+                    f"{self.plan.items[item].fqn}: {nbytes} bytes when the save began, and "
+                    f"{source.nbytes} now: change no tensor while it is saved"
+                )
             size = stop - start
-            if size < SMALL_NBYTES and (address := source.address()) is not None:
+            # One large block goes to the file from where it lies, if that will do.
+            if len(parts) > 1 and (address := source.address()) is not None:
                 move(first + filled, address + start, size)
             else:
                 data = source.read(start, stop, room[filled : filled + size])

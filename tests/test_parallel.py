@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
 
 import pytest
 
+from dist_ckpt import parallel
+from dist_ckpt.daemon_threads import DaemonThreads
 from dist_ckpt.errors import StorageError
 from dist_ckpt.parallel import each
+
+T = TypeVar("T")
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
@@ -101,6 +107,30 @@ def test_an_interrupt_waits_for_what_runs() -> None:
         assert ended == [0]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_call_that_an_interrupt_has_let_begin_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    ended: list[int] = []
+
+    class Interrupted(DaemonThreads):
+        def submit(self, call: Callable[[], T], into: Future[T] | None = None) -> Future[T]:
+            super().submit(call, into)
+            assert begun.wait(10)
+            threading.Timer(0.1, may_end.set).start()
+            raise KeyboardInterrupt
+
+    def work(item: int) -> None:
+        begun.set()
+        assert may_end.wait(10)
+        ended.append(item)
+
+    monkeypatch.setattr(parallel, "DaemonThreads", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        each(work, [7], threads=1)
+    assert ended == [7]
 
 
 def test_an_error_while_items_are_made_ends_what_runs() -> None:

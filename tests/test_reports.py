@@ -182,6 +182,7 @@ def test_ranks_that_share_meet_once_more(monkeypatch: pytest.MonkeyPatch):
     assert took("aaaa", "host") == {together(LOAD, PREPARE)}
     assert took("abcd", "host") == took("aaaa", "off") == {LOAD}
     assert took("aabb", "job") == {together(LOAD, PREPARE, WANTS)}
+    assert took("aaaa", "job") == took("aabb", "job")
     monkeypatch.setattr(load_run, "MAX_SPREAD_NBYTES", 1)
     assert took("aaaa", "host") == {together(LOAD, INDEX, PREPARE, WANTS)}
 

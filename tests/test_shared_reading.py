@@ -25,7 +25,14 @@ from sharded_checkpoints import (  # noqa: E402
 )
 
 import dist_ckpt as dc  # noqa: E402
-from dist_ckpt import host_links, loader, read_agreement, read_sharing, shared_work  # noqa: E402
+from dist_ckpt import (  # noqa: E402
+    host_links,
+    loader,
+    read_agreement,
+    read_sharing,
+    shared_reading,
+    shared_work,
+)
 from dist_ckpt.binding import Binding  # noqa: E402
 from dist_ckpt.channel import FalloutError  # noqa: E402
 from dist_ckpt.errors import CorruptError, RankError, StorageError  # noqa: E402
@@ -242,6 +249,32 @@ def test_ranks_that_share_nothing_meet_no_more_often_than_without_sharing(tree):
     ]
     off, apart = (loaded(outcome)[1] for outcome in outcomes)
     assert (off.exchanges.num, off.collectives) == (apart.exchanges.num, apart.collectives)
+
+
+def test_a_rank_that_shares_nothing_takes_no_memory_for_it(tree, monkeypatch, caplog):
+    arenas = recorded_arenas(monkeypatch, lacking="b")
+    at = Hosts(MemoryStorage(tree), ["a", "a", "b"])
+    states = [whole_state() for _ in range(3)]
+    with caplog.at_level(logging.WARNING):
+        loaded(try_load(at, states, hosts=at.names, strict=False))
+    assert at.fetched() == {"a": STORED_NBYTES, "b": STORED_NBYTES}
+    assert len(arenas) == 2
+    assert not [record for record in caplog.records if "share memory" in record.getMessage()]
+
+
+def recorded_arenas(monkeypatch: pytest.MonkeyPatch, lacking: str = "") -> list[int]:
+    """Return a list that gets the size of each arena; a host may have no memory for one."""
+    sizes: list[int] = []
+    original = Session.arena
+
+    def arena(session: Session, nbytes: int) -> Any:
+        if session.channel.host == lacking:
+            raise OSError("no memory")
+        sizes.append(nbytes)
+        return original(session, nbytes)
+
+    monkeypatch.setattr(Session, "arena", arena)
+    return sizes
 
 
 SMALL = MemoryStorage({"/runs": None})
@@ -473,6 +506,55 @@ def test_an_error_while_placing_is_told_to_all(tree, mode, hosts, monkeypatch):
         assert "MemoryError: no room" in str(error)
 
 
+class Stuck:
+    """A target that hangs when it is filled, until it is let go."""
+
+    def __init__(self) -> None:
+        self.is_reached = threading.Event()
+        self.is_let_go = threading.Event()
+
+    def memory(self) -> None:
+        return None
+
+    def place(self, *_: object) -> None:
+        self.is_reached.set()
+        self.is_let_go.wait(30)
+
+
+@pytest.mark.parametrize("hanging", ["both", "own"])
+def test_a_copy_that_hangs_is_an_error_on_all_ranks(hanging, monkeypatch):
+    stuck = Stuck()
+    original: Callable[[Binding], dict[Any, Any]] = Binding.allocate
+
+    def allocated(binding: Binding) -> dict[Any, Any]:
+        targets = dict(original(binding))
+        if ("model.own00", 0) in targets:
+            targets[f"model.{hanging}00", 0] = stuck
+        return targets
+
+    def wait() -> None:
+        # What is shared comes when the first rank already hangs in a row that only it reads.
+        assert hanging != "own" or stuck.is_reached.wait(30)
+
+    monkeypatch.setattr(Binding, "allocate", allocated)
+    monkeypatch.setattr(shared_reading, "WORK_STALL_S", 0.5)
+    monkeypatch.setattr(shared_reading, "LOOK_S", 0.05)
+    storage = MemoryStorage({"/runs": None})
+    both, own = ([f"{name}{n:02}" for n in range(20)] for name in ("both", "own"))
+    rank_threads.save(storage, [{"model": {name: torch.ones(9) for name in (*both, *own)}}])
+    later = Before(storage, wait)
+    at: list[Any] = [storage, later, later]
+    names = [[*both, *own], both, both]
+    states = [{"model": {name: torch.zeros(9) for name in ours}} for ours in names]
+    try:
+        outcomes = try_load(at.__getitem__, states, hosts="aaa", strict=False)
+    finally:
+        stuck.is_let_go.set()
+    for error in errors_of(outcomes):
+        assert isinstance(error, StorageError)
+        assert "rank 0 (host a): the storage or the device did not answer" in str(error)
+
+
 class Before(Counting):
     """Calls a function before it reads data of a shard file."""
 
@@ -491,6 +573,21 @@ class Before(Counting):
 
         file.read_into = acting  # type: ignore[method-assign]
         return file
+
+
+def test_a_load_that_takes_longer_than_a_call_may_is_not_taken_to_hang(tree, monkeypatch):
+    monkeypatch.setattr(shared_reading, "WORK_STALL_S", 0.5)
+    monkeypatch.setattr(shared_reading, "LOOK_S", 0.05)
+    never = threading.Event()
+
+    def take_long() -> None:
+        assert not never.wait(0.1)
+
+    slow = Before(MemoryStorage(tree), take_long)
+    states = [whole_state() for _ in range(2)]
+    reports = loaded(try_load(lambda _: slow, states, hosts="aa", strict=False))
+    assert all(values_equal(state, WHOLE) for state in states)
+    assert reports[0].seconds["read"] > 0.5
 
 
 def test_a_rank_that_gave_up_before_it_was_waited_for_is_not_waited_for(monkeypatch):

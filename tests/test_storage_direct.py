@@ -211,7 +211,7 @@ def test_a_file_system_that_refuses_to_open_is_written_through_the_page_cache_an
             assert write(storage, path + name, data, [PAGE + 1]) == len(data)
             assert Path(path + name).read_bytes() == data
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}a takes no direct I/O (Invalid argument): writing through the page cache"
+        f"{path}a takes no direct I/O (Invalid argument): going through the page cache"
     ]
 
 
@@ -231,6 +231,26 @@ def test_a_file_system_that_refuses_the_first_write_is_written_through_the_page_
     assert calls.num_writes == 1
     assert ["takes no direct I/O" in record.getMessage() for record in caplog.records] == [True]
     assert storage.create(f"{path}c", 9 * PAGE).alignment == 1
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ELOOP, errno.ENXIO, errno.EACCES])
+def test_a_file_that_cannot_be_opened_twice_is_one_file_and_no_refusal(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    real = os.open
+
+    def fail(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT and path.endswith("a"):
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", fail)
+    storage = LocalStorage()
+    data = some(9 * PAGE + 9)
+    assert write(storage, f"{path}a", data, []) == len(data)
+    assert Path(f"{path}a").read_bytes() == data
+    assert not caplog.records
+    assert storage.create(f"{path}b", 9 * PAGE).alignment > 1
 
 
 def test_memory_that_the_disk_cannot_read_is_written_through_the_page_cache(
@@ -320,6 +340,33 @@ def test_the_alignment_is_what_the_system_tells_or_what_is_known_of_the_file_sys
         if os.fstatvfs(file.fileno()).f_frsize > PAGE:
             pytest.skip("the blocks of this file system are larger")
         assert alignment_of(file.fileno()) == expected
+
+
+def test_a_file_system_that_tells_nothing_is_asked_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "_told_alignment", lambda _: None)
+    monkeypatch.setattr(direct, "_type_of", lambda _: 0x6969)  # NFS
+    monkeypatch.delattr(os, "fstatvfs")
+    with open(tmp_path / "f", "wb") as file:
+        assert alignment_of(file.fileno()) is None
+
+
+@pytest.mark.parametrize("told", [(512, 512), None])
+def test_a_file_system_is_asked_once_whatever_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: tuple[int, int] | None
+) -> None:
+    monkeypatch.setattr(direct, "_told_alignment", lambda _: told)
+    monkeypatch.setattr(direct, "_type_of", lambda _: 0x6969)  # NFS
+    storage = LocalStorage(direct_reads=True)
+    first = storage.create(f"{tmp_path}/a", 9 * PAGE)
+    monkeypatch.delattr(direct, "_told_alignment")
+    second = storage.create(f"{tmp_path}/b", 9 * PAGE)
+    assert (first.alignment > 1) == (told is not None)
+    assert second.alignment == first.alignment
+    storage.open(f"{tmp_path}/b").close()
+    first.discard()
+    second.discard()
 
 
 def test_a_file_system_in_memory_gains_nothing() -> None:

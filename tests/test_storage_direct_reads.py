@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import random
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,12 @@ import dist_ckpt as dc
 from dist_ckpt.errors import StorageError
 from dist_ckpt.host_memory import scratch
 from dist_ckpt.storage import ReadableFile, Storage, direct, page_cache
-from dist_ckpt.storage.direct import MIN_NBYTES, MIN_READ_NBYTES, alignment_of
+from dist_ckpt.storage.direct import (
+    MIN_NBYTES,
+    MIN_READ_NBYTES,
+    READ_SLOT_NBYTES,
+    alignment_of,
+)
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.storage_contract import StorageContract
 
@@ -46,15 +52,22 @@ def _always(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Calls:
-    """The system's reads by descriptors for direct I/O; a test sets what `preadv` does there."""
+    """The system's reads by descriptors for direct I/O.
+
+    A test sets what `preadv` does there, and with what `opening` the file for them fails.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.direct: set[int] = set()
         self.num_reads = 0
+        self.most = 0
+        self.opening: int | None = None
         self.preadv: Callable[..., int] = os.preadv
         real_open, real_preadv = os.open, os.preadv
 
         def open_(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & os.O_DIRECT and self.opening is not None:
+                fail(self.opening)()
             fd = real_open(path, flags, *args, **kwargs)
             (self.direct.add if flags & os.O_DIRECT else self.direct.discard)(fd)
             return fd
@@ -63,6 +76,7 @@ class Calls:
             if fd not in self.direct:
                 return real_preadv(fd, parts, offset)
             self.num_reads += 1
+            self.most = max(self.most, len(parts[0]))
             return self.preadv(fd, parts, offset)
 
         monkeypatch.setattr(os, "open", open_)
@@ -168,10 +182,14 @@ def test_whatever_the_place_length_and_memory_the_bytes_are_those_of_the_file(
 
 
 @pytest.mark.usefixtures("_always")
-def test_a_read_that_is_larger_than_a_slot_comes_in_several(path: str, calls: Calls) -> None:
-    data = made(path, (21 << 20) + 5)
-    assert read(reading(path), 13, 21 << 20) == data[13 : 13 + (21 << 20)]
-    assert calls.num_reads == 3
+@pytest.mark.parametrize(("nbytes", "num_reads"), [(2 << 20, 2), (21 << 20, 20)])
+def test_large_reads_come_in_parts_so_that_each_thread_needs_little_memory(
+    path: str, calls: Calls, nbytes: int, num_reads: int
+) -> None:
+    data = made(path, nbytes + 99)
+    assert read(reading(path), 13, nbytes) == data[13 : 13 + nbytes]
+    assert calls.num_reads == num_reads
+    assert calls.most <= READ_SLOT_NBYTES <= 2 << 20
 
 
 @pytest.mark.usefixtures("_always")
@@ -212,8 +230,59 @@ def test_a_file_system_that_refuses_is_read_through_the_page_cache_and_that_is_s
             assert read(file, 1, NBYTES) == read(file, 1, NBYTES) == data[1:]
     assert calls.num_reads == 1
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}a takes no direct I/O ({os.strerror(code)}): reading through the page cache"
+        f"{path}a takes no direct I/O ({os.strerror(code)}): going through the page cache"
     ]
+
+
+@pytest.mark.usefixtures("_always")
+def test_threads_that_are_refused_at_the_same_time_say_so_once(
+    path: str, calls: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = made(path)
+    file = reading(path)
+    both = threading.Barrier(2, timeout=60)
+
+    def refuse(*_: object) -> int:
+        both.wait()
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    calls.preadv = refuse
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda at: read(file, at, 9), [1, 2], timeout=60)) == [
+            data[1:10],
+            data[2:11],
+        ]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("_always")
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ELOOP, errno.ENXIO, errno.EACCES])
+def test_a_file_that_cannot_be_opened_once_more_is_one_read_and_no_refusal(
+    path: str, calls: Calls, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    data = made(path)
+    file = reading(path)
+    calls.opening = code
+    assert read(file, 5, NBYTES) == data[5:]
+    assert calls.num_reads == 0
+    calls.opening = None
+    assert read(file, 5, NBYTES) == data[5:]
+    assert calls.num_reads == 1
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("_always")
+def test_no_descriptor_is_left_where_the_system_does_not_say_which_file_it_is(
+    path: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = made(path)
+    file = reading(path)
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail(errno.ESTALE))
+        assert read(file, 5, NBYTES) == data[5:]
+    assert calls.num_reads == 0
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 @pytest.mark.usefixtures("_always")
@@ -286,7 +355,7 @@ def test_of_what_the_page_cache_holds_in_part_it_gets_no_more(path: str, calls: 
     before = cached_pages(path)
     assert 0 < before < MIN_NBYTES // PAGE
     assert read(reading(path), 0, MIN_NBYTES) == data
-    assert calls.num_reads == 1
+    assert calls.num_reads > 0
     assert cached_pages(path) == before
 
 
@@ -316,16 +385,24 @@ def test_where_nobody_can_tell_what_it_holds_the_page_cache_is_read(
 
 
 @pytest.mark.usefixtures("_can_tell")
-@pytest.mark.parametrize(("read_once", "is_direct"), [("host", True), ("off", False)])
-def test_a_load_leaves_the_page_cache_alone_unless_each_rank_reads_for_itself(
-    path: str, calls: Calls, read_once: Literal["host", "off"], *, is_direct: bool
+@pytest.mark.parametrize(
+    ("read_once", "check_first", "is_direct"),
+    [("host", False, True), ("job", False, True), ("off", False, False), ("host", True, False)],
+)
+def test_a_load_leaves_the_page_cache_alone_unless_it_reads_twice_or_each_rank_for_itself(
+    path: str,
+    calls: Calls,
+    read_once: Literal["host", "job", "off"],
+    *,
+    check_first: bool,
+    is_direct: bool,
 ) -> None:
     saved = torch.arange(2 << 20, dtype=torch.float32)
     dc.save({"model": {"w": saved}}, f"{path}.ckpt")
     (file,) = Path(f"{path}.ckpt").rglob("*.safetensors")
     cool(str(file))
     into = torch.zeros_like(saved)
-    dc.load({"model": {"w": into}}, f"{path}.ckpt", read_once=read_once)
+    dc.load({"model": {"w": into}}, f"{path}.ckpt", read_once=read_once, check_first=check_first)
     assert torch.equal(into, saved)
     assert bool(calls.num_reads) == is_direct
     assert is_cached(str(file), file.stat().st_size - (4 << 20), file.stat().st_size) != is_direct

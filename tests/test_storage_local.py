@@ -99,6 +99,15 @@ def test_a_pipe_or_a_link_is_listed_as_odd_and_never_opened(make, storage, root)
         storage.open(f"{root}/f")
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_closed_again(make, storage, root):
+    make(f"{root}/f")
+    before = os.listdir("/dev/fd")
+    with pytest.raises(CorruptError):
+        storage.open(f"{root}/f")
+    assert os.listdir("/dev/fd") == before
+
+
 def test_a_link_is_never_written_through(storage, root):
     os.symlink(f"{root}/elsewhere", f"{root}/f")
     with pytest.raises(FileExistsError):

@@ -311,6 +311,16 @@ def test_whatever_the_alignment_the_file_is_the_same_and_its_memory_lies_as_it_w
     assert placing.misplaced == []
 
 
+def test_a_tensor_that_has_another_size_by_now_is_refused_by_name() -> None:
+    files = files_of(tensors())
+    (of_item,) = files.sources
+    smaller = torch.zeros(1, dtype=torch.uint8)
+    grown = replace(files, sources=(lambda number: TensorSource(smaller),))
+    with pytest.raises(ValueError, match=r"model\.\w: \d+ bytes when the save began, and 1 now"):
+        write_all(folder(), FOLDER, grown, threads=2)
+    write_all(folder(), FOLDER, replace(files, sources=(of_item,)), threads=2)
+
+
 class InMemory(BytesSource):
     """The bytes of a cell in memory that begins at a place we choose."""
 

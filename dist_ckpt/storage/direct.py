@@ -14,9 +14,9 @@ import os
 import struct
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from mmap import PAGESIZE
-from typing import Literal
 
 from dist_ckpt.host_memory import Slots, address_of, copy
 from dist_ckpt.region import Span
@@ -36,6 +36,11 @@ _MAX_BLOCK_NBYTES = 64 << 10
 
 # One call moves less than 2 GiB.
 _MAX_CALL_NBYTES = 1 << 30
+
+# The memory that reads go to: a huge page, and at most so much of it at once. Larger reads gain
+# nothing, and half of 2 MiB, which the reader asks for, fits wherever it begins in a block.
+READ_SLOT_NBYTES = 2 << 20
+_MAX_READ_NBYTES = (1 << 20) + _MAX_BLOCK_NBYTES
 
 # EFAULT: a device's own memory, mapped by its driver, cannot be read by another device.
 _REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EFAULT)
@@ -62,73 +67,91 @@ class Alignment:
 
 
 class DirectIO:
-    """Opens files for direct I/O, until a file system refuses: then says so, once.
+    """Which file systems take direct I/O, and how aligned. Threads may share it.
 
-    `slots` is the memory that reads go to.
+    Each is asked once, for all its files, and no more after it has refused: that is said, once.
     """
 
-    def __init__(self, doing: Literal["reading", "writing"]) -> None:
-        self.slots = Slots()
-        self._doing = doing
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._refused = False
+        self._alignments: dict[int, Alignment | None] = {}  # by device; None: it takes none
 
     def writes_of(self, path: str, fd: int, nbytes: int) -> DirectFile | None:
         """Return the file of `fd`, which will have `nbytes`, to be written; None if no gain."""
-        alignment = alignment_of(fd) if nbytes >= MIN_NBYTES and not self._refused else None
-        return self.open(path, fd, alignment) if alignment else None
-
-    def reads_of(self, path: str, fd: int, nbytes: int) -> DirectReads | None:
-        """Return the file of `fd`, which has `nbytes`, to be read; None if no gain."""
-        alignment = alignment_of(fd) if nbytes >= MIN_NBYTES and not self._refused else None
-        return DirectReads(self, path, alignment) if alignment else None
-
-    def open(self, path: str, fd: int, alignment: Alignment) -> DirectFile | None:
-        """Open the file of `fd` once more; None if that is refused, or its name is another's."""
-        if self._refused:
+        if nbytes < MIN_NBYTES:
             return None
-        access = os.O_RDONLY if self._doing == "reading" else os.O_WRONLY
+        status = os.fstat(fd)
+        if (alignment := self._alignment(fd, status.st_dev)) is None:
+            return None
+        if (direct := self.open(path, os.O_WRONLY, status)) is None:
+            return None
+        return DirectFile(self, path, direct, status.st_dev, alignment)
+
+    def reads_of(
+        self, path: str, fd: int, status: os.stat_result, slots: Slots
+    ) -> DirectReads | None:
+        """Return the file of `fd`, which has this status, to be read; None if no gain.
+
+        Its reads go to `slots`, of `READ_SLOT_NBYTES`.
+        """
+        if status.st_size < MIN_NBYTES:
+            return None
+        alignment = self._alignment(fd, status.st_dev)
+        return DirectReads(self, path, status, alignment.block, slots) if alignment else None
+
+    def takes(self, device: int) -> bool:
+        """Say whether the file system of some file takes direct I/O and has not refused it."""
+        return self._alignments.get(device) is not None
+
+    def open(self, path: str, access: int, status: os.stat_result) -> int | None:
+        """Open the file of this status once more; None if that fails, or its name is another's."""
         # Nobody waits for the other end of a pipe that has taken the name.
         flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_DIRECT
         try:
-            direct = os.open(path, flags)
-        except FileNotFoundError:
-            return None  # the name has gone since, which says nothing of the file system
+            fd = os.open(path, flags)
         except OSError as error:
-            self.refuse(path, error)
+            # Else the name has gone, or too many files are open: the file system did not refuse.
+            if error.errno in _REFUSALS:
+                self.refuse(path, status.st_dev, error)
             return None
-        if not os.path.samestat(os.fstat(fd), os.fstat(direct)):
-            os.close(direct)
-            return None
-        return DirectFile(self, path, direct, alignment)
+        with suppress(OSError):
+            if os.path.samestat(status, os.fstat(fd)):
+                return fd
+        os.close(fd)
+        return None
 
-    def refuse(self, path: str, error: OSError) -> None:
-        """Open no more files for direct I/O."""
+    def refuse(self, path: str, device: int, error: OSError) -> None:
+        """Do no more direct I/O with the file system of this file; raise any other error."""
+        if error.errno not in _REFUSALS:
+            raise error
         with self._lock:
-            known, self._refused = self._refused, True
-        if not known:
-            _log.warning(
-                "%s takes no direct I/O (%s): %s through the page cache",
-                path,
-                error.strerror,
-                self._doing,
-            )
+            known, self._alignments[device] = self._alignments.get(device), None
+        if known is not None:
+            text = "%s takes no direct I/O (%s): going through the page cache"
+            _log.warning(text, path, error.strerror)
+
+    def _alignment(self, fd: int, device: int) -> Alignment | None:
+        if device not in self._alignments:
+            self._alignments.setdefault(device, alignment_of(fd))
+        return self._alignments[device]
 
 
 class DirectFile:
-    """A file that is open for direct I/O besides its normal descriptor. Threads may share it."""
+    """A file that is open for direct writes besides its descriptor. Threads may share it."""
 
-    def __init__(self, origin: DirectIO, path: str, fd: int, alignment: Alignment) -> None:
+    def __init__(
+        self, origin: DirectIO, path: str, fd: int, device: int, alignment: Alignment
+    ) -> None:
         self._origin = origin
         self._path = path
         self._descriptor = Descriptor(path, fd)
+        self._device = device
         self._alignment = alignment
-        self._refused = False
 
     @property
     def alignment(self) -> int:
         """See `WritableFile.alignment`."""
-        return 1 if self._refused else self._alignment.memory
+        return self._alignment.memory if self._origin.takes(self._device) else 1
 
     def write(self, data: memoryview, offset: int) -> Span:
         """Write what can go directly; return which part of `data` that was, maybe none of it.
@@ -136,7 +159,7 @@ class DirectFile:
         The caller writes the rest. After a write that fell short that may begin within a block,
         which then no direct write touches any more. Raises OSError if the disk fails.
         """
-        if self._refused or data.readonly or not data:
+        if data.readonly or not data or not self._origin.takes(self._device):
             return Span(0, 0)
         part = self._alignment.inner(address_of(data), offset, len(data))
         done = part.start
@@ -146,44 +169,12 @@ class DirectFile:
                 try:
                     count = os.pwrite(fd, asked, offset + done)
                 except OSError as error:
-                    self._take_refusal(error)
+                    self._origin.refuse(self._path, self._device, error)
                     break
                 done += count
                 if count < len(asked):
                     break
         return Span(part.start, done)
-
-    def read(self, target: memoryview, offset: int) -> int:
-        """Fill `target` from `offset`; return how many bytes came, maybe none.
-
-        Whole blocks come into memory of our own, and are copied: torch's memory is hardly ever
-        aligned as disks want it. The caller reads the rest, if the file has not ended there.
-        Raises OSError if the disk fails.
-        """
-        done = 0
-        with self._descriptor.lend() as fd, self._origin.slots.one() as slot:
-            while done < len(target) and not self._refused:
-                head = (offset + done) % self._alignment.block
-                blocks = -(-(head + len(target) - done) // self._alignment.block)
-                asked = slot[: blocks * self._alignment.block]
-                try:
-                    count = os.preadv(fd, [asked], offset + done - head)
-                except OSError as error:
-                    self._take_refusal(error)
-                    break
-                came = asked[head:count][: len(target) - done]
-                copy(target[done : done + len(came)], came)
-                done += len(came)
-                if count < len(asked):
-                    break
-        return done
-
-    def _take_refusal(self, error: OSError) -> None:
-        """Do no more direct I/O; raise any other error."""
-        if error.errno not in _REFUSALS:
-            raise error
-        self._refused = True
-        self._origin.refuse(self._path, error)
 
     def release(self) -> None:
         """Close it, once no thread writes any more."""
@@ -197,10 +188,14 @@ class DirectReads:
     that may keep hundreds of files open.
     """
 
-    def __init__(self, origin: DirectIO, path: str, alignment: Alignment) -> None:
+    def __init__(
+        self, origin: DirectIO, path: str, status: os.stat_result, block: int, slots: Slots
+    ) -> None:
         self._origin = origin
         self._path = path
-        self._alignment = alignment
+        self._status = status
+        self._block = block
+        self._slots = slots
 
     def read(self, fd: int, target: memoryview, offset: int) -> int:
         """Fill `target` from the file of `fd`; return how many bytes came, maybe none.
@@ -209,30 +204,57 @@ class DirectReads:
         directly as a whole: to read the holes would have the system read ahead. Raises OSError if
         the disk fails.
         """
-        if len(target) < MIN_READ_NBYTES or holds_all(fd, offset, len(target)):
+        if len(target) < MIN_READ_NBYTES or not self._origin.takes(self._status.st_dev):
             return 0
-        if (file := self._origin.open(self._path, fd, self._alignment)) is None:
+        if holds_all(fd, offset, len(target)):
+            return 0
+        if (direct := self._origin.open(self._path, os.O_RDONLY, self._status)) is None:
             return 0
         try:
-            return file.read(target, offset)
+            return self._fill(direct, target, offset)
         finally:
-            file.release()
+            os.close(direct)
+
+    def _fill(self, direct: int, target: memoryview, offset: int) -> int:
+        """Read whole blocks into memory of our own, and copy what is wanted of them.
+
+        torch's memory is hardly ever aligned as disks want it.
+        """
+        done = 0
+        with self._slots.one() as slot:
+            while done < len(target):
+                head = (offset + done) % self._block
+                blocks = -(-(head + len(target) - done) // self._block)
+                asked = slot[: min(blocks * self._block, _MAX_READ_NBYTES)]
+                try:
+                    count = os.preadv(direct, [asked], offset + done - head)
+                except OSError as error:
+                    self._origin.refuse(self._path, self._status.st_dev, error)
+                    break
+                came = asked[head:count][: len(target) - done]
+                copy(target[done : done + len(came)], came)
+                done += len(came)
+                if count < len(asked):
+                    break
+        return done
 
 
 def alignment_of(fd: int) -> Alignment | None:
     """Return what direct I/O of a file asks for; None where there is none, or it is no gain.
 
-    File systems in memory and on the network are among those.
+    File systems in memory and on the network are among those. Several calls, which the network
+    may have to answer: `DirectIO` makes them once.
     """
     if sys.platform != "linux":
         return None
     if (told := _told_alignment(fd)) is None:
         told = (_KNOWN_ALIGNMENT,) * 2 if _type_of(fd) in _KNOWN_TYPES else (0, 0)
     memory, offset = told
+    if not memory or not offset:
+        return None
     # A page that goes through the page cache must not share a block with what goes directly.
     block = max(offset, PAGESIZE, os.fstatvfs(fd).f_frsize)
-    sizes = (memory, offset, block)
-    if 0 in sizes or block > _MAX_BLOCK_NBYTES or any(block % size for size in sizes):
+    if block > _MAX_BLOCK_NBYTES or any(block % size for size in (memory, offset)):
         return None
     return Alignment(memory, block)
 

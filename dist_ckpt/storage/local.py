@@ -18,9 +18,10 @@ from functools import cache
 
 from dist_ckpt.digest import Buffer
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
+from dist_ckpt.host_memory import Slots
 from dist_ckpt.region import Span
 from dist_ckpt.storage.descriptor import Descriptor
-from dist_ckpt.storage.direct import DirectFile, DirectIO, DirectReads
+from dist_ckpt.storage.direct import READ_SLOT_NBYTES, DirectFile, DirectIO, DirectReads
 from dist_ckpt.storage.protocol import Entry, ReadableFile, WritableFile
 
 # One call moves at most 2 GiB on Linux, and fails above that on macOS.
@@ -51,12 +52,12 @@ class LocalStorage:
     """Keeps the `Storage` protocol on a file system. Threads may share it.
 
     With `direct_reads` large parts of files that the page cache does not hold are read past it.
-    All it remembers is a file system's refusal of direct I/O.
+    All it remembers is which file systems take direct I/O.
     """
 
     def __init__(self, *, direct_reads: bool = False) -> None:
-        self._direct_writes = DirectIO("writing")
-        self._direct_reads = DirectIO("reading") if direct_reads else None
+        self._direct_io = DirectIO()
+        self._slots = Slots(READ_SLOT_NBYTES) if direct_reads else None
 
     def list(self, folder: str) -> Sequence[Entry]:
         """Return the entries of a folder, sorted by name; links and devices are "other"."""
@@ -82,7 +83,7 @@ class LocalStorage:
             direct = None
             try:
                 _reserve(fd, nbytes)
-                direct = self._direct_writes.writes_of(path, fd, nbytes)
+                direct = self._direct_io.writes_of(path, fd, nbytes)
                 if direct:
                     # Writes beyond the end take turns in the kernel; those before it do not.
                     os.ftruncate(fd, nbytes)
@@ -107,15 +108,14 @@ class LocalStorage:
                 raise
             try:
                 status = os.fstat(fd)
-                origin, nbytes = self._direct_reads, status.st_size
-                direct = origin.reads_of(path, fd, nbytes) if origin else None
-            except OSError:
+                if not stat.S_ISREG(status.st_mode):
+                    raise _not_a_file(path)
+                slots = self._slots
+                direct = self._direct_io.reads_of(path, fd, status, slots) if slots else None
+            except (OSError, CorruptError):
                 os.close(fd)
                 raise
-        if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
-            raise _not_a_file(path)
-        return _LocalReadableFile(path, fd, direct, nbytes)
+        return _LocalReadableFile(path, fd, direct, status.st_size)
 
     def rename(self, old: str, new: str) -> None:
         """Rename without replacing: by the system's own call, else by a link for a file."""
