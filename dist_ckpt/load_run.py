@@ -200,16 +200,11 @@ class LoadRun:
                     findings = examine(found)
             except NotFoundError:
                 return {"gone": True}
-            unclaimed = set(findings.unclaimed)
-            # One bit a name: lists of names would grow with tensors times ranks.
-            bits = "".join("1" if name in unclaimed else "0" for name in names)
-            size = (len(names) + 7) // 8
-            packed = int(f"0{bits}", 2).to_bytes(size, "big")
             is_short = len(findings.wants) * self._ranks.channel.world_size <= MAX_SPREAD_NBYTES
             return {
                 "gone": False,
                 "problems": list(findings.problems),
-                "unclaimed": packed,
+                "unclaimed": _bits_of(findings.unclaimed, names),
                 "steps": sorted(findings.steps),
                 "wants": findings.wants if is_short else None,
             }
@@ -218,11 +213,7 @@ class LoadRun:
             if gone := [rank for rank, payload in enumerate(payloads) if payload["gone"]]:
                 self._check_shared(gone)
                 return None
-            common = -1
-            for payload in payloads:
-                common &= int.from_bytes(payload["unclaimed"], "big")
-            bits = f"{common:0{len(names)}b}"
-            unexpected = [name for name, bit in zip(names, bits, strict=False) if bit == "1"]
+            unexpected = _in_all([payload["unclaimed"] for payload in payloads], names)
             problems = _merge_problems([payload["problems"] for payload in payloads])
             problems += word_unexpected(unexpected)
             if problems:
@@ -315,6 +306,25 @@ def _can_share(payloads: Sequence[Doc]) -> bool:
     mode = payloads[0]["read_once"]
     num_places = len({payload["host"] for payload in payloads}) if mode == "host" else 1
     return mode != "off" and num_places < len(payloads)
+
+
+def _bits_of(some: Sequence[str], names: Sequence[str]) -> bytes:
+    """Return which of the names are among some, one bit each.
+
+    Lists of names would grow with tensors times ranks.
+    """
+    chosen = set(some)
+    bits = "".join("1" if name in chosen else "0" for name in names)
+    return int(f"0{bits}", 2).to_bytes((len(names) + 7) // 8, "big")
+
+
+def _in_all(ranks: Sequence[bytes], names: Sequence[str]) -> list[str]:
+    """Return the names that `_bits_of` has told of every rank."""
+    common = -1
+    for packed in ranks:
+        common &= int.from_bytes(packed, "big")
+    bits = f"{common:0{len(names)}b}"
+    return [name for name, bit in zip(names, bits, strict=False) if bit == "1"]
 
 
 def _merge_keys(ranks: Sequence[tuple[tuple[str, Key], ...]]) -> tuple[tuple[str, object], ...]:
