@@ -7,10 +7,11 @@ layout tiles the tensors that have it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 
-from dist_ckpt import json_rows, paths
+from dist_ckpt import json_rows, paths, strict_json
 from dist_ckpt.index import Catalog, Component, Json, Key, TensorRecord
 from dist_ckpt.json_fields import decode_dtype, decode_region, decode_shape, integers
 from dist_ckpt.json_rows import Rows
@@ -35,6 +36,22 @@ Holders = tuple[tuple[int, ...], ...]
 
 
 # --- encoding --------------------------------------------------------------------------------
+
+
+class CatalogText:
+    """The fields of a catalog as text, the same in every index that has it: made once.
+
+    `was_read` says that an index with this text was decoded, whole, to this catalog.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.was_read = False
+
+    @cached_property
+    def fields(self) -> bytes:
+        """The fields, without the braces around them. ValueError if JSON cannot say them."""
+        return strict_json.dump(encode_catalog(self.catalog))[1:-1]
 
 
 def encode_catalog(catalog: Catalog) -> dict[str, Json]:

@@ -30,6 +30,7 @@ from dist_ckpt.attempts import (
     store,
     was_removed,
 )
+from dist_ckpt.catalog_codec import CatalogText
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -332,18 +333,19 @@ def _compare(storage: Storage, folder: str, expected: Mapping[str, int]) -> list
     return problems
 
 
-def commit(storage: Storage, claim: Claim, index: Index) -> None:
+def commit(storage: Storage, claim: Claim, index: Index, text: CatalogText | None = None) -> None:
     """Make the checkpoint exist. Coordinator only, after `check_files`, once.
 
-    On return the index is durable and readers on any host see it. Raises ConflictError if the
-    attempt was abandoned, naming who. After a StorageError what became of it is unknown:
-    `abandon` settles it.
+    `text` is that of the index's catalog, if a save of the same plan has left it. On return the
+    index is durable and readers on any host see it. Raises ConflictError if the attempt was
+    abandoned, naming who. After a StorageError what became of it is unknown: `abandon` settles it.
     """
     temporary = f"{claim.folder}/{temporary_index(new_id())}"
     try:
-        data = index_codec.encode(index)
+        text = text or CatalogText(index.catalog)
+        data = index_codec.encode(index, text)
         store(storage, temporary, data)
-        _check_readable(data, temporary)
+        _check_readable(data, text, temporary)
         if read_document(storage, temporary) != data:
             raise StorageError(f"{temporary} reads back as something else: check the storage")
         there = put_index(storage, claim.path, claim.attempt, temporary)
@@ -353,10 +355,10 @@ def commit(storage: Storage, claim: Claim, index: Index) -> None:
         raise _conflict(storage, claim.path, claim.attempt, there)
 
 
-def _check_readable(data: bytes, file: str) -> None:
+def _check_readable(data: bytes, text: CatalogText, file: str) -> None:
     """Never commit what we would refuse to load. What is wrong here was planned so by us."""
     try:
-        index_codec.decode(data, what=file)
+        index_codec.read_back(data, text, what=file)
     except (CorruptError, IncompatibleError) as error:
         raise CheckpointError(
             f"the index of this save could not be read again, so nothing is committed: this is a "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt import commit, paths, wire
+from dist_ckpt.catalog_codec import CatalogText
 from dist_ckpt.channel import COORDINATOR, Doc, NoAnswerError
 from dist_ckpt.collector import paused_collector
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text
@@ -48,12 +49,14 @@ class SaveRequest:
 class CachedPlan:
     """The plan of an earlier save, good for as long as every rank's inventory is what it was.
 
-    `epoch` names the attempt that it was made for; `inventory` is what this rank held then.
+    `epoch` names the attempt that it was made for; `inventory` is what this rank held then;
+    `text` is how the plan's catalog stands in every index.
     """
 
     epoch: str
     inventory: Inventory
     plan: SavePlan
+    text: CatalogText
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ class SaveRun:
 
         answer = ranks.channel.exchange("plan", gather_and_plan, lambda _: self._make_claim())
         assert plan is not None
-        ranks.plan_cache = CachedPlan(answer, self._inventory, plan)
+        ranks.plan_cache = CachedPlan(answer, self._inventory, plan, CatalogText(plan.catalog))
         return plan, _attempt(answer)
 
     def _make_claim(self) -> str:
@@ -238,7 +241,7 @@ class SaveRun:
 
     def _commit(self, claim: commit.Claim, index: Index) -> None:
         try:
-            commit.commit(self._storage, claim, index)
+            commit.commit(self._storage, claim, index, self._ranks.plan_cache.text)
         except StorageError as error:
             reason = f"the commit failed: {error}"[:500]
             if commit.abandon(self._storage, self._path, claim.attempt, by=self._by, reason=reason):

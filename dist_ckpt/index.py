@@ -6,6 +6,7 @@ an attempt up, says "abandoned" instead; `docs/format.md` has the fields.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,6 +60,15 @@ class Catalog:
     aliases: Mapping[str, str]
     values: Mapping[str, int]
     per_rank: Mapping[str, tuple[tuple[Key, int], ...]]
+
+    def counts(self) -> list[tuple[TensorRecord, int]]:
+        """Return the tensors' records, and of how many tensors each is.
+
+        Tensors that are alike mostly share one. It is told by identity, for to hash takes long.
+        """
+        records = {id(record): record for record in self.tensors.values()}
+        counts = Counter(map(id, self.tensors.values()))
+        return [(record, counts[number]) for number, record in records.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ layout tiles its tensors, and every cell has a file. Nothing after it asks again
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import lcm, prod
 
 from dist_ckpt import json_rows, objects, paths, strict_json
-from dist_ckpt.catalog_codec import CATALOG_FIELDS, decode_catalog, encode_catalog
+from dist_ckpt.catalog_codec import CATALOG_FIELDS, CatalogText, decode_catalog
 from dist_ckpt.collector import paused_collector
 from dist_ckpt.digest import document_digest
 from dist_ckpt.dtypes import DTYPES
+from dist_ckpt.errors import CorruptError
 from dist_ckpt.index import (
     MAX_STEP,
     Abandoned,
@@ -27,7 +27,7 @@ from dist_ckpt.index import (
     TensorRecord,
 )
 from dist_ckpt.json_fields import VERSION, check_version
-from dist_ckpt.json_rows import Rows, Table
+from dist_ckpt.json_rows import Table
 from dist_ckpt.layout import MAX_NBYTES
 from dist_ckpt.strict_json import array, corrupt, fields, integer, mapping, row, shown, string
 
@@ -54,11 +54,16 @@ _ABANDONED_FIELDS = ("format", "state", "attempt", "by", "reason", "digest")
 # --- encoding --------------------------------------------------------------------------------
 
 
-def encode(index: Index | Abandoned) -> bytes:
-    """Return the document. ValueError if it holds text or numbers that JSON cannot."""
-    doc = _abandoned_doc(index) if isinstance(index, Abandoned) else _index_doc(index)
+def encode(index: Index | Abandoned, text: CatalogText | None = None) -> bytes:
+    """Return the document. ValueError if it holds text or numbers that JSON cannot.
+
+    `text` is that of the index's catalog, if it is known.
+    """
     try:
-        body = strict_json.dump(doc).removesuffix(b"}")
+        if isinstance(index, Abandoned):
+            body = strict_json.dump(_abandoned_doc(index)).removesuffix(b"}")
+        else:
+            body = _index_body(index, text or CatalogText(index.catalog))
     except ValueError as error:
         raise ValueError(
             f"the index cannot be written: {error}; names must be valid Unicode, metadata's "
@@ -82,13 +87,14 @@ def _abandoned_doc(abandoned: Abandoned) -> dict[str, Json]:
     }
 
 
-def _index_doc(index: Index) -> dict[str, Json]:
-    return {
+def _index_body(index: Index, text: CatalogText) -> bytes:
+    before: dict[str, Json] = {
         "format": {"version": VERSION, "requires": []},
         "state": "committed",
         "attempt": index.attempt,
         "step": index.step,
-        **encode_catalog(index.catalog),
+    }
+    after: dict[str, Json] = {
         "files": [
             [file.component, file.rank, file.nbytes, file.header_nbytes, file.digest]
             for file in index.files
@@ -98,17 +104,31 @@ def _index_doc(index: Index) -> dict[str, Json]:
         "saved_by": dict(index.saved_by),
         "saved_at": index.saved_at,
     }
+    parts = (strict_json.dump(before)[:-1], text.fields, strict_json.dump(after)[1:-1])
+    return strict_json.checked(b",".join(parts))
 
 
 # --- decoding --------------------------------------------------------------------------------
 
 
+def read_back(data: bytes, text: CatalogText, *, what: str) -> None:
+    """Raise what `decode` raises of an index that was encoded with this text.
+
+    Where the text was read before, as this very catalog, only what stands around it is parsed.
+    """
+    index = decode(data, what=what, known=text if text.was_read else None)
+    assert isinstance(index, Index), "it was encoded from one"
+    text.was_read = index.catalog == text.catalog
+
+
 @paused_collector()
-def decode(data: bytes, *, what: str = paths.INDEX) -> Index | Abandoned:
+def decode(
+    data: bytes, *, what: str = paths.INDEX, known: CatalogText | None = None
+) -> Index | Abandoned:
     """Return what the document says; `what` names it in errors.
 
     CorruptError unless it is a valid document, whole and undamaged; IncompatibleError if it needs
-    a newer dist_ckpt.
+    a newer dist_ckpt. Where it has the text of a `known` catalog, which was read, it has that one.
     """
     if not 0 < len(data) <= MAX_NBYTES_OF_INDEX:
         raise corrupt(what, f"{len(data)} bytes, not 1 to {MAX_NBYTES_OF_INDEX}")
@@ -117,7 +137,8 @@ def decode(data: bytes, *, what: str = paths.INDEX) -> Index | Abandoned:
     # explain why the end looks different.
     if end and document_digest(memoryview(data)[:-_END_NBYTES]) != end[1].decode("ascii"):
         raise corrupt(what, "its digest is wrong, so it is damaged")
-    parsed, rows = json_rows.parse(data, _TENSORS, what)
+    around = known and _parse_around(data, known, what)
+    parsed, rows = (around, None) if around else json_rows.parse(data, _TENSORS, what)
     doc = mapping(parsed, what)
     check_version(doc, what)
     if not end:
@@ -128,13 +149,29 @@ def decode(data: bytes, *, what: str = paths.INDEX) -> Index | Abandoned:
         return Abandoned(_attempt(attempt, what), string(by, what), string(reason, what))
     if state != "committed":
         raise corrupt(what, f"state {shown(state)} is neither committed nor abandoned")
-    values = fields(doc, _INDEX_FIELDS, what)
-    return _decode_index(dict(zip(_INDEX_FIELDS, values, strict=True)), rows, what)
+    values = dict(zip(_INDEX_FIELDS, fields(doc, _INDEX_FIELDS, what), strict=True))
+    catalog = known.catalog if known and around else decode_catalog(values, rows, what)
+    return _decode_index(values, catalog, what)
 
 
-def _decode_index(doc: Mapping[str, Json], rows: Rows | None, what: str) -> Index:
+def _parse_around(data: bytes, known: CatalogText, what: str) -> dict[str, Json] | None:
+    """Parse what stands around the fields of a catalog, which are None then; None if that fails.
+
+    As two objects: so the text between them is fields of the document itself, of no part of it.
+    """
+    before, _, after = data.partition(b",%s," % known.fields)
+    try:
+        first = mapping(strict_json.parse(before + b"}", what), what)
+        last = mapping(strict_json.parse(b"{" + after, what), what)
+    except CorruptError:
+        return None
+    doc = {**first, **dict.fromkeys(CATALOG_FIELDS), **last}
+    # A key that occurs twice is damage.
+    return doc if len(doc) == len(first) + len(CATALOG_FIELDS) + len(last) else None
+
+
+def _decode_index(doc: Mapping[str, Json], catalog: Catalog, what: str) -> Index:
     step, saved_at = doc["step"], doc["saved_at"]
-    catalog = decode_catalog(doc, rows, what)
     index = Index(
         attempt=_attempt(doc["attempt"], what),
         step=None if step is None else integer(step, 0, MAX_STEP, f"{what}, step"),
@@ -205,7 +242,8 @@ def _check_shard_files(index: Index, what: str) -> None:
     """Check that the files are exactly those that hold cells, and hold as much as these need."""
     catalog = index.catalog
     files = [(file.component, file.rank) for file in index.files]
-    needed = _files_of(catalog, len(files), what)
+    counts = catalog.counts()
+    needed = _files_of(catalog, [record for record, _ in counts], len(files), what)
     if len(set(files)) != len(files):
         raise corrupt(what, "a shard file is listed twice")
     if wrong := needed.symmetric_difference(files):
@@ -216,26 +254,21 @@ def _check_shard_files(index: Index, what: str) -> None:
     stored = [0] * len(catalog.components)
     for file in index.files:
         stored[file.component] += file.nbytes - file.header_nbytes
-    alike = _alike(catalog)
-    for number, count in Counter(map(id, catalog.tensors.values())).items():
-        tensor = alike[number]
+    for tensor, count in counts:
         stored[tensor.component] -= count * prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
     if any(stored):
         raise corrupt(what, f"its files are {max(stored, key=abs)} bytes too large for its tensors")
 
 
-def _alike(catalog: Catalog) -> dict[int, TensorRecord]:
-    """Return the records by identity: tensors that are alike share one, and hashing takes long."""
-    return {id(tensor): tensor for tensor in catalog.tensors.values()}
-
-
-def _files_of(catalog: Catalog, num_files: int, what: str) -> set[tuple[int, int]]:
+def _files_of(
+    catalog: Catalog, records: Iterable[TensorRecord], num_files: int, what: str
+) -> set[tuple[int, int]]:
     """Return (component, rank) of each file that stores a cell; not all if there are too many."""
     needed: set[tuple[int, int]] = set()
     # Which holders store depends on the rotation only up to where all lists of holders repeat.
     periods = [lcm(*{len(ranks) for ranks in layout.holders}) for layout in catalog.layouts]
     turns: set[tuple[int, int, int]] = set()
-    for tensor in _alike(catalog).values():
+    for tensor in records:
         turns.add((tensor.component, tensor.layout, tensor.rotation % periods[tensor.layout]))
     num_lookups = 0
     for component, layout, rotation in turns:

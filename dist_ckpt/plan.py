@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dist_ckpt.batches import Batch
 from dist_ckpt.index import Catalog, Key, Node
@@ -224,8 +225,7 @@ class Receipt:
 # --- loading ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A tensor that a rank wants, and the cells of it that it will fill."""
 
     fqn: str

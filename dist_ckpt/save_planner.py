@@ -83,16 +83,19 @@ def plan_save(
     components = components_of(bodies)
     numbers = {component.name: number for number, component in enumerate(components)}
     layouts: dict[int, tuple[int, Layout]] = {}
-    records = {}
+    records: dict[str, TensorRecord] = {}
+    # Most tensors are like others, and share their record with them.
+    alike: dict[TensorRecord, TensorRecord] = {}
     for fqn, tensor in tensors.items():
         layout = stored[fqn].layout
-        records[fqn] = TensorRecord(
+        record = TensorRecord(
             dtype=tensor.dtype,
             shape=tensor.shape,
             layout=layouts.setdefault(id(layout), (len(layouts), layout))[0],
             rotation=stored[fqn].rotation,
             component=numbers.get(tensor.component, 0),
         )
+        records[fqn] = alike.setdefault(record, record)
     values, keys = value_holders(bodies), key_holders(bodies)
     catalog = Catalog(
         world_size=world_size,
@@ -158,10 +161,13 @@ def _turns(catalog: Catalog) -> dict[_Turn, list[tuple[str, TensorRecord]]]:
 def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
     """Return the bytes of the shards in each file of a save, by component and rank."""
     numels = [cell_numels(layout.cut) for layout in catalog.layouts]
+    itemsizes: dict[_Turn, int] = {}
+    for record, count in catalog.counts():
+        turn = record.component, record.layout, record.rotation
+        itemsizes[turn] = itemsizes.get(turn, 0) + count * DTYPES[record.dtype].itemsize
     nbytes: dict[tuple[int, int], int] = {}
-    for (component, number, rotation), tensors in _turns(catalog).items():
+    for (component, number, rotation), itemsize in itemsizes.items():
         layout = catalog.layouts[number]
-        itemsize = sum(DTYPES[record.dtype].itemsize for _, record in tensors)
         for cell, numel in enumerate(numels[number]):
             file = component, layout.holder(cell, rotation)
             nbytes[file] = nbytes.get(file, 0) + numel * itemsize

@@ -210,7 +210,7 @@ class _Taker:
             kind = value.dtype, value.shape
             if (known := self._kinds.get(kind)) and self._is_first(fqn, leaf, value):
                 # All that is found out below was found out of another tensor of its kind.
-                self._parts[fqn] = (value.detach(),)
+                self._parts[fqn] = (value,)
                 self._enter(fqn, *known)
                 return
         if is_array(value):

@@ -63,7 +63,11 @@ def parse(data: bytes, what: str) -> Json:
 
 def dump(doc: Json) -> bytes:
     """Encode a document compactly; ValueError if it is not one that `parse` takes."""
-    data = text_of(doc).encode("utf-8")
+    return checked(text_of(doc).encode("utf-8"))
+
+
+def checked(data: bytes) -> bytes:
+    """Return an encoded document; ValueError if it may have too many values to be parsed."""
     if (count := _num_values(data)) > MAX_VALUES:
         raise ValueError(f"up to {count} values, where {MAX_VALUES} is the limit")
     return data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -45,8 +46,7 @@ class Beside:
     on_host: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Fill:
+class _Fill(NamedTuple):
     """Cells that are wanted of a stored tensor, from number `first` on, and the memory of each.
 
     That of a fresh tensor is there once it is made.
@@ -93,11 +93,12 @@ class Wants:
         value = leaf.value
         fqn, record = self._tensor(name)
         key = self._kind_of(value, record)
-        if key in self._kinds:
+        known = self._kinds.get(key)
+        if known is not None:
             # All that is found out below was found out of another of its kind.
             assert isinstance(value, torch.Tensor)
             if self._is_first(name, value, value):
-                self._want(name, fqn, self._kinds[key], (value.detach(),))
+                self._want(name, fqn, known, (value,))
             return value
         try:
             if is_meta(value):

@@ -1,16 +1,18 @@
 """What one rank writes into an attempt: its shard files and objects files.
 
-Each shard is read, digested and written block by block, by a few threads, in one pass over the
-data. A file's header holds the digests, so it is written last, and the file made durable while
-others are still written; its room is known before. Nothing here commits: what is written counts
-only once the coordinator has put the index in place.
+Each shard is read, digested and written block by block, in one pass over the data. Some threads
+get blocks ready while others write, so that as many writes as asked for are under way. A file's
+header holds the digests, so it is written last, and the file made durable while others are still
+written; its room is known before. Nothing here commits: what is written counts only once the
+coordinator has put the index in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 
 from dist_ckpt import digest
@@ -20,9 +22,15 @@ from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.host_memory import Slots, address_of, copy, move
 from dist_ckpt.index import Catalog
 from dist_ckpt.memory import Source
-from dist_ckpt.parallel import WORK_STALL_S, each
+from dist_ckpt.parallel import WORK_STALL_S, each, results_of
 from dist_ckpt.plan import FilePlan
 from dist_ckpt.storage import Storage, WritableFile
+
+# So many batches are ready and wait for a thread that writes, so that the disk never waits.
+NUM_WAITING = 2
+
+# To copy and digest takes half as long as to write; more than these keep no disk waiting.
+MAX_PREPARING = 3
 
 # (name, nbytes, header_nbytes, digest), as in `plan.Receipt.files`.
 FileReceipt = tuple[str, int, int, str]
@@ -51,7 +59,9 @@ def write_all(
 ) -> tuple[FileReceipt, ...]:
     """Write a rank's files into an attempt folder; return what `Receipt.files` takes.
 
-    `slots` are scratch memory that has been used before, which is faster than new memory.
+    Up to `threads` write at once, and half as many get ready what comes next; one thread alone
+    asks for no block before it has written the former one. `slots` are scratch memory that has
+    been used before, which is faster than new memory.
     On return every file is durable, under its name, with the planned size. After an error some
     of them may lie there unfinished; the attempt cannot be committed and is removed as a whole.
     ConflictError if the folder is gone or a file is there already, StorageError otherwise.
@@ -97,9 +107,23 @@ def write_shard_files(
         # To make one file durable may take as long as to write all of them.
         nbytes = sum(plan.nbytes for plan in files.plans)
         stall_s = patience_s(nbytes, stall_s=WORK_STALL_S)
-        found = each(
-            lambda one: one[0].write(one[1], slots), work, threads=threads, stall_s=stall_s
-        )
+
+        def prepare(one: tuple[_Writing, Batch]) -> Callable[[], FileReceipt | None]:
+            return one[0].prepare(one[1], slots)
+
+        if threads == 1:
+            found = each(lambda one: prepare(one)(), work, threads=1, stall_s=stall_s)
+        else:
+            preparing = min(threads // 2, MAX_PREPARING)
+            ready = results_of(prepare, work, threads=preparing, waiting=0, stall_s=stall_s)
+            with closing(ready):
+                found = each(
+                    lambda write: write(),
+                    ready,
+                    threads=threads,
+                    waiting=NUM_WAITING,
+                    stall_s=stall_s,
+                )
         return tuple(receipt for receipt in found if receipt is not None)
 
 
@@ -126,14 +150,22 @@ class _Writing:
         """The size of a slot in which any batch can be placed as the file wants it."""
         return self.plan.block_nbytes + self._file.alignment - 1
 
-    def write(self, batch: Batch, slots: Slots) -> FileReceipt | None:
-        """Digest the blocks of a batch and write them with one write; the last one finishes."""
-        if batch.parts:
-            offset = self.plan.header_nbytes + batch.start
-            with slots.one() as slot:
-                with self._turn if len(batch.parts) > 1 else nullcontext():
-                    data = self._gather(batch.parts, slot, offset)
-                    self._digest(batch, data)
+    def prepare(self, batch: Batch, slots: Slots) -> Callable[[], FileReceipt | None]:
+        """Gather and digest the blocks of a batch; return what writes them."""
+        lent = ExitStack()
+        if not batch.parts:
+            return partial(self._write, 0, memoryview(b""), lent)
+        slot = lent.enter_context(slots.one())
+        offset = self.plan.header_nbytes + batch.start
+        with self._turn if len(batch.parts) > 1 else nullcontext():
+            data = self._gather(batch.parts, slot, offset)
+            self._digest(batch, data)
+        return partial(self._write, offset, data, lent)
+
+    def _write(self, offset: int, data: memoryview, lent: ExitStack) -> FileReceipt | None:
+        """Write a batch with one write and give its slot back; the last one finishes."""
+        with lent:
+            if data:
                 self._file.write_at(offset, data)
         with self._lock:
             self._left -= 1

@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dir", type=Path, help="write below this folder (default: build/)")
     parser.add_argument("--rounds", type=int, help="rounds that count (default: 5)")
     parser.add_argument("--size-mb", type=int, help="MiB of the large state (default: 1024)")
+    parser.add_argument("--tensors", type=int, help="how many small tensors (default: 5000)")
     parser.add_argument("--quick", action="store_true", help="tiny, one round: does it work?")
     parser.add_argument("--deadline-s", type=float, default=300, help="for any one step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -120,6 +121,7 @@ def _settings(args: argparse.Namespace, folder: Path) -> Settings:
         folder=folder,
         rounds=args.rounds or (1 if args.quick else 5),
         nbytes=nbytes,
+        num_small=args.tensors or (200 if args.quick else 5000),
         quick=args.quick,
         contenders=contenders,
         deadline_s=args.deadline_s,

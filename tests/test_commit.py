@@ -20,6 +20,7 @@ from commit_cases import (
 )
 
 from dist_ckpt import attempts, commit, index_codec, paths
+from dist_ckpt.catalog_codec import CatalogText
 from dist_ckpt.commit import Claim
 from dist_ckpt.errors import (
     CheckpointError,
@@ -350,6 +351,18 @@ def test_an_index_that_we_would_refuse_to_load_is_not_committed():
     assert type(caught.value) is CheckpointError
     assert "restore it from a copy" not in str(caught.value)
     assert step_at(storage) is None
+
+
+def test_what_is_new_in_the_index_of_a_catalog_that_was_read_before_is_read_again():
+    storage = MemoryStorage()
+    claim = claimed(storage)
+    index = index_of(claim.attempt, 1, 1)
+    text = CatalogText(index.catalog)
+    commit.commit(storage, claim, index, text)
+    assert text.was_read
+    again = claimed(storage, overwrite=True)
+    with pytest.raises(CheckpointError, match="bug of dist_ckpt"):
+        commit.commit(storage, again, index_of(again.attempt, -1, 1), text)
 
 
 class _Lossy(MemoryStorage):

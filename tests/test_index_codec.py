@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt import index_codec, paths, strict_json
+from dist_ckpt.catalog_codec import CatalogText
 from dist_ckpt.digest import document_digest
 from dist_ckpt.dtypes import DTYPES
 from dist_ckpt.errors import CorruptError, IncompatibleError
@@ -20,7 +21,7 @@ from dist_ckpt.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.index_codec import decode, encode
+from dist_ckpt.index_codec import decode, encode, read_back
 from dist_ckpt.layout import Flat, Grid, Layout, Regions
 from dist_ckpt.region import Region
 
@@ -167,6 +168,71 @@ def test_a_common_table_of_holders_is_stored_once():
     data = encode(index_of(catalog))
     assert b'"holders":[[[0,1],[2,3]]]' in data
     assert decode(data).catalog.layouts == tables
+
+
+# --- a catalog whose text is kept ------------------------------------------------------------
+
+
+@given(catalogs(), st.dictionaries(NAMES, JSON, max_size=3), st.dictionaries(NAMES, NAMES))
+def test_a_kept_text_changes_no_byte_of_an_index_and_nothing_of_what_it_says(
+    catalog, metadata, saved_by
+):
+    text = CatalogText(catalog)
+    first, second = index_of(catalog), index_of(catalog, metadata=metadata, saved_by=saved_by)
+    read_back(encode(first, text), text, what="first")
+    assert text.was_read
+    data = encode(second, text)
+    assert data == encode(second)
+    read_back(data, text, what="second")
+    decoded = decode(data, known=text)
+    assert decoded == second
+    assert decoded.catalog is catalog
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": -1},
+        {"attempt": "a1"},
+        {"files": ()},
+        {"objects": ()},
+        {"saved_by": {"host": 7}},
+    ],
+)
+def test_what_stands_around_a_known_catalog_is_read_as_strictly_as_ever(small, fields):
+    text = CatalogText(small.catalog)
+    read_back(encode(small, text), text, what="first")
+    wrong = replace(small, **fields)
+    with pytest.raises(CorruptError):
+        read_back(encode(wrong, text), text, what="second")
+
+
+def test_a_text_that_says_another_catalog_is_parsed_every_time(small):
+    text = CatalogText(replace(small.catalog, world_size=3))
+    other = CatalogText(small.catalog)
+    text.fields = other.fields
+    read_back(encode(small, text), text, what="first")
+    assert not text.was_read
+
+
+@pytest.mark.parametrize("where", ["inside another field", "beside a field of its own", "nowhere"])
+def test_the_text_of_a_known_catalog_counts_only_as_fields_of_the_document(small, where):
+    text = CatalogText(small.catalog)
+    read_back(encode(small, text), text, what="first")
+    body = encode(small).partition(b',"digest":"')[0].decode()
+    fields = f",{text.fields.decode()},"
+    before, after = body.split(fields)
+    wrong = {
+        "inside another field": f'{before},"x-0":{{"a":0{fields}"b":0}},{after}',
+        "beside a field of its own": f'{before},"world_size":2{fields}{after}',
+        "nowhere": f"{before},{after}",
+    }[where].encode()
+    data = wrong + b',"digest":"%s"}\n' % document_digest(wrong).encode()
+    with pytest.raises(CorruptError) as unknown:
+        decode(data)
+    with pytest.raises(CorruptError) as caught:
+        decode(data, known=text)
+    assert str(caught.value) == str(unknown.value)
 
 
 # --- damage ----------------------------------------------------------------------------------

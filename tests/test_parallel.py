@@ -13,7 +13,7 @@ import pytest
 from dist_ckpt import parallel
 from dist_ckpt.daemon_threads import DaemonThreads
 from dist_ckpt.errors import StorageError
-from dist_ckpt.parallel import each
+from dist_ckpt.parallel import each, results_of
 
 T = TypeVar("T")
 
@@ -31,7 +31,8 @@ def test_results_come_in_the_order_of_the_items() -> None:
     assert each(work, range(3), threads=3) == [0, 1, 4]
 
 
-def test_no_more_run_or_wait_than_asked_for() -> None:
+@pytest.mark.parametrize("waiting", [None, 0, 2])
+def test_no_more_run_or_wait_than_asked_for(waiting: int | None) -> None:
     lock = threading.Lock()
     counts = {"taken": 0, "done": 0, "running": 0, "most": 0, "ahead": 0}
 
@@ -50,10 +51,30 @@ def test_no_more_run_or_wait_than_asked_for() -> None:
             counts["running"] -= 1
             counts["done"] += 1
 
-    each(work, items(), threads=3)
+    each(work, items(), threads=3, waiting=waiting)
     assert counts["done"] == 200
     assert counts["most"] <= 3
-    assert counts["ahead"] <= 7
+    assert counts["ahead"] <= 4 + (3 if waiting is None else waiting)
+
+
+def test_who_closes_the_results_waits_for_what_runs_and_no_more_begins() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+    gate = threading.Event()
+
+    def work(i: int) -> int:
+        begun.append(i)
+        if i:
+            gate.set()
+            sum(range(1_000_000))  # long enough for the end to arrive
+        ended.append(i)
+        return i
+
+    results = results_of(work, range(100), threads=1, waiting=1)
+    assert next(results) == 0
+    assert gate.wait(10)
+    results.close()
+    assert begun == ended == [0, 1]
 
 
 def test_the_first_error_is_raised_once_what_runs_has_ended_and_no_more_begins() -> None:

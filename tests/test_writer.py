@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -24,12 +24,13 @@ from dist_ckpt import batches
 from dist_ckpt.digest import Buffer, block_digest, document_digest
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.host_memory import Slots, address_of, scratch
+from dist_ckpt.region import Cell
 from dist_ckpt.shard_file import decode_header
 from dist_ckpt.storage import WritableFile
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.torch_memory import TensorSource
-from dist_ckpt.writer import RankFiles, write_all
+from dist_ckpt.writer import NUM_WAITING, RankFiles, write_all
 
 FOLDER = "/ck"
 
@@ -234,7 +235,7 @@ def test_names_are_synced_only_after_every_file_is_durable() -> None:
     assert events == ["create", "finish", "create", "finish", f"sync {FOLDER}"]
 
 
-def test_no_more_scratch_is_used_than_there_are_threads() -> None:
+def test_no_more_scratch_is_used_than_is_written_waits_and_is_made_ready() -> None:
     seen: set[int] = set()
     lock = threading.Lock()
 
@@ -249,7 +250,65 @@ def test_no_more_scratch_is_used_than_there_are_threads() -> None:
     (plan,) = files.plans
     watching = [Watching(saved["model.w"], item.cell, copies=True) for item in plan.items]
     write_all(folder(), FOLDER, replace(files, sources=(watching.__getitem__,)), threads=3)
-    assert 1 <= len(seen) <= 3
+    assert 1 <= len(seen) <= 3 + NUM_WAITING + 1
+
+
+class Telling(MemoryStorage):
+    """A storage that says when a write begins, before its bytes are there."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__({FOLDER: None})
+        self._tell = tell
+
+    def write(self, node: object, offset: int, data: Buffer) -> None:
+        self._tell()
+        super().write(node, offset, data)  # type: ignore[arg-type]
+
+
+class Asked(BytesSource):
+    """A source that says when a block is asked for."""
+
+    def __init__(self, saved: Saved, cell: Cell, tell: Callable[[], None]) -> None:
+        super().__init__(saved, cell)
+        self._tell = tell
+
+    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+        self._tell()
+        return super().read(start, stop, scratch)
+
+
+def asked_of(tell: Callable[[], None]) -> RankFiles:
+    """Return the files of a state of eight blocks, each of which is a batch."""
+    saved = {"model.w": random_tensor((128,), one_cell((128,)))}
+    files = files_of(saved, block_nbytes=64)
+    (item,) = files.plans[0].items
+    return replace(files, sources=(lambda _: Asked(saved["model.w"], item.cell, tell),))
+
+
+def test_blocks_are_made_ready_while_all_threads_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "SMALL_NBYTES", 0)
+    asked: list[None] = []
+    ready = threading.Event()
+
+    def ask() -> None:
+        asked.append(None)
+        if len(asked) >= 3:
+            ready.set()
+
+    def begin() -> None:
+        assert ready.wait(10), "two threads write, and nothing gets ready meanwhile"
+
+    write_all(Telling(begin), FOLDER, asked_of(ask), threads=2)
+
+
+def test_one_thread_asks_for_no_block_before_it_has_written_the_former_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batches, "SMALL_NBYTES", 0)
+    events: list[str] = []
+    files = asked_of(lambda: events.append("ask"))
+    write_all(Telling(lambda: events.append("write")), FOLDER, files, threads=1)
+    assert events == [*["ask", "write"] * 8, "write"]  # the header
 
 
 class Placing(MemoryStorage):

@@ -15,7 +15,6 @@ CONTENDERS: tuple[Contender, ...] = (DistCkpt(), *PEERS)
 
 LARGE_NBYTES = 32 << 20
 SMALL_NBYTES = 16 << 10
-NUM_SMALL = 5000
 
 
 def scenarios() -> list[Scenario]:
@@ -48,7 +47,7 @@ def _large(settings: Settings) -> Iterator[Measure]:
 
 
 def _small(settings: Settings) -> Iterator[Measure]:
-    spec = Spec(200 if settings.quick else NUM_SMALL, (64, SMALL_NBYTES // 256))
+    spec = Spec(settings.num_small, (64, SMALL_NBYTES // 256))
     case = _of_one_rank("small", f"{spec.count:,} tensors of 16 KiB", spec)
     yield from run_cases([case], settings)
 

@@ -28,14 +28,16 @@ class Settings:
 
     `folder` is empty, exists, lies on the disk to be measured, and is removed at the end. `rounds`
     are measured; one more, before them, is not. `nbytes` is the size of the large state; a
-    scenario may take a fraction of it. `contenders` restricts who takes part; None: all. `actions`
-    restricts what is measured, by the names of measures; None: everything. `deadline_s` is for any
-    single step of a child process. `quick` asks for the smallest run that still shows everything.
+    scenario may take a fraction of it. `num_small` is how many tensors the small state has.
+    `contenders` restricts who takes part; None: all. `actions` restricts what is measured, by the
+    names of measures; None: everything. `deadline_s` is for any single step of a child process.
+    `quick` asks for the smallest run that still shows everything.
     """
 
     folder: Path
     rounds: int = 5
     nbytes: int = 1 << 30
+    num_small: int = 5000
     quick: bool = False
     contenders: tuple[str, ...] | None = None
     actions: tuple[str, ...] | None = None
