@@ -88,6 +88,7 @@ def _abandoned_doc(abandoned: Abandoned) -> dict[str, Json]:
 
 
 def _index_body(index: Index, text: CatalogText) -> bytes:
+    assert text.catalog is index.catalog, "the text of another catalog"
     before: dict[str, Json] = {
         "format": {"version": VERSION, "requires": []},
         "state": "committed",
@@ -166,8 +167,8 @@ def _parse_around(data: bytes, known: CatalogText, what: str) -> dict[str, Json]
     except CorruptError:
         return None
     doc = {**first, **dict.fromkeys(CATALOG_FIELDS), **last}
-    # A key that occurs twice is damage.
-    return doc if len(doc) == len(first) + len(CATALOG_FIELDS) + len(last) else None
+    # `{,"world_size"` is no JSON, and a key that occurs twice is damage.
+    return doc if first and len(doc) == len(first) + len(CATALOG_FIELDS) + len(last) else None
 
 
 def _decode_index(doc: Mapping[str, Json], catalog: Catalog, what: str) -> Index:

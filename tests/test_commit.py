@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from commit_cases import (
@@ -362,7 +363,7 @@ def test_what_is_new_in_the_index_of_a_catalog_that_was_read_before_is_read_agai
     assert text.was_read
     again = claimed(storage, overwrite=True)
     with pytest.raises(CheckpointError, match="bug of dist_ckpt"):
-        commit.commit(storage, again, index_of(again.attempt, -1, 1), text)
+        commit.commit(storage, again, replace(index, attempt=again.attempt.name, step=-1), text)
 
 
 class _Lossy(MemoryStorage):

@@ -208,14 +208,22 @@ def test_what_stands_around_a_known_catalog_is_read_as_strictly_as_ever(small, f
 
 
 def test_a_text_that_says_another_catalog_is_parsed_every_time(small):
-    text = CatalogText(replace(small.catalog, world_size=3))
-    other = CatalogText(small.catalog)
-    text.fields = other.fields
-    read_back(encode(small, text), text, what="first")
+    index = replace(small, catalog=replace(small.catalog, world_size=3))
+    text = CatalogText(index.catalog)
+    text.fields = CatalogText(small.catalog).fields
+    read_back(encode(index, text), text, what="first")
     assert not text.was_read
 
 
-@pytest.mark.parametrize("where", ["inside another field", "beside a field of its own", "nowhere"])
+def test_no_index_is_written_with_the_text_of_another_catalog(small):
+    text = CatalogText(replace(small.catalog, world_size=3))
+    with pytest.raises(AssertionError, match="another catalog"):
+        encode(small, text)
+
+
+@pytest.mark.parametrize(
+    "where", ["inside another field", "beside a field of its own", "after nothing", "nowhere"]
+)
 def test_the_text_of_a_known_catalog_counts_only_as_fields_of_the_document(small, where):
     text = CatalogText(small.catalog)
     read_back(encode(small, text), text, what="first")
@@ -225,6 +233,7 @@ def test_the_text_of_a_known_catalog_counts_only_as_fields_of_the_document(small
     wrong = {
         "inside another field": f'{before},"x-0":{{"a":0{fields}"b":0}},{after}',
         "beside a field of its own": f'{before},"world_size":2{fields}{after}',
+        "after nothing": f"{{{fields}{before[1:]},{after}",
         "nowhere": f"{before},{after}",
     }[where].encode()
     data = wrong + b',"digest":"%s"}\n' % document_digest(wrong).encode()
