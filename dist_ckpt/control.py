@@ -17,7 +17,7 @@ from dist_ckpt.channel import Failure
 from dist_ckpt.config import Config
 from dist_ckpt.heartbeat import Heart
 from dist_ckpt.peers import Peers
-from dist_ckpt.store_line import Store, StoreLine
+from dist_ckpt.store_line import OF_THE_JOB, Store, StoreLine, Wording
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -63,7 +63,15 @@ class Control:
     `token` identifies the operation from its first answer on; until then it is "".
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, host: str, config: Config) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        host: str,
+        config: Config,
+        wording: Wording = OF_THE_JOB,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.host = host
@@ -76,9 +84,13 @@ class Control:
             self.heart,
             period_s=config.silence_s / 5,
             patience_s=config.silence_s,
+            wording=wording,
         )
+        self._wording = wording
         self.peers = Peers(self.line, self._beat_key, config)
         self.nbytes_put = 0
+        # How long to wait for a rank that was never seen.
+        self.unseen_s = config.arrive_s
         self._start = 0
 
     @property
@@ -145,8 +157,7 @@ class Control:
             if loss is not None:
                 message = (
                     f"{self.peers.name([rank])} {loss} (seen by rank {self.rank} in phase "
-                    f"{phase!r} of {self.what}). Look into that rank's log; if it is gone, "
-                    "restart the job from its last checkpoint."
+                    f"{phase!r} of {self.what}). {self._wording.lost}"
                 )
                 found[rank] = Failure("RankError", message, rank, phase)
         return found
@@ -161,11 +172,14 @@ class Control:
             return {}
         message = (
             f"{self.peers.name(absent)} did not call {self.what}: rank {self.rank} (host "
-            f"{self.host}) has waited for {pace.waited_s:.3g} s. Every rank of the group must "
-            "make the same call; look for a condition like `if rank == 0:` around it."
+            f"{self.host}) has waited for {pace.waited_s:.3g} s. {self._wording.absent}"
         )
         if pace.waited_s >= self.config.arrive_s:
             return {absent[0]: Failure("RankError", message, absent[0], phase)}
+        if pace.waited_s >= self.unseen_s:
+            for rank in absent:
+                if not self.peers.is_known(rank):
+                    return {rank: Failure("RankError", message, rank, phase)}
         if pace.waited_s >= self.config.warn_s and not pace.has_warned:
             pace.has_warned = True
             _log.warning("%s", message)

@@ -33,6 +33,10 @@ class Peers:
         for rank, data in zip(ranks, found, strict=True):
             self._watch.see(rank, data)
 
+    def is_known(self, rank: int) -> bool:
+        """Say whether a rank was ever seen."""
+        return self._watch.beat(rank) is not None
+
     def has_entered(self, rank: int, number: int) -> bool:
         """Say whether a rank was seen to have entered this operation."""
         beat = self._watch.beat(rank)

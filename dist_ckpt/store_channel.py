@@ -20,7 +20,7 @@ from dist_ckpt.channel_roles import Coordinator, Follower
 from dist_ckpt.config import Config
 from dist_ckpt.control import Control
 from dist_ckpt.envelope import Envelope, new_nonce
-from dist_ckpt.store_line import Store
+from dist_ckpt.store_line import OF_THE_JOB, Store, Wording
 from dist_ckpt.tally import Tally
 
 
@@ -28,14 +28,21 @@ class StoreChannel:
     """A `Channel` over a store. Its one thread starts with the first `enter`."""
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, *, host: str, config: Config
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        host: str,
+        config: Config,
+        wording: Wording = OF_THE_JOB,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.host = host
         self._num_exchanges = 0
         self._phase = ""
-        self._control = control = Control(store, rank, world_size, host, config)
+        self._control = control = Control(store, rank, world_size, host, config, wording)
         self._role = Coordinator(control) if rank == COORDINATOR else Follower(control)
         # Also at the end of the process: others that wait for this rank then know at once.
         self._finalizer = weakref.finalize(self, _close, control, self._role)
@@ -67,6 +74,13 @@ class StoreChannel:
         control.peers.look(ranks)
         for failure in control.losses(self._phase, ranks).values():
             raise FalloutError(failure.message, rank=failure.rank)
+
+    def hurry(self, unseen_s: float) -> None:
+        """Wait only so long for ranks that were never seen; another thread may call it.
+
+        Those that were seen may still be at the operation before: for them there is `arrive_s`.
+        """
+        self._control.unseen_s = min(unseen_s, self._control.config.arrive_s)
 
     def leave(self) -> None:
         """See `Channel.leave`."""

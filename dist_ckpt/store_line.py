@@ -1,4 +1,4 @@
-"""The one thread through which a rank talks to the job's key-value store.
+"""The one thread through which a rank talks to a key-value store that all ranks reach.
 
 It serves the channel's calls in order, with a deadline that the store itself does not keep (a
 TCPStore whose host is frozen blocks for ever), and beats the heart meanwhile.
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar, runtime_checkable
@@ -38,7 +39,7 @@ class Store(Protocol):
         """Store a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of a key that exists."""
+        """Return the value of a key that exists; if it is deleted just then, wait or KeyError."""
 
     def check(self, keys: list[str], /) -> bool:
         """Say whether all of these keys exist."""
@@ -70,6 +71,13 @@ def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
     """Return the values that `put` stored, or None if one is not there yet."""
     if not store.check(list(keys)):
         return None
+    try:
+        return _values_of(store, keys)
+    except KeyError:  # deleted since then
+        return None
+
+
+def _values_of(store: Store, keys: Sequence[str]) -> list[bytes] | None:
     # One round trip where the store can do it, instead of one a rank.
     if isinstance(store, _ManyStore):
         values = store.multi_get(list(keys))
@@ -119,6 +127,28 @@ def _num_parts(data: bytes) -> bytes:
     return b"0" if data[:1] == _WHOLE else data[1:]
 
 
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What errors say of a store and its ranks.
+
+    `gone`: the store does not answer, with {} for the fact; `lost`, `absent`: what to do about a
+    rank of which nothing more will come, and one that never came.
+    """
+
+    gone: str
+    lost: str
+    absent: str
+
+
+OF_THE_JOB = Wording(
+    gone="the job's key-value store is gone or cut off ({}). It lives in the process of the job's "
+    "rank 0, or in the launcher; look there, and restart the job",
+    lost="Look into that rank's log; if it is gone, restart the job from its last checkpoint.",
+    absent="Every rank of the group must make the same call; look for a condition like "
+    "`if rank == 0:` around it.",
+)
+
+
 class StoreLine:
     """A thread that owns a store's connection; it starts with the first call.
 
@@ -126,8 +156,17 @@ class StoreLine:
     as does one that the store refuses.
     """
 
-    def __init__(self, store: Store, heart: Heart, *, period_s: float, patience_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        heart: Heart,
+        *,
+        period_s: float,
+        patience_s: float,
+        wording: Wording = OF_THE_JOB,
+    ) -> None:
         self._store = store
+        self._gone = wording.gone
         self._heart = heart
         self._period_s = period_s
         self._patience_s = patience_s
@@ -142,9 +181,11 @@ class StoreLine:
             return future.result(timeout=self._patience_s)
         except TimeoutError:
             future.cancel()
-            raise NoAnswerError(_GONE.format(f"no answer for {self._patience_s:g} s")) from None
+            raise NoAnswerError(
+                self._gone.format(f"no answer for {self._patience_s:g} s")
+            ) from None
         except (RuntimeError, OSError) as error:
-            raise NoAnswerError(_GONE.format(_first_line(error))) from error
+            raise NoAnswerError(self._gone.format(_first_line(error))) from error
 
     def post(self, function: Callable[[Store], object]) -> None:
         """Have `function` called soon; what becomes of it does not matter."""
@@ -223,12 +264,6 @@ def _serve(
         if call is None:
             return
         call()
-
-
-_GONE = (
-    "the job's key-value store is gone or cut off ({}). It lives in the process of the job's rank "
-    "0, or in the launcher; look there, and restart the job"
-)
 
 
 def _first_line(error: BaseException) -> str:

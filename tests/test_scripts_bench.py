@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +17,13 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
+import dist_ckpt as dc  # noqa: E402
+from benchmarks.background import NO_SAVE, PLAIN_COPY, Trainers, stall, steps  # noqa: E402
 from benchmarks.checkpoints import run_cases  # noqa: E402
 from benchmarks.contenders import DistCkpt  # noqa: E402
 from benchmarks.limits import SLOT_NBYTES, Limits, Share, cool, warm  # noqa: E402
 from benchmarks.pool import Pools, RanksError  # noqa: E402
+from benchmarks.savers import DcpAsync, DcpSaver  # noqa: E402
 from benchmarks.scenario import OURS, Absent, Figure, Settings, turns  # noqa: E402
 from benchmarks.trials import Case, Load  # noqa: E402
 from benchmarks.workload import Spec, Workload, make  # noqa: E402
@@ -76,6 +82,47 @@ class Sleeper(DistCkpt):
         time.sleep(1000)
 
 
+@dataclass(frozen=True)
+class Founder(DistCkpt):
+    """Leaves a process behind, which holds a lock, and never ends."""
+
+    name: str = "founder"
+
+    def save(self, workload: Workload, folder: Path) -> None:
+        folder.mkdir()
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            subprocess.Popen(["sleep", "1000"], pass_fds=[lock.fileno()])
+        raise RuntimeError("was founded")
+
+
+@dataclass(frozen=True)
+class Blurter(DcpAsync):
+    """Says that it has staged, and copies nothing until it is asked for the result."""
+
+    def start(self, job: str) -> DcpSaver:
+        return BlurterSaver(self)
+
+
+class BlurterSaver(DcpSaver):
+    def save(self, workload: Workload, folder: Path) -> Any:
+        return LateSave(lambda: super(BlurterSaver, self).save(workload, folder))
+
+
+class LateSave:
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self._begin = begin
+
+    def wait_staged(self, timeout_s: float) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout_s: float) -> None:
+        self._begin().result(timeout_s)
+
+
 @slow
 @multi_process
 def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -> None:
@@ -93,6 +140,50 @@ def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -
         assert all(row["median_s"] > 0 for row in rows.values())
         assert f"small: {measure['title']}" in done.stdout
     assert list(tmp_path.iterdir()) == [out]
+
+
+@slow
+@multi_process
+def test_a_quick_run_measures_background_saves(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    words = ["--quick", "--only", "background", "--contenders", "--dir", tmp_path, "--json", out]
+    command = [sys.executable, ROOT / "scripts" / "bench.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    there_is_one = hasattr(dc, "AsyncSaver")
+    assert done.returncode == int(not there_is_one), done.stdout + done.stderr
+    measures = {measure["name"]: measure for measure in json.loads(out.read_text())["measures"]}
+    assert list(measures) == ["stall", "steps", "restore"]
+    for name, reference in [
+        ("stall", "plain copy"),
+        ("steps", "no save"),
+        ("restore", "cold load"),
+    ]:
+        rows = {row["contender"]: row for row in measures[name]["rows"]}
+        assert rows.keys() == {OURS, reference}
+        assert rows[reference]["median_s"] > 0
+        if there_is_one:
+            assert rows[OURS]["median_s"] > 0
+        else:
+            assert rows[OURS]["reason"] == "there is no AsyncSaver yet"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@slow
+@multi_process
+def test_who_has_not_staged_when_it_says_so_has_no_figure(tmp_path: Path) -> None:
+    kinds = [DcpAsync("process", keeps_stager=True), Blurter("thread")]
+    kept, blurted = (kind.name for kind in kinds)
+    settings = Settings(tmp_path, rounds=1, nbytes=1 << 20, quick=True)
+    for measure, reference in [(stall, PLAIN_COPY), (steps, NO_SAVE)]:
+        with Trainers(settings) as trainers:
+            table = measure(settings, trainers, kinds)
+        for name in (kept, reference):
+            figure = table.figure(name)
+            assert figure is not None
+            assert min(figure.seconds) > 0
+        (absent,) = (row for row in table.rows if row.contender == blurted)
+        assert isinstance(absent, Absent)
+        assert absent.reason.startswith("came back different: ")
 
 
 @slow
@@ -124,6 +215,17 @@ def test_a_contender_that_never_ends_is_ended_at_the_deadline(tmp_path: Path) ->
         pools.deadline_s = 20
         (sample,) = pools.call(1, "save", OURS, SPEC, tmp_path / "b")
         assert sample.seconds > 0
+
+
+@multi_process
+@slow
+def test_what_a_contender_started_is_ended_with_it(tmp_path: Path) -> None:
+    with Pools(tmp_path, [Founder()], deadline_s=60) as pools:
+        pools.call(1, "hold", SPEC)
+        with pytest.raises(RanksError, match="was founded"):
+            pools.call(1, "save", "founder", SPEC, tmp_path / "a")
+    with (tmp_path / "a" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the process, until the test's deadline
 
 
 def test_a_round_is_begun_by_another_contender_each_time() -> None:

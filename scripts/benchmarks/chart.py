@@ -57,6 +57,7 @@ def _draw_panel(panel: Any, measure: Measure) -> None:
     panel.set_xlabel("GB/s, more is better; dashed: raw" if measure.nbytes else "seconds")
     panel.spines[["top", "right"]].set_visible(False)
     panel.margins(x=0.2)
+    panel.set_xlim(left=0)
 
 
 def _value(measure: Measure, figure: Figure) -> float:

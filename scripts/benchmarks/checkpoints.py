@@ -41,7 +41,7 @@ def run_cases(
 
 
 def _large(settings: Settings) -> Iterator[Measure]:
-    spec = _tensors(settings.nbytes)
+    spec = large_tensors(settings.nbytes)
     tensors = f"{spec.count} tensors of {_size(spec.shape[0] * spec.shape[1] * 4)}"
     yield from run_cases([_of_one_rank("large", tensors, spec)], settings)
 
@@ -78,7 +78,7 @@ def _ranks(settings: Settings) -> Iterator[Measure]:
     nbytes = settings.nbytes // 2
 
     def cut(placement: Placement | None) -> Spec:
-        return _tensors(nbytes, placement)
+        return large_tensors(nbytes, placement)
 
     row, column, replicated = cut("row"), cut("column"), cut("replicated")
     cases = [
@@ -131,7 +131,7 @@ def _loads(action: str, title: str, num_ranks: int, spec: Spec) -> tuple[Load, .
     )
 
 
-def _tensors(nbytes: int, placement: Placement | None = None) -> Spec:
+def large_tensors(nbytes: int, placement: Placement | None = None) -> Spec:
     """Return a state of about `nbytes` in tensors of 32 MiB, or of a quarter if that is less."""
     each = min(LARGE_NBYTES, nbytes // 4)
     num_rows = 64

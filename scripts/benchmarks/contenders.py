@@ -50,13 +50,14 @@ class DistCkpt:
         return None
 
     def save(self, workload: Workload, folder: Path) -> None:
-        dc.save(_state_of(workload), folder)
+        dc.save(state_of(workload), folder)
 
     def load(self, workload: Workload, folder: Path) -> None:
-        dc.load(_state_of(workload), folder)
+        dc.load(state_of(workload), folder)
 
 
-def _state_of(workload: Workload) -> dict[str | int, object]:
+def state_of(workload: Workload) -> dict[str | int, object]:
+    """Return a state as it is handed to this library."""
     if workload.model is None:
         return {"model": workload.tensors}
     return {"model": workload.model, "optim": workload.optimizer}

@@ -46,10 +46,10 @@ class Dcp:
 
     def save(self, workload: Workload, folder: Path) -> None:
         writer = dcp.FileSystemWriter(folder, thread_count=self.threads)
-        dcp.save(_dcp_state(workload), storage_writer=writer)
+        dcp.save(dcp_state(workload), storage_writer=writer)
 
     def load(self, workload: Workload, folder: Path) -> None:
-        state = _dcp_state(workload)
+        state = dcp_state(workload)
         dcp.load(state, checkpoint_id=folder)
         if workload.model is not None and workload.optimizer is not None:
             set_state_dict(
@@ -201,7 +201,8 @@ PEERS: tuple[Contender, ...] = (
 )
 
 
-def _dcp_state(workload: Workload) -> dict[str, Any]:
+def dcp_state(workload: Workload) -> dict[str, Any]:
+    """Return a state as DCP wants it."""
     if workload.model is None or workload.optimizer is None:
         return {"model": workload.tensors}
     model, optimizer = get_state_dict(workload.model, workload.optimizer)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
+import os
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,8 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import Contender
-from benchmarks.rank import Place, serve
+from benchmarks.rank import Operations, Place, Rank, serve
 
 # What takes seconds to import is imported once, in the process that ranks are forked from.
 PRELOADED = (
@@ -34,8 +36,16 @@ class Pools:
     starts a new one.
     """
 
-    def __init__(self, folder: Path, contenders: Sequence[Contender], *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        contenders: Sequence[object],
+        *,
+        deadline_s: float,
+        operations: Operations = Rank,
+    ) -> None:
         self._folder = folder
+        self._operations = operations
         self._contenders = tuple(contenders)
         self.deadline_s = deadline_s
         self._pools: dict[int, list[tuple[Any, Connection]]] = {}
@@ -48,7 +58,7 @@ class Pools:
             self.end(world_size)
 
     def call(self, world_size: int, method: str, *args: object, **options: object) -> list[Any]:
-        """Call a method of `Rank` on all ranks; return what each returned, or raise RanksError."""
+        """Call an operation on all ranks; return what each returned, or raise RanksError."""
         if world_size not in self._pools:
             self._pools[world_size] = self._start(world_size)
         deadline = time.monotonic() + self.deadline_s
@@ -67,10 +77,13 @@ class Pools:
             self.call(world_size, "forget")
 
     def end(self, world_size: int) -> None:
-        """End a pool's processes, whatever they are doing."""
+        """End a pool's processes and those that they started, whatever they are doing."""
         processes = self._pools.pop(world_size, [])
         for process, pipe in processes:
             pipe.close()
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process, _ in processes:
             process.join(10)
@@ -89,8 +102,9 @@ class Pools:
                 log=str(folder / f"log-{rank}"),
                 timeout_s=self.deadline_s,
             )
+            # No daemon: some contenders start processes themselves, which a daemon may not.
             process = context.Process(
-                target=serve, args=(place, self._contenders, theirs), daemon=True
+                target=serve, args=(self._operations, place, self._contenders, theirs)
             )
             process.start()
             theirs.close()

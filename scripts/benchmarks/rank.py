@@ -9,11 +9,12 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,13 +50,19 @@ class Place:
     timeout_s: float
 
 
-def serve(place: Place, contenders: tuple[Contender, ...], pipe: Connection) -> None:
-    """Answer calls of methods of `Rank` until the pipe is closed. The main function of a process.
+Operations = Callable[[Place, tuple[Any, ...]], object]
 
-    An answer is (True, what was returned) or (False, what was raised, in words).
+
+def serve(
+    operations: Operations, place: Place, contenders: Sequence[object], pipe: Connection
+) -> None:
+    """Answer calls of methods of `operations(place, contenders)` until the pipe is closed.
+
+    The main function of a process. An answer is (True, what was returned) or (False, what was
+    raised, in words).
     """
     _settle(place)
-    rank = Rank(place, contenders)
+    rank = operations(place, tuple(contenders))
     while True:
         try:
             method, args, options = pipe.recv()
@@ -70,6 +77,8 @@ def serve(place: Place, contenders: tuple[Contender, ...], pipe: Connection) -> 
 
 
 def _settle(place: Place) -> None:
+    # A group of its own: whatever it starts is ended with it.
+    os.setpgid(0, 0)
     # An interrupt at the keyboard is for the parent; when it ends, so does the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

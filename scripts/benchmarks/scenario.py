@@ -17,6 +17,8 @@ from pathlib import Path
 
 OURS = "dist_ckpt"
 
+MAX_REASON_CHARS = 160
+
 
 class DifferentError(Exception):
     """What came back is not what was put in. There is no figure for such data."""
@@ -114,6 +116,11 @@ class Scenario:
     name: str
     what: str
     run: Callable[[Settings], Iterator[Measure]]
+
+
+def in_one_line(reason: str) -> str:
+    """Return a reason as it fits into a table."""
+    return " ".join(reason.split())[:MAX_REASON_CHARS]
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:

@@ -16,6 +16,7 @@ from benchmarks.scenario import (
     Measure,
     Row,
     Settings,
+    in_one_line,
     turns,
 )
 from benchmarks.workload import Spec
@@ -25,8 +26,6 @@ RAW_WRITE = "raw write, fsync"
 RAW_READ = "raw preadv"
 RAW_DIRECT = "raw direct read"
 MEMCPY = "memcpy"
-
-MAX_REASON_CHARS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,7 @@ class _Trial:
         cold = {load.action for load in self._loads if load.cold}
         for name in (*limits, *self._contenders):
             if reason := self._results.reasons.get((action, name)):
-                yield Absent(name, " ".join(reason.split())[:MAX_REASON_CHARS])
+                yield Absent(name, in_one_line(reason))
                 continue
             samples = self._results.samples[action, name]
             contender = self._contenders.get(name)

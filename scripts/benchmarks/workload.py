@@ -65,6 +65,12 @@ class Workload:
         for _, tensor in self.local_tensors():
             _bytes_of(tensor).fill_(WIPED)
 
+    def assign(self, source: Workload) -> None:
+        """Copy all tensors of a state made alike."""
+        values = dict(source.local_tensors())
+        for name, tensor in self.local_tensors():
+            tensor.copy_(values[name])
+
     def difference(self, expected: Workload) -> str | None:
         """Return the first name that is not bit for bit as expected, or None."""
         found, wanted = dict(self.local_tensors()), dict(expected.local_tensors())
@@ -116,19 +122,24 @@ def _place(whole: Tensor, mesh: Any, placement: Any) -> DTensor:
 
 def _make_gpt(spec: Spec, seed: int) -> Workload:
     """Make the model of the example in launch/, and take a step, so that AdamW has its state."""
-    folder = str(Path(__file__).parents[2] / "launch")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    from train_gpt import GPT  # noqa: PLC0415  (not on the path before)
-
     torch.manual_seed(seed)
-    model = GPT(spec.width, spec.count, heads=spec.width // 64)
+    model = example().GPT(spec.width, spec.count, heads=spec.width // 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text = torch.randint(0, 256, (1, 9))
     model(text[:, :-1], text[:, 1:]).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return Workload({}, model=model, optimizer=optimizer)
+
+
+def example() -> Any:
+    """Return the example in launch/ as a module."""
+    folder = str(Path(__file__).parents[2] / "launch")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import train_gpt  # noqa: PLC0415  (not on the path before)
+
+    return train_gpt
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
