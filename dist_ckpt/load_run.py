@@ -16,10 +16,10 @@ from typing import Literal
 from dist_ckpt import commit, index_codec, paths, wire
 from dist_ckpt.attempts import is_there, while_it_is_there
 from dist_ckpt.channel import Doc
-from dist_ckpt.coordinator import check_alike
 from dist_ckpt.errors import IncompatibleError, NotFoundError, StorageError, listed, ranks_text
 from dist_ckpt.index import Index, Key
 from dist_ckpt.paths import Attempt
+from dist_ckpt.plan_agreement import check_alike
 from dist_ckpt.read_sharing import Wants, decode, want_the_same
 from dist_ckpt.reader import ReadTotals
 from dist_ckpt.session import Session

@@ -22,13 +22,14 @@ from dist_ckpt.load_run import Findings, Found, LoadRequest, LoadRun, Passed, Re
 from dist_ckpt.memory import Target
 from dist_ckpt.open_files import OpenFiles, open_files, read_objects
 from dist_ckpt.phases import Phases
+from dist_ckpt.process_groups import session_of
 from dist_ckpt.read_agreement import Agreeing, Agreement
 from dist_ckpt.read_sharing import Wants, encode
 from dist_ckpt.reader import Nowhere, Reading, ReadTotals, read, reading_of
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.saved import saved_of
 from dist_ckpt.selection import rename_of, selection_of
-from dist_ckpt.session import Session, session_of
+from dist_ckpt.session import Session
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.shared_reading import read_shared, verify_shared
 from dist_ckpt.shared_work import runs_of

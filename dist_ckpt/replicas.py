@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dist_ckpt.digest import block_digest, document_digest
 from dist_ckpt.memory import Source
 
@@ -24,6 +26,11 @@ def digest_sample(source: Source, name: str) -> str:
         for start in _starts(source.nbytes, name)
     ]
     return document_digest(f"{source.nbytes} {' '.join(digests)}".encode())
+
+
+def members_digest(members: Mapping[str, str]) -> str:
+    """Return the digest of a replica group, given those of its members."""
+    return document_digest("".join(members.values()).encode())
 
 
 def _starts(nbytes: int, name: str) -> list[int]:

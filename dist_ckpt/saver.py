@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 
 import torch
 from torch.distributed import ProcessGroup
 
-from dist_ckpt import __version__, objects, paths
-from dist_ckpt.collector import paused_collector
-from dist_ckpt.coordinator import CachedPlan, SaveRequest, SaveRun, Verdict
+from dist_ckpt import __version__, objects
+from dist_ckpt.attempt_run import AttemptRun, SaveRequest, Verdict
+from dist_ckpt.channel import Doc
 from dist_ckpt.digest import document_digest
+from dist_ckpt.held_state import HeldState
 from dist_ckpt.index import MAX_STEP, Json
-from dist_ckpt.memory import Source
-from dist_ckpt.paths import Attempt
+from dist_ckpt.paths import Attempt, parse_attempt
 from dist_ckpt.phases import Phases
-from dist_ckpt.plan import FilePlan, Receipt, ReplicaGroup, SavePlan
-from dist_ckpt.replicas import digest_sample
+from dist_ckpt.plan import Receipt, SavePlan
+from dist_ckpt.plan_agreement import CachedPlan, PlanAgreement
+from dist_ckpt.process_groups import session_of
 from dist_ckpt.reports import SaveReport
-from dist_ckpt.save_planner import (
-    HeldCells,
-    Origin,
-    held_cells,
-    items_of,
-    numbered,
-    origin_of,
-    replica_groups_of,
-)
-from dist_ckpt.session import Session, session_of
+from dist_ckpt.session import Session
 from dist_ckpt.sharding import ShardingConfig
-from dist_ckpt.state import LocalState, take
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.strict_json import is_text
-from dist_ckpt.writer import RankFiles, write_all
+from dist_ckpt.writer import write_all
 
 # The user's metadata lies in the objects file; its short scalars are mirrored in the index, so
 # that listing checkpoints reads one document.
@@ -107,20 +97,6 @@ def save_together(
         return _Save(ranks, state, path, options, storage).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What a plan comes to on this rank: its files, its replicas, and the cells that it holds.
-
-    `origins` say of each item of each file where this rank holds it; `held` numbers its cells.
-    """
-
-    plan: SavePlan
-    files: tuple[FilePlan, ...]
-    groups: tuple[ReplicaGroup, ...]
-    origins: tuple[tuple[Origin, ...], ...]
-    held: HeldCells
-
-
 class _Save:
     """One rank's side of one save; the callbacks run inside the exchanges."""
 
@@ -138,125 +114,68 @@ class _Save:
         self._options = options
         self._where = path
         self._given = storage
+        self._run: AttemptRun | None = None
+        self._held = HeldState(ranks, state, options.sharding)
         self._phases = Phases("save", str(path), quiet=self._rank != 0)
 
     def run(self) -> SaveReport:
         phases = self._phases
-        run = SaveRun(self._ranks)
         with phases.phase("agree"):
-            plan, attempt = run.agree(self._request, lambda: self._take().inventory)
+            planned, attempt = self._agree()
+        plan = planned.plan
+        assert self._run is not None
         with phases.phase("write"):
-            verdict = run.settle(
-                plan,
+            verdict = self._run.settle(
+                planned.text,
                 attempt,
                 lambda: self._write(plan, attempt),
-                lambda group: self._replica_digests(plan, group),
+                lambda group: self._held.replica_digests(plan, group),
             )
         with phases.phase("clean up"):
-            run.clean_up()
-        report = self._report(plan, verdict, run.nbytes_receipt)
+            self._run.clean_up()
+        report = self._report(plan, verdict, self._run.nbytes_receipt)
         phases.done(report)
         return report
 
-    def _request(self) -> SaveRequest:
-        options = self._options
-        options.check()
+    def _agree(self) -> tuple[CachedPlan, Attempt]:
+        """Agree on what is saved, and claim an attempt: until then nothing on disk has changed."""
+        agreement = PlanAgreement(self._ranks, self._claim)
+        try:
+            planned, name = agreement.agree(self._ask, self._held.take)
+        except BaseException as error:
+            run = self._run
+            if run is not None and run.claimed is not None:  # but the ranks could not be told
+                run.recover(run.claimed, error)
+            raise
+        attempt = parse_attempt(name)
+        assert attempt is not None
+        return planned, attempt
+
+    def _ask(self) -> Doc:
+        self._options.check()
         own, self._path = open_storage(self._where)
         self._storage = CountingStorage(self._given or own)
-        metadata = dict(options.metadata or {})
-        return SaveRequest(
-            storage=self._storage,
-            path=self._path,
-            step=options.step,
-            overwrite=options.overwrite,
-            metadata=document_digest(objects.encode_value(metadata)),
-            mirrored=_mirrored(metadata),
-            saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
-        )
+        request = request_of(self._storage, self._path, self._options)
+        self._run = AttemptRun(self._ranks.channel, self._ranks.config, request)
+        return request.asked()
 
-    def _take(self) -> LocalState:
-        cached: CachedPlan | None = self._ranks.plan_cache
-        with paused_collector():
-            self._local = take(
-                self._state,
-                sharding=self._options.sharding,
-                rank=self._rank,
-                world_size=self._ranks.channel.world_size,
-                group_ranks=self._ranks.group_ranks,
-                last=None if cached is None else cached.inventory,
-            )
-        return self._local
+    def _claim(self) -> str:
+        assert self._run is not None
+        return self._run.claim()
 
     def _write(self, plan: SavePlan, attempt: Attempt) -> Receipt:
         start = time.monotonic()
-        self._local.synchronize()
-        with paused_collector():
-            part = self._part(plan)
-        files = RankFiles(
-            catalog=plan.catalog,
-            step=self._options.step,
-            plans=part.files,
-            sources=tuple(partial(self._source_of, origins) for origins in part.origins),
-            objects=objects_files(plan, self._local, self._rank, self._options.metadata or {}),
-        )
-        folder = f"{self._path}/{attempt.name}"
+        options = self._options
+        self._held.synchronize()
+        files = self._held.files(plan, options.step, options.metadata or {})
         written = write_all(
             self._storage,
-            folder,
+            f"{self._path}/{attempt.name}",
             files,
             threads=self._ranks.config.threads,
             slots=self._ranks.slots,
         )
-        replicas = []
-        for group in part.groups:
-            members = self._digests(group, part.held).values()
-            replicas.append((_group_id(group), document_digest("".join(members).encode())))
-        return Receipt(written, tuple(replicas), time.monotonic() - start)
-
-    def _part(self, plan: SavePlan) -> _Part:
-        """Return this rank's part of a plan: kept for the next save, like the plan."""
-        known: _Part | None = self._ranks.part_cache
-        if known is None or known.plan is not plan:
-            files = items_of(plan, self._rank)
-            held = numbered(held_cells(self._local.inventory, self._rank, plan))
-            known = self._ranks.part_cache = _Part(
-                plan,
-                files,
-                replica_groups_of(plan, self._rank),
-                tuple(
-                    tuple(origin_of(held, item.fqn, item.cell) for item in file.items)
-                    for file in files
-                ),
-                held,
-            )
-        return known
-
-    def _source_of(self, origins: Sequence[Origin], number: int) -> Source:
-        fqn, cell, part = origins[number]
-        source = self._local.source(fqn, cell)
-        return source if part is None else source.part(part)
-
-    def _digests(self, group: ReplicaGroup, held: HeldCells) -> dict[str, str]:
-        """Digest this rank's copy of each member of a replica group, by name."""
-        digests = {}
-        for fqn, cell in group.cells:
-            name = f"{fqn}[{cell}]"
-            source = self._source_of((origin_of(held, fqn, cell),), 0)
-            digests[name] = digest_sample(source, name)
-        for fqn in group.values:
-            digests[fqn] = document_digest(objects.encode_value(self._value(fqn)))
-        return digests
-
-    def _value(self, fqn: str) -> object:
-        if fqn in self._local.values:
-            return self._local.values[fqn]
-        return self._local.per_rank[fqn]
-
-    def _replica_digests(self, plan: SavePlan, wanted: str) -> dict[str, str]:
-        for group in self._part(plan).groups:
-            if _group_id(group) == wanted:
-                return self._digests(group, self._part(plan).held)
-        return {}
+        return Receipt(written, self._held.replicas(plan), time.monotonic() - start)
 
     def _report(self, plan: SavePlan, verdict: Verdict, nbytes_receipt: int) -> SaveReport:
         ranks = self._ranks
@@ -279,45 +198,18 @@ class _Save:
         )
 
 
-def objects_files(
-    plan: SavePlan, local: LocalState, rank: int, metadata: Mapping[str, object]
-) -> dict[str, bytes]:
-    """Return the objects files that a rank writes, encoded, by name.
-
-    The coordinator writes the global one. Every rank writes what only it stores, if there is any.
-    """
-    stored = {
-        fqn: local.values[fqn]
-        for fqn, holder in plan.catalog.values.items()
-        if holder == rank and fqn in local.values
-    }
-    per_rank = {
-        fqn: {key: local.per_rank[fqn][1]}
-        for fqn, keys in plan.catalog.per_rank.items()
-        for key, holder in keys
-        if holder == rank and fqn in local.per_rank and local.per_rank[fqn][0] == key
-    }
-    files = {}
-    if rank == 0:
-        names = {names.fqn: list(names.names) for names in plan.name_lists}
-        main = objects.ObjectsFile(
-            tree=plan.tree,
-            values={**stored, **names},
-            per_rank={},
-            numpy=plan.numpy,
-            metadata=dict(metadata),
-        )
-        files[paths.OBJECTS] = objects.encode(main)
-        stored = {}
-    if stored or per_rank:
-        own = objects.ObjectsFile(tree=(), values=stored, per_rank=per_rank, numpy=(), metadata={})
-        files[paths.objects_file(rank)] = objects.encode(own)
-    return files
-
-
-def _group_id(group: ReplicaGroup) -> str:
-    # The ranks alone tell groups apart: what they hold together follows from the shared plan.
-    return document_digest(repr(group.ranks).encode())
+def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest:
+    """Return what a save with these options, which make sense, asks for."""
+    metadata = dict(options.metadata or {})
+    return SaveRequest(
+        storage=storage,
+        path=path,
+        step=options.step,
+        overwrite=options.overwrite,
+        metadata=document_digest(objects.encode_value(metadata)),
+        mirrored=_mirrored(metadata),
+        saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
+    )
 
 
 def _mirrored(metadata: Mapping[str, object]) -> dict[str, Json]:

@@ -16,6 +16,10 @@ class Tally:
         """Return this with one more call."""
         return Tally(self.num + 1, self.nbytes + nbytes)
 
+    def plus_all(self, more: Tally) -> Tally:
+        """Return this with more calls."""
+        return Tally(self.num + more.num, self.nbytes + more.nbytes)
+
     def since(self, earlier: Tally) -> Tally:
         """Return what was added after `earlier`, when this was that."""
         return Tally(self.num - earlier.num, self.nbytes - earlier.nbytes)

@@ -15,8 +15,8 @@ np = pytest.importorskip("numpy")
 
 import dist_ckpt as dc  # noqa: E402
 from dist_ckpt.loader import LoadOptions, load_together  # noqa: E402
+from dist_ckpt.process_groups import session_of  # noqa: E402
 from dist_ckpt.saver import SaveOptions, save_together  # noqa: E402
-from dist_ckpt.session import session_of  # noqa: E402
 from dist_ckpt.storage import ReadableFile  # noqa: E402
 from dist_ckpt.testing.memory_storage import MemoryStorage  # noqa: E402
 

@@ -6,7 +6,8 @@ import pytest
 
 from dist_ckpt.channel import Alone
 from dist_ckpt.collective import AloneCollective
-from dist_ckpt.session import Session, session_of
+from dist_ckpt.process_groups import session_of
+from dist_ckpt.session import Session
 from dist_ckpt.testing.thread_channel import (
     ThreadChannel,
     ThreadCollective,

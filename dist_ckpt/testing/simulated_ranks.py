@@ -13,9 +13,9 @@ from functools import cache
 from math import prod
 
 from dist_ckpt import commit, paths, wire
+from dist_ckpt.attempt_run import AttemptRun, SaveRequest
 from dist_ckpt.channel import Alone, Doc, pack, unpack
 from dist_ckpt.collective import AloneCollective, Bodies, distinct, name_of
-from dist_ckpt.coordinator import SaveRequest, SaveRun
 from dist_ckpt.envelope import Envelope, new_nonce
 from dist_ckpt.index import Node
 from dist_ckpt.mesh import layout_of
@@ -36,6 +36,7 @@ from dist_ckpt.plan import (
     View,
     Whole,
 )
+from dist_ckpt.plan_agreement import PlanAgreement
 from dist_ckpt.receipts import sizes_of
 from dist_ckpt.region import Shape
 from dist_ckpt.save_planner import stored_nbytes
@@ -311,7 +312,6 @@ class SimulatedSave:
 
     def run(self) -> SavePlan:
         """Save once, over what was there, and return the plan."""
-        run = SaveRun(self.session)
         request = SaveRequest(
             storage=self.storage,
             path=self.path,
@@ -321,12 +321,16 @@ class SimulatedSave:
             mirrored={},
             saved_by={},
         )
+        run = AttemptRun(self.channel, self.session.config, request)
+        agreement = PlanAgreement(self.session, run.claim)
         with self.session.operation(f"save to {self.path}"):
-            plan, attempt = run.agree(lambda: request, lambda: self._own)
+            planned, _ = agreement.agree(request.asked, lambda: self._own)
+            plan = planned.plan
+            assert run.claimed is not None
             own, *others = receipts_of(plan)
             self.storage.listed = sizes_of([own, *others])
             self.channel.others["write"] = [{"receipt": wire.pack(one)} for one in others]
-            run.settle(plan, attempt, lambda: own, lambda _: {})
+            run.settle(planned.text, run.claimed, lambda: own, lambda _: {})
         return plan
 
     def index(self) -> bytes:

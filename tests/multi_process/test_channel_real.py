@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from ranks import Options, Outcome, run_ranks, try_ranks
 
-from dist_ckpt import session as session_module
+from dist_ckpt import process_groups
 from dist_ckpt.errors import RankError
-from dist_ckpt.session import Session, session_of
+from dist_ckpt.process_groups import session_of
+from dist_ckpt.session import Session
 
 pytestmark = pytest.mark.multi_process
 
@@ -184,7 +185,7 @@ def start_again(rank: int, folder: str) -> Any:
         dist.destroy_process_group()
         del ranks
         gc.collect()
-        assert len(session_module._sessions) == 0
+        assert len(process_groups._sessions) == 0
         assert [thread for thread in threading.enumerate() if "dist_ckpt" in thread.name] == []
     return sums
 

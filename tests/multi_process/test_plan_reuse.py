@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dist_ckpt as dc
 from dist_ckpt.channel import Channel, Doc
 from dist_ckpt.collective import Collective
-from dist_ckpt.session import session_of
+from dist_ckpt.process_groups import session_of
 
 pytestmark = pytest.mark.multi_process
 

@@ -1,4 +1,4 @@
-"""A save as a sequence of exchanges: agree, plan where the last plan does not hold, write.
+"""One attempt, from its claim to its verdict: write, then commit, or make "not committed" true.
 
 Each exchange spreads any rank's error to all of them. The coordinator, rank 0, claims the
 attempt, compares the receipts with the plan and with the folder, and commits.
@@ -12,17 +12,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt import commit, paths, wire
+from dist_ckpt import commit, wire
 from dist_ckpt.catalog_codec import CatalogText
-from dist_ckpt.channel import COORDINATOR, Doc, NoAnswerError
-from dist_ckpt.collector import paused_collector
+from dist_ckpt.channel import COORDINATOR, Channel, Doc, NoAnswerError
+from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text
 from dist_ckpt.index import Index, Json
 from dist_ckpt.paths import Attempt
-from dist_ckpt.plan import Inventory, Receipt, SavePlan
+from dist_ckpt.plan import Receipt
 from dist_ckpt.receipts import check_receipts, differing_groups, sizes_of
-from dist_ckpt.save_planner import plan_save
-from dist_ckpt.session import Session
 from dist_ckpt.storage import Storage
 
 _log = logging.getLogger("dist_ckpt")
@@ -44,19 +42,14 @@ class SaveRequest:
     mirrored: Mapping[str, Json]
     saved_by: Mapping[str, str]
 
-
-@dataclass(frozen=True, slots=True)
-class CachedPlan:
-    """The plan of an earlier save, good for as long as every rank's inventory is what it was.
-
-    `epoch` names the attempt that it was made for; `inventory` is what this rank held then;
-    `text` is how the plan's catalog stands in every index.
-    """
-
-    epoch: str
-    inventory: Inventory
-    plan: SavePlan
-    text: CatalogText
+    def asked(self) -> Doc:
+        """Return what all ranks must ask alike, for `PlanAgreement`."""
+        return {
+            "path": self.path,
+            "step": self.step,
+            "overwrite": self.overwrite,
+            "metadata": self.metadata,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,104 +63,43 @@ class Verdict:
     slowest_s: float
 
 
-class SaveRun:
-    """One save in progress, as one rank sees it: first `agree`, then `settle`.
+class AttemptRun:
+    """One attempt in progress, as one rank sees it: the coordinator has `claim`, all `settle`.
 
     `nbytes_receipt` is the size of the receipt that it has sent; the coordinator sends none.
     """
 
-    def __init__(self, ranks: Session) -> None:
+    def __init__(self, channel: Channel, config: Config, request: SaveRequest) -> None:
         self.nbytes_receipt = 0
-        self._ranks = ranks
+        self._channel = channel
+        self._config = config
+        self._request = request
+        self._storage, self._path = request.storage, request.path
         self._claim: commit.Claim | None = None
         self._interrupt: BaseException | None = None
-        self._request: SaveRequest
-        self._inventory: Inventory
 
-    def agree(
-        self, request: Callable[[], SaveRequest], inventory: Callable[[], Inventory]
-    ) -> tuple[SavePlan, Attempt]:
-        """Agree on what is saved, and claim an attempt. Collective: every rank calls this.
+    @property
+    def claimed(self) -> Attempt | None:
+        """The attempt that this rank has claimed."""
+        return None if self._claim is None else self._claim.attempt
 
-        One exchange does it where every rank's inventory is what it was when the cached plan was
-        made. Until all have agreed nothing on disk has changed. Raises, on all ranks, what any
-        of them raised.
+    def claim(self) -> str:
+        """Claim an attempt, and return its name. Coordinator only, within an exchange.
+
+        Until then nothing on disk has changed. If the ranks cannot be told, `recover` is next.
         """
-        ranks = self._ranks
-        cached = ranks.plan_cache
-
-        def describe() -> Doc:
-            self._request = asked = request()
-            self._inventory = inventory()
-            hit = cached is not None and cached.inventory == self._inventory
-            return {
-                "path": asked.path,
-                "step": asked.step,
-                "overwrite": asked.overwrite,
-                "metadata": asked.metadata,
-                "epoch": cached.epoch if cached is not None and hit else "",
-                "bulk": ranks.bulk_epoch,
-            }
-
-        def compare(payloads: Sequence[Doc]) -> Doc:
-            check_alike("save", payloads, ("path", "step", "overwrite", "metadata"))
-            epochs = {payload["epoch"] for payload in payloads}
-            bulk = max(payload["bulk"] for payload in payloads)
-            hit = len(epochs) == 1 and "" not in epochs
-            return {"bulk": bulk, "attempt": self._make_claim() if hit else ""}
-
-        try:
-            answer = ranks.channel.exchange("agree", describe, compare)
-            if answer["attempt"] and cached is not None:
-                return cached.plan, _attempt(answer["attempt"])
-            ranks.bulk_epoch = answer["bulk"]
-            return self._plan()
-        except BaseException as error:
-            if self._claim is not None:  # claimed, but the ranks could not be told
-                self._recover(self._claim.attempt, error)
-            raise
-
-    def _plan(self) -> tuple[SavePlan, Attempt]:
-        """Gather the inventories and plan, the same on every rank; then claim."""
-        ranks = self._ranks
-        plan: SavePlan | None = None
-
-        def gather_and_plan() -> Doc:
-            nonlocal plan
-            body = wire.pack(self._inventory)
-            bodies = ranks.bulk().all_gather_distinct(body)
-            # Thousands of new objects: to look for garbage among them takes a third of the time.
-            with paused_collector():
-                inventories = [(wire.unpack(body, Inventory), who) for body, who in bodies]
-                plan = plan_save(inventories, ranks.channel.world_size)
-            return None
-
-        answer = ranks.channel.exchange("plan", gather_and_plan, lambda _: self._make_claim())
-        assert plan is not None
-        ranks.plan_cache = CachedPlan(answer, self._inventory, plan, CatalogText(plan.catalog))
-        return plan, _attempt(answer)
-
-    def _make_claim(self) -> str:
         self._claim = commit.claim(
             self._storage, self._path, overwrite=self._request.overwrite, by=self._by
         )
         return self._claim.attempt.name
 
     @property
-    def _storage(self) -> Storage:
-        return self._request.storage
-
-    @property
-    def _path(self) -> str:
-        return self._request.path
-
-    @property
     def _by(self) -> str:
-        return f"rank {self._ranks.channel.rank} on {self._ranks.channel.host}"
+        return f"rank {self._channel.rank} on {self._channel.host}"
 
     def settle(
         self,
-        plan: SavePlan,
+        text: CatalogText,
         attempt: Attempt,
         write: Callable[[], Receipt],
         replica_digests: Callable[[str], Mapping[str, str]],
@@ -176,17 +108,18 @@ class SaveRun:
 
         On return the checkpoint is durable. Whatever is raised instead, no checkpoint was made;
         a StorageError that says so is the exception: it is there, but may not outlive a power
-        cut. `replica_digests` tells the digests of one replica group's members, by name.
+        cut. `text` is that of the plan's catalog; `replica_digests` tells the digests of one
+        replica group's members, by name.
         """
-        ranks = self._ranks
+        channel = self._channel
         try:
-            answer = ranks.channel.exchange(
+            answer = channel.exchange(
                 "write",
                 lambda: {"receipt": self._write(attempt, write)},
-                lambda payloads: self._decide(plan, payloads),
+                lambda payloads: self._decide(text, payloads),
             )
             if differing := answer["differing"]:
-                ranks.channel.exchange(
+                channel.exchange(
                     "replicas",
                     lambda: {group: dict(replica_digests(group)) for group in differing},
                     _name_unequal_replicas,
@@ -195,40 +128,40 @@ class SaveRun:
                 raise self._interrupt
             return Verdict(**answer["verdict"])
         except BaseException as error:
-            verdict = self._recover(attempt, error)
+            verdict = self.recover(attempt, error)
             if verdict is None:
                 raise
             return verdict
 
     def _write(self, attempt: Attempt, write: Callable[[], Receipt]) -> bytes:
         if self._claim is None:
-            commit.await_claim(self._storage, self._path, attempt, self._ranks.config.appear_s)
+            commit.await_claim(self._storage, self._path, attempt, self._config.appear_s)
         receipt = wire.pack(write())
-        if self._ranks.channel.rank != COORDINATOR:
+        if self._channel.rank != COORDINATOR:
             self.nbytes_receipt = len(receipt)
         return receipt
 
-    def _decide(self, plan: SavePlan, payloads: Sequence[Doc]) -> Doc:
+    def _decide(self, text: CatalogText, payloads: Sequence[Doc]) -> Doc:
         """Check the receipts and commit, or name the replica groups that differ."""
         assert self._claim is not None
         receipts = [wire.unpack(payload["receipt"], Receipt) for payload in payloads]
         if differing := differing_groups(receipts):
             return {"differing": differing, "verdict": {}}
-        files, objects = check_receipts(plan.catalog, receipts)
+        files, objects = check_receipts(text.catalog, receipts)
         sizes = sizes_of(receipts)
-        appear_s = self._ranks.config.appear_s
+        appear_s = self._config.appear_s
         commit.check_files(self._storage, self._claim.folder, sizes, timeout_s=appear_s)
         index = Index(
             attempt=self._claim.attempt.name,
             step=self._request.step,
-            catalog=plan.catalog,
+            catalog=text.catalog,
             files=files,
             objects=objects,
             metadata=self._request.mirrored,
             saved_by=self._request.saved_by,
             saved_at=time.time(),
         )
-        self._commit(self._claim, index)
+        self._commit(self._claim, index, text)
         slowest = max(range(len(receipts)), key=lambda rank: receipts[rank].seconds)
         verdict = {
             "attempt": self._claim.attempt.name,
@@ -239,9 +172,9 @@ class SaveRun:
         }
         return {"differing": [], "verdict": verdict}
 
-    def _commit(self, claim: commit.Claim, index: Index) -> None:
+    def _commit(self, claim: commit.Claim, index: Index, text: CatalogText) -> None:
         try:
-            commit.commit(self._storage, claim, index, self._ranks.plan_cache.text)
+            commit.commit(self._storage, claim, index, text)
         except StorageError as error:
             reason = f"the commit failed: {error}"[:500]
             if commit.abandon(self._storage, self._path, claim.attempt, by=self._by, reason=reason):
@@ -258,7 +191,7 @@ class SaveRun:
             # The others must be told what is true: it is raised when they have been.
             self._interrupt = interrupt
 
-    def _recover(self, attempt: Attempt, error: BaseException) -> Verdict | None:
+    def recover(self, attempt: Attempt, error: BaseException) -> Verdict | None:
         """Make "not committed" true after a failure, or find that it was committed after all.
 
         Only the coordinator, and a rank that got no answer, touch the attempt: all others were
@@ -293,7 +226,7 @@ class SaveRun:
             return None
         nbytes = sum(f.nbytes for f in index.files) + sum(f.nbytes for f in index.objects)
         num_files = len(index.files) + len(index.objects)
-        return Verdict(attempt.name, nbytes, num_files, self._ranks.channel.rank, 0.0)
+        return Verdict(attempt.name, nbytes, num_files, self._channel.rank, 0.0)
 
     def clean_up(self) -> None:
         """Remove what the committed attempt superseded. Never raises: the save has succeeded."""
@@ -303,26 +236,6 @@ class SaveRun:
             commit.supersede(self._storage, self._path, self._claim.attempt)
         except (CheckpointError, OSError) as error:
             _log.warning("%s: an older attempt could not be removed yet: %s", self._path, error)
-
-
-def check_alike(operation: str, payloads: Sequence[Doc], names: Sequence[str]) -> None:
-    """Raise ValueError if ranks ask for different things, naming who asks for what."""
-    for name in names:
-        asked = defaultdict(list)
-        for rank, payload in enumerate(payloads):
-            asked[payload[name]].append(rank)
-        if len(asked) > 1:
-            told = "; ".join(f"{ranks_text(who)}: {what!r}" for what, who in asked.items())
-            raise ValueError(
-                f"the ranks call {operation} with different {name}: {told}. "
-                f"Every rank must pass the same {name}."
-            )
-
-
-def _attempt(name: str) -> Attempt:
-    attempt = paths.parse_attempt(name)
-    assert attempt is not None
-    return attempt
 
 
 def _name_unequal_replicas(payloads: Sequence[Doc]) -> Doc:
