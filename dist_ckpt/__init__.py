@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dist_ckpt.async_saver import AsyncSaver
     from dist_ckpt.checkpoint import Checkpoint, delete, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.errors import (
         CheckpointError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dist_ckpt.loader import load
     from dist_ckpt.reports import LoadReport, SaveReport
     from dist_ckpt.resharder import reshard
+    from dist_ckpt.save_handle import SaveHandle
     from dist_ckpt.saver import save
     from dist_ckpt.sharding import ShardingConfig
     from dist_ckpt.verifier import VerifyReport, verify
@@ -47,6 +49,8 @@ _MODULES = {
     "RankError": "errors",
     "StorageError": "errors",
     "save": "saver",
+    "AsyncSaver": "async_saver",
+    "SaveHandle": "save_handle",
     "load": "loader",
     "open": "checkpoint",
     "Checkpoint": "checkpoint",
@@ -66,6 +70,7 @@ _MODULES = {
 
 __all__ = [
     "RNG",
+    "AsyncSaver",
     "Checkpoint",
     "CheckpointError",
     "ConflictError",
@@ -79,6 +84,7 @@ __all__ = [
     "NotFoundError",
     "PerRank",
     "RankError",
+    "SaveHandle",
     "SaveReport",
     "ShardingConfig",
     "StorageError",

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from dist_ckpt.channel import FalloutError
+from dist_ckpt.shared_memory import create_nameless
 
 MAX_MESSAGE_NBYTES = 64
 
@@ -39,12 +40,9 @@ class Arena:
     """
 
     def __init__(self, nbytes: int) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOTSUP, "this system has no shared memory without a name")
-        self.fd = os.memfd_create("dist_ckpt", os.MFD_CLOEXEC)
+        self.fd = create_nameless(nbytes)
         close = weakref.finalize(self, os.close, self.fd)
         try:
-            os.posix_fallocate(self.fd, 0, nbytes)
             self.memory = _mapped(self.fd)
         except BaseException:
             close()

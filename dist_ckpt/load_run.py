@@ -63,13 +63,14 @@ class Findings:
     """What one rank's check found: what is wrong, and the saved names that it does not ask for.
 
     `steps` are those that it has something to do in. `wants` say what it reads, as a message; ""
-    if the ranks can share nothing.
+    if the ranks can share nothing. `from_memory`: some of it not from the storage.
     """
 
     problems: tuple[str, ...]
     unclaimed: tuple[str, ...]
     steps: frozenset[str] = frozenset()
     wants: bytes = b""
+    from_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +79,15 @@ class Passed:
 
     `unexpected` are the saved names that none of them asks for, `steps` those that some rank has
     something to do in. `shares`: some read the same, as far as is known, and can hand it on; then
-    `wants` are what each reads, and empty if that is yet to be gathered.
+    `wants` are what each reads, and empty if that is yet to be gathered. `from_memory`: some rank
+    reads some of it not from the storage.
     """
 
     unexpected: tuple[str, ...]
     steps: frozenset[str]
     shares: bool
     wants: Mapping[int, Wants]
+    from_memory: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,7 @@ class LoadRun:
                 "unclaimed": _bits_of(findings.unclaimed, names),
                 "steps": sorted(findings.steps),
                 "wants": findings.wants if is_short else None,
+                "memory": findings.from_memory,
             }
 
         def judge(payloads: Sequence[Doc]) -> Doc:
@@ -225,6 +229,7 @@ class LoadRun:
                 "steps": sorted(steps),
                 "shares": shares,
                 "wants": wants,
+                "memory": any(payload["memory"] for payload in payloads),
             }
 
         answer = self._ranks.channel.exchange(self._phase("check"), describe, judge)
@@ -235,6 +240,7 @@ class LoadRun:
             steps=frozenset(answer["steps"]),
             shares=answer["shares"],
             wants={rank: decode(want) for rank, want in enumerate(answer["wants"])},
+            from_memory=answer["memory"],
         )
 
     def _in_common(self, wants: Sequence[bytes | None]) -> tuple[bool, Sequence[bytes]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import get_args
 
 from torch.distributed import ProcessGroup
 
@@ -17,6 +16,8 @@ from dist_ckpt.channel import Doc
 from dist_ckpt.collector import paused_collector
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.index import Index
+from dist_ckpt.kept_files import KeptFiles, KeptOnHost, NoneKept
+from dist_ckpt.load_options import LoadOptions
 from dist_ckpt.load_planner import plan_load, problems_of
 from dist_ckpt.load_run import Findings, Found, LoadRequest, LoadRun, Passed, ReadOnce
 from dist_ckpt.memory import Target
@@ -28,45 +29,24 @@ from dist_ckpt.read_sharing import Wants, encode
 from dist_ckpt.reader import Nowhere, Reading, ReadTotals, read, reading_of
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.saved import saved_of
-from dist_ckpt.selection import rename_of, selection_of
+from dist_ckpt.selection import selection_of
 from dist_ckpt.session import Session
 from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.shared_reading import read_shared, verify_shared
 from dist_ckpt.shared_work import runs_of
+from dist_ckpt.snapshot_storage import SnapshotStorage
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.torch_objects import MAKE
+
+_log = logging.getLogger("dist_ckpt")
+
+NONE_KEPT = NoneKept()
 
 # The steps of a load that are left out if no rank has anything to do in them.
 PREPARE = "prepare"
 PLACE = "place"
 OBJECTS = "objects"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """The options of `load`, checked by `check` once a rank's error can reach the others."""
-
-    sharding: ShardingConfig | None = None
-    strict: bool = True
-    verify: bool = True
-    check_first: bool = False
-    include: str | Sequence[str] | None = None
-    exclude: str | Sequence[str] | None = None
-    rename: Mapping[str, str | None] | None = None
-    read_once: ReadOnce = "host"
-
-    def check(self) -> None:
-        """Raise TypeError or ValueError for options that make no sense."""
-        if self.sharding is not None and not isinstance(self.sharding, ShardingConfig):
-            raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
-        for name in ("strict", "verify", "check_first"):
-            if type(value := getattr(self, name)) is not bool:
-                raise TypeError(f"{name}={value!r}: give True or False")
-        if self.read_once not in get_args(ReadOnce):
-            raise ValueError(f'read_once={self.read_once!r}: give "host", "job" or "off"')
-        selection_of(self.include, self.exclude)
-        rename_of(self.rename)
 
 
 def load(
@@ -103,11 +83,14 @@ def load(
     `strict` makes names that are missing or unexpected an error; shape, dtype and coverage always
     are one. `include` and `exclude` are globs that cut both sides, `rename` maps globs of saved
     names to names here. An empty mapping or None in the state takes what was saved there.
+
+    What background saves have left of this very checkpoint in the memory of a host is taken from
+    there, checked like what is read from storage, unless another process still trains on it.
     """
     options = LoadOptions(
         sharding, strict, verify, check_first, include, exclude, rename, read_once
     )
-    return load_together(session_of(group), state, path, options)
+    return load_together(session_of(group), state, path, options, kept=KeptOnHost())
 
 
 def load_together(
@@ -116,10 +99,22 @@ def load_together(
     path: str | os.PathLike[str],
     options: LoadOptions,
     storage: Storage | None = None,
+    kept: KeptFiles = NONE_KEPT,
 ) -> LoadReport:
-    """Load over a given session. Collective: every rank of the session calls this."""
-    with ranks.operation(f"load of {path}"), ExitStack() as files:
-        return _Load(ranks, state, path, options, storage, files).run()
+    """Load over a given session. Collective: every rank of the session calls this.
+
+    What `kept` has in memory is not read from the storage; if it proves damaged, all of it is.
+    """
+    load = _Load(ranks, state, path, options, storage, kept)
+    try:
+        return load.run()
+    except CorruptError as error:
+        # Every rank raises it, and knows from the check whether any reads from memory: so they
+        # decide alike.
+        if kept.is_only_copy or not load.is_from_memory:
+            raise
+        _log.warning("%s: %s. All of it is read from storage now", path, error)
+    return _Load(ranks, state, path, options, storage, NONE_KEPT).run()
 
 
 class _Load:
@@ -132,22 +127,30 @@ class _Load:
         path: str | os.PathLike[str],
         options: LoadOptions,
         storage: Storage | None,
-        files: ExitStack,
+        kept: KeptFiles,
     ) -> None:
         self._ranks = ranks
         self._state = state
         self._options = options
         self._where = path
         self._given = storage
-        self._stack = files
+        self._kept = kept
+        self._stack = ExitStack()
         self._filled: Collection[str] = ()
         self._asked: LoadRequest | None = None
         self._shared: Agreement | None = None
         self._phases = Phases("load", str(path), quiet=ranks.channel.rank != 0)
+        # Whether any rank is to read from memory, as all of them know once they have agreed.
+        self.is_from_memory = False
 
     def run(self) -> LoadReport:
+        with self._ranks.operation(f"load of {self._where}"), self._stack:
+            return self._run()
+
+    def _run(self) -> LoadReport:
         run = LoadRun(self._ranks)
         passed = self._agree(run)
+        self.is_from_memory = passed.from_memory
         try:
             self._fill(run, passed)
         except CorruptError as error:
@@ -194,7 +197,9 @@ class _Load:
         # What is read twice, or by several ranks, is left to the page cache to fetch once.
         direct_reads = self._options.read_once != "off" and not self._options.check_first
         own, self._path = open_storage(self._where, direct_reads=direct_reads)
-        self._storage = CountingStorage(self._given or own)
+        self._counting = CountingStorage(self._given or own)
+        self._storage = SnapshotStorage(self._counting)
+        self._storage.serve(self._kept.unfound())
         channel = self._ranks.channel
         self._template = survey(
             self._state,
@@ -218,6 +223,8 @@ class _Load:
         self._found, index, options = found, found.index, self._options
         self._folder = f"{self._path}/{found.attempt.name}"
         self._stack.pop_all().close()  # what an attempt that is gone now has left open
+        kept = self._kept.found(self._path, index, self._stack)
+        self._storage.serve(kept)
         main = self._read_objects(index, paths.OBJECTS)
         with paused_collector():
             self._saved = saved_of(index.catalog, main, rename=options.rename)
@@ -245,7 +252,7 @@ class _Load:
             OBJECTS: binding.loads_objects,
         }
         todo = frozenset(step for step, has_work in steps.items() if has_work)
-        return Findings((), binding.unclaimed, todo, self._wants)
+        return Findings((), binding.unclaimed, todo, self._wants, from_memory=bool(kept))
 
     def _listen(self, meeting: str) -> bytes:
         """Let the ranks of this host connect; return what this one wants, as a message."""
@@ -372,6 +379,7 @@ class _Load:
             nbytes_read=self._totals.nbytes_read,
             nbytes_received=self._totals.nbytes_received,
             nbytes_placed=self._totals.nbytes_placed,
+            nbytes_from_memory=self._storage.from_memory.nbytes,
             job_nbytes_read=self._job.nbytes_read,
             job_nbytes_placed=self._job.nbytes_placed,
             seconds=self._phases.seconds,
@@ -379,5 +387,5 @@ class _Load:
             slowest_s=self._job.slowest_s,
             exchanges=ranks.exchanges,
             collectives=ranks.collectives,
-            storage_reads=self._storage.reads,
+            storage_reads=self._counting.reads,
         )

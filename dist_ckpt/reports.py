@@ -78,10 +78,12 @@ class LoadReport:
     names that no rank asked for, `dropped` what `on_reshard` or a `rename` to None left out, and
     the optimizer's state of parameters that had none when they were saved: it is removed.
 
-    `nbytes_read` counts shard data read from the storage here, `nbytes_received` what other ranks
-    handed on, `nbytes_placed` what was filled here. `job_nbytes_read` and `job_nbytes_placed` are
-    over all ranks. `slowest_s` is how long rank `slowest_rank` took to read, check and fill its
-    tensors: the longest of all ranks.
+    `nbytes_read` counts shard data read here, `nbytes_received` what other ranks handed on,
+    `nbytes_placed` what was filled here. `job_nbytes_read` and `job_nbytes_placed` are over all
+    ranks. Of all that was read here, headers and values included, `nbytes_from_memory` came from
+    what background saves have left in the memory of this host, and `storage_reads` tell the rest.
+    `slowest_s` is how long rank `slowest_rank` took to read, check and fill its tensors: the
+    longest of all ranks.
     """
 
     path: str
@@ -96,6 +98,7 @@ class LoadReport:
     nbytes_read: int
     nbytes_received: int
     nbytes_placed: int
+    nbytes_from_memory: int
     job_nbytes_read: int
     job_nbytes_placed: int
     seconds: Mapping[str, float]
@@ -117,17 +120,19 @@ class LoadReport:
 
     @property
     def read_gb_per_s(self) -> float:
-        """What all ranks read from the storage, by the seconds that the slowest took."""
+        """What all ranks read, from storage or memory, by the seconds that the slowest took."""
         return _rate(self.job_nbytes_read, self.slowest_s) / 1e9
 
     def __str__(self) -> str:
         """Return one line for people and logs."""
+        memory = self.nbytes_from_memory
         return (
             f"loaded {_what(self.path, self.step)}: {size(self.job_nbytes_placed)} on "
             f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
             f"({size(_rate(self.job_nbytes_placed, self.total_s))}/s; "
             f"read {size(self.job_nbytes_read)} in {self.slowest_s:.3g} s"
-            f"{_slowest(self.world_size, self.slowest_rank)})"
+            f"{_slowest(self.world_size, self.slowest_rank)}"
+            f"{f'; {size(memory)} here from memory' if memory else ''})"
         )
 
 

@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 launch/train_gpt.py --root runs/demo            # FSDP2, 2 ranks
     python launch/train_gpt.py --root runs/demo                                 # one process
 
-Each of these goes on from the newest committed checkpoint under `--root`, whatever number of
-ranks wrote it. Everything about checkpoints is in `save`, `resume` and the `state` of `train`; the
-rest is an ordinary training script. The text is the source of Python's standard library, so
-nothing is downloaded.
+Each of these goes on from the newest checkpoint of the run under `--root`, whatever number of ranks
+wrote it: from memory if it is there still, else from the disk. Everything about checkpoints is in
+`save`, `tell`, `resume` and `train`; the rest is an ordinary training script. The text is the
+source of Python's standard library, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -47,27 +47,41 @@ State = dict[str, Any]
 # --- checkpoints -----------------------------------------------------------------------------
 
 
-def save(state: State, root: str, step: int) -> None:
-    """Save everything that the run needs to go on. Every rank calls this."""
+def save(saver: dc.AsyncSaver, state: State, root: str, step: int) -> list[dc.SaveHandle]:
+    """Save everything that the run needs to go on. Every rank calls this.
+
+    On return the state may change: a process of its own writes what was copied.
+    """
     try:
-        report = dc.save(state, f"{root}/step-{step:08d}", step=step)
-    except dc.StorageError as error:
+        return [saver.save(state, f"{root}/step-{step:08d}", step=step)]
+    except dc.CheckpointError as error:
         # Every rank gets the same error, and older checkpoints are as they were: train on.
-        say(f"step {step} is not saved: {error}")
-    else:
-        say(str(report))
+        say(f"step {step} is not saved, as an earlier save has failed: {error}")
+        return []
 
 
-def resume(state: State, root: str) -> int:
-    """Load the newest committed checkpoint, if there is one, and return its step."""
+def tell(handles: list[dc.SaveHandle]) -> list[dc.SaveHandle]:
+    """Say what has become of saves that are settled by now; return the others."""
+    for handle in handles:
+        if handle.done():
+            error = handle.exception()  # who asks is told, and no later call raises it
+            say(f"step {handle.step} is not saved: {error}" if error else str(handle.result()))
+    return [handle for handle in handles if not handle.done()]
+
+
+def resume(saver: dc.AsyncSaver, state: State, root: str) -> int:
+    """Take the newest checkpoint from memory, or load it from disk; return its step, or 0."""
+    step = saver.restore(state) or 0
+    if saver.restored is not None:
+        say(f"resumed from memory on {world_size()} rank(s): {saver.restored}")
     there = checkpoints_in(root) if Path(root).is_dir() else ()
     committed = [checkpoint for checkpoint in there if checkpoint.state == "committed"]
-    if not committed:
-        return 0
-    newest = max(committed, key=lambda checkpoint: checkpoint.step)
-    dc.load(state, newest.path)
-    say(f"resumed from {newest.name} on {world_size()} rank(s)")
-    return newest.step
+    newest = max(committed, key=lambda checkpoint: checkpoint.step, default=None)
+    if newest is not None and newest.step > step:
+        report = dc.load(state, newest.path)
+        say(f"resumed from disk on {world_size()} rank(s): {report}")
+        step = newest.step
+    return step
 
 
 # --- the model -------------------------------------------------------------------------------
@@ -266,24 +280,27 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.devic
         "rng": dc.RNG(on_reshard="drop"),  # other ranks, other random streams
         "samples": 0,
     }
-    first = resume(state, args.root) if args.resume == "auto" else 0
-    if first:
-        write_digests(args, f"resumed-{first:08d}", model, optimizer)
-
-    for step in range(first + 1, args.steps + 1):
-        started = time.perf_counter()
-        inputs, targets = share_of(text.batch(state["samples"], args.batch), mesh, device)
-        loss = model(inputs, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        warmup.step()
-        state["samples"] += args.batch
-        seconds = time.perf_counter() - started
-        say(f"step {step:4d}  loss {mean_over_dp(loss, mesh):.4f}  {seconds:.2f} s")
-        if step % args.save_every == 0:
-            write_digests(args, f"saved-{step:08d}", model, optimizer)
-            save(state, args.root, step)
+    with dc.AsyncSaver(args.root) as saver:
+        first = resume(saver, state, args.root) if args.resume == "auto" else 0
+        if first:
+            write_digests(args, f"resumed-{first:08d}", model, optimizer)
+        saves: list[dc.SaveHandle] = []
+        for step in range(first + 1, args.steps + 1):
+            started = time.perf_counter()
+            inputs, targets = share_of(text.batch(state["samples"], args.batch), mesh, device)
+            loss = model(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            warmup.step()
+            state["samples"] += args.batch
+            seconds = time.perf_counter() - started
+            say(f"step {step:4d}  loss {mean_over_dp(loss, mesh):.4f}  {seconds:.2f} s")
+            saves = tell(saves)
+            if step % args.save_every == 0:
+                write_digests(args, f"saved-{step:08d}", model, optimizer)
+                saves += save(saver, state, args.root, step)
+    tell(saves)
 
 
 def share_of(

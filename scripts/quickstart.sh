@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The whole of dist_ckpt in under three minutes: trains a small GPT on four ranks, kills one of them
-# in the middle of a save, goes on with two, and proves that nothing was lost. It sets itself up.
+# The whole of dist_ckpt in under three minutes: trains a small GPT on four ranks that save in the
+# background, kills one of them and its writer in the middle of a save, goes on with two from what is
+# still in memory, and proves that nothing was lost. It sets itself up.
 # The checkpoints go to runs/quickstart, anew each time, or into a new folder that is named.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,8 +13,9 @@ limit_s=150                   # for each of the two trainings
 
 export OMP_NUM_THREADS=1      # four ranks on few cores
 export PYTHONWARNINGS=ignore  # of torch about itself
+export DIST_CKPT_SILENCE_S=5  # after which a process that says nothing is dead; 20 without this
 job=                          # process id of torchrun while it runs
-frozen=                       # process id of the rank that is about to be killed
+frozen=                       # process id of the writer that is about to be killed
 viewer=
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
@@ -64,21 +66,36 @@ wait_for() {
     done
 }
 
-# kill_in_save STEP RANK: kills the rank while the save of STEP is under way. False if the save was
-# faster. The rank is frozen first, so that the save cannot end between the look and the kill.
+# writer_of RANK: the process that writes what the rank has staged, as its lock file says.
+writer_of() {
+    .venv/bin/python - "$root" "$1" <<'PYTHON'
+import os
+import sys
+
+from dist_ckpt.job_folder import JobFolder, job_id
+
+job = JobFolder(job_id(os.path.abspath(f"{sys.argv[1]}/a checkpoint")))
+print(job.rank(int(sys.argv[2])).owner("writer").pid)
+PYTHON
+}
+
+# kill_in_save STEP RANK: kills the rank and its writer, as if their node had died, while the save of
+# STEP is written. False if the save was faster. The writer is frozen first, so that the save cannot
+# end between the look and the kill.
 kill_in_save() {
-    local pid
-    pid=$(sed -n "s/^rank $2 is process \([0-9]*\):.*/\1/p" "$proof/four-ranks.log")
+    local trainer writer
+    trainer=$(sed -n "s/^rank $2 is process \([0-9]*\):.*/\1/p" "$proof/four-ranks.log")
+    writer=$(writer_of "$2")
     wait_for has_attempt "$1"
-    frozen=$pid
-    kill -STOP "$pid"
+    frozen=$writer
+    kill -STOP "$writer"
     sleep 0.5
     if is_committed "$1"; then
-        kill -CONT "$pid"
+        kill -CONT "$writer"
         frozen=
         return 1
     fi
-    kill -KILL "$pid"
+    kill -KILL "$trainer" "$writer"
     frozen=
 }
 
@@ -90,7 +107,7 @@ mkdir -p "$(dirname "$root")"
 mkdir "$root" "$proof"
 started=$SECONDS
 
-say "1. Train on 4 ranks: FSDP2 x tensor parallel, 2 x 2; save every $save_every steps"
+say "1. Train on 4 ranks: FSDP2 x tensor parallel, 2 x 2; save in the background every $save_every steps"
 train "$proof/four-ranks.log" 4 --tp 2 --steps 1000
 wait_for is_committed "$save_every"
 
@@ -102,12 +119,12 @@ newest=$((torn - save_every))
 is_committed "$newest" || fail "step $newest is not there"
 is_committed "$torn" && fail "step $torn was committed although a rank was killed"
 
-say "2. Rank 3 was killed (kill -9) in the middle of the save of step $torn. On disk there is now:"
+say "2. Rank 3 and its writer were killed (kill -9) in the middle of the save of step $torn. On disk is now:"
 (cd "$(path_of "$torn")" && find . -type f -printf '  %12s bytes  %P\n' | sort -k3)
 echo "  No index says \"committed\", so there is no checkpoint of step $torn:"
 .venv/bin/dist-ckpt ls "$root"
 
-say "3. Go on with 2 ranks, FSDP2 only, from the newest committed step"
+say "3. Go on with 2 ranks, FSDP2 only, from the newest committed step, which is still in memory"
 train "$proof/two-ranks.log" 2 --steps $((torn + 1))
 wait "$job" || fail "the resumed training failed: $(reason_in "$proof/two-ranks.log")"
 job=

@@ -120,6 +120,10 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
 samples = 0
 model(torch.ones(2, 64)).sum().backward()
 optimizer.step()
+
+
+def train(step):
+    optimizer.step()
 """
 
 

@@ -20,7 +20,19 @@ PACKAGE = "dist_ckpt"
 GROUPS = ("use", "act", "seams", "plan", "format", "base")
 PURE = ("plan", "format", "base")
 THIRD_PARTY_OF_PURE = {"msgpack", "xxhash"}
-TORCH_FREE = ("dist_ckpt", "dist_ckpt.checkpoint", "dist_ckpt.verifier", "dist_ckpt.cli")
+TORCH_FREE = (
+    "dist_ckpt",
+    "dist_ckpt.checkpoint",
+    "dist_ckpt.verifier",
+    "dist_ckpt.cli",
+    "dist_ckpt.store_channel",
+    "dist_ckpt.key_server",
+    "dist_ckpt.background_writer",
+    "dist_ckpt.writer_process",
+    "dist_ckpt.kept_saves",
+    "dist_ckpt.snapshot_storage",
+    "dist_ckpt.surviving_writers",
+)
 
 # The front door imports what is asked of it; nothing else is lazy without saying why.
 LAZY_MODULE = "dist_ckpt"

@@ -327,6 +327,7 @@ LOADED = dc.LoadReport(
     nbytes_read=1_500_000_000,
     nbytes_received=500_000_000,
     nbytes_placed=2_000_000_000,
+    nbytes_from_memory=0,
     job_nbytes_read=12_000_000_000,
     job_nbytes_placed=16_000_000_000,
     seconds={"open": 0.5, "read": 3.5},
@@ -343,6 +344,8 @@ def test_a_report_reads_as_one_line():
     assert str(SAVED) == saved
     loaded = "loaded step 1200: 16 GB on 8 ranks in 4 s (4 GB/s; read 12 GB in 3 s, slowest rank 1)"
     assert str(LOADED) == loaded
+    kept = f"{loaded[:-1]}; 1.2 MB here from memory)"
+    assert str(replace(LOADED, nbytes_from_memory=1_200_000)) == kept
 
 
 def test_without_a_step_the_line_names_the_path_and_of_one_rank_it_names_none():

@@ -1,0 +1,376 @@
+"""One save after another by a background writer: claim, write out of the arena, commit.
+
+All that a writer knows of a save lies in the arena. Whatever is wrong with it is raised within an
+exchange, so that the writers of all ranks count the same operations and are told the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from dist_ckpt.arena import Followed
+from dist_ckpt.arena_layout import Seal
+from dist_ckpt.attempt_run import AttemptRun, SaveRequest, Verdict
+from dist_ckpt.catalog_codec import CatalogText
+from dist_ckpt.channel import Alone, Channel, Doc, Failure, NoAnswerError, failure_of
+from dist_ckpt.collective import Bodies
+from dist_ckpt.config import Config
+from dist_ckpt.errors import ConflictError, CorruptError
+from dist_ckpt.host_memory import Slots
+from dist_ckpt.key_store import KeyClient
+from dist_ckpt.paths import Attempt, parse_attempt
+from dist_ckpt.phases import Phases
+from dist_ckpt.plan import Receipt, SavePlan
+from dist_ckpt.plan_agreement import plan_of
+from dist_ckpt.replicas import members_digest
+from dist_ckpt.save_planner import items_of
+from dist_ckpt.snapshot_details import Details, decode_details
+from dist_ckpt.staged_files import HeaderStorage, Staging, files_of, header_rooms
+from dist_ckpt.storage import open_storage
+from dist_ckpt.storage.counting import CountingStorage
+from dist_ckpt.storage.paced import Allowance, PacedStorage
+from dist_ckpt.store_channel import StoreChannel
+from dist_ckpt.store_line import Wording
+from dist_ckpt.tally import Tally
+from dist_ckpt.writer import RankFiles, write_all
+from dist_ckpt.writer_link import Done, Hello, Write
+from dist_ckpt.writer_queue import QueuedSave
+
+_log = logging.getLogger("dist_ckpt")
+
+# How many silences to wait for a writer that was never seen, as long as the trainer lives.
+_PATIENCE = 3
+
+OF_WRITERS = Wording(
+    gone="the store that the background writer of rank 0 serves is gone or cut off ({}). Look "
+    "into that writer's log, then save again",
+    lost="This is about background writers: look into that one's log, then save again. Training "
+    "can go on.",
+    absent="Its trainer may have ended, or be late: look into that rank's log, then save again.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WriterSettings:
+    """What a writer's saves have in common; `allowance` limits how fast they write."""
+
+    rank: int
+    world_size: int
+    config: Config
+    allowance: Allowance | None = None
+
+
+def settings_of(hello: Hello, check: Callable[[], None]) -> WriterSettings:
+    """Return the settings that a trainer asks for. ValueError or TypeError if they make no sense.
+
+    `check` ends waits for the allowance by raising.
+    """
+    if not 0 <= hello.rank < hello.world_size:
+        raise ValueError(f"rank {hello.rank} of {hello.world_size}")
+    config = Config(**hello.config)  # type: ignore[arg-type]  # checked by its constructor
+    cap = hello.max_bytes_per_s
+    allowance = None if cap is None else Allowance(cap, check)
+    return WriterSettings(hello.rank, hello.world_size, config, allowance)
+
+
+class Meetings:
+    """The channel to the other writers, for as long as saves name one and the same store."""
+
+    def __init__(self, settings: WriterSettings) -> None:
+        self._settings = settings
+        self._store: tuple[str, int, bytes] | None = None
+        self._client: KeyClient | None = None
+        self._channel: Channel | None = None
+        self._patience = _PATIENCE
+
+    def hurry(self) -> None:
+        """Wait less long for others that may never come: the trainer is gone. Any thread's."""
+        self._patience = 1
+        self._set_patience()
+
+    def _set_patience(self) -> None:
+        # All trainers tell their writers at once: one that was never seen was not told, or is dead.
+        if isinstance(channel := self._channel, StoreChannel):
+            channel.hurry(self._patience * self._settings.config.silence_s)
+
+    @property
+    def token(self) -> bytes | None:
+        """The token of the store in which they meet now."""
+        return None if self._store is None else self._store[2]
+
+    def channel(self, write: Write) -> Channel:
+        """Return the channel of a save. NoAnswerError if its store cannot be reached."""
+        store = (write.host, write.port, write.token)
+        if self._channel is None or self._store != store:
+            self.close()
+            self._channel = self._connected(write)
+            self._store = store
+            self._set_patience()
+        return self._channel
+
+    def close(self) -> None:
+        """Leave: the others know at once."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._client is not None:
+            self._client.close()
+        self._channel = self._client = self._store = None
+
+    def _connected(self, write: Write) -> Channel:
+        settings = self._settings
+        if settings.world_size == 1:
+            return Alone()
+        config = settings.config
+        address = write.host, write.port
+        try:
+            self._client = KeyClient(
+                address, write.token, connect_s=config.silence_s, timeout_s=config.silence_s
+            )
+        except OSError as error:
+            raise NoAnswerError(OF_WRITERS.gone.format(error)) from error
+        return StoreChannel(
+            self._client,
+            settings.rank,
+            settings.world_size,
+            host=host_of(config),
+            config=config,
+            wording=OF_WRITERS,
+        )
+
+
+def host_of(config: Config) -> str:
+    """Return what a writer calls its host: errors tell it apart from the trainer of its rank."""
+    return f"{config.host or socket.gethostname()}, background writer"
+
+
+class BackgroundSaves:
+    """The saves of one writer, one after the other, in one thread.
+
+    `check` raises if a save that is not complete never will be; it is called by other threads too.
+    """
+
+    def __init__(
+        self, settings: WriterSettings, meetings: Meetings, check: Callable[[QueuedSave], None]
+    ) -> None:
+        self._settings = settings
+        self._meetings = meetings
+        self._check = check
+        self._slots = Slots()
+        self._bodies: Bodies = ()
+        self._plan: tuple[SavePlan, CatalogText] | None = None
+
+    def settle(self, save: QueuedSave) -> Done:
+        """Write a save and settle with the others whether it is committed.
+
+        Collective: the writer of every rank calls this. Raises only interrupts.
+        """
+        run: _Save | None = None
+        try:
+            channel = self._meetings.channel(save.write)
+            run = _Save(self, save, channel)
+            verdict = run.run()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
+            _log.error("background save to %s failed: %s", save.write.path, error, exc_info=error)
+            failure = self._failure_of(error)
+            return _done(save.write.snapshot, run, failure=failure)
+        _log.info("background save to %s is committed: %s", save.write.path, verdict)
+        return _done(save.write.snapshot, run, verdict=verdict)
+
+    def plan(self, bodies: Bodies) -> tuple[SavePlan, CatalogText]:
+        """Return the plan of a save, which is kept for as long as the inventories are the same."""
+        if self._plan is None or self._bodies != bodies:
+            plan = plan_of(bodies, self._settings.world_size)
+            self._plan, self._bodies = (plan, CatalogText(plan.catalog)), bodies
+        return self._plan
+
+    @property
+    def settings(self) -> WriterSettings:
+        """What all saves have in common."""
+        return self._settings
+
+    @property
+    def slots(self) -> Slots:
+        """Scratch memory that is used again."""
+        return self._slots
+
+    def check(self, save: QueuedSave) -> None:
+        """Raise if a save that is not complete never will be."""
+        self._check(save)
+
+    def _failure_of(self, error: Exception) -> Failure:
+        settings = self._settings
+        return failure_of(
+            error, rank=settings.rank, host=host_of(settings.config), phase="background save"
+        )
+
+
+class _Save:
+    """One rank's side of one save; the callbacks run inside the exchanges."""
+
+    def __init__(self, saves: BackgroundSaves, save: QueuedSave, channel: Channel) -> None:
+        self._saves = saves
+        self._save = save
+        self._channel = channel
+        self._began = channel.exchanges
+        self._run: AttemptRun | None = None
+        self._storage: CountingStorage | None = None
+        # Set by the work of the first exchange, as is the run.
+        self._followed: Followed
+        self._staging: Staging
+        self._details: Details
+        self._plan: SavePlan
+        self._text: CatalogText
+        self._files: RankFiles
+        quiet = saves.settings.rank != 0
+        self._phases = Phases("background save", save.write.path, quiet=quiet)
+
+    def run(self) -> Verdict:
+        channel, phases = self._channel, self._phases
+        channel.enter(f"background save to {self._save.write.path}")
+        try:
+            with phases.phase("claim"):
+                attempt = self._claim()
+            assert self._run is not None
+            with phases.phase("write"):
+                verdict = self._run.settle(
+                    self._text,
+                    attempt,
+                    lambda: self._write(attempt),
+                    lambda group: dict(dict(self._details.replicas).get(group, ())),
+                )
+            self._followed.mark_committed()
+            with phases.phase("clean up"):
+                self._run.clean_up()
+            return verdict
+        finally:
+            channel.leave()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self._phases.seconds
+
+    @property
+    def exchanges(self) -> Tally:
+        return self._channel.exchanges.since(self._began)
+
+    @property
+    def storage(self) -> CountingStorage | None:
+        return self._storage
+
+    @property
+    def nbytes_receipt(self) -> int:
+        return 0 if self._run is None else self._run.nbytes_receipt
+
+    def _claim(self) -> Attempt:
+        try:
+            answer = self._channel.exchange("claim", self._prepare, self._decide)
+        except BaseException as error:
+            run = self._run
+            if run is not None and run.claimed is not None:  # but the ranks could not be told
+                run.recover(run.claimed, error)
+            raise
+        attempt = parse_attempt(answer["attempt"])
+        assert attempt is not None
+        return attempt
+
+    def _prepare(self) -> Doc:
+        """Find out what is to be written. Raises what is wrong with it."""
+        saves, save = self._saves, self._save
+        self._followed = followed = save.follow()
+        snapshot = followed.snapshot
+        settings = saves.settings
+        said = snapshot.path, snapshot.rank, snapshot.world_size
+        if said != (save.write.path, settings.rank, settings.world_size):
+            raise CorruptError(f"snapshot {snapshot.id} is of another save: {said}")
+        try:
+            self._details = details = decode_details(snapshot.details)
+        except ValueError as error:
+            raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
+        self._plan, self._text = saves.plan(details.bodies)
+        plans = items_of(self._plan, settings.rank)
+        self._staging = staging = Staging(followed, lambda: saves.check(save))
+        self._files = files_of(followed, staging, self._plan.catalog, plans)
+        own, path = open_storage(snapshot.path)
+        self._storage = CountingStorage(own)
+        request = SaveRequest(
+            storage=self._storage,
+            path=path,
+            step=snapshot.step,
+            overwrite=details.overwrite,
+            metadata="",
+            mirrored=details.mirrored,
+            saved_by=details.saved_by,
+        )
+        self._run = AttemptRun(self._channel, settings.config, request)
+        staging.check()
+        return {"snapshot": snapshot.id}
+
+    def _decide(self, payloads: Sequence[Doc]) -> Doc:
+        found: Mapping[str, int] = {one["snapshot"]: rank for rank, one in enumerate(payloads)}
+        if len(found) > 1:
+            raise ConflictError(
+                f"the background writers do not write the same save: {found}; save again"
+            )
+        assert self._run is not None
+        return {"attempt": self._run.claim()}
+
+    def _write(self, attempt: Attempt) -> Receipt:
+        start = time.monotonic()
+        saves, settings = self._saves, self._saves.settings
+        assert self._storage is not None
+        self._staging.give_way()
+        storage = PacedStorage(self._storage, settings.allowance) if settings.allowance else None
+        written = write_all(
+            HeaderStorage(
+                storage or self._storage, header_rooms(self._followed, self._files.plans)
+            ),
+            f"{self._save.write.path}/{attempt.name}",
+            self._files,
+            threads=settings.config.threads,
+            slots=saves.slots,
+        )
+        self._staging.await_complete()
+        # Before anybody is told that it is written: who finds it committed finds the seal.
+        self._followed.seal(Seal(attempt.name, written))
+        replicas = tuple(
+            (group, members_digest(dict(members))) for group, members in self._details.replicas
+        )
+        return Receipt(written, replicas, time.monotonic() - start)
+
+
+def _done(
+    snapshot: str,
+    save: _Save | None,
+    *,
+    verdict: Verdict | None = None,
+    failure: Failure | None = None,
+) -> Done:
+    done = Done(
+        snapshot=snapshot,
+        verdict=None if verdict is None else asdict(verdict),
+        failure=None if failure is None else asdict(failure),
+        seconds={},
+        reads=(0, 0),
+        writes=(0, 0),
+        exchanges=(0, 0),
+        nbytes_receipt=0,
+    )
+    if save is None:
+        return done
+    storage = save.storage
+    return replace(
+        done,
+        seconds=save.seconds,
+        reads=_pair(storage.reads if storage else Tally()),
+        writes=_pair(storage.writes if storage else Tally()),
+        exchanges=_pair(save.exchanges),
+        nbytes_receipt=save.nbytes_receipt,
+    )
+
+
+def _pair(tally: Tally) -> tuple[int, int]:
+    return tally.num, tally.nbytes
