@@ -62,11 +62,14 @@ def save(saver: dc.AsyncSaver, state: State, root: str, step: int) -> list[dc.Sa
 
 def tell(handles: list[dc.SaveHandle]) -> list[dc.SaveHandle]:
     """Say what has become of saves that are settled by now; return the others."""
+    under_way = []
     for handle in handles:
-        if handle.done():
-            error = handle.exception()  # who asks is told, and no later call raises it
-            say(f"step {handle.step} is not saved: {error}" if error else str(handle.result()))
-    return [handle for handle in handles if not handle.done()]
+        if not handle.done():
+            under_way.append(handle)
+            continue
+        error = handle.exception()  # who asks is told, and no later call raises it
+        say(f"step {handle.step} is not saved: {error}" if error else str(handle.result()))
+    return under_way
 
 
 def resume(saver: dc.AsyncSaver, state: State, root: str) -> int:
