@@ -157,6 +157,7 @@ class BackgroundWriter:
                     gc.collect()  # what a traceback refers to: the memory of an arena
                 self._arenas.close_replaced(self._queue.saves)
                 self._close_unused_stores()
+            self._meetings.linger()
         finally:
             self._meetings.close()
             self._stores.close()

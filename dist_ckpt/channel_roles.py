@@ -25,9 +25,6 @@ from dist_ckpt.control import Control, Pace
 from dist_ckpt.envelope import NO_NONCE, Answer, Envelope
 from dist_ckpt.errors import CheckpointError
 
-# How long the coordinator's process puts off its end for the sake of the others.
-LINGER_S = 2.0
-
 # Answers to operations that some rank missed are kept for it; so many at most.
 MAX_KEPT_ANSWERS = 64
 
@@ -62,13 +59,13 @@ class Coordinator:
     def clean_up(self) -> None:
         """Do nothing: the others may still read the answers of the operation that ends."""
 
-    def linger(self) -> None:
-        """Wait, not for long, until the others have read the last answer.
+    def linger(self, most_s: float) -> None:
+        """Wait, at most for so long, until the others that live have read the last answer.
 
         The store may go with this process.
         """
         control = self._control
-        until = time.monotonic() + LINGER_S
+        until = time.monotonic() + most_s
         late = list(range(1, control.world_size))
         with suppress(NoAnswerError):
             while control.number and late and time.monotonic() < until:
@@ -210,7 +207,7 @@ class Follower:
         else:
             self._control.withdraw_soon(self._envelopes)
 
-    def linger(self) -> None:
+    def linger(self, most_s: float) -> None:
         """Do nothing: nobody waits for this rank."""
 
     def _ask(self, phase: str, own: Envelope) -> Answer:

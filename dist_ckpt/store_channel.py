@@ -23,6 +23,9 @@ from dist_ckpt.envelope import Envelope, new_nonce
 from dist_ckpt.store_line import OF_THE_JOB, Store, Wording
 from dist_ckpt.tally import Tally
 
+# How long the coordinator's process puts off its end for the sake of the others.
+LINGER_S = 2.0
+
 
 class StoreChannel:
     """A `Channel` over a store. Its one thread starts with the first `enter`."""
@@ -82,6 +85,11 @@ class StoreChannel:
         """
         self._control.unseen_s = min(unseen_s, self._control.config.arrive_s)
 
+    def linger(self, most_s: float) -> None:
+        """Put off the end of the coordinator, who has the store, until the others know the last
+        answer, at most for so long. `close` does so too, but briefly."""
+        self._role.linger(most_s)
+
     def leave(self) -> None:
         """See `Channel.leave`."""
         self._control.end()
@@ -123,5 +131,5 @@ class StoreChannel:
 
 def _close(control: Control, role: Coordinator | Follower) -> None:
     if control.line.is_open and not control.heart.inside:
-        role.linger()
+        role.linger(LINGER_S)
     control.line.close()

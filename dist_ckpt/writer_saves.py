@@ -97,6 +97,14 @@ class Meetings:
         if isinstance(channel := self._channel, StoreChannel):
             channel.hurry(self._patience * self._settings.config.silence_s)
 
+    def linger(self) -> None:
+        """Keep the store that this writer may serve until the others know how the last save ended.
+
+        They may still be writing, and nobody is kept waiting: the trainer is gone.
+        """
+        if isinstance(channel := self._channel, StoreChannel):
+            channel.linger(self._settings.config.arrive_s)
+
     @property
     def token(self) -> bytes | None:
         """The token of the store in which they meet now."""

@@ -190,6 +190,18 @@ def test_a_trainer_that_dies_while_it_stages_leaves_nothing(job, world_size, ran
         assert not (job.path / "ck").exists()
 
 
+def test_who_still_writes_when_the_trainer_of_rank_0_has_died_is_told_of_it(job):
+    state = State(2, SHAPES)
+    with writers(job.ranks(2), cap=2e5) as trainers:
+        staged = order_all(job, trainers, state)
+        staged[1].complete()
+        wait_for_attempt(job.path / "ck")
+        trainers[0].link.close()
+        failure = done(trainers[1]).failure
+        assert (failure["kind"], failure["rank"]) == ("RankError", 0)
+        assert "the trainer of rank 0 has ended" in failure["message"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("trainer_dies", [True, False])
 def test_a_writer_does_not_wait_long_for_one_that_never_came(job, rank, trainer_dies):
