@@ -21,7 +21,7 @@ from dist_ckpt.errors import RankError
 from dist_ckpt.process_groups import session_of
 from dist_ckpt.session import Session
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.waits]
 
 SILENCE_S = 6
 # From the death to the error: silence, the age of the last beat, a look, and a busy machine.
