@@ -27,7 +27,8 @@ from dist_ckpt.objects import ObjectsFile, StandIn
 from dist_ckpt.open_files import OpenFile, open_files, read_objects
 from dist_ckpt.paths import Attempt
 from dist_ckpt.plan import LoadPlan, Wanted
-from dist_ckpt.reader import Targets, read
+from dist_ckpt.reader import read
+from dist_ckpt.reading_work import Targets
 from dist_ckpt.region import Region, Shape
 from dist_ckpt.storage import Storage, open_storage
 

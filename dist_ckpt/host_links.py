@@ -1,11 +1,11 @@
 """Links between the ranks of one host: short messages, and memory that the others can read.
 
-A link is a Unix socket, over which each side hands the other its arena (memory without a name,
+A link is a Unix socket, over which each side hands the other its memory (without a name:
 `memfd_create`). To be linked proves that two ranks are on one machine, whatever their hosts are
 called; the end of a link is the news that the other is gone. A stranger, who does not know the
 meeting, is not let in, and what it hands over is not mapped. Nothing of it lies in a file system,
 so nothing is left behind, and a container's small /dev/shm does not matter. Links are for one
-meeting; an arena may serve many, one after another.
+meeting; memory may serve many, one after another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HELLO = struct.Struct("<q32s")
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Arena:
+class CommonMemory:
     """Memory that other ranks can be given. It has no name, and goes when nobody has it any more.
 
     All of it is there from the start, for a page that is lacking later is a SIGBUS. OSError if
@@ -43,7 +43,7 @@ class Arena:
         self.fd = create_nameless(nbytes)
         close = weakref.finalize(self, os.close, self.fd)
         try:
-            self.memory = _mapped(self.fd)
+            self.view = _mapped(self.fd)
         except BaseException:
             close()
             raise
@@ -61,11 +61,11 @@ class HostLinks:
         self.rank = rank
         self._timeout_s = timeout_s
         self._sockets: dict[int, socket.socket] = {}
-        self._arenas: dict[int, memoryview] = {}
+        self._memories: dict[int, memoryview] = {}
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, rank)
-        self._offered: Arena
+        self._offered: CommonMemory
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._server.bind(self._address(rank))
@@ -74,9 +74,9 @@ class HostLinks:
             self.close()
             raise
 
-    def offer(self, arena: Arena) -> None:
+    def offer(self, memory: CommonMemory) -> None:
         """Give every rank that is linked from now on this memory."""
-        self._offered = arena
+        self._offered = memory
 
     def connect(self, ranks: Iterable[int]) -> list[int]:
         """Begin links to those of these ranks that are lower; return the ones out of reach."""
@@ -114,9 +114,9 @@ class HostLinks:
         """The ranks to which there are links."""
         return tuple(self._sockets)
 
-    def arena_of(self, rank: int) -> memoryview:
+    def memory_of(self, rank: int) -> memoryview:
         """Return the memory of a rank: this one, or another, which a message has come from."""
-        return self._offered.memory if rank == self.rank else self._arenas[rank]
+        return self._offered.view if rank == self.rank else self._memories[rank]
 
     def send(self, rank: int, message: bytes) -> None:
         """Send a message; what goes to a rank that is gone is lost."""
@@ -145,7 +145,7 @@ class HostLinks:
                 link.shutdown(socket.SHUT_RDWR)
         for one in (self._server, self._waker, self._woken, *self._sockets.values()):
             one.close()
-        self._arenas.clear()
+        self._memories.clear()
 
     def _address(self, rank: int) -> str:
         # Any process can list the names of sockets: this one does not tell the meeting's.
@@ -175,7 +175,7 @@ class HostLinks:
         socket.send_fds(link, [hello], [self._offered.fd])
 
     def _greet(self, link: socket.socket) -> int | None:
-        """Take the arena of the rank that has connected; None if it is a stranger."""
+        """Take the memory of the rank that has connected; None if it is a stranger."""
         link.settimeout(0)  # a rank has said hello when it connected
         try:
             data, fds, _, _ = socket.recv_fds(link, MAX_MESSAGE_NBYTES, 1)
@@ -187,10 +187,10 @@ class HostLinks:
             for fd in fds:
                 os.close(fd)
             return None
-        self._take_arena(rank, fds)
+        self._take_memory(rank, fds)
         return rank
 
-    def _take_arena(self, rank: int, fds: list[int]) -> None:
+    def _take_memory(self, rank: int, fds: list[int]) -> None:
         if not fds:  # the system drops what this process has no number left for
             raise OSError(
                 errno.EMFILE,
@@ -198,7 +198,7 @@ class HostLinks:
             )
         (fd,) = fds
         try:
-            self._arenas[rank] = _mapped(fd)
+            self._memories[rank] = _mapped(fd)
         finally:
             os.close(fd)
 
@@ -209,7 +209,7 @@ class HostLinks:
         except OSError:
             data, fds = b"", []
         if len(data) == _HELLO.size:
-            self._take_arena(rank, fds)
+            self._take_memory(rank, fds)
         elif data:
             yield rank, data
         else:

@@ -14,7 +14,7 @@ from dist_ckpt.host_links import HostLinks
 from dist_ckpt.open_files import OpenFiles
 from dist_ckpt.read_sharing import Unit, Wants, decode, partners_of, units_of
 from dist_ckpt.session import Session
-from dist_ckpt.shared_work import arena_nbytes
+from dist_ckpt.shared_work import common_nbytes
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -92,13 +92,13 @@ class Agreeing:
         if not units:
             return []
         try:
-            nbytes = arena_nbytes(self._files, between_hosts=self._between_hosts)
-            arena = self._stack.enter_context(self._ranks.arena(nbytes))
+            nbytes = common_nbytes(self._files, between_hosts=self._between_hosts)
+            memory = self._stack.enter_context(self._ranks.common_memory(nbytes))
         except OSError:
             self._links = None
         if self._links is None:
             return None
-        self._links.offer(arena)
+        self._links.offer(memory)
         return self._links.connect(partners_of(self._links.rank, units))
 
     def settle(self, answer: Doc) -> Agreement:

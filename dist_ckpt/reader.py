@@ -8,7 +8,7 @@ placed; what went straight is checked when it is there, and `CorruptError.touche
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -21,8 +21,6 @@ from dist_ckpt.block_reads import (
     Need,
     Wish,
     every_block,
-    needed_blocks,
-    reads_of,
 )
 from dist_ckpt.digest import StreamedDigest, block_digest
 from dist_ckpt.dtypes import DTYPES
@@ -31,7 +29,8 @@ from dist_ckpt.host_memory import Slots, copy
 from dist_ckpt.memory import Target
 from dist_ckpt.open_files import OpenFile, OpenFiles, damage, digest_problem
 from dist_ckpt.parallel import each
-from dist_ckpt.plan import LoadPlan, ReadItem
+from dist_ckpt.plan import LoadPlan
+from dist_ckpt.reading_work import Targets, nbytes_placed_by, work_of
 from dist_ckpt.region import (
     Elements,
     Piece,
@@ -40,19 +39,13 @@ from dist_ckpt.region import (
     boxes_of,
     row_major_strides,
 )
-from dist_ckpt.shard_file import StoredShard
-from dist_ckpt.small_shards import Row, divide
+from dist_ckpt.small_shards import Row
 from dist_ckpt.storage import ReadableFile
 
 # So much is read at once and digested before the next, while a processor still has it cached.
 # Measured with 1 GiB: in the page cache 1 MiB reads as fast as 2, and 8 somewhat slower; from the
 # disk 2 MiB read as fast as 8, and 1 half as fast: the kernel reads too little ahead.
 BITE_NBYTES = 2 << 20
-
-# What is done for small shards is all Python, and threads that take turns at it wait as long for
-# each other as they work. So one takes so many rows: more gain nothing where all is in the page
-# cache, and keep the disk waiting where it is not.
-MAX_ROWS = 16
 
 _CUT_OFF = "the file ended while it was read"
 
@@ -66,10 +59,6 @@ class Nowhere:
 
     def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
         """See `Target.place`."""
-
-
-# The memory of each wanted cell, by tensor and number of the cell.
-Targets = Mapping[tuple[str, int], Target]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +96,9 @@ def read(
         return [reading.read(file, one) for file, one in some]
 
     with reading.telling_touched():
-        counts = each(read_some, _work_of(open_files, plan, targets), threads=threads)
-    nbytes = list(chain.from_iterable(counts))
+        work = work_of(open_files, plan, targets, threads)
+        nbytes = list(chain.from_iterable(each(read_some, work, threads=threads)))
     return ReadTotals(sum(nbytes), nbytes_placed_by(plan), len(nbytes))
-
-
-def nbytes_placed_by(plan: LoadPlan) -> int:
-    """Return how many bytes of targets a plan fills."""
-    return sum(
-        item.match.common.numel * DTYPES[item.dtype].itemsize
-        for reads in plan.files
-        for item in reads.items
-    )
 
 
 def reading_of(
@@ -133,55 +113,6 @@ def reading_of(
     blocks = (open_files.files[reads.file].header.block_nbytes for reads in plan.files)
     fitting = (slots or Slots()).fitting(max(READ_NBYTES, *blocks, 0))
     return Reading(targets, verify=verify, slots=fitting)
-
-
-def shards_of(
-    file: OpenFile, items: Iterable[ReadItem]
-) -> Iterator[tuple[StoredShard, list[ReadItem]]]:
-    """Return the shards of a file that items read, in the file's order, each with its items."""
-    by_shard: dict[str, tuple[StoredShard, list[ReadItem]]] = {}
-    for item in items:
-        shard = file.shards.find(item.tensor, item.match.stored)
-        assert shard is not None, "`open_files` has looked for it"
-        by_shard.setdefault(shard.name, (shard, []))[1].append(item)
-    yield from sorted(by_shard.values(), key=lambda one: one[0].span.start)
-
-
-def needs_of(file: OpenFile, items: Iterable[ReadItem], targets: Targets) -> Iterator[Need]:
-    """Return the blocks of a file that items need, in the file's order."""
-
-    def has_memory(item: ReadItem) -> bool:
-        return targets[item.fqn, item.match.part].memory() is not None
-
-    for shard, wanted in shards_of(file, items):
-        yield from needed_blocks(shard, wanted, file.header.block_nbytes, has_memory)
-
-
-def _work_of(
-    open_files: OpenFiles, plan: LoadPlan, targets: Targets
-) -> Iterator[list[tuple[OpenFile, Row | BlockRead]]]:
-    """Return the reads of a plan, those of one thread at a time together: many rows, or a read."""
-    rows: list[tuple[OpenFile, Row | BlockRead]] = []
-    for reads in plan.files:
-        file = open_files.files[reads.file]
-        for one in _reads_of(file, reads.items, targets):
-            if isinstance(one, BlockRead):
-                yield [(file, one)]
-                continue
-            rows.append((file, one))
-            if len(rows) == MAX_ROWS:
-                yield rows
-                rows = []
-    if rows:
-        yield rows
-
-
-def _reads_of(
-    file: OpenFile, items: Sequence[ReadItem], targets: Targets
-) -> Iterator[Row | BlockRead]:
-    rows, others = divide(file, items)
-    yield from rows
-    yield from reads_of(needs_of(file, others, targets))
 
 
 class Reading:

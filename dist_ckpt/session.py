@@ -9,7 +9,7 @@ from typing import Any
 from dist_ckpt.channel import Channel
 from dist_ckpt.collective import Collective
 from dist_ckpt.config import Config
-from dist_ckpt.host_links import Arena
+from dist_ckpt.host_links import CommonMemory
 from dist_ckpt.host_memory import Slots
 from dist_ckpt.tally import Tally
 
@@ -36,7 +36,7 @@ class Session:
         self.plan_cache: Any = None
         self.part_cache: Any = None
         self.slots = Slots()
-        self._arena: Arena | None = None
+        self._common: CommonMemory | None = None
         self._collective = collective
         self._began = channel.exchanges, collective.calls
 
@@ -64,17 +64,17 @@ class Session:
         return self._collective.calls.since(self._began[1])
 
     @contextmanager
-    def arena(self, nbytes: int) -> Iterator[Arena]:
-        """Lend an arena of at least this size, and keep it for the next time.
+    def common_memory(self, nbytes: int) -> Iterator[CommonMemory]:
+        """Lend memory of at least this size, for the host, and keep it for the next time.
 
         To touch new memory would cost more than what is handed on in it.
         """
-        arena, self._arena = self._arena, None
-        if arena is None or arena.memory.nbytes < nbytes:
-            arena = Arena(nbytes)
-        yield arena
+        memory, self._common = self._common, None
+        if memory is None or memory.view.nbytes < nbytes:
+            memory = CommonMemory(nbytes)
+        yield memory
         # Not after an error: a call that hangs may still be at it.
-        self._arena = arena
+        self._common = memory
 
     def bulk(self) -> Collective:
         """Return the bulk collectives; they connect when they are first used."""
@@ -97,4 +97,4 @@ class Session:
         self.channel.close()
         self._collective.close()
         self.slots.clear()
-        self._arena = None
+        self._common = None

@@ -1,6 +1,6 @@
 """Read once: what several ranks want is fetched by one of them, checked, and handed on.
 
-The fetcher of a unit reads it into a slot of its arena and checks it. On its host it then tells
+The fetcher of a unit reads it into a slot of its memory and checks it. On its host it then tells
 the ranks that want it; they copy out of that slot and say when they are done. To each other host
 it sends the unit once, into a slot of the rank there that hands it on in the same way. A slot is
 free again when all are done with it. Reading, checking, handing on and placing overlap.
@@ -36,7 +36,8 @@ from dist_ckpt.open_files import OpenFiles
 from dist_ckpt.parallel import WORK_STALL_S, each
 from dist_ckpt.plan import LoadPlan
 from dist_ckpt.read_agreement import Agreement
-from dist_ckpt.reader import Reading, ReadTotals, nbytes_placed_by
+from dist_ckpt.reader import Reading, ReadTotals
+from dist_ckpt.reading_work import nbytes_placed_by
 from dist_ckpt.region import Span
 from dist_ckpt.session import Session
 from dist_ckpt.shared_work import Part, SharedWork, num_slots
@@ -48,7 +49,7 @@ LOOK_S = 1.0
 # The user of a slot that stands for all other hosts.
 _OTHER_HOSTS = -1
 
-# Kind; where a slot begins in the arena; of the unit in it: file and first block.
+# Kind; where a slot begins in the memory; of the unit in it: file and first block.
 _MESSAGE = struct.Struct("<BQQQ")
 _READY, _DONE = range(2)
 
@@ -139,7 +140,7 @@ class SharedReading:
             until = time.monotonic() + WORK_STALL_S
             _end((going,), until)
             _end(self._calls, until)
-            # They touch nothing but this rank's arena.
+            # They touch nothing but this rank's memory.
             _end(self._couriers, time.monotonic() + LOOK_S)
             for one in (decider, pool, couriers):
                 one.close()
@@ -198,7 +199,7 @@ class SharedReading:
 
     def _copy(self, rank: int, offset: int, part: Part) -> None:
         """Take what a rank hands on. At once: to have a thread do it would take as long again."""
-        data = self._links.arena_of(rank)[offset : offset + part.span.nbytes]
+        data = self._links.memory_of(rank)[offset : offset + part.span.nbytes]
         for read in part.reads:
             self._reading.place(part.file, read, _of(read, part, data))
         if rank == self._work.rank:
@@ -237,7 +238,7 @@ class SharedReading:
             ) from error
 
     def _slot(self, offset: int, part: Part) -> memoryview:
-        return self._links.arena_of(self._work.rank)[offset : offset + part.span.nbytes]
+        return self._links.memory_of(self._work.rank)[offset : offset + part.span.nbytes]
 
     # --- what follows ----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dist_ckpt.block_reads import BlockRead, Need, needed_runs, reads_of
 from dist_ckpt.open_files import OpenFile, OpenFiles
 from dist_ckpt.plan import LoadPlan, ReadItem
 from dist_ckpt.read_sharing import UNIT_NBYTES, Name, Runs, Unit, joined
-from dist_ckpt.reader import Targets, needs_of
+from dist_ckpt.reading_work import Targets, needs_of
 from dist_ckpt.region import Span
 from dist_ckpt.small_shards import Row, divide
 
@@ -54,8 +54,8 @@ def num_slots(*, between_hosts: bool) -> int:
     return 2 if between_hosts else 1
 
 
-def arena_nbytes(files: OpenFiles, *, between_hosts: bool) -> int:
-    """Return the size of the arena for a shared reading of some files."""
+def common_nbytes(files: OpenFiles, *, between_hosts: bool) -> int:
+    """Return the size of a rank's common memory for a shared reading of some files."""
     slots = num_slots(between_hosts=between_hosts)
     return slot_nbytes(files) * slots * (2 if between_hosts else 1)
 

@@ -11,7 +11,7 @@ import pytest
 
 from dist_ckpt import host_links
 from dist_ckpt.channel import FalloutError
-from dist_ckpt.host_links import Arena, HostLinks
+from dist_ckpt.host_links import CommonMemory, HostLinks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no memory without a name"
@@ -27,9 +27,9 @@ def meeting() -> str:
 
 def links_of(meeting: str, rank: int, timeout_s: float = 5) -> HostLinks:
     """Return links that offer new memory."""
-    arena = Arena(NBYTES)
+    memory = CommonMemory(NBYTES)
     links = HostLinks(meeting, rank, timeout_s=timeout_s)
-    links.offer(arena)
+    links.offer(memory)
     return links
 
 
@@ -63,12 +63,12 @@ def test_messages_arrive_whole_and_in_order(two):
 
 def test_who_hears_of_a_rank_sees_its_memory(two):
     low, high = two
-    low.arena_of(0)[:5] = b"bytes"
+    low.memory_of(0)[:5] = b"bytes"
     low.send(3, b"look")
     assert heard(high, 1) == [(0, b"look")]
-    assert bytes(high.arena_of(0)[:5]) == b"bytes"
-    high.arena_of(3)[-4:] = b"more"
-    assert bytes(low.arena_of(3)[-4:]) == b"more"
+    assert bytes(high.memory_of(0)[:5]) == b"bytes"
+    high.memory_of(3)[-4:] = b"more"
+    assert bytes(low.memory_of(3)[-4:]) == b"more"
 
 
 def test_the_end_of_a_rank_is_told_after_its_last_message(two):
@@ -81,10 +81,10 @@ def test_the_end_of_a_rank_is_told_after_its_last_message(two):
 
 def test_memory_outlives_the_rank_whose_it_was(two):
     low, high = two
-    low.arena_of(0)[:5] = b"bytes"
+    low.memory_of(0)[:5] = b"bytes"
     low.send(3, b"look")
     heard(high, 1)
-    taken = high.arena_of(0)
+    taken = high.memory_of(0)
     low.close()
     assert bytes(taken[:5]) == b"bytes"
 

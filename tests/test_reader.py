@@ -23,7 +23,7 @@ from written import (
     write,
 )
 
-from dist_ckpt import block_reads, open_files, reader, small_shards
+from dist_ckpt import block_reads, open_files, reading_work, small_shards
 from dist_ckpt.block_reads import READ_NBYTES, runs_of
 from dist_ckpt.digest import BLOCK_NBYTES
 from dist_ckpt.errors import CorruptError, StorageError
@@ -185,7 +185,8 @@ def test_what_was_saved_in_any_layout_fills_any_cells(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(small_shards, "MIN_SHARDS", least)
         patch.setattr(small_shards, "ROW_NBYTES", most)
-        patch.setattr(reader, "MAX_ROWS", least)
+        patch.setattr(reading_work, "MAX_ROWS", least)
+        patch.setattr(reading_work, "WORK_NBYTES", most)
         patch.setattr(block_reads, "DIRECT_NBYTES", direct)
         patch.setattr(block_reads, "READ_NBYTES", most)
         totals, _ = round_trip(saved, wanted, world_size=3, block_nbytes=block_nbytes, lends=lends)

@@ -30,23 +30,23 @@ def test_without_a_process_group_a_process_is_alone():
         assert session.bulk().broadcast(b"data") == b"data"
 
 
-def test_an_arena_is_kept_for_who_needs_no_more_than_it_has():
+def test_common_memory_is_kept_for_who_needs_no_more_than_it_has():
     session = Session(Alone(), AloneCollective())
-    with session.arena(4096) as first:
+    with session.common_memory(4096) as first:
         pass
-    with session.arena(100) as again:
+    with session.common_memory(100) as again:
         assert again is first
-    with session.arena(4097) as larger:
-        assert larger.memory.nbytes >= 4097
-    with session.arena(1) as again:
+    with session.common_memory(4097) as larger:
+        assert larger.view.nbytes >= 4097
+    with session.common_memory(1) as again:
         assert again is larger
 
 
-def test_an_arena_is_not_used_again_after_an_error():
+def test_common_memory_is_not_used_again_after_an_error():
     session = Session(Alone(), AloneCollective())
-    with pytest.raises(OSError, match="hangs"), session.arena(4096) as first:
+    with pytest.raises(OSError, match="hangs"), session.common_memory(4096) as first:
         raise OSError("a call hangs that may write into it")
-    with session.arena(4096) as second:
+    with session.common_memory(4096) as second:
         assert second is not first
 
 

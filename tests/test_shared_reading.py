@@ -252,28 +252,28 @@ def test_ranks_that_share_nothing_meet_no_more_often_than_without_sharing(tree):
 
 
 def test_a_rank_that_shares_nothing_takes_no_memory_for_it(tree, monkeypatch, caplog):
-    arenas = recorded_arenas(monkeypatch, lacking="b")
+    memories = recorded_memories(monkeypatch, lacking="b")
     at = Hosts(MemoryStorage(tree), ["a", "a", "b"])
     states = [whole_state() for _ in range(3)]
     with caplog.at_level(logging.WARNING):
         loaded(try_load(at, states, hosts=at.names, strict=False))
     assert at.fetched() == {"a": STORED_NBYTES, "b": STORED_NBYTES}
-    assert len(arenas) == 2
+    assert len(memories) == 2
     assert not [record for record in caplog.records if "share memory" in record.getMessage()]
 
 
-def recorded_arenas(monkeypatch: pytest.MonkeyPatch, lacking: str = "") -> list[int]:
-    """Return a list that gets the size of each arena; a host may have no memory for one."""
+def recorded_memories(monkeypatch: pytest.MonkeyPatch, lacking: str = "") -> list[int]:
+    """Return a list that gets the size of each memory; a host may have no memory for one."""
     sizes: list[int] = []
-    original = Session.arena
+    original = Session.common_memory
 
-    def arena(session: Session, nbytes: int) -> Any:
+    def common_memory(session: Session, nbytes: int) -> Any:
         if session.channel.host == lacking:
             raise OSError("no memory")
         sizes.append(nbytes)
         return original(session, nbytes)
 
-    monkeypatch.setattr(Session, "arena", arena)
+    monkeypatch.setattr(Session, "common_memory", common_memory)
     return sizes
 
 
