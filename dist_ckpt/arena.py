@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from dataclasses import dataclass
 
 from dist_ckpt import arena_layout as layout
 from dist_ckpt.arena_layout import Placement, Record, Seal, Snapshot
 from dist_ckpt.errors import ConflictError, CorruptError
-from dist_ckpt.shared_memory import map_writable, open_existing, reserve
+from dist_ckpt.shared_memory import leave_to_parent, map_writable, open_existing, reserve
 
 # More saves than anybody makes; a word holds more.
 _MAX_SEQUENCE = 1 << 62
@@ -57,7 +58,8 @@ class _Mapped:
     """An arena that is mapped here: its memory, and the words in it."""
 
     def __init__(self, fd: int, *, touch: bool) -> None:
-        self.view = memoryview(map_writable(fd, touch=touch))
+        self.memory = map_writable(fd, touch=touch)
+        self.view = memoryview(self.memory)
         self.words = _Words(self.view)
 
     def record(self, offset: int) -> Record | None:
@@ -97,6 +99,7 @@ class Arena:
             os.close(fd)
             raise
         self._placement: Placement | None = None
+        _leave_in_children(weakref.ref(self))
 
     @property
     def nbytes(self) -> int:
@@ -159,6 +162,11 @@ class Arena:
             self._fd = -1
             self._placement = None
             del self._mapped
+
+    def leave(self) -> None:
+        """In a forked child: let go of the memory, whoever uses it. It is the parent's."""
+        if self._fd >= 0:
+            leave_to_parent(self._mapped.memory, self._fd)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,3 +273,13 @@ class Follower:
         if found[1].nbytes > len(self._mapped.view):  # the arena has grown
             self._mapped = _Mapped(self._fd, touch=False)
         return found
+
+
+def _leave_in_children(arena: weakref.ref[Arena]) -> None:
+    """Have a forked child (a data loader's worker) let go: it may outlive the use of the arena."""
+
+    def leave() -> None:
+        if (copied := arena()) is not None:
+            copied.leave()
+
+    os.register_at_fork(after_in_child=leave)

@@ -2,7 +2,7 @@
 
     0       header     identity; words: sequence, ready, committed; a record of each document
     4096    document   the `Snapshot`, by the trainer that stages it
-    ...     seal       the `Seal`, by the writer that has digested and written it
+    ...     seal       the `Seal`, by the writer that has digested it
     ...     images     the whole files, in order, each on a multiple of 4096
 
 A document is msgpack. Its record holds the sequence that it is of, its size and its digest, and a
@@ -37,6 +37,8 @@ SEAL_RECORD = 192
 
 MAX_IMAGES = 1024
 MAX_DOCUMENT_NBYTES = 256 << 20
+
+UNCLAIMED = ""
 
 _MAGIC = b"dist_ckpt arena\0"
 _IDENTITY = struct.Struct("<16sI4x16s")
@@ -91,7 +93,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What the writer made of a snapshot: its attempt, and what `plan.Receipt.files` says."""
+    """What the writer made of a snapshot: its attempt, and what `plan.Receipt.files` says.
+
+    The attempt is `UNCLAIMED` if the save came to none, or the writer was not told which.
+    """
 
     attempt: str
     files: tuple[tuple[str, int, int, str], ...]

@@ -6,10 +6,11 @@ import logging
 import os
 from collections.abc import Collection
 from contextlib import closing, suppress
+from dataclasses import dataclass
 
 from dist_ckpt.arena import Arena
-from dist_ckpt.errors import CheckpointError, StorageError
-from dist_ckpt.job_folder import NUM_ARENAS, RankFolder
+from dist_ckpt.errors import CheckpointError, IncompatibleError, StorageError
+from dist_ckpt.job_folder import NUM_ARENAS, RankFolder, check_file
 from dist_ckpt.kept_snapshots import open_kept
 from dist_ckpt.shared_memory import create_named, create_nameless, lacks_room, open_existing
 from dist_ckpt.snapshot_details import decode_details
@@ -36,13 +37,14 @@ class Arenas:
         free = [number for number in range(NUM_ARENAS) if number not in busy]
         return min(free, key=lambda number: number == self.newest)
 
-    def spare(self, attempt: str) -> None:
-        """Overwrite what was written into this attempt last: that was restored.
+    def spare(self, snapshot: str) -> None:
+        """Overwrite the snapshot with this id last: that was restored.
 
         A newer snapshot may be complete here, but not on all ranks.
         """
         for number in range(NUM_ARENAS):
-            if _found_in(self._folder, number)[1] == attempt:
+            found = _known_in(self._folder, number)
+            if found is not None and found.snapshot == snapshot:
                 self.newest = number
 
     def fitting(self, number: int, nbytes: int) -> Arena:
@@ -87,6 +89,8 @@ class Arenas:
 
     def _memory(self, number: int, nbytes: int) -> tuple[str, int]:
         path = self._folder.arena_path(number)
+        for one in (path, f"{path}.new"):  # what `create_named` replaces
+            check_file(one)
         has_nameless = hasattr(os, "memfd_create")
         if self._folder.is_shared_memory or not has_nameless:
             try:
@@ -130,23 +134,74 @@ class Arenas:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A complete snapshot that an earlier run has left; `is_whole` if it is sealed as well."""
+
+    snapshot: str
+    name: str
+    began_at: float
+    is_whole: bool
+    is_committed: bool
+
+
+def only_copy_in(folder: RankFolder) -> str:
+    """Say what may be nowhere but in the arenas of a rank, "" if that is nothing.
+
+    That is the newest snapshot which could be restored, if it never became a checkpoint.
+    """
+    try:
+        found = [_found_in(folder, number) for number in range(NUM_ARENAS)]
+    except IncompatibleError as error:
+        return str(error)
+    newest = max(
+        (one for one in found if one is not None and one.is_whole),
+        key=lambda one: one.began_at,
+        default=None,
+    )
+    return "" if newest is None or newest.is_committed else newest.name
+
+
 def _newest_in(folder: RankFolder) -> tuple[int, float]:
     """Return which arena holds the newest complete snapshot of an earlier run, and its time."""
-    began_at = {number: _found_in(folder, number)[0] for number in range(NUM_ARENAS)}
-    newest = max(began_at, key=began_at.__getitem__)
+    found = [_known_in(folder, number) for number in range(NUM_ARENAS)]
+    began_at = [0.0 if one is None else one.began_at for one in found]
+    newest = max(range(NUM_ARENAS), key=began_at.__getitem__)
     return newest, began_at[newest]
 
 
-def _found_in(folder: RankFolder, number: int) -> tuple[float, str]:
-    """Return when the complete snapshot in an arena was begun, and what attempt it is, if any."""
+def _known_in(folder: RankFolder, number: int) -> _Found | None:
+    """Return the complete snapshot in an arena, if this version knows of one."""
+    with suppress(IncompatibleError):
+        return _found_in(folder, number)
+    return None
+
+
+def _found_in(folder: RankFolder, number: int) -> _Found | None:
+    """Return the complete snapshot in an arena, if there is one.
+
+    IncompatibleError if another version of dist_ckpt has left what is there.
+    """
     for place in folder.places(number):
-        with suppress(CheckpointError, OSError, ValueError):
+        try:
             kept = open_kept(place, folder.job)
             if kept is None:
                 break
             with closing(kept):
                 if not kept.is_complete:
                     break
-                began_at = decode_details(kept.snapshot.details).began_at
-                return began_at, kept.seal.attempt if kept.seal is not None else ""
-    return 0.0, ""
+                snapshot = kept.snapshot
+                return _Found(
+                    snapshot=snapshot.id,
+                    name=snapshot.path
+                    if snapshot.step is None
+                    else f"step {snapshot.step} ({snapshot.path})",
+                    began_at=decode_details(snapshot.details).began_at,
+                    is_whole=kept.seal is not None,
+                    is_committed=kept.is_committed,
+                )
+        except IncompatibleError:
+            raise
+        except (CheckpointError, OSError, ValueError):
+            continue  # damaged, gone, or no arena
+    return None

@@ -30,8 +30,8 @@ _log = logging.getLogger("dist_ckpt")
 class SaveRequest:
     """What a rank asks for; but for the storage all must ask alike.
 
-    `metadata` is a digest of the user's metadata; `mirrored` and `saved_by` go into the index as
-    the coordinator has them.
+    `metadata` is a digest of the user's metadata; `mirrored`, `saved_by` and `saved_at` go into the
+    index as the coordinator has them. `saved_at`: None for the time of the commit.
     """
 
     storage: Storage
@@ -41,6 +41,7 @@ class SaveRequest:
     metadata: str
     mirrored: Mapping[str, Json]
     saved_by: Mapping[str, str]
+    saved_at: float | None = None
 
     def asked(self) -> Doc:
         """Return what all ranks must ask alike, for `PlanAgreement`."""
@@ -159,7 +160,7 @@ class AttemptRun:
             objects=objects,
             metadata=self._request.mirrored,
             saved_by=self._request.saved_by,
-            saved_at=time.time(),
+            saved_at=time.time() if self._request.saved_at is None else self._request.saved_at,
         )
         self._commit(self._claim, index, text)
         slowest = max(range(len(receipts)), key=lambda rank: receipts[rank].seconds)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,21 +15,20 @@ from dist_ckpt.attempt_run import SaveRequest
 from dist_ckpt.background_job import Job
 from dist_ckpt.channel import Doc
 from dist_ckpt.collective import Bodies
-from dist_ckpt.device_staging import SideStreams
+from dist_ckpt.device_staging import check_no_capture
 from dist_ckpt.held_state import HeldState
 from dist_ckpt.job_folder import NUM_ARENAS
 from dist_ckpt.own_writer import Order, OwnWriter
 from dist_ckpt.phases import Phases
 from dist_ckpt.plan import SavePlan
-from dist_ckpt.plan_agreement import PlanAgreement
+from dist_ckpt.plan_agreement import CachedPlan, PlanAgreement
 from dist_ckpt.readiness import Readiness, Start, WhenBusy
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.save_handle import SaveHandle
 from dist_ckpt.saver import SaveOptions, request_of
 from dist_ckpt.session import Session
 from dist_ckpt.snapshot_details import Details, encode_details
-from dist_ckpt.staging import images_of, stage
-from dist_ckpt.state_tree import optimizers_in
+from dist_ckpt.staging import images_of, stage, stage_beside
 from dist_ckpt.storage import open_storage
 from dist_ckpt.tally import Tally
 from dist_ckpt.writer import RankFiles
@@ -58,7 +56,6 @@ class BackgroundSave:
         self._job_of = job
         self._options = options
         self._where = path
-        self._state = state
         self._held = HeldState(ranks, state, options.sharding)
         self._phases = Phases("background save", str(path), quiet=ranks.channel.rank != 0)
         self._job: Job
@@ -79,10 +76,15 @@ class BackgroundSave:
         if start is None:
             return SaveHandle(str(self._where), self._options.step)
         self._start = start
-        self._job.reclaim(all_are_here=True)
-        with self._phases.phase("agree"):
-            agreement = PlanAgreement(self._ranks, lambda: secrets.token_hex(16), self._prepare)
-            planned, name = agreement.agree(self._ask, self._held.take)
+        is_agreed = False
+        try:
+            with self._phases.phase("agree"):
+                planned, name = self._agree()
+            is_agreed = True
+        finally:
+            # A save that waits to be written is superseded only by one that is agreed.
+            if start.queued is not None:
+                self._job.writer.go(start.queued, drop=is_agreed)
         with self._phases.phase("stage"):
             order = self._stage(name)
         staged = _Staged(
@@ -98,11 +100,17 @@ class BackgroundSave:
 
     def _begin(self) -> OwnWriter:
         self._job = self._job_of()
-        self._job.fence.wait()
+        self._job.fence.join()
         return self._job.writer
+
+    def _agree(self) -> tuple[CachedPlan, str]:
+        self._job.reclaim(all_are_here=True)
+        agreement = PlanAgreement(self._ranks, lambda: secrets.token_hex(16), self._prepare)
+        return agreement.agree(self._ask, self._held.take)
 
     def _ask(self) -> Doc:
         self._options.check()
+        check_no_capture()
         self._request = request_of(*open_storage(self._where), self._options)
         return self._request.asked()
 
@@ -127,11 +135,18 @@ class BackgroundSave:
             images=images_of(self._files),
             details=encode_details(details),
         )
-        writer = self._job.writer
         # Both are busy still if no save could be superseded on all ranks.
-        writer.wait_for(lambda: len(writer.unsettled) < NUM_ARENAS, None)
-        self._number = self._job.arenas.oldest({order.arena for order in writer.unsettled})
-        self._arena = self._job.arenas.fitting(self._number, arena_nbytes(self._snapshot))
+        self._job.writer.wait_for(lambda: len(self._busy) < NUM_ARENAS, None)
+        self._number = self._job.arenas.oldest(self._busy)
+        nbytes = arena_nbytes(self._snapshot)
+        self._job.pinned.release(self._number, nbytes)
+        self._arena = self._job.arenas.fitting(self._number, nbytes)
+
+    @property
+    def _busy(self) -> set[int]:
+        """The arenas that are written from, but for that of a save which will be superseded."""
+        unsettled = self._job.writer.unsettled
+        return {order.arena for order in unsettled if order is not self._start.queued}
 
     def _stage(self, name: str) -> Order:
         """Copy, while the writer follows. If that fails here, the save fails on all ranks."""
@@ -146,7 +161,7 @@ class BackgroundSave:
                 self._copy_beside(order, images, devices)
             else:
                 self._held.synchronize()
-                self._copy(order, images, nullcontext)
+                self._copy(order, lambda: stage(self._arena, images, self._files))
         except BaseException as error:
             if order not in writer.orders:  # the other writers wait for this one
                 writer.order(order, write)
@@ -156,28 +171,25 @@ class BackgroundSave:
         return order
 
     def _copy_beside(
-        self, order: Order, images: Sequence[memoryview], devices: Iterable[torch.device]
+        self, order: Order, images: Sequence[memoryview], devices: Sequence[torch.device]
     ) -> None:
-        """Begin to copy from CUDA devices; training goes on, but no weight changes meanwhile."""
-        self._job.pinned.pin(self._number, self._arena.memory)
-        streams = SideStreams(devices)
+        """Have CUDA devices copy what they have, and copy the rest. A thread sees the end of it."""
+        self._job.pinned.pin(self._number, self._arena.memory, devices[0])
+        with self._job.streams.beside(devices) as beside:
+            late = self._held.changed_in_steps()
+            follow = stage_beside(self._arena, images, self._files, beside, late)
 
-        def copy() -> None:
-            try:
-                self._copy(order, images, streams.current)
-            except Exception as error:  # noqa: BLE001 - a thread's outer edge: the writers tell it
-                self._abort(order, error)
+            def copy() -> None:
+                try:
+                    self._copy(order, follow)
+                except Exception as error:  # noqa: BLE001 - a thread's outer edge: the writers tell it
+                    self._abort(order, error)
 
-        self._job.fence.run(copy, optimizers_in(self._state))
+            self._job.fence.run(beside.mark(), copy)
 
-    def _copy(
-        self,
-        order: Order,
-        images: Sequence[memoryview],
-        around: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def _copy(self, order: Order, stage_it: Callable[[], None]) -> None:
         try:
-            stage(self._arena, images, self._files, around)
+            stage_it()
             self._job.arenas.newest = self._number
         finally:
             order.staged.set()

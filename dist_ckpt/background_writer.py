@@ -18,6 +18,8 @@ import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from types import FrameType
@@ -27,6 +29,7 @@ from dist_ckpt.errors import CheckpointError
 from dist_ckpt.host_address import reachable_host
 from dist_ckpt.job_folder import JobFolder
 from dist_ckpt.key_server import KeyServer
+from dist_ckpt.surviving_writers import WRITER_END_S
 from dist_ckpt.writer_link import (
     Abort,
     Close,
@@ -62,6 +65,16 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "riscv64": 30}
 # Best effort, the lowest level of it: the idle class may wait for ever.
 _IOPRIO = 2 << 13 | 7
 
+# When all is sealed, who was told to end has so long to abandon its save: what takes longer hangs,
+# in a storage that does not answer, or at a lock, which an interrupt may have left held. A call of
+# the storage that is interrupted may take half of it.
+_ABANDON_S = 10.0
+
+# What the thread that ends the process interrupts the main one with.
+_INTERRUPT = signal.SIGUSR1
+_TOLD = f"it was told to end by signal {signal.SIGTERM:d}"
+EXIT_CODE = 128 + signal.SIGTERM
+
 # Some thousand saves.
 MAX_LOG_NBYTES = 4 << 20
 
@@ -71,21 +84,67 @@ class TerminatedError(SystemExit):
 
 
 class Termination:
-    """Whether this process was told to end. Its main thread is interrupted, the others ask."""
+    """Whether this process was told to end, by SIGTERM. A thread of its own waits for that.
 
-    def __init__(self) -> None:
+    It interrupts the main thread, seals what is staged, and ends the process if the main thread
+    does not: that may hang in the storage. If the process has not ended `end_s` later, it does so
+    then, and says on stderr where it hung.
+    """
+
+    def __init__(self, end_s: float = WRITER_END_S) -> None:
+        self._end_s = end_s
         self._is_told = False
+        self._is_raised = False
+        self._seal: Callable[[], None] = lambda: None
+        self._sealed = threading.Event()
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
-        # First, so that no thread that the main one waits for waits on.
-        self._is_told = True
-        raise TerminatedError(f"it was told to end by signal {number}")
+    def begin(self) -> None:
+        """Wait for the signal from now on. The main thread calls it, before there are others."""
+        # Blocked in all threads, as those to come inherit it, so that the one which waits gets it.
+        # More of them change nothing: each rank of a new run on this host tells all writers that
+        # are left, maybe while Python ends.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.signal(_INTERRUPT, self._interrupt)
+        threading.Thread(target=self._end, name="dist_ckpt end", daemon=True).start()
+
+    def set_seal(self, seal: Callable[[], None]) -> None:
+        """Say what seals all that is staged. It does not count on the main thread."""
+        self._seal = seal
 
     def check(self) -> None:
-        """Raise if it was."""
+        """Raise if it was told to end."""
         if self._is_told:
             raise CheckpointError("the background writer was told to end")
+
+    def finish(self) -> None:
+        """Raise if it was told to end, once all is sealed. The main thread calls it."""
+        if self._is_told:
+            self._sealed.wait(self._end_s)
+            raise TerminatedError(_TOLD)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        # Anybody may send it, a job's scheduler for one.
+        if self._is_told and not self._is_raised:
+            self._is_raised = True
+            raise TerminatedError(_TOLD)
+
+    def _end(self) -> None:
+        signal.sigwait({signal.SIGTERM})
+        # First, so that no thread that the main one waits for waits on.
+        self._is_told = True
+        # A watch that takes no lock of Python's.
+        faulthandler.dump_traceback_later(self._end_s, exit=True)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, _INTERRUPT)
+        try:
+            self._seal()
+        except Exception:  # noqa: BLE001 - a thread's outer edge
+            _log.exception("not all that is staged is sealed")
+        self._sealed.set()
+        time.sleep(_ABANDON_S)
+        _log.warning("ended: %s, and hangs; what it wrote may still lie there", _TOLD)
+        os._exit(EXIT_CODE)
 
 
 class Stores:
@@ -145,12 +204,15 @@ class BackgroundWriter:
 
         Returns what has gone wrong with this process itself, "" if nothing has.
         """
+        self._termination.set_seal(lambda: self._saves.seal(self._queue.unsettled))
         listener = threading.Thread(target=self._listen, name="dist_ckpt listener", daemon=True)
         listener.start()
         try:
             while (save := self._queue.take()) is not None:
                 _bound_log()
                 done = self._saves.settle(save)
+                # Who is told of it stages over it: not while it is being sealed.
+                self._termination.finish()
                 with suppress(LinkClosedError):
                     self._link.send(done)
                 if done.failure is not None:
@@ -158,6 +220,9 @@ class BackgroundWriter:
                 self._arenas.close_replaced(self._queue.saves)
                 self._close_unused_stores()
             self._meetings.linger()
+        except TerminatedError:
+            self._termination.finish()
+            raise
         finally:
             self._meetings.close()
             self._stores.close()
@@ -220,11 +285,10 @@ class BackgroundWriter:
             return Refused(asdict(failure))
 
 
-def _set_signals(termination: Termination) -> None:
+def _ignore_signals() -> None:
     # Who stops the trainer from a terminal does not mean its writer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, termination.on_signal)
 
 
 def _step_back() -> None:
@@ -263,13 +327,14 @@ def main(arguments: list[str]) -> int:
     """Be the background writer at the end of a link; return the process's exit code."""
     faulthandler.enable()
     termination = Termination()
-    _set_signals(termination)
+    _ignore_signals()
     _log_to_stderr("?")
     try:
+        termination.begin()
         problem = _serve_trainer(Link(socket.socket(fileno=int(arguments[0]))), termination)
     except TerminatedError as error:
         _log.warning("ended: %s; what was not committed is abandoned", error)
-        return 128 + signal.SIGTERM
+        return EXIT_CODE
     except LinkClosedError as error:
         problem = str(error)
     except Exception:  # noqa: BLE001 - the process's outer edge

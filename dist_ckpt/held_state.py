@@ -75,10 +75,15 @@ class HeldState:
         return self._local.inventory
 
     @property
-    def cuda_devices(self) -> frozenset[torch.device]:
+    def cuda_devices(self) -> Sequence[torch.device]:
         """The CUDA devices on which some of its tensors are."""
         parts = self._local.parts.values()
-        return frozenset(part.device for some in parts for part in some if part.is_cuda)
+        found = {part.device for some in parts for part in some if part.is_cuda}
+        return sorted(found, key=str)
+
+    def changed_in_steps(self) -> frozenset[str]:
+        """Return the names of what only the state's optimizers change, as far as can be known."""
+        return self._local.changed_in_steps()
 
     def synchronize(self) -> None:
         """Wait until the accelerators have finished what is to be saved."""

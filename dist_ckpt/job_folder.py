@@ -45,6 +45,13 @@ _OURS = re.compile(r"writer\.log|arena-[0-9]+(\.new|\.(trainer|writer)(\.[0-9a-f
 _PLACE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _MAX_PLACE_NBYTES = 64
 
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
 # So often may somebody remove a folder just before its lock is taken.
 _LOCK_TRIES = 100
 
@@ -74,20 +81,41 @@ def job_id(path: str) -> str:
     return hashlib.blake2b(words.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
+def check_job(job: object) -> None:
+    """Raise TypeError or ValueError for what cannot name a job."""
+    if not isinstance(job, str) or not _JOB.fullmatch(job):
+        kind = ValueError if isinstance(job, str) else TypeError
+        raise kind(
+            f"job={job!r}: it names a folder, so pass a str of 1 to 64 letters, digits, '.', '_' "
+            f"or '-', of which the first is a letter or digit"
+        )
+
+
+def check_file(path: str) -> None:
+    """Raise StorageError if something else than a file lies where a file of ours belongs."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise StorageError(
+            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, and a file of background "
+            f"saves belongs there: it is left as it is; remove it, or pass another "
+            f"AsyncSaver(job=...)"
+        )
+
+
 class JobFolder:
     """The folder of one job on this host. Made, or found, by its constructor.
 
-    ValueError if the job cannot be a folder's name; StorageError if the folder is not this user's
-    or cannot be made. The first of `roots` is shared memory, the others stand in where it has no
-    room for a folder: what lies in one of those is no arena, but says where the memory is.
+    ValueError or TypeError if the job cannot be a folder's name; StorageError if the folder is not
+    this user's or cannot be made. The first of `roots` is shared memory, the others stand in where
+    it has no room for a folder: what lies in one of those is no arena, but says where the memory
+    is.
     """
 
     def __init__(self, job: str, *, roots: Sequence[str] | None = None) -> None:
-        if not _JOB.fullmatch(job):
-            raise ValueError(
-                f"job={job!r}: it names a folder, so pass 1 to 64 letters, digits, '.', '_' or "
-                f"'-', of which the first is a letter or digit"
-            )
+        check_job(job)
         self.job = job
         roots = roots or _roots()
         for number, root in enumerate(roots):
@@ -139,8 +167,8 @@ class JobFolder:
     def ranks(self) -> list[int]:
         """Return the ranks that have a folder here, of this run or an earlier one."""
         names: list[str] = []
-        with suppress(FileNotFoundError):  # somebody has removed it
-            names = os.listdir(self.path)
+        with suppress(FileNotFoundError), os.scandir(self.path) as entries:  # else: it was removed
+            names = [one.name for one in entries if one.is_dir(follow_symlinks=False)]
         found = (_RANK.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in found if match)
 
@@ -161,6 +189,7 @@ class RankFolder:
         """
         for _ in range(_LOCK_TRIES):
             self.make()
+            check_file(self.lock_path(role))
             try:
                 return take(self.lock_path(role))
             except FileNotFoundError:
@@ -212,6 +241,7 @@ class RankFolder:
         """
         place = f"/proc/{os.getpid()}/fd/{fd}"
         path = f"{self.arena_path(number)}.{role}"
+        check_file(path)
         temporary = f"{path}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
@@ -230,14 +260,16 @@ class RankFolder:
     def remove(self) -> None:
         """Remove the rank's arenas and its folder. ConflictError if an owner of it lives.
 
-        A file whose name is not ours stays, and the folder with it.
+        What has a name that is not ours stays, as does what is no file, and the folder with it.
         """
         with ExitStack() as stack:
             for role in ROLES:
                 stack.callback(self.lock(role).release)
-            for name in os.listdir(self.path):
-                if _OURS.fullmatch(name):
-                    os.unlink(f"{self.path}/{name}")
+            with os.scandir(self.path) as entries:
+                found = [one for one in entries if one.is_file(follow_symlinks=False)]
+            for one in found:
+                if _OURS.fullmatch(one.name):
+                    os.unlink(one.path)
             # While they are held: who comes next finds new ones, or no folder, and makes it.
             for role in ROLES:
                 os.unlink(self.lock_path(role))

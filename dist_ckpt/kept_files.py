@@ -110,10 +110,11 @@ class KeptCommitted:
 class KeptUncommitted:
     """A save that is complete here, and was never committed: with the index that it would have.
 
-    Only the coordinator has that; all others are told.
+    That is of `attempt`. Only the coordinator has it; all others are told.
     """
 
     save: KeptSave
+    attempt: str
     index: bytes | None
 
     @property
@@ -123,7 +124,7 @@ class KeptUncommitted:
 
     def unfound(self) -> Mapping[str, Served]:
         """See `KeptFiles`."""
-        folder = f"{self.save.path}/{self.save.attempt}"
+        folder = f"{self.save.path}/{self.attempt}"
         files: dict[str, Served] = {
             f"{folder}/{name}": file for name, file, _ in _sealed_files(self.save)
         }
@@ -131,7 +132,7 @@ class KeptUncommitted:
 
     def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
         """See `KeptFiles`. None, if it was committed or superseded meanwhile."""
-        return self.unfound() if index.attempt == self.save.attempt else {}
+        return self.unfound() if index.attempt == self.attempt else {}
 
 
 def files_of(save: KeptSave, path: str, index: Index) -> dict[str, Served]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dist_ckpt.job_folder import RankFolder
 from dist_ckpt.kept_snapshots import KeptSnapshot, kept_in
@@ -15,7 +15,8 @@ from dist_ckpt.snapshot_details import Details, decode_details
 class KeptSave:
     """One save of a job. `sealed` are the ranks whose part is here, with digests and headers.
 
-    `attempt` is the one that they were written into; None if nothing of it is sealed here.
+    `attempt` is the one that they were written into, `UNCLAIMED` if the writers here knew of none;
+    None if nothing of it is sealed here. `overwrite`: it was to replace a checkpoint at its path.
     `was_committed` says that it became a checkpoint, which may have been deleted since. The
     digests tell whether the bytes are still what was saved: nobody has looked yet.
     """
@@ -25,14 +26,10 @@ class KeptSave:
     step: int | None
     world_size: int
     began_at: float
+    overwrite: bool
     attempt: str | None = None
     was_committed: bool = False
     sealed: Mapping[int, KeptSnapshot] = field(default_factory=dict)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all of it is on this host."""
-        return len(self.sealed) == self.world_size
 
     def details(self, rank: int) -> Details:
         """Return what a rank's snapshot says of the save."""
@@ -72,8 +69,12 @@ def _add(saves: dict[str, KeptSave], kept: KeptSnapshot, rank: int) -> None:
     snapshot, seal = kept.snapshot, kept.seal
     if snapshot.rank != rank:
         raise ValueError(f"a snapshot of rank {snapshot.rank} lies where those of {rank} do")
-    began_at = decode_details(snapshot.details).began_at
-    save = KeptSave(snapshot.id, snapshot.path, snapshot.step, snapshot.world_size, began_at)
+    details = decode_details(snapshot.details)
+    save = KeptSave(
+        *(snapshot.id, snapshot.path, snapshot.step, snapshot.world_size),
+        began_at=details.began_at,
+        overwrite=details.overwrite,
+    )
     there = saves.get(snapshot.id, save)
     if _said(there) != _said(save):
         raise ValueError(f"snapshot {snapshot.id} is of another save on another rank")
@@ -83,12 +84,15 @@ def _add(saves: dict[str, KeptSave], kept: KeptSnapshot, rank: int) -> None:
     sizes = {image.name: image.nbytes for image in snapshot.images}
     if {name: nbytes for name, nbytes, _, _ in seal.files} != sizes:
         raise ValueError(f"snapshot {snapshot.id} is sealed with other files than it has")
-    if there.attempt not in (None, seal.attempt):
+    if there.attempt and seal.attempt and there.attempt != seal.attempt:
         raise ValueError(f"snapshot {snapshot.id} is sealed as {seal.attempt}, and as another")
-    was_committed = there.was_committed or kept.is_committed
-    sealed = {**there.sealed, rank: kept}
-    saves[snapshot.id] = KeptSave(*_said(there), seal.attempt, was_committed, sealed)
+    saves[snapshot.id] = replace(
+        there,
+        attempt=there.attempt or seal.attempt,
+        was_committed=there.was_committed or kept.is_committed,
+        sealed={**there.sealed, rank: kept},
+    )
 
 
-def _said(save: KeptSave) -> tuple[str, str, int | None, int, float]:
-    return save.id, save.path, save.step, save.world_size, save.began_at
+def _said(save: KeptSave) -> tuple[object, ...]:
+    return save.id, save.path, save.step, save.world_size, save.began_at, save.overwrite

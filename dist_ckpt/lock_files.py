@@ -8,6 +8,7 @@ parent's lock as it is; a program that is started gets none of it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -20,6 +21,9 @@ from dist_ckpt.errors import ConflictError
 # Whoever asks for an owner holds the lock for an instant; longer than this, it is held for real.
 _TAKE_S = 0.2
 _RETRY_S = 0.002
+
+# Nothing is there, or a link, or a socket.
+_NO_LOCK = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
 
 _MAX_TEXT_NBYTES = 512
 _TEXT = re.compile(r"([1-9][0-9]{0,9}) (\S+) (\S+)\n")
@@ -105,11 +109,16 @@ def take(path: str) -> LockFile:
 
 
 def owner_of(path: str) -> Owner | None:
-    """Return who holds the lock at a path, or None if nobody does. Takes nothing from anybody."""
+    """Return who holds the lock at a path, or None if nobody does. Takes nothing from anybody.
+
+    What is no file is no lock.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
+    except OSError as error:
+        if error.errno in _NO_LOCK:
+            return None
+        raise
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -97,9 +97,10 @@ class OwnWriter:
         self._answer: Message | None = None
         self.num_restarts = 0
         self.num_dropped = 0
-        # Whether a save has been committed, and whether the one that was settled last was.
+        # Whether a save has been committed, and whether the one that was settled last was; None: no
+        # save was settled.
         self.has_committed = False
-        self.is_last_committed = False
+        self.is_last_committed: bool | None = None
         # When the newest save of this job that is known here was begun, by a coordinator's clock.
         self.newest_at = 0.0
         # The store in which it meets the other writers; None until it was told one.
@@ -180,13 +181,18 @@ class OwnWriter:
     def order(self, order: Order, write: Write) -> None:
         """Have a snapshot written; if the writer is gone, the save is lost, which is no error here.
 
-        What was settled before, and told, is forgotten.
+        So it is with the writer if this is interrupted. What was settled, and told, is forgotten.
         """
         with self._lock:
             self.forget_told()
             self._orders[order.snapshot] = order
             self.joined = write.host, write.port, write.token
-            self._send(write)
+            try:
+                self._send(write)
+            except BaseException:
+                # An interrupt: nobody knows whether the writer has heard of it, nor would it say.
+                self.kill()
+                raise
             if self._link is None:  # since before: nobody else would say so
                 self._lose_orders()
 
@@ -206,9 +212,17 @@ class OwnWriter:
 
     def go(self, order: Order, *, drop: bool) -> None:
         """Let a save that is held begin, or drop it."""
-        order.is_dropped = drop
-        self.num_dropped += drop
+        if drop and not order.is_settled:  # else its writer has died over it
+            order.is_dropped = True
+            self.num_dropped += 1
         self._send(Go(order.snapshot, drop))
+
+    def leave(self) -> None:
+        """Let the writer end by itself when everything is settled; who has handles is told still.
+
+        Waits for nothing.
+        """
+        self._send(Close())
 
     def close(self, timeout_s: float) -> None:
         """End the writer when everything is settled; kill it if that takes too long."""

@@ -12,6 +12,9 @@ INDEX = "index.json"
 CLAIM = "claim.json"
 OBJECTS = "objects.msgpack"
 
+# Of the random part of a name: hexadecimal digits.
+ID_LENGTH = 16
+
 _ATTEMPT = re.compile(r"a([1-9][0-9]{0,8})-([0-9a-f]{16})")
 _TRASH = re.compile(r"\.trash-(a[1-9][0-9]{0,8}-[0-9a-f]{16})")
 _TEMPORARY = re.compile(r"\.(?:index|claim)-[0-9a-f]{16}\.tmp")

@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dist_ckpt import store_line, torch_private
-from dist_ckpt.channel import Alone
+from dist_ckpt.channel import Alone, NoAnswerError
 from dist_ckpt.collective import AloneCollective
 from dist_ckpt.config import Config, launched_world_size
+from dist_ckpt.daemon_threads import DaemonThreads
 from dist_ckpt.gloo_collective import GlooCollective
 from dist_ckpt.session import Session
 from dist_ckpt.store_channel import StoreChannel
@@ -38,7 +39,7 @@ def session_of(group: ProcessGroup | None = None) -> Session:
 
     Without torch.distributed it is a session of this one process, kept for this thread. Raises
     ValueError if a launcher has started several ranks but there is no process group, or if this
-    rank is not in the group.
+    rank is not in the group; NoAnswerError if the job's store is gone.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return _alone(group, os.environ)
@@ -85,9 +86,10 @@ def _connect(group: ProcessGroup, config: Config) -> Session:
     if world_size == 1:
         return Session(Alone(), AloneCollective(), config, ranks)
     name = group.group_name
+    timeout_s = config.silence_s + CONNECT_S
 
     def open_store(part: str) -> Store:
-        return PrefixStore(f"dist_ckpt/{name}/{part}", _own_connection())
+        return PrefixStore(f"dist_ckpt/{name}/{part}", _own_connection(timeout_s))
 
     # Torch's stubs know no bytes as values; its stores take them.
     control = cast(store_line.Store, open_store("control"))
@@ -98,17 +100,27 @@ def _connect(group: ProcessGroup, config: Config) -> Session:
         lambda: open_store(f"gloo/{channel.token}"),
         rank,
         world_size,
-        timeout_s=config.silence_s + CONNECT_S,
+        timeout_s=timeout_s,
     )
     return Session(channel, collective, config, ranks)
 
 
-def _own_connection() -> Store:
-    """Return a connection of our own to the job's store.
+def _own_connection(timeout_s: float) -> Store:
+    """Return a connection of our own to the job's store. NoAnswerError if it is gone.
 
     A thread that waits in a TCPStore blocks all others that use the same connection; and with the
     store itself in our hands its server would outlive `destroy_process_group`.
     """
     store = torch_private.default_store()
-    # torch 2.8 and newer; before, we share the job's connection.
-    return store.clone() if hasattr(store, "clone") else store
+    if not hasattr(store, "clone"):  # before torch 2.8: we share the job's connection
+        return store
+    try:
+        # In a thread: torch's own deadline is that of the group, and it keeps none with a store
+        # whose process is frozen.
+        own: Store = DaemonThreads(1).submit(store.clone).result(timeout_s)
+        return own
+    except TimeoutError:
+        fact = f"no answer for {timeout_s:g} s"
+    except (RuntimeError, OSError) as error:
+        fact = store_line.first_line(error)
+    raise NoAnswerError(store_line.OF_THE_JOB.gone.format(fact))

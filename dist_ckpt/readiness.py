@@ -29,11 +29,13 @@ _LATER_S = 0.001
 class Start:
     """How a background save begins: where the writers meet, and when it begins.
 
-    That is the coordinator's clock, but later than the newest save that any rank knows.
+    That is the coordinator's clock, but later than the newest save that any rank knows. `queued` is
+    a save that this one is to supersede on all ranks, once they agree on it: it is held until then.
     """
 
     store: tuple[str, int, bytes]
     began_at: float
+    queued: Order | None = None
 
 
 class Readiness:
@@ -51,13 +53,16 @@ class Readiness:
 
         Raises, on all ranks, what an earlier save has failed of on any of them, once.
         """
-        dropped = ""
+        start: Start | None = None
         try:
-            answer = self._ranks.channel.exchange("ready", self._report, self._decide)
-            dropped = answer["dropped"]
+            start = self._agreed()
         finally:
-            if self._held is not None:
-                self._writer.go(self._held, drop=self._held.snapshot == dropped)
+            if self._held is not None and (start is None or start.queued is None):
+                self._writer.go(self._held, drop=False)
+        return start
+
+    def _agreed(self) -> Start | None:
+        answer = self._ranks.channel.exchange("ready", self._report, self._decide)
         is_mistaken = self._learn(answer["committed"])
         if answer["failed"]:
             self._raise(answer["failed"])
@@ -67,7 +72,9 @@ class Readiness:
             return None
         host, port, token = answer["store"]
         self._writer.newest_at = answer["began_at"]
-        return Start((host, port, token), answer["began_at"])
+        is_superseded = self._held is not None and self._held.snapshot == answer["queued"]
+        queued = self._held if is_superseded else None
+        return Start((host, port, token), answer["began_at"], queued)
 
     def _report(self) -> Doc:
         writer = self._writer = self._begin()
@@ -128,7 +135,7 @@ class Readiness:
             "committed": sorted(committed),
             "skipped": not goes_on,
             # All ranks or none: else the writers of some would wait for those of others.
-            "dropped": held.pop() if is_busy and len(held) == 1 else "",
+            "queued": held.pop() if is_busy and len(held) == 1 else "",
             "store": self._store(payloads) if goes_on else _NOWHERE,
             "began_at": max(
                 time.time(), max(payload["newest_at"] for payload in payloads) + _LATER_S

@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass
 
 from dist_ckpt import __version__, commit, index_codec
+from dist_ckpt.arena_layout import UNCLAIMED
 from dist_ckpt.channel import Doc
 from dist_ckpt.errors import (
     CheckpointError,
@@ -22,6 +23,8 @@ from dist_ckpt.kept_files import KeptCommitted, KeptFiles, KeptUncommitted
 from dist_ckpt.kept_saves import KeptSave, KeptSaves, kept_saves
 from dist_ckpt.load_options import LoadOptions
 from dist_ckpt.loader import load_together
+from dist_ckpt.parallel import each
+from dist_ckpt.paths import ID_LENGTH, Attempt, parse_attempt
 from dist_ckpt.plan import Receipt
 from dist_ckpt.plan_agreement import plan_of
 from dist_ckpt.receipts import check_receipts, differing_groups
@@ -39,16 +42,17 @@ def restore_together(
     state: MutableMapping[str | int, object],
     options: LoadOptions,
     storage: Storage | None = None,
-) -> LoadReport | None:
+) -> tuple[str, LoadReport] | None:
     """Fill a state from the newest save of a job that memory has. Collective: every rank calls it.
 
     Each rank holds its trainer's lock in `folder`, its host's, and all of them have settled with
-    the writers that an earlier run has left. Returns None, having touched nothing, if no save is
-    left that can be used:
+    the writers that an earlier run has left. Returns the snapshot's id and the report; None, having
+    touched nothing, if no save is left that can be used:
 
     - one that was committed, and is still the checkpoint at its path. What the hosts have of it
       is taken from memory, the rest from the storage;
-    - one that was never committed, and where nothing was since, if every host has all of it.
+    - one that was never committed, if every host has all of it, and nothing is at its path, or a
+      checkpoint that it would have overwritten.
 
     Neither one beside which a checkpoint of a later step has been committed since: this host may
     have been no part of the run meanwhile.
@@ -61,7 +65,8 @@ def restore_together(
         restoring = _Restoring(ranks, folder, storage, stack)
         while (chosen := restoring.choose(passed_over)) is not None:
             try:
-                return load_together(ranks, state, chosen.path, options, storage, chosen.kept)
+                report = load_together(ranks, state, chosen.path, options, storage, chosen.kept)
+                return chosen.id, report
             except (CorruptError, NotFoundError) as error:
                 # What a load raises it raises on all ranks alike, so that they go on alike.
                 if not chosen.kept.is_only_copy and isinstance(error, CorruptError):
@@ -72,18 +77,22 @@ def restore_together(
 
 
 # What the ranks tell alike of a save, in the order in which `_Told` takes it.
-_ALIKE = ("id", "path", "step", "world_size", "began_at")
+_ALIKE = ("id", "path", "step", "world_size", "began_at", "overwrite")
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What the ranks say about one save; `sealed` are for each the ranks that its host has."""
+    """What the ranks say about one save; `sealed` are for each the ranks that its host has.
+
+    `attempts` are those that it was claimed as, by what the writers have sealed: one or none.
+    """
 
     id: str
     path: str
     step: int | None
     world_size: int
     began_at: float
+    overwrite: bool
     _: KW_ONLY
     attempts: frozenset[str]
     was_committed: bool
@@ -129,11 +138,11 @@ class _Restoring:
                 if told.id in passed_over:
                     continue
                 try:
-                    is_committed = self._is_committed(told)
+                    attempt = self._attempt_of(told)
                 except _UnusableError as error:
                     _log.warning("%s is not restored from memory: %s", told.name, error)
                     continue
-                return {"id": told.id, "path": told.path, "is_committed": is_committed}
+                return {"id": told.id, "path": told.path, "attempt": attempt}
             return None
 
         with self._ranks.operation(f"restore of job {self._folder.job}"):
@@ -144,10 +153,11 @@ class _Restoring:
             return None
         assert self._kept is not None
         save = self._kept.saves.get(answer["id"])
-        if answer["is_committed"]:
+        if answer["attempt"] is None:
             return _Chosen(answer["id"], answer["path"], KeptCommitted(save))
         assert save is not None, "every host has it"
-        return _Chosen(answer["id"], answer["path"], KeptUncommitted(save, self._index))
+        kept = KeptUncommitted(save, answer["attempt"], self._index)
+        return _Chosen(answer["id"], answer["path"], kept)
 
     def _look(self) -> Doc:
         """Tell which saves this host has."""
@@ -175,40 +185,55 @@ class _Restoring:
             else:
                 _log.warning("%s is not looked at: its trainer lives", one.path)
 
-    def _is_committed(self, told: _Told) -> bool:
-        """Say whether a save was committed; else its index is made. _UnusableError says why not.
+    def _attempt_of(self, told: _Told) -> str | None:
+        """Return None if a save was committed; else the attempt that its index, made here, is of.
 
-        StorageError if the storage cannot tell: to pass over what may be the newest is no answer.
+        _UnusableError says why it cannot be used, StorageError if the storage cannot tell what is
+        committed: to pass over what may be the newest is no answer.
         """
-        if len(told.attempts) != 1:
+        if not any(told.sealed):
             raise _UnusableError("no rank's part of it is whole")
+        if len(told.attempts) > 1:
+            raise _UnusableError(f"its parts are of several attempts: {sorted(told.attempts)}")
         storage = self._storage or open_storage(told.path)[0]
-        if (newer := _newer_beside(storage, told)) is not None:
+        if (newer := _newer_beside(storage, told, self._ranks.config.threads)) is not None:
             raise _UnusableError(f"{newer} was committed since")
+        above = 1
         try:
-            found, _ = commit.find(storage, told.path)
+            found, index = commit.find(storage, told.path)
         except NotFoundError:
             if told.was_committed:
                 raise _UnusableError("it was committed, and is deleted by now") from None
-            self._index = self._rebuilt(told)
-            return False
         except (CorruptError, IncompatibleError) as error:
             raise _UnusableError(str(error)) from error
-        if found.name not in told.attempts:
-            raise _UnusableError(f"{found} is the checkpoint there")
-        return True
+        else:
+            if found.name in told.attempts:
+                return None
+            if index.saved_at >= told.began_at or not _would_replace(told, found):
+                raise _UnusableError(f"{found} is the checkpoint there")
+            above = found.number + 1
+        (attempt,) = told.attempts or {Attempt(above, told.id[:ID_LENGTH]).name}
+        self._index = self._rebuilt(told, attempt)
+        return attempt
 
-    def _rebuilt(self, told: _Told) -> bytes:
+    def _rebuilt(self, told: _Told, attempt: str) -> bytes:
         if not told.is_everywhere:
             raise _UnusableError("it was not committed, and not every host has all of it")
         assert self._kept is not None
         try:
-            return rebuilt_index(self._kept.saves[told.id])
+            return rebuilt_index(self._kept.saves[told.id], attempt)
         except (CheckpointError, ValueError) as error:
             raise _UnusableError(str(error)) from error
 
 
-def _newer_beside(storage: Storage, told: _Told) -> str | None:
+def _would_replace(told: _Told, found: Attempt) -> bool:
+    """Say whether a save would be the checkpoint instead of an older one, had it been committed."""
+    claimed = [parse_attempt(attempt) for attempt in told.attempts]
+    is_above = all(one is not None and one.number > found.number for one in claimed)
+    return told.overwrite and not told.was_committed and is_above
+
+
+def _newer_beside(storage: Storage, told: _Told, threads: int) -> str | None:
     """Return a checkpoint in the same folder of a later step, if one was committed since.
 
     Later in both: a save that began earlier may be committed later, and who has gone back to an
@@ -221,14 +246,19 @@ def _newer_beside(storage: Storage, told: _Told) -> str | None:
         entries = storage.list(folder)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    for name in (entry.name for entry in entries if entry.kind == "folder" and entry.name != own):
+    step, began_at = told.step, told.began_at
+
+    def is_newer(path: str) -> bool:
         with suppress(NotFoundError, CorruptError, IncompatibleError):
-            _, index = commit.find(storage, f"{folder}/{name}")
-            if index.step is None or index.step <= told.step:
-                continue
-            if index.saved_at > told.began_at:
-                return f"{folder}/{name}"
-    return None
+            _, index = commit.find(storage, path)
+            return index.step is not None and index.step > step and index.saved_at > began_at
+        return False
+
+    names = (entry.name for entry in entries if entry.kind == "folder")
+    paths = [f"{folder}/{name}" for name in names if name != own]
+    # Several at once: a run may keep many checkpoints, on a storage that takes its time.
+    newer = each(is_newer, paths, threads=threads)
+    return next((path for path, is_one in zip(paths, newer, strict=True) if is_one), None)
 
 
 class _UnusableError(Exception):
@@ -244,7 +274,7 @@ def _merged(payloads: Sequence[Sequence[Doc]]) -> list[_Told]:
             told.setdefault(what, {})[rank] = save
     found = []
     for what, saves_of in told.items():
-        attempts = {save["attempt"] for save in saves_of.values()} - {None}
+        attempts = {save["attempt"] for save in saves_of.values()} - {None, UNCLAIMED}
         there = (saves_of.get(rank, {"sealed": ()}) for rank in range(len(payloads)))
         sealed = tuple(frozenset(save["sealed"]) for save in there)
         was_committed = any(save["was_committed"] for save in saves_of.values())
@@ -254,7 +284,7 @@ def _merged(payloads: Sequence[Sequence[Doc]]) -> list[_Told]:
     return sorted(found, key=lambda one: (one.began_at, one.id), reverse=True)
 
 
-def rebuilt_index(save: KeptSave) -> bytes:
+def rebuilt_index(save: KeptSave, attempt: str) -> bytes:
     """Return the index that a save would have, had it been committed. It is complete here.
 
     StorageError or ValueError if it could not have been committed, or another version planned it.
@@ -273,10 +303,9 @@ def rebuilt_index(save: KeptSave) -> bytes:
         raise StorageError("its ranks hold different values under the same name")
     catalog = plan_of(first.bodies, save.world_size).catalog
     files, objects = check_receipts(catalog, receipts)
-    assert save.attempt is not None, "it is sealed"
     return index_codec.encode(
         Index(
-            attempt=save.attempt,
+            attempt=attempt,
             step=save.step,
             catalog=catalog,
             files=files,

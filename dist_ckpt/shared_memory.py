@@ -6,6 +6,7 @@ reserved before it is used, and what is mapped is never cut short.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -21,6 +22,9 @@ _TOUCH_NBYTES = 16 << 20
 
 # Linux 5.14; the module mmap has no name for it.
 _MADV_POPULATE_WRITE = 23
+
+# The module mmap has no name for it; it is the same on all systems that we know.
+_MAP_FIXED = 0x10
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
@@ -114,6 +118,27 @@ def map_writable(fd: int, *, touch: bool) -> mmap.mmap:
                 step = min(_TOUCH_NBYTES, len(memory) - start)
                 memory.madvise(_MADV_POPULATE_WRITE, start, step)
     return memory
+
+
+def leave_to_parent(memory: mmap.mmap, fd: int) -> None:
+    """In a forked child: have nothing in the place of a file, and of its mapping, that it shares.
+
+    Else what the parent gives back stays as long as the child lives. Neither unmapped nor closed:
+    what comes to lie there instead would go when the objects that have it end.
+    """
+    remap = ctypes.CDLL(None).mmap
+    remap.restype = ctypes.c_void_p
+    remap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    flags = _MAP_FIXED | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    remap(address, len(memory), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    shared = os.fstat(fd)
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir("/dev/fd"):  # a mapping has a descriptor of its own, which it hides
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(int(name)), shared):
+                os.dup2(nothing, int(name), inheritable=False)
+    os.close(nothing)
 
 
 def _allocate(fd: int, start: int, nbytes: int) -> None:

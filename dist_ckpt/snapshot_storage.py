@@ -66,7 +66,7 @@ class SnapshotStorage:
         served = {entry.name: entry for entry in self._served_in(folder)}
         try:
             found = self.inner.list(folder)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if not served:
                 raise
             found = ()

@@ -23,8 +23,8 @@ from dist_ckpt.index import Catalog
 from dist_ckpt.memory import Source
 from dist_ckpt.plan import FilePlan, WriteItem
 from dist_ckpt.region import Cell, Region
-from dist_ckpt.storage import Entry, ReadableFile, Storage, WritableFile
-from dist_ckpt.writer import RankFiles
+from dist_ckpt.storage import WritableFile
+from dist_ckpt.writer import RankFiles, WritableStorage
 
 # How rarely a wait looks whether more is staged: after this share of the time that it has waited.
 _SHARE = 0.05
@@ -202,29 +202,14 @@ class HeaderStorage:
     `rooms` are, by the name of the file, the memory that its header takes.
     """
 
-    def __init__(self, inner: Storage, rooms: Mapping[str, memoryview]) -> None:
+    def __init__(self, inner: WritableStorage, rooms: Mapping[str, memoryview]) -> None:
         self.inner = inner
         self._rooms = rooms
-
-    def list(self, folder: str) -> Sequence[Entry]:
-        return self.inner.list(folder)
-
-    def make_folder(self, folder: str) -> None:
-        self.inner.make_folder(folder)
 
     def create(self, path: str, nbytes: int) -> WritableFile:
         file = self.inner.create(path, nbytes)
         room = self._rooms.get(path.rpartition("/")[2])
         return file if room is None else _WritableFile(file, room)
-
-    def open(self, path: str) -> ReadableFile:
-        return self.inner.open(path)
-
-    def rename(self, old: str, new: str) -> None:
-        self.inner.rename(old, new)
-
-    def remove(self, path: str) -> None:
-        self.inner.remove(path)
 
     def sync(self, folder: str) -> None:
         self.inner.sync(folder)
@@ -250,6 +235,29 @@ class _WritableFile:
 
     def discard(self) -> None:
         self._inner.discard()
+
+
+class NoStorage:
+    """Takes every file, and keeps nothing: what is left of the writing are headers and digests."""
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        return _NoFile(nbytes)
+
+    def sync(self, folder: str) -> None: ...
+
+
+class _NoFile:
+    alignment = 1
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def write_at(self, offset: int, data: Buffer) -> None: ...
+
+    def finish(self) -> int:
+        return self._nbytes
+
+    def discard(self) -> None: ...
 
 
 def header_rooms(followed: Followed, plans: Sequence[FilePlan]) -> dict[str, memoryview]:

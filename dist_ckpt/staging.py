@@ -6,21 +6,27 @@ headers, digests, writing) it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
+from typing import NamedTuple
 
 from dist_ckpt.arena import Arena
 from dist_ckpt.arena_layout import Image
-from dist_ckpt.batches import Batch
+from dist_ckpt.batches import Batch, Part
+from dist_ckpt.device_staging import Beside
 from dist_ckpt.host_memory import address_of, copy, move
+from dist_ckpt.memory import Source
 from dist_ckpt.parallel import each
 from dist_ckpt.plan import FilePlan
 from dist_ckpt.writer import RankFiles, SourceOf
 
 # What a thread copies at once: so much that to hand it over does not count.
 _UNIT_NBYTES = 16 << 20
+
+# Of what devices copy the writer is told in steps of this size, each about a millisecond.
+_BESIDE_NBYTES = 64 << 20
 
 # Two keep the memory of most hosts busy; more would take cores from other ranks.
 _THREADS = 2
@@ -34,25 +40,72 @@ def images_of(files: RankFiles) -> tuple[Image, ...]:
     )
 
 
-def stage(
+def stage(arena: Arena, images: Sequence[memoryview], files: RankFiles) -> None:
+    """Copy all but the headers into the images that `arena.begin` has returned; complete it.
+
+    On return the state may change. Whatever is raised instead leaves the snapshot incomplete:
+    ValueError if a tensor has another size than when the save began.
+    """
+    units = list(_units(arena, images, files, _UNIT_NBYTES))
+    progress = _Progress(arena, units)
+    each(progress.copy, range(len(units)), threads=_THREADS)
+    _copy_objects(images, files)
+    arena.complete()
+
+
+def stage_beside(
     arena: Arena,
     images: Sequence[memoryview],
     files: RankFiles,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> None:
-    """Copy all but the headers into the images that `arena.begin` has returned; complete it.
+    beside: Beside,
+    late: Container[str],
+) -> Callable[[], None]:
+    """Do what `stage` does, but for what is on some devices: have these copy it.
 
-    Each thread copies within an `around()` of its own. On return the state may change. Whatever is
-    raised instead leaves the snapshot incomplete: ValueError if a tensor has another size than
-    when the save began.
+    On return what the host has may change, and, in what is asked of the devices from now on, what
+    they have, but for the tensors `late`: those only after a mark that is made now. What this
+    returns is called then, in any thread: it tells the arena how far the copies have come, and
+    returns when the snapshot is complete.
     """
-    units = list(_units(arena, images, files))
-    progress = _Progress(arena, units, around)
-    each(progress.copy, range(len(units)), threads=_THREADS)
+    units = list(_units(arena, images, files, _BESIDE_NBYTES))
+    sent = [[part for part in unit.parts() if beside.takes(part.source)] for unit in units]
+    others = [part for parts in sent for part in parts if part.fqn not in late]
+    for part in others:
+        beside.send(part.source, part.start, part.stop, part.room)
+    if others:
+        beside.hold_training()
+    marks = []
+    for parts in sent:
+        for part in parts:
+            if part.fqn in late:
+                beside.send(part.source, part.start, part.stop, part.room)
+        marks.append(beside.mark())
+    each(partial(_Unit.copy, beside=beside), units, threads=_THREADS)
+    _copy_objects(images, files)
+
+    def follow() -> None:
+        for unit, mark in zip(units, marks, strict=True):
+            mark.reached()
+            arena.advance(unit.stop)
+        arena.complete()
+
+    return follow
+
+
+def _copy_objects(images: Sequence[memoryview], files: RankFiles) -> None:
     encoded = [data for _, data in sorted(files.objects.items())]
     for image, data in zip(images[len(files.plans) :], encoded, strict=True):
         image[:] = data
-    arena.complete()
+
+
+class _Placed(NamedTuple):
+    """A part of a tensor, and its room in the image."""
+
+    fqn: str
+    source: Source
+    start: int
+    stop: int
+    room: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +118,38 @@ class _Unit:
     memory: memoryview
     stop: int
 
-    def copy(self) -> None:
+    def copy(self, beside: Beside | None = None) -> None:
+        """Copy it, but for what others take."""
         first = self.batches[0].start
         for batch in self.batches:
-            self._copy(batch, self.memory[batch.start - first :])
+            self._copy(batch, self.memory[batch.start - first :], beside)
 
-    def _copy(self, batch: Batch, room: memoryview) -> None:
+    def parts(self) -> Iterator[_Placed]:
+        """Yield everything in it, in order."""
+        filled = 0
+        for part in (part for batch in self.batches for part in batch.parts):
+            room = self.memory[filled : filled + part.stop - part.start]
+            fqn = self.plan.items[part.item].fqn
+            yield _Placed(fqn, self._source(part), part.start, part.stop, room)
+            filled += room.nbytes
+
+    def _source(self, part: Part) -> Source:
+        source = self.source_of(part.item)
+        if source.nbytes != part.nbytes:
+            raise ValueError(
+                f"{self.plan.items[part.item].fqn}: {part.nbytes} bytes when the save began, and "
+                f"{source.nbytes} now: change no tensor before it is staged"
+            )
+        return source
+
+    def _copy(self, batch: Batch, room: memoryview, beside: Beside | None) -> None:
         to, filled = address_of(room), 0
-        for item, nbytes, start, stop in batch.parts:
-            source = self.source_of(item)
-            if source.nbytes != nbytes:
-                raise ValueError(
-                    f"{self.plan.items[item].fqn}: {nbytes} bytes when the save began, and "
-                    f"{source.nbytes} now: change no tensor before it is staged"
-                )
+        for part in batch.parts:
+            source, start, stop = self._source(part), part.start, part.stop
             size = stop - start
-            if len(batch.parts) > 1 and (address := source.address()) is not None:
+            if beside is not None and beside.takes(source):
+                pass
+            elif len(batch.parts) > 1 and (address := source.address()) is not None:
                 move(to + filled, address + start, size)
             else:
                 data = source.read(start, stop, room[filled : filled + size])
@@ -92,22 +161,15 @@ class _Unit:
 class _Progress:
     """Copies units, and tells the arena up to where everything is staged. Threads share it."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        units: Sequence[_Unit],
-        around: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, arena: Arena, units: Sequence[_Unit]) -> None:
         self._arena = arena
         self._units = units
-        self._around = around
         self._lock = Lock()
         self._done = [False] * len(units)
         self._next = 0
 
     def copy(self, number: int) -> None:
-        with self._around():
-            self._units[number].copy()
+        self._units[number].copy()
         with self._lock:
             self._done[number] = True
             first = self._next
@@ -117,20 +179,22 @@ class _Progress:
                 self._arena.advance(self._units[self._next - 1].stop)
 
 
-def _units(arena: Arena, images: Sequence[memoryview], files: RankFiles) -> Iterator[_Unit]:
+def _units(
+    arena: Arena, images: Sequence[memoryview], files: RankFiles, nbytes: int
+) -> Iterator[_Unit]:
     spans = arena.placement.images
     for plan, source_of, image, span in zip(
         files.plans, files.sources, images, spans, strict=False
     ):
-        for batches in _runs(plan.batches):
+        for batches in _runs(plan.batches, nbytes):
             last = batches[-1]
             start = plan.header_nbytes + batches[0].start
             stop = plan.header_nbytes + last.start + _nbytes(last)
             yield _Unit(plan, source_of, batches, image[start:stop], span.start + stop)
 
 
-def _runs(batches: Sequence[Batch]) -> Iterator[tuple[Batch, ...]]:
-    """Cut the batches of a file into what is copied at once; an empty file has none."""
+def _runs(batches: Sequence[Batch], most: int) -> Iterator[tuple[Batch, ...]]:
+    """Cut the batches of a file into runs that reach `most` bytes; an empty file has none."""
     run: list[Batch] = []
     nbytes = 0
     for batch in batches:
@@ -138,7 +202,7 @@ def _runs(batches: Sequence[Batch]) -> Iterator[tuple[Batch, ...]]:
             continue
         run.append(batch)
         nbytes += _nbytes(batch)
-        if nbytes >= _UNIT_NBYTES:
+        if nbytes >= most:
             yield tuple(run)
             run, nbytes = [], 0
     if run:

@@ -51,13 +51,37 @@ class LocalState:
     `parts` has the local memory of each cell that the rank holds of a tensor, in the order in
     which the plan numbers them; an alias, which is no tensor of the inventory, has them too.
     `values` and `per_rank` hold checked plain data; a per-rank value is (key, value), its tensors
-    are `objects.Array`s.
+    are `objects.Array`s. `owners` are the modules and optimizers of the state, by name.
     """
 
     inventory: Inventory
     parts: Mapping[str, tuple[torch.Tensor, ...]]
     values: Mapping[str, object]
     per_rank: Mapping[str, tuple[Key, object]]
+    owners: Sequence[tuple[str, ModuleLeaf | OptimizerLeaf]]
+
+    def changed_in_steps(self) -> frozenset[str]:
+        """Return the tensors that change when an optimizer of the state steps, usually not before.
+
+        These are the optimizers' state, and what requires a gradient of the parameters in their
+        groups. Anything may change what else there is, whenever it likes: a forward the buffers,
+        and an average of the weights is kept in a copy of the model with parameters like these.
+        """
+        names: set[str] = set()
+        stepped: set[int] = set()
+        for fqn, leaf in self.owners:
+            if isinstance(leaf, OptimizerLeaf):
+                state = join(fqn, "state.")
+                names.update(name for name in self.parts if name.startswith(state))
+                groups = leaf.optimizer.param_groups
+                stepped.update(
+                    id(p) for group in groups for p in group["params"] if p.requires_grad
+                )
+        for fqn, leaf in self.owners:
+            if isinstance(leaf, ModuleLeaf):
+                named = leaf.state.names_of_parameters()
+                names.update(join(fqn, name) for key, name in named.items() if key in stepped)
+        return frozenset(names)
 
     def source(self, fqn: str, number: int) -> Source:
         """Return the memory of one cell of a tensor."""
@@ -132,6 +156,7 @@ class _Taker:
         self._values: dict[str, object] = {}
         self._per_rank: dict[str, tuple[Key, object]] = {}
         self._keys: dict[str, Key | None] = {}
+        self._owners: list[tuple[str, ModuleLeaf | OptimizerLeaf]] = []
 
     def add_root(self, root: Branch) -> None:
         self._tree.append(Node("", root.kind, tuple(root.children)))
@@ -152,7 +177,7 @@ class _Taker:
             name_lists=tuple(self._name_lists),
             numpy=tuple(self._numpy),
         )
-        return LocalState(inventory, self._parts, self._values, self._per_rank)
+        return LocalState(inventory, self._parts, self._values, self._per_rank, self._owners)
 
     def _add(self, fqn: str, tree: Tree) -> None:
         match tree:
@@ -161,8 +186,10 @@ class _Taker:
             case Branch():
                 self._add_branch(fqn, tree.kind, tree.children)
             case ModuleLeaf():
+                self._owners.append((fqn, tree))
                 self._add_branch(fqn, "dict", module_children(tree))
             case OptimizerLeaf():
+                self._owners.append((fqn, tree))
                 self._add(fqn, optimizer_tree(tree, self._names[fqn], fqn))
             case ObjectLeaf():
                 self._add(fqn, tree.content)

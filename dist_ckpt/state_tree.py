@@ -286,9 +286,3 @@ def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> Module
         else:
             extras[name] = _read(value, join(fqn, name), above)
     return ModuleLeaf(state, tensors, extras)
-
-
-def optimizers_in(state: Mapping[PathKey, object]) -> list[Optimizer]:
-    """Return the optimizers of a state."""
-    leaves = walk(read_state(state))
-    return [leaf.optimizer for _, _, leaf in leaves if isinstance(leaf, OptimizerLeaf)]

@@ -86,8 +86,10 @@ class StoreChannel:
         self._control.unseen_s = min(unseen_s, self._control.config.arrive_s)
 
     def linger(self, most_s: float) -> None:
-        """Put off the end of the coordinator, who has the store, until the others know the last
-        answer, at most for so long. `close` does so too, but briefly."""
+        """Put off the end of the coordinator until the others know the last answer.
+
+        At most for so long. `close` does so too, but briefly.
+        """
         self._role.linger(most_s)
 
     def leave(self) -> None:

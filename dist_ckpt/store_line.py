@@ -185,7 +185,7 @@ class StoreLine:
                 self._gone.format(f"no answer for {self._patience_s:g} s")
             ) from None
         except (RuntimeError, OSError) as error:
-            raise NoAnswerError(self._gone.format(_first_line(error))) from error
+            raise NoAnswerError(self._gone.format(first_line(error))) from error
 
     def post(self, function: Callable[[Store], object]) -> None:
         """Have `function` called soon; what becomes of it does not matter."""
@@ -266,6 +266,7 @@ def _serve(
         call()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of it: torch adds pages."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -19,8 +19,11 @@ _log = logging.getLogger("dist_ckpt")
 # How a writer is told from any other process that has its number.
 PROGRAM = "dist_ckpt.background_writer"
 
-# A writer that is told to stop abandons its save; one that is killed ends when the kernel lets it.
-_STOP_S = 10.0
+# A writer that is told to stop abandons its save, and seals what is staged, which it digests for
+# that at a low priority. One that has not ended by then ends itself.
+WRITER_END_S = 60.0
+_STOP_S = WRITER_END_S + 10.0
+# One that is killed ends when the kernel lets it.
 _KILL_S = 10.0
 _LOOK_S = 0.02
 

@@ -41,6 +41,11 @@ class TensorSource:
         return 0 if self._within is None else self._within.start
 
     @property
+    def device(self) -> torch.device:
+        """The device that has the tensor."""
+        return self._tensor.device
+
+    @property
     def nbytes(self) -> int:
         """Its size in bytes."""
         if self._within is None:
@@ -74,7 +79,17 @@ class TensorSource:
             self._fill((first + start) // self._tensor.itemsize, filled)
         return filled
 
-    def _fill(self, element: int, memory: memoryview) -> None:
+    def send(self, start: int, stop: int, memory: memoryview) -> None:
+        """Have the current stream of the device copy the bytes `start` to `stop` into `memory`.
+
+        The tensor stays what it is, and the memory there, until that stream has come so far. If
+        the memory is not pinned this waits for it, and whatever the stream has to do before.
+        """
+        itemsize = self._tensor.itemsize
+        element = (self._first * itemsize + start) // itemsize
+        self._fill(element, memory[: stop - start], non_blocking=True)
+
+    def _fill(self, element: int, memory: memoryview, *, non_blocking: bool = False) -> None:
         tensor, itemsize = self._tensor, self._tensor.itemsize
         # One copy serves any range of a contiguous tensor.
         held = tensor.view(-1) if tensor.is_contiguous() else tensor
@@ -83,7 +98,8 @@ class TensorSource:
         elements = Elements(element, element + memory.nbytes // itemsize)
         for box in boxes_of(elements, tuple(held.shape)):
             values = as_words(held[slices_of(box)].resolve_conj().resolve_neg())
-            words[done : done + values.numel()].view(values.shape).copy_(values)
+            room = words[done : done + values.numel()].view(values.shape)
+            room.copy_(values, non_blocking=non_blocking)
             done += values.numel()
 
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
+from typing import Protocol
 
 from dist_ckpt import digest
 from dist_ckpt.batches import Batch, Part
@@ -24,7 +25,7 @@ from dist_ckpt.index import Catalog
 from dist_ckpt.memory import Source
 from dist_ckpt.parallel import WORK_STALL_S, each, results_of
 from dist_ckpt.plan import FilePlan
-from dist_ckpt.storage import Storage, WritableFile
+from dist_ckpt.storage import WritableFile
 
 # So many batches are ready and wait for a thread that writes, so that the disk never waits.
 NUM_WAITING = 2
@@ -37,6 +38,16 @@ FileReceipt = tuple[str, int, int, str]
 
 # The memory of an item, by its number in the file's plan.
 SourceOf = Callable[[int], Source]
+
+
+class WritableStorage(Protocol):
+    """What writing takes of a `Storage`."""
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        """See `Storage.create`."""
+
+    def sync(self, folder: str) -> None:
+        """See `Storage.sync`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,12 @@ class RankFiles:
 
 
 def write_all(
-    storage: Storage, folder: str, files: RankFiles, *, threads: int, slots: Slots | None = None
+    storage: WritableStorage,
+    folder: str,
+    files: RankFiles,
+    *,
+    threads: int,
+    slots: Slots | None = None,
 ) -> tuple[FileReceipt, ...]:
     """Write a rank's files into an attempt folder; return what `Receipt.files` takes.
 
@@ -79,7 +95,7 @@ def write_all(
     return receipts
 
 
-def write_objects(storage: Storage, folder: str, name: str, data: bytes) -> FileReceipt:
+def write_objects(storage: WritableStorage, folder: str, name: str, data: bytes) -> FileReceipt:
     """Write one objects file; durable on return, but for its name, which waits for a sync."""
     with ExitStack() as stack:
         file = _create(storage, f"{folder}/{name}", len(data))
@@ -90,7 +106,7 @@ def write_objects(storage: Storage, folder: str, name: str, data: bytes) -> File
 
 
 def write_shard_files(
-    storage: Storage, folder: str, files: RankFiles, *, threads: int, slots: Slots
+    storage: WritableStorage, folder: str, files: RankFiles, *, threads: int, slots: Slots
 ) -> tuple[FileReceipt, ...]:
     """Write a rank's shard files; durable on return, but for their names."""
     with ExitStack() as stack:
@@ -221,7 +237,7 @@ def _is_placed(data: memoryview, offset: int, alignment: int) -> bool:
     return not data.readonly and (address_of(data) - offset) % alignment == 0
 
 
-def _create(storage: Storage, path: str, nbytes: int) -> WritableFile:
+def _create(storage: WritableStorage, path: str, nbytes: int) -> WritableFile:
     try:
         return storage.create(path, nbytes)
     except FileExistsError as error:

@@ -228,12 +228,14 @@ class Link:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._lock = threading.Lock()
+        # Whoever sends may be interrupted by the end of an AsyncSaver, which sends as well.
+        self._lock = threading.RLock()
         self._data = bytearray()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
         # Not a timeout of Python's: that would make the socket one that does not block.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+        weakref.finalize(self, end.close).atexit = False
         _close_in_children(weakref.ref(self))
 
     def fileno(self) -> int:

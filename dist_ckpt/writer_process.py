@@ -9,7 +9,7 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from dist_ckpt.channel import Failure, error_of
 from dist_ckpt.errors import RankError, StorageError
-from dist_ckpt.job_folder import RankFolder
+from dist_ckpt.job_folder import RankFolder, check_file
 from dist_ckpt.writer_link import Hello, Link, LinkClosedError, Ready, Refused
 
 # To start takes a quarter of a second; on a host where all ranks start at once, some more.
@@ -25,6 +25,7 @@ def start(
     Raises what the writer cannot begin with: ConflictError if the rank has a living one already,
     ValueError for settings that make no sense. RankError if it does not start.
     """
+    check_file(folder.log_path)
     ours, theirs = socket.socketpair()
     link = Link(ours)
     process: Popen[bytes] | None = None

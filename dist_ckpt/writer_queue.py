@@ -96,7 +96,8 @@ class WriterQueue:
                 if self._is_ended and not self._saves:
                     return None
                 self._changed.wait(_STEP_S)
-            self._current = self._saves.popleft()
+            self._current = self._saves[0]  # first: `unsettled` misses none
+            self._saves.popleft()
             return self._current
 
     @property
@@ -104,6 +105,15 @@ class WriterQueue:
         """The saves that are to be taken."""
         with self._changed:
             return [*self._saves]
+
+    @property
+    def unsettled(self) -> list[QueuedSave]:
+        """The save taken last, and those to be taken.
+
+        Takes no lock: an interrupt, which may come at any moment, may have left it held.
+        """
+        saves = (self._current, *self._saves)
+        return list(dict.fromkeys(save for save in saves if save is not None))
 
     @property
     def tokens(self) -> set[bytes]:

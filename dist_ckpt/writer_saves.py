@@ -10,10 +10,9 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-from dist_ckpt.arena import Followed
-from dist_ckpt.arena_layout import Seal
+from dist_ckpt.arena_layout import UNCLAIMED
 from dist_ckpt.attempt_run import AttemptRun, SaveRequest, Verdict
 from dist_ckpt.catalog_codec import CatalogText
 from dist_ckpt.channel import Alone, Channel, Doc, Failure, NoAnswerError, failure_of
@@ -27,16 +26,13 @@ from dist_ckpt.phases import Phases
 from dist_ckpt.plan import Receipt, SavePlan
 from dist_ckpt.plan_agreement import plan_of
 from dist_ckpt.replicas import members_digest
-from dist_ckpt.save_planner import items_of
-from dist_ckpt.snapshot_details import Details, decode_details
-from dist_ckpt.staged_files import HeaderStorage, Staging, files_of, header_rooms
+from dist_ckpt.staged_save import StagedSave
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.storage.paced import Allowance, PacedStorage
 from dist_ckpt.store_channel import StoreChannel
 from dist_ckpt.store_line import Wording
 from dist_ckpt.tally import Tally
-from dist_ckpt.writer import RankFiles, write_all
 from dist_ckpt.writer_link import Done, Hello, Write
 from dist_ckpt.writer_queue import QueuedSave
 
@@ -156,7 +152,7 @@ def host_of(config: Config) -> str:
 
 
 class BackgroundSaves:
-    """The saves of one writer, one after the other, in one thread.
+    """The saves of one writer, one after the other, in one thread. Another one may seal them.
 
     `check` raises if a save that is not complete never will be; it is called by other threads too.
     """
@@ -168,32 +164,42 @@ class BackgroundSaves:
         self._meetings = meetings
         self._check = check
         self._slots = Slots()
-        self._bodies: Bodies = ()
-        self._plan: tuple[SavePlan, CatalogText] | None = None
+        # In one, for who seals may ask while another thread finds out.
+        self._planned: tuple[Bodies, tuple[SavePlan, CatalogText]] | None = None
+        self._last: _Save | None = None
 
     def settle(self, save: QueuedSave) -> Done:
         """Write a save and settle with the others whether it is committed.
 
-        Collective: the writer of every rank calls this. Raises only interrupts.
+        Collective: the writer of every rank calls this. Raises only interrupts. Whatever the save
+        failed of, what is staged here is sealed on return: then the trainer may stage over it.
         """
-        run: _Save | None = None
+        self._last = run = _Save(self, save)
         try:
-            channel = self._meetings.channel(save.write)
-            run = _Save(self, save, channel)
-            verdict = run.run()
+            verdict = run.run(self._meetings.channel(save.write))
         except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
             _log.error("background save to %s failed: %s", save.write.path, error, exc_info=error)
-            failure = self._failure_of(error)
-            return _done(save.write.snapshot, run, failure=failure)
+            run.seal()
+            return _done(save.write.snapshot, run, failure=self._failure_of(error))
         _log.info("background save to %s is committed: %s", save.write.path, verdict)
         return _done(save.write.snapshot, run, verdict=verdict)
 
+    def seal(self, saves: Sequence[QueuedSave]) -> None:
+        """Seal what is staged of saves that will not be settled: a restart can use it.
+
+        Any thread may do that, also while the one that settles hangs. Touches no storage.
+        """
+        for save in saves:
+            last = self._last
+            (last if last is not None and last.save is save else _Save(self, save)).seal()
+
     def plan(self, bodies: Bodies) -> tuple[SavePlan, CatalogText]:
         """Return the plan of a save, which is kept for as long as the inventories are the same."""
-        if self._plan is None or self._bodies != bodies:
+        planned = self._planned
+        if planned is None or planned[0] != bodies:
             plan = plan_of(bodies, self._settings.world_size)
-            self._plan, self._bodies = (plan, CatalogText(plan.catalog)), bodies
-        return self._plan
+            self._planned = planned = bodies, (plan, CatalogText(plan.catalog))
+        return planned[1]
 
     @property
     def settings(self) -> WriterSettings:
@@ -219,43 +225,55 @@ class BackgroundSaves:
 class _Save:
     """One rank's side of one save; the callbacks run inside the exchanges."""
 
-    def __init__(self, saves: BackgroundSaves, save: QueuedSave, channel: Channel) -> None:
+    def __init__(self, saves: BackgroundSaves, save: QueuedSave) -> None:
         self._saves = saves
-        self._save = save
-        self._channel = channel
-        self._began = channel.exchanges
-        self._run: AttemptRun | None = None
+        self.save = save
+        self._channel: Channel
+        self._began: Tally | None = None
+        # Set by the work of the first exchange, if it comes to that.
+        self._staged: StagedSave | None = None
         self._storage: CountingStorage | None = None
-        # Set by the work of the first exchange, as is the run.
-        self._followed: Followed
-        self._staging: Staging
-        self._details: Details
-        self._plan: SavePlan
-        self._text: CatalogText
-        self._files: RankFiles
+        self._run: AttemptRun | None = None
+        self._attempt = UNCLAIMED
         quiet = saves.settings.rank != 0
         self._phases = Phases("background save", save.write.path, quiet=quiet)
 
-    def run(self) -> Verdict:
-        channel, phases = self._channel, self._phases
-        channel.enter(f"background save to {self._save.write.path}")
+    def run(self, channel: Channel) -> Verdict:
+        phases = self._phases
+        self._channel, self._began = channel, channel.exchanges
+        channel.enter(f"background save to {self.save.write.path}")
         try:
             with phases.phase("claim"):
                 attempt = self._claim()
+            self._attempt = attempt.name
             assert self._run is not None
+            assert self._staged is not None
+            staged = self._staged
             with phases.phase("write"):
                 verdict = self._run.settle(
-                    self._text,
+                    staged.text,
                     attempt,
-                    lambda: self._write(attempt),
-                    lambda group: dict(dict(self._details.replicas).get(group, ())),
+                    lambda: self._write(staged),
+                    lambda group: dict(dict(staged.details.replicas).get(group, ())),
                 )
-            self._followed.mark_committed()
+            staged.mark_committed()
             with phases.phase("clean up"):
                 self._run.clean_up()
             return verdict
         finally:
             channel.leave()
+
+    def seal(self) -> None:
+        """Seal what is staged, after an error: maybe it has met the storage, but not the memory."""
+        path = self.save.write.path
+        try:
+            self._staged = staged = self._staged or self._look()
+            threads = self._saves.settings.config.threads
+            staged.seal(self._attempt, threads=threads, slots=self._saves.slots)
+        except Exception as error:  # noqa: BLE001 - what the trainer is told is the first error
+            _log.warning("what was staged for %s is not sealed: %s", path, error)
+        else:
+            _log.info("what was staged for %s is sealed, and stays in memory", path)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -263,7 +281,7 @@ class _Save:
 
     @property
     def exchanges(self) -> Tally:
-        return self._channel.exchanges.since(self._began)
+        return Tally() if self._began is None else self._channel.exchanges.since(self._began)
 
     @property
     def storage(self) -> CountingStorage | None:
@@ -285,23 +303,19 @@ class _Save:
         assert attempt is not None
         return attempt
 
-    def _prepare(self) -> Doc:
+    def _look(self) -> StagedSave:
         """Find out what is to be written. Raises what is wrong with it."""
-        saves, save = self._saves, self._save
-        self._followed = followed = save.follow()
-        snapshot = followed.snapshot
-        settings = saves.settings
+        saves, save = self._saves, self.save
+        followed = save.follow()
+        snapshot, settings = followed.snapshot, saves.settings
         said = snapshot.path, snapshot.rank, snapshot.world_size
         if said != (save.write.path, settings.rank, settings.world_size):
             raise CorruptError(f"snapshot {snapshot.id} is of another save: {said}")
-        try:
-            self._details = details = decode_details(snapshot.details)
-        except ValueError as error:
-            raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
-        self._plan, self._text = saves.plan(details.bodies)
-        plans = items_of(self._plan, settings.rank)
-        self._staging = staging = Staging(followed, lambda: saves.check(save))
-        self._files = files_of(followed, staging, self._plan.catalog, plans)
+        return StagedSave(followed, lambda: saves.check(save), saves.plan)
+
+    def _prepare(self) -> Doc:
+        self._staged = staged = self._look()
+        snapshot, details = staged.snapshot, staged.details
         own, path = open_storage(snapshot.path)
         self._storage = CountingStorage(own)
         request = SaveRequest(
@@ -312,9 +326,11 @@ class _Save:
             metadata="",
             mirrored=details.mirrored,
             saved_by=details.saved_by,
+            # The state is of then; and who restores compares the times of saves.
+            saved_at=details.began_at,
         )
-        self._run = AttemptRun(self._channel, settings.config, request)
-        staging.check()
+        self._run = AttemptRun(self._channel, self._saves.settings.config, request)
+        staged.staging.check()
         return {"snapshot": snapshot.id}
 
     def _decide(self, payloads: Sequence[Doc]) -> Doc:
@@ -326,52 +342,37 @@ class _Save:
         assert self._run is not None
         return {"attempt": self._run.claim()}
 
-    def _write(self, attempt: Attempt) -> Receipt:
+    def _write(self, staged: StagedSave) -> Receipt:
         start = time.monotonic()
-        saves, settings = self._saves, self._saves.settings
+        settings = self._saves.settings
         assert self._storage is not None
-        self._staging.give_way()
+        staged.staging.give_way()
         storage = PacedStorage(self._storage, settings.allowance) if settings.allowance else None
-        written = write_all(
-            HeaderStorage(
-                storage or self._storage, header_rooms(self._followed, self._files.plans)
-            ),
-            f"{self._save.write.path}/{attempt.name}",
-            self._files,
+        written = staged.write(
+            storage or self._storage,
+            f"{self.save.write.path}/{self._attempt}",
+            self._attempt,
             threads=settings.config.threads,
-            slots=saves.slots,
+            slots=self._saves.slots,
         )
-        self._staging.await_complete()
-        # Before anybody is told that it is written: who finds it committed finds the seal.
-        self._followed.seal(Seal(attempt.name, written))
         replicas = tuple(
-            (group, members_digest(dict(members))) for group, members in self._details.replicas
+            (group, members_digest(dict(members))) for group, members in staged.details.replicas
         )
         return Receipt(written, replicas, time.monotonic() - start)
 
 
 def _done(
     snapshot: str,
-    save: _Save | None,
+    save: _Save,
     *,
     verdict: Verdict | None = None,
     failure: Failure | None = None,
 ) -> Done:
-    done = Done(
+    storage = save.storage
+    return Done(
         snapshot=snapshot,
         verdict=None if verdict is None else asdict(verdict),
         failure=None if failure is None else asdict(failure),
-        seconds={},
-        reads=(0, 0),
-        writes=(0, 0),
-        exchanges=(0, 0),
-        nbytes_receipt=0,
-    )
-    if save is None:
-        return done
-    storage = save.storage
-    return replace(
-        done,
         seconds=save.seconds,
         reads=_pair(storage.reads if storage else Tally()),
         writes=_pair(storage.writes if storage else Tally()),

@@ -35,7 +35,12 @@ from benchmarks.checkpoints import CONTENDERS
 from benchmarks.report import IN_MEMORY, document, file_system_of, machine, show
 from benchmarks.scenario import OURS, Absent, Measure, Scenario, Settings
 
-MODULES = ("benchmarks.checkpoints", "benchmarks.planning", "benchmarks.background")
+MODULES = (
+    "benchmarks.checkpoints",
+    "benchmarks.planning",
+    "benchmarks.background",
+    "benchmarks.gpu",
+)
 QUICK_NBYTES = 16 << 20
 
 

@@ -11,7 +11,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.arena import Arena, Follower
-from dist_ckpt.arena_layout import Image, Seal, Snapshot, arena_nbytes
+from dist_ckpt.arena_layout import UNCLAIMED, Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.arenas import Arenas
 from dist_ckpt.collective import Bodies
 from dist_ckpt.commit import find
@@ -109,9 +109,14 @@ def keep(
     arena: int = 0,
     ranks: Sequence[int] | None = None,
     seal: Sequence[int] | None = None,
+    unclaimed: Sequence[int] = (),
+    was_committed: bool = False,
     edit: Callable[[Details, int], Details] = lambda details, _: details,
 ) -> None:
-    """Leave a save in an arena of its ranks, all of them sealed, as if their processes had died."""
+    """Leave a save in an arena of its ranks, all of them sealed, as if their processes had died.
+
+    The writers of those that are `unclaimed` were told of no attempt.
+    """
     for rank in range(saved.world_size) if ranks is None else ranks:
         arenas = Arenas(folder.rank(rank))
         what = snapshot_of(saved, rank, edit)
@@ -120,7 +125,10 @@ def keep(
         if seal is None or rank in seal:
             follower = Follower(memory.place, folder.job)
             receipts = tuple(saved.receipts[image.name] for image in what.images)
-            follower.follow(what.id).seal(Seal(saved.attempt, receipts))
+            followed = follower.follow(what.id)
+            followed.seal(Seal(UNCLAIMED if rank in unclaimed else saved.attempt, receipts))
+            if was_committed:
+                followed.mark_committed()
             follower.close()
         arenas.close()
 
@@ -177,7 +185,8 @@ def try_restore(
     def run(rank: int, channel: Any, bulk: Any) -> LoadReport | None:
         session = Session(channel, bulk, TEST_CONFIG)
         folder = folders if isinstance(folders, JobFolder) else folders[rank]
-        return restore_together(session, folder, states[rank], LoadOptions(**options))
+        found = restore_together(session, folder, states[rank], LoadOptions(**options))
+        return None if found is None else found[1]
 
     hosts = ["host"] * world_size if isinstance(folders, JobFolder) else None
     return try_ranks(world_size, run, hosts=hosts), states

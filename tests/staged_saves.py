@@ -31,6 +31,7 @@ from dist_ckpt.writer_process import start
 
 # A writer that says nothing for so long fails the test.
 ANSWER_S = 60.0
+STAGED_AT = 1.0
 CONFIG = Config(silence_s=1.5, arrive_s=20.0, warn_s=5.0, appear_s=10.0)
 
 
@@ -93,7 +94,9 @@ class Staged:
     ) -> None:
         self.arena = arena
         self._files = state.files(rank, step)
-        details = Details(overwrite, {"note": 1}, {"dist_ckpt": "0"}, 1.0, state.bodies, replicas)
+        details = Details(
+            overwrite, {"note": 1}, {"dist_ckpt": "0"}, STAGED_AT, state.bodies, replicas
+        )
         self.snapshot = Snapshot(
             name,
             str(path),

@@ -609,3 +609,33 @@ def test_closing_lets_go_of_all(arenas, folder):
     arenas.close()
     assert open_descriptors() == before
     assert steps_in(folder) == [(7, True)]
+
+
+FORKED = """
+Arenas._memory = lambda arenas, number, nbytes: ("here", create_nameless(nbytes))
+arena = Arenas(JobFolder("job", roots=[args[0]]).rank(1)).fitting(0, 1 << 20)
+arena.memory[5000] = 7
+def held():
+    return [n for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")]
+def shares():
+    fds = [os.readlink(f"/proc/self/fd/{n}") for n in held()]
+    return any("memfd:dist_ckpt" in text for text in (open("/proc/self/maps").read(), str(fds)))
+if os.fork() == 0:
+    view = arena.memory
+    found = shares(), view[5000]
+    view[5000] = 8  # it is the child's own by now
+    new = bytearray(1 << 20)
+    arena.close()
+    del arena, view
+    say(*found, new == bytes(1 << 20))
+    os._exit(0)
+os.wait()
+say(shares(), arena.memory[5000])
+"""
+
+
+@pytest.mark.multi_process
+def test_a_forked_child_keeps_none_of_an_arena_and_what_it_does_to_it_is_its_own(tmp_path):
+    with program("from dist_ckpt.shared_memory import create_nameless\n" + FORKED, tmp_path) as one:
+        assert one.hear() == "False 0 True"
+        assert one.hear() == "True 7"

@@ -238,3 +238,42 @@ def test_a_really_small_shared_memory_ends_nobody(tmp_path):
         "arena-0.trainer arena-1.trainer",
     ]
     assert done.stderr.count("docker run --shm-size") == 1
+
+
+# --- what is not ours ------------------------------------------------------------------------
+
+
+def make_folder(path: str) -> None:
+    os.mkdir(path)
+
+
+def make_pipe(path: str) -> None:
+    os.mkfifo(path)
+
+
+def make_link(path: str) -> None:
+    os.symlink("/dev/null", path)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(make_folder, "a folder"), (make_pipe, "a pipe"), (make_link, "a link")],
+)
+@pytest.mark.parametrize("name", ["arena-0", "arena-0.new"])
+def test_what_is_no_file_in_the_place_of_an_arena_is_named_and_left(
+    arenas, folder, name, make, what
+):
+    path = f"{folder.path}/{name}"
+    make(path)
+    with pytest.raises(StorageError, match=f"{path} is {what}, .* left as it is; remove it, or"):
+        arenas.fitting(0, 4096)
+    folder.remove()
+    assert os.listdir(folder.path) == [name]
+
+
+def test_a_folder_where_the_place_of_memory_is_told_is_named_and_left(elsewhere):
+    path = f"{elsewhere.arena_path(0)}.trainer"
+    os.mkdir(path)
+    with pytest.raises(StorageError, match=f"{path} is a folder, .* remove it, or"):
+        Arenas(elsewhere).fitting(0, 4096)
+    assert os.path.isdir(path)

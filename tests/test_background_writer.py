@@ -7,6 +7,8 @@ import secrets
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +19,7 @@ import pytest
 from staged_saves import (
     ANSWER_S,
     CONFIG,
+    STAGED_AT,
     Staged,
     State,
     Trainer,
@@ -31,6 +34,7 @@ from dist_ckpt.arena import Arena
 from dist_ckpt.arena_layout import arena_nbytes
 from dist_ckpt.arenas import Arenas
 from dist_ckpt.background_writer import MAX_LOG_NBYTES
+from dist_ckpt.checkpoint import checkpoints_in
 from dist_ckpt.errors import ConflictError, RankError, StorageError
 from dist_ckpt.job_folder import JobFolder, RankFolder
 from dist_ckpt.kept_snapshots import kept_in
@@ -95,6 +99,13 @@ def check(path: Path, state: State) -> None:
         }
 
 
+def is_sealed(folder: RankFolder, staged: Staged) -> bool:
+    """Say whether a restart can use a rank's part of a save."""
+    with kept_in(folder) as (found, _):
+        (kept,) = (one for one in found if one.snapshot.id == staged.snapshot.id)
+        return kept.seal is not None
+
+
 def order_all(
     job: Job, trainers: list[Trainer], state: State, *, path: str = "ck", number: int = 0
 ) -> list[Staged]:
@@ -135,6 +146,9 @@ def test_what_is_staged_is_committed_and_sealed(job, world_size):
             assert set(answers[0].seconds) == {"claim", "write", "clean up"}
             assert all(one.writes[1] > 400_000 for one in answers)
             check(job.path / f"ck{turn}", state)
+            # Of when it was staged, not of when it was committed: another may be staged meanwhile.
+            (summary,) = checkpoints_in(job.path / f"ck{turn}")
+            assert summary.saved_at == STAGED_AT
             attempt = answers[0].verdict["attempt"]
             for rank, folder in enumerate(job.ranks(world_size)):
                 with kept_in(folder) as (found, problems):
@@ -236,6 +250,7 @@ def test_the_death_of_a_writer_is_told_to_all_others_by_name(job):
             one.complete()
         for trainer in (trainers[0], trainers[2]):
             failure = done(trainer).failure
+            assert is_sealed(trainer.folder, staged[0])
             assert failure is not None
             assert failure["rank"] == 1
             assert "is dead or frozen" in failure["message"]
@@ -419,8 +434,88 @@ def test_a_writer_that_is_told_to_end_abandons_what_is_under_way(job, rank):
         assert "TerminatedError" in failure["message"]
         assert "told to end by signal" in trainers[rank].log()
         assert not (job.path / "ck").exists()
-        folder = job.ranks(2)[rank]
-        assert owner_of(f"{folder.path}/writer.lock") is None
+        folders = job.ranks(2)
+        assert owner_of(f"{folders[rank].path}/writer.lock") is None
+        assert is_sealed(folders[1 - rank], staged[0])
+        assert not is_sealed(folders[rank], staged[0])
+
+
+def test_what_is_staged_when_a_writer_is_told_to_end_is_sealed(job):
+    state = State(1, SHAPES)
+    with writers(job.ranks(1), cap=1e5) as (trainer,):
+        staged = [job.staged(state, number=number, path=f"ck{number}") for number in range(2)]
+        for number, one in enumerate(staged):
+            one.complete()
+            trainer.link.send(write_of(one, number))
+        wait_for_attempt(job.path / "ck0", "model-00000.safetensors")
+        trainer.process.terminate()
+        assert trainer.wait() == 128 + signal.SIGTERM
+        assert list(job.path.iterdir()) == []
+        assert [is_sealed(trainer.folder, one) for one in staged] == [True, True]
+
+
+# A writer that hangs in its storage when it makes a file of rank 0 durable.
+HANGS = """
+import os, sys, time
+from dist_ckpt import background_writer
+from dist_ckpt.storage import local
+
+def sync(fd, real=local._sync):
+    if "/model-00000" in os.readlink(f"/proc/self/fd/{fd}"):
+        print("the storage hangs", file=sys.stderr, flush=True)
+        time.sleep(600)
+    real(fd)
+
+local._sync = sync
+sys.exit(background_writer.main(sys.argv[-1:]))
+"""
+
+
+def test_what_is_staged_when_a_writer_is_told_to_end_while_its_storage_hangs_is_sealed(
+    job, tmp_path_factory, monkeypatch
+):
+    python = tmp_path_factory.mktemp("python") / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{HANGS}' \"$@\"\n")
+    python.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(python))
+    state = State(2, SHAPES)
+    with writers(job.ranks(2)) as trainers:
+        first = order_all(job, trainers, state)
+        second = order_all(job, trainers, state, path="second", number=1)
+        for one in (*first, *second):
+            one.complete()
+        while "the storage hangs" not in trainers[0].log():
+            time.sleep(0.001)
+        for _ in range(2):
+            trainers[0].process.terminate()
+        assert trainers[0].wait() == 128 + signal.SIGTERM
+        assert "background writer of rank 0" in done(trainers[1]).failure["message"]
+        (folder, _) = job.ranks(2)
+        assert [is_sealed(folder, one[0]) for one in (first, second)] == [True, True]
+        assert trainers[0].log().count("ended: it was told to end by signal") == 1
+
+
+def test_a_writer_that_is_told_again_and_again_to_end_does_what_it_did_when_told_once(job):
+    state = State(1, SHAPES)
+    with writers(job.ranks(1)) as (trainer,):
+        first = job.staged(state, path="first")
+        first.complete()
+        trainer.link.send(write_of(first))
+        assert done(trainer).failure is None
+        staged = job.staged(state, number=1)
+        staged.stage(1)
+        trainer.link.send(write_of(staged, 1))
+        wait_for_attempt(job.path / "ck", "model-00000.safetensors")
+        # Each rank of a new run on this host tells every writer that is left.
+        while trainer.process.poll() is None:
+            trainer.process.terminate()
+            time.sleep(0.0005)
+        assert trainer.wait() == 128 + signal.SIGTERM
+        assert "Traceback" not in trainer.log()
+        assert trainer.log().count("ended: it was told to end by signal") == 1
+        assert not (job.path / "ck").exists()
+        check(job.path / "first", state)
+        assert job.ranks(1)[0].owner("writer") is None
 
 
 def wait_for_attempt(path: Path, file: str = "claim.json") -> None:
@@ -440,6 +535,55 @@ def test_a_writer_without_work_ends_when_it_is_told_to(job):
         assert trainer.hear() == Held("0" * 32, is_held=False)
         trainer.process.terminate()
         assert trainer.wait() == 128 + signal.SIGTERM
+
+
+def test_a_writer_that_was_told_to_end_and_hangs_ends_all_the_same():
+    hangs = """if True:
+        import os, signal, time
+        from dist_ckpt.background_writer import Termination
+        termination = Termination(end_s=0.1)
+        termination.set_seal(lambda: time.sleep(600))
+        termination.begin()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(600)
+        except SystemExit:
+            time.sleep(600)
+        """
+    ended = subprocess.run(
+        [sys.executable, "-c", hangs], capture_output=True, text=True, timeout=ANSWER_S, check=False
+    )
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr
+    assert "line 11" in ended.stderr
+
+
+def test_only_a_writer_that_was_told_to_end_can_be_interrupted():
+    told = """if True:
+        import os, signal
+        from dist_ckpt.background_writer import Termination
+        sealed = []
+        termination = Termination()
+        termination.set_seal(lambda: sealed.append(1))
+        termination.begin()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        termination.check()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        except SystemExit as error:
+            try:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), signal.SIGTERM)
+                termination.finish()
+            except SystemExit:
+                print(sealed, error)
+        """
+    ended = subprocess.run(
+        [sys.executable, "-c", told], capture_output=True, text=True, timeout=ANSWER_S, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "[1] it was told to end by signal 15\n"
 
 
 def test_a_rank_has_one_writer(job):
@@ -482,8 +626,13 @@ def test_a_writer_that_cannot_be_started_is_told_as_an_error_of_ours(job, monkey
             start(folder, hello(folder, 1))
     os.unlink(folder.log_path)
     os.symlink("/dev/null", folder.log_path)
-    with pytest.raises(StorageError, match="cannot be started: Too many levels of symbolic links"):
+    with pytest.raises(StorageError, match=r"writer\.log is a link, .* remove it, or"):
         start(folder, hello(folder, 1))
+    os.unlink(folder.log_path)
+    os.mkfifo(folder.log_path)  # to open it would take until somebody reads from it
+    with pytest.raises(StorageError, match=r"writer\.log is a pipe, .* remove it, or"):
+        start(folder, hello(folder, 1))
+    os.unlink(folder.log_path)
 
 
 @pytest.mark.parametrize("first", [b"", Ready(1)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +52,12 @@ def test_folders_are_private_whatever_the_umask_allows(tmp_path):
 @pytest.mark.parametrize("job", ["", ".", "..", "a/b", "-x", "a b", "x" * 65, "a\n", "é"])
 def test_a_job_that_is_no_folder_name_is_refused(job, tmp_path):
     with pytest.raises(ValueError, match="1 to 64 letters"):
+        JobFolder(job, roots=[str(tmp_path)])
+
+
+@pytest.mark.parametrize("job", [5, None, b"job", Path("job")])
+def test_a_job_that_is_no_text_is_refused(job, tmp_path):
+    with pytest.raises(TypeError, match=r"job=.*: it names a folder, so pass a str of 1 to 64"):
         JobFolder(job, roots=[str(tmp_path)])
 
 
@@ -160,6 +168,8 @@ def test_the_ranks_of_earlier_runs_are_listed_and_nothing_else(folder):
     for rank in (12, 0, 3):
         folder.rank(rank)
     (Path(folder.path) / "rank-x").mkdir()
+    (Path(folder.path) / "rank-00007").touch()
+    (Path(folder.path) / "rank-00008").symlink_to(folder.rank(0).path)
     assert folder.ranks() == [0, 3, 12]
 
 
@@ -286,10 +296,38 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_made_again(folder, monkeypa
     assert os.path.isdir(path)
 
 
-def test_a_lock_that_cannot_be_had_says_why(folder):
+def make_socket(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (os.mkdir, "a folder"),
+        (os.mkfifo, "a pipe"),
+        (lambda path: os.symlink("/dev/null", path), "a link"),
+        (make_socket, "a socket"),
+    ],
+)
+def test_what_is_no_file_in_the_place_of_a_lock_is_named_and_left(folder, make, what):
     rank = folder.rank(0)
-    os.symlink("/dev/null", f"{rank.path}/trainer.lock")
-    with pytest.raises(StorageError, match=r"trainer.lock cannot be locked: Too many levels"):
+    path = f"{rank.path}/trainer.lock"
+    make(path)
+    with pytest.raises(StorageError, match=f"{path} is {what}, .* left as it is; remove it, or"):
+        rank.lock("trainer")
+    assert rank.owner("trainer") is None
+    assert os.path.lexists(path)
+
+
+def test_a_lock_that_cannot_be_had_says_why(folder, monkeypatch):
+    rank = folder.rank(0)
+
+    def refuse(path: str) -> LockFile:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(job_folder, "take", refuse)
+    with pytest.raises(StorageError, match=r"trainer.lock cannot be locked: No locks available"):
         rank.lock("trainer")
 
 

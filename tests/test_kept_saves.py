@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt.arena import Follower
-from dist_ckpt.arena_layout import Image, Seal, Snapshot, arena_nbytes
+from dist_ckpt.arena_layout import UNCLAIMED, Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.arenas import Arenas
 from dist_ckpt.job_folder import JobFolder
 from dist_ckpt.kept_saves import KeptSaves, kept_saves
@@ -67,7 +67,6 @@ def test_what_all_ranks_have_sealed_is_complete(folder):
     assert (save.id, save.path, save.step) == (f"{1:032x}", "/runs/1", 1)
     assert (save.world_size, save.began_at, save.attempt) == (2, 5.0, ATTEMPT)
     assert sorted(save.sealed) == [0, 1]
-    assert save.is_complete
     assert save.details(1) == DETAILS
     assert kept.problems == ()
 
@@ -78,7 +77,6 @@ def test_a_rank_that_has_not_sealed_its_part_lacks(folder):
     keep(folder, snapshot(0, 2), arena=1, is_complete=False)
     saves = look(folder).saves
     assert {save.step: sorted(save.sealed) for save in saves.values()} == {1: [0], 2: []}
-    assert not any(save.is_complete for save in saves.values())
     assert saves[f"{2:032x}"].attempt is None
 
 
@@ -100,6 +98,19 @@ def test_a_snapshot_that_was_sealed_as_another_attempt_is_left_out(folder):
     (save,) = kept.saves.values()
     assert (list(save.sealed), save.attempt) == ([0], ATTEMPT)
     assert "and as another" in kept.problems[0]
+
+
+def test_a_writer_that_knew_of_no_attempt_has_sealed_the_one_of_the_others(folder):
+    for world in range(2):  # whoever is looked at first
+        for rank in range(2):
+            one = snapshot(rank, world + 1)
+            files = ((one.images[0].name, 5000, 100, "f" * 32),)
+            attempt = UNCLAIMED if rank == world else ATTEMPT
+            keep(folder, one, arena=world, seal=Seal(attempt, files))
+    kept = look(folder)
+    assert kept.problems == ()
+    for save in kept.saves.values():
+        assert (sorted(save.sealed), save.attempt) == ([0, 1], ATTEMPT)
 
 
 @pytest.mark.parametrize("file", [("other", 5000), ("model-00000.safetensors", 4999)])

@@ -20,7 +20,7 @@ from dist_ckpt.errors import RankError, StorageError
 from dist_ckpt.job_folder import JobFolder, RankFolder
 from dist_ckpt.own_writer import Order, OwnWriter
 from dist_ckpt.save_handle import SaveHandle
-from dist_ckpt.writer_link import Done, Go, Held, Hello, Hold, Link, Refused, Write
+from dist_ckpt.writer_link import Done, Go, Held, Hello, Hold, Link, Message, Refused, Write
 
 SOON_S = 30.0
 FAILURE = Failure("StorageError", "rank 2 (host a): the disk is full", 2, "write")
@@ -125,6 +125,22 @@ def test_a_save_that_is_ordered_of_a_writer_that_is_gone_is_lost_and_not_waited_
     assert writer.joined is None
     writer.ensure()
     assert writer.unsettled == []
+
+
+def test_a_save_whose_order_is_interrupted_is_lost_and_not_waited_for(writer, fakes, monkeypatch):
+    def interrupted(link: Link, message: Message) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    order = Order("a", 0)
+    monkeypatch.setattr(Link, "send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.order(order, Write("a", "/ck", "/dev/shm/a", 0, "h", 1, b"t"))
+    assert "signal 9" in str(order.failure)
+    assert writer.unsettled == []
+    monkeypatch.setattr(own_writer, "start", fakes.start)
+    writer.ensure()
+    assert writer.num_restarts == 1
 
 
 def test_a_failure_is_another_exception_each_time(writer, fakes):

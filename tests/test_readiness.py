@@ -204,23 +204,27 @@ def test_a_save_is_superseded_on_all_ranks_or_on_none(run, begun_on):
     def rank(one: Rank) -> list[bool]:
         one.fake.is_begun = one.number == begun_on
         orders = [order(one.writer, name) for name in "ab"]
-        assert one.agree("supersede") is not None
-        if not one.fake.is_begun:
-            one.writer.serve("")  # answered after all that was said before
-            said = [told for told in one.fake.heard if isinstance(told, Go)]
-            assert said == [Go("b", drop=begun_on is None)]
-        return [one.is_dropped for one in orders]
+        start = one.agree("supersede")
+        assert start is not None
+        one.writer.serve("")  # answered after all that was said before
+        said = [told for told in one.fake.heard if isinstance(told, Go)]
+        # What is superseded stays held, until all agree on what takes its place.
+        is_let_go = begun_on not in (None, one.number)
+        assert said == [Go("b", drop=False)] * is_let_go
+        return [start.queued is one for one in orders]
 
     assert run(rank) == [[False, begun_on is None]] * 2
 
 
 def test_what_is_held_goes_on_if_nobody_is_busy(run):
     def rank(one: Rank) -> bool:
-        only = order(one.writer, "a")
-        assert one.agree("supersede") is not None
-        return only.is_dropped
+        order(one.writer, "a")
+        start = one.agree("supersede")
+        assert start is not None
+        one.writer.serve("")
+        return start.queued is None and Go("a", drop=False) in one.fake.heard
 
-    assert run(rank) == [False, False]
+    assert run(rank) == [True, True]
 
 
 def test_different_ways_to_be_busy_are_refused_on_all_ranks(run):

@@ -207,6 +207,84 @@ def test_a_save_that_was_never_committed_is_restored_if_all_of_it_is_there(
     assert sorted(str(path) for path in root.rglob("*")) == before
 
 
+def put_a_file_there(saved: kept.Saved) -> None:
+    remove(saved)
+    Path(saved.path).write_text("no folder")
+
+
+@pytest.mark.parametrize("lose", [remove, put_a_file_there, claim_later])
+@pytest.mark.parametrize("unclaimed", [(0, 1), (0,), (1,)])
+def test_a_save_is_restored_though_writers_knew_of_no_attempt(root, folder, lose, unclaimed):
+    saved = kept.save(root / "ck", 2, 7)
+    kept.keep(folder, saved, unclaimed=unclaimed)
+    lose(saved)
+    reports, states = kept.restore(folder, 2)
+    assert kept.step_in(states) == 7
+    assert reports is not None
+    made_up = f"a1-{7:032x}"[:19]
+    assert {report.attempt for report in reports} == {
+        made_up if unclaimed == (0, 1) else saved.attempt
+    }
+
+
+def test_a_save_that_was_committed_is_restored_though_some_writers_were_not_told(root, folder):
+    saved = kept.save(root / "ck", 2, 7)
+    kept.keep(folder, saved, unclaimed=[1])
+    wipe(saved)
+    assert kept.step_in(kept.restore(folder, 2)[1]) == 7
+
+
+def overwritten(path: Path) -> tuple[kept.Saved, kept.Saved]:
+    """Save twice to one path, and make the second one a save that was never committed."""
+    first = kept.save(path, 2, 7)
+    shutil.copytree(f"{first.path}/{first.attempt}", f"{path}-aside")
+    second = kept.save(path, 2, 8, overwrite=True)
+    shutil.rmtree(f"{path}/{second.attempt}")
+    shutil.move(f"{path}-aside", f"{path}/{first.attempt}")
+    return first, second
+
+
+LATER = {"overwrite": True, "began_at": 1e12}
+# Before the one that is there, which somebody else has put there since.
+EARLIER = {"overwrite": True}
+
+
+@pytest.mark.parametrize(
+    ("details", "options", "is_first_kept", "step"),
+    [
+        (LATER, {}, False, 8),
+        (LATER, {"unclaimed": (0, 1)}, False, 8),
+        (LATER, {}, True, 8),
+        (EARLIER, {}, True, 7),
+        (EARLIER, {"unclaimed": (0, 1)}, False, 0),
+        ({"began_at": 1e12}, {}, True, 7),
+        (LATER, {"was_committed": True}, True, 7),
+    ],
+)
+def test_a_save_that_would_have_overwritten_an_older_one_is_restored(
+    root, folder, details, options, is_first_kept, step
+):
+    first, second = overwritten(root / "latest")
+    kept.keep(folder, second, arena=1, edit=lambda one, _: replace(one, **details), **options)
+    if is_first_kept:
+        kept.keep(folder, first, arena=0)
+    reports, states = kept.restore(folder, 2)
+    assert kept.step_in(states) == step
+    if step == 8:
+        assert reports is not None
+        name = f"a2-{8:032x}"[:19] if "unclaimed" in options else second.attempt
+        assert reports[0].attempt == name
+        assert dc.open(first.path).step == 7
+
+
+def test_a_save_that_was_claimed_before_the_checkpoint_there_is_not_restored(root, folder, caplog):
+    first = kept.save(root / "latest", 2, 7)
+    kept.keep(folder, first, edit=lambda one, _: replace(one, **LATER))
+    second = kept.save(root / "latest", 2, 6, overwrite=True)
+    assert kept.restore(folder, 2)[0] is None
+    assert told(caplog, f"{second.attempt} is the checkpoint there")
+
+
 def test_a_save_that_was_never_committed_and_lacks_a_rank_is_not_restored(root, folder, caplog):
     for arena, step in enumerate((8, 9)):
         saved = kept.save(root / f"ck-{step}", 2, step)
@@ -329,7 +407,7 @@ def test_what_was_restored_is_overwritten_last(root, folder):
     kept.keep(folder, newer, arena=0)  # complete here, which it need not be on other ranks
     arenas = Arenas(folder.rank(0))
     assert (arenas.newest, arenas.newest_at) == (0, 1e9 + 9)
-    arenas.spare(older.attempt)
+    arenas.spare(f"{8:032x}")
     assert arenas.oldest(()) == 0
 
 

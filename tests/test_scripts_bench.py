@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
 import dist_ckpt as dc  # noqa: E402
+from benchmarks import gpu  # noqa: E402
 from benchmarks.background import NO_SAVE, PLAIN_COPY, Trainers, stall, steps  # noqa: E402
 from benchmarks.checkpoints import run_cases  # noqa: E402
 from benchmarks.contenders import DistCkpt  # noqa: E402
@@ -166,6 +167,18 @@ def test_a_quick_run_measures_background_saves(tmp_path: Path) -> None:
         else:
             assert rows[OURS]["reason"] == "there is no AsyncSaver yet"
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_without_a_device_each_of_its_measures_says_so(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    (scenario,) = gpu.scenarios()
+    measures = list(scenario.run(Settings(tmp_path, actions=("stage", "load"))))
+    assert [measure.name for measure in measures] == ["stage", "load"]
+    for measure in measures:
+        (row,) = measure.rows
+        assert isinstance(row, Absent)
+        assert row.reason == "no CUDA device here"
 
 
 @slow

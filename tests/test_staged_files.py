@@ -17,25 +17,14 @@ from dist_ckpt.host_memory import address_of
 from dist_ckpt.job_folder import JobFolder
 from dist_ckpt.region import Region
 from dist_ckpt.save_planner import items_of
-from dist_ckpt.staged_files import HeaderStorage, Staging, files_of, header_rooms
-from dist_ckpt.storage.protocol import Storage, WritableFile
+from dist_ckpt.staged_files import HeaderStorage, NoStorage, Staging, files_of, header_rooms
+from dist_ckpt.storage.protocol import WritableFile
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.storage_contract import StorageContract
-from dist_ckpt.writer import FileReceipt, write_all
+from dist_ckpt.writer import FileReceipt, WritableStorage, write_all
 
 # One shard of several blocks, and small ones.
 STATE = State(1, {"large": (2500, 1000), "s": (7, 3), "t": (300, 50)})
 FOLDER = "/a"
-
-
-class TestHeaderStorage(StorageContract):
-    @pytest.fixture
-    def storage(self) -> Storage:
-        return HeaderStorage(MemoryStorage({"/root": None}), {})
-
-    @pytest.fixture
-    def root(self) -> str:
-        return "/root"
 
 
 class Recording(MemoryStorage):
@@ -70,12 +59,14 @@ class Case:
         # Its files want memory aligned, as direct I/O does.
         self.storage = Recording({FOLDER: None}, alignment=4096)
 
-    def write(self, check: Callable[[], None], threads: int = 1) -> tuple[FileReceipt, ...]:
+    def write(
+        self, check: Callable[[], None], threads: int = 1, storage: WritableStorage | None = None
+    ) -> tuple[FileReceipt, ...]:
         plans = items_of(self.state.plan, 0)
         files = files_of(
             self.followed, Staging(self.followed, check), self.state.plan.catalog, plans
         )
-        headers = HeaderStorage(self.storage, header_rooms(self.followed, plans))
+        headers = HeaderStorage(storage or self.storage, header_rooms(self.followed, plans))
         return write_all(headers, FOLDER, files, threads=threads)
 
     def written(self) -> dict[str, bytes]:
@@ -122,6 +113,21 @@ def test_what_was_staged_is_written_and_the_arena_is_the_file(arenas, threads):
             data = written[plan.name][start : start + item.span.nbytes]
             assert data == STATE.tensors[item.fqn].of(item.cell)
     case.follower.close()
+
+
+def test_what_is_written_nowhere_is_digested_and_the_arena_is_the_file_all_the_same(arenas):
+    case = Case(arenas)
+    case.staged.complete()
+    receipts, images = case.write(fail), case.images()
+    case.follower.close()
+    again = Case(arenas)
+    again.staged.complete()
+    for image, (_, header, _) in zip(again.staged._images, again.staged._files, strict=True):
+        image[:header] = bytes(header)
+    assert again.images() != images
+    assert again.write(fail, storage=NoStorage()) == receipts
+    assert (again.images(), again.written()) == (images, {})
+    again.follower.close()
 
 
 def test_what_is_not_staged_yet_is_waited_for(arenas):

@@ -69,6 +69,22 @@ def test_only_what_has_not_begun_can_be_held(queue):
     assert names(*queue.saves) == ["c"]
 
 
+def test_unsettled_is_the_save_taken_last_and_what_is_queued(queue):
+    assert queue.unsettled == []
+    queue.put(save("a"))
+    queue.put(save("b"))
+    assert names(*queue.unsettled) == ["a", "b"]
+    queue.take()
+    assert names(*queue.unsettled) == ["a", "b"]
+    with queue._changed:  # an interrupt has left it held
+        assert names(*queue.unsettled) == ["a", "b"]
+    queue.take()
+    assert names(*queue.unsettled) == ["b"]
+    queue.end(is_trainer_gone=False)
+    assert queue.take() is None
+    assert queue.unsettled == []
+
+
 def test_a_save_that_is_held_keeps_those_after_it_back(queue):
     queue.put(save("a"))
     queue.put(save("b"))

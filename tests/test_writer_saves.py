@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 from staged_saves import CONFIG, Staged, State, new_id, write_of
 
+from dist_ckpt import writer_saves
 from dist_ckpt.arena import Follower
+from dist_ckpt.arena_layout import HEADER_NBYTES
 from dist_ckpt.arenas import Arenas
 from dist_ckpt.background_writer import Stores
+from dist_ckpt.errors import CheckpointError
 from dist_ckpt.job_folder import JobFolder
+from dist_ckpt.kept_snapshots import KeptSnapshot, open_kept
 from dist_ckpt.key_store import KeyClient
 from dist_ckpt.storage.paced import Allowance
 from dist_ckpt.store_channel import StoreChannel
+from dist_ckpt.testing.faulty_storage import FaultyStorage
+from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.writer_link import Done, Hello, Serve, Write
 from dist_ckpt.writer_queue import QueuedSave
 from dist_ckpt.writer_saves import BackgroundSaves, Meetings, WriterSettings, settings_of
@@ -63,6 +70,96 @@ def test_a_save_is_reported_with_its_costs(arenas, tmp_path):
     assert done.reads[0] == 1
 
 
+def kept(arenas: Arenas) -> KeptSnapshot:
+    """Return what a restart would find."""
+    found = open_kept(arenas.fitting(0, 1).place, "job")
+    assert found is not None
+    found.close()
+    return found
+
+
+def wipe(arenas: Arenas) -> None:
+    """Forget the headers of what was staged before."""
+    memory = arenas.fitting(0, 1 << 16).memory
+    memory[HEADER_NBYTES:] = bytes(len(memory) - HEADER_NBYTES)
+
+
+def images_in(arenas: Arenas) -> list[bytes]:
+    memory, there = arenas.fitting(0, 1).memory, kept(arenas)
+    return [bytes(memory[span.start : span.stop]) for span in there.placement.images]
+
+
+def test_wherever_the_storage_fails_what_is_staged_is_sealed_as_if_it_had_been_written(
+    arenas, monkeypatch
+):
+    failed_at = None
+    storage: FaultyStorage
+    monkeypatch.setattr(writer_saves, "open_storage", lambda path: (storage, str(path)))
+    storage = FaultyStorage(MemoryStorage({"/root": None}))
+    assert settled(arenas, Path("/root/ck")).failure is None
+    assert kept(arenas).is_committed
+    seal, images = kept(arenas).seal, images_in(arenas)
+    attempts = set()
+    for failed_at in count(1):
+        inner = MemoryStorage({"/root": None})
+        storage = FaultyStorage(inner, fail_at_call=failed_at, sticky=True)
+        wipe(arenas)
+        done = settled(arenas, Path("/root/ck"))
+        found = kept(arenas)
+        assert found.is_committed == (done.failure is None)
+        assert found.seal.files == seal.files, failed_at
+        assert images_in(arenas) == images
+        attempts.add(found.seal.attempt[:3])
+        if not storage.failed:
+            break
+    assert failed_at > 15
+    assert attempts == {"", "a1-"}
+
+
+def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will_be(
+    arenas, monkeypatch, tmp_path
+):
+    (tmp_path / "file").write_text("no folder")
+    for is_aborted in (True, False):
+        staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
+        follower = Follower(staged.arena.place, "job")
+
+        def check(save: QueuedSave, staged: Staged = staged, is_aborted: bool = is_aborted) -> None:
+            if not save.write.token:  # the claim comes first
+                save.write = replace(save.write, token=b"seen")
+            elif is_aborted:
+                raise CheckpointError("the trainer could not stage it")
+            else:
+                staged.complete()
+
+        saves = BackgroundSaves(ALONE, Meetings(ALONE), check)
+        done = saves.settle(QueuedSave(write_of(staged), follower))
+        assert done.failure["kind"] == "ExistsError"
+        follower.close()
+        assert (kept(arenas).seal is None) == is_aborted
+
+
+def test_what_a_writer_is_interrupted_in_the_sealing_of_can_be_sealed_again(arenas, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
+    follower = Follower(staged.arena.place, "job")
+    calls = count()
+
+    def check(save: QueuedSave) -> None:
+        if next(calls) == 1:  # the claim came first
+            staged.complete()
+            raise SystemExit
+
+    saves = BackgroundSaves(ALONE, Meetings(ALONE), check)
+    save = QueuedSave(write_of(staged), follower)
+    with pytest.raises(SystemExit):
+        saves.settle(save)
+    assert kept(arenas).seal is None
+    saves.seal([save])
+    follower.close()
+    assert kept(arenas).seal is not None
+
+
 def test_a_cap_is_kept_by_all_that_is_written_to_files(arenas, tmp_path):
     now = 0.0
 
@@ -87,8 +184,10 @@ def test_a_snapshot_of_another_save_is_refused(arenas, tmp_path):
         done = settled(arenas, tmp_path / "ck", **said)
         assert (done.verdict, done.failure["kind"]) == (None, kind)
         assert done.failure["rank"] == 0
+        assert kept(arenas).seal is None
     done = settled(arenas, tmp_path / "ck", ALONE, State(2, {"w": (30, 40)}))
     assert "is of another save" in done.failure["message"]
+    assert kept(arenas).seal is None
     assert not (tmp_path / "ck").exists()
 
 
@@ -101,6 +200,7 @@ def test_a_store_that_cannot_be_reached_is_told_at_once(arenas, tmp_path):
     )
     assert done.failure["kind"] == "RankError"
     assert "that the background writer of rank 0 serves is gone" in done.failure["message"]
+    assert kept(arenas).seal.attempt == ""
 
 
 def test_settings_are_checked():

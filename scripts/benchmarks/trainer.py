@@ -53,9 +53,13 @@ class Trainer:
         self._workload = Workload({})
         self._num_samples = 0
 
+    def make(self, spec: Spec, *, seed: int = 0) -> Workload:
+        """Return a state."""
+        return make(spec, seed=seed)
+
     def hold(self, spec: Spec) -> int:
         """Make a state; return how many bytes it has."""
-        self._workload = make(spec)
+        self._workload = self.make(spec)
         return self._workload.local_nbytes()
 
     def start(self, job: str) -> float:
@@ -86,7 +90,7 @@ class Trainer:
         """Save, and overwrite the state once it is staged; load, and return what differs."""
         assert self._kind is not None
         assert self._saver is not None
-        expected = make(spec, seed=1)
+        expected = self.make(spec, seed=1)
         expected.assign(self._workload)
         pending = self._saver.save(self._workload, folder)
         pending.wait_staged(self._timeout_s)
@@ -166,7 +170,7 @@ class Trainer:
         start = time.perf_counter()
         run()
         seconds = time.perf_counter() - start
-        if difference := self._workload.difference(make(spec)):
+        if difference := self._workload.difference(self.make(spec)):
             raise DifferentError(f"came back different: {difference}")
         return seconds
 

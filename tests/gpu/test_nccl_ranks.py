@@ -49,6 +49,12 @@ def fail_and_go_on(rank: int, folder: str) -> tuple[str, str]:
     saved = state_of(rank, 1.0)
     assert torch.equal(loaded["part"].tensor, saved["part"].tensor)
     assert torch.equal(loaded["replica"], saved["replica"])
+    with dc.AsyncSaver(folder) as saver:
+        saver.save(state_of(rank, 3.0), f"{folder}/background", step=3).result(60)
+        restored, saved = state_of(rank, 0.0), state_of(rank, 3.0)
+        assert saver.restore(restored) == 3
+        assert torch.equal(restored["part"].tensor, saved["part"].tensor)
+        assert torch.equal(restored["replica"], saved["replica"])
     if num_devices >= NUM_RANKS:
         total = torch.ones(1, device="cuda")
         dist.all_reduce(total)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from test_background_saves import (
 )
 
 import dist_ckpt as dc
+from dist_ckpt import background_save
 from dist_ckpt.job_folder import JobFolder
 
 pytestmark = pytest.mark.multi_process
@@ -110,6 +113,8 @@ def test_another_number_of_ranks_restores_from_memory(
     try_ranks(2, die_when_staged, root, job, 2, options=Options(environ=CALM))
     found = run_ranks(world_size, restore_as, root, job, world_size, environ=CALM)
     assert found == [(2, {2.0}, True)] * world_size
+    # Nothing was saved, but what was in memory is committed.
+    assert left_of(job) == []
 
 
 def restore_as(rank: int, root: str, job: str, world_size: int) -> tuple[int | None, Any, bool]:
@@ -142,8 +147,6 @@ def die_while_staging(rank: int, root: str, job: str) -> None:
     saver.save(state, folder_of(root, 1), step=1).result(RESULT_S)
     assign(state, 2)
     if rank == 1:
-        from dist_ckpt import background_save
-
         background_save.stage = lambda *_: die()
     handle = saver.save(state, folder_of(root, 2), step=2)
     try:
@@ -164,39 +167,64 @@ def test_a_snapshot_that_is_half_copied_is_neither_committed_nor_restored(
 
 
 def lose_the_storage(rank: int, root: str, job: str) -> None:
+    """Have both arenas hold what the storage has refused: to claim it, and to write it."""
     state = state_of(rank, 2, 1)
     saver = dc.AsyncSaver(job=job)
     saver.save(state, folder_of(root, 1), step=1).result(RESULT_S)
-    assign(state, 2)
     if rank == 0:
         (Path(root) / "gone").write_text("a file where a folder should be")
-    handle = saver.save(state, f"{root}/gone/{2}", step=2)
-    assert isinstance(handle.exception(RESULT_S), dc.CheckpointError)
+    refused = saver.save(state, f"{root}/gone/2", step=2).exception(RESULT_S)
+    assert isinstance(refused, dc.ExistsError), refused
+    if rank == 1:
+        resource.prlimit(writer_of(job, 1), resource.RLIMIT_FSIZE, (16 << 10, 16 << 10))
+    assign(state, 3)
+    refused = saver.save(state, folder_of(root, 3), step=3).exception(RESULT_S)
+    assert isinstance(refused, dc.StorageError), refused
+    assert refused.rank == 1
     die()
 
 
-def test_the_older_snapshot_is_restored_if_storage_refused_the_newer_one(
-    tmp_path: Path, job: str
-) -> None:
+def test_what_the_storage_has_refused_is_restored_from_memory(tmp_path: Path, job: str) -> None:
     root = str(tmp_path)
-    try_ranks(2, lose_the_storage, root, job, options=Options(environ=CALM))
+    ended = try_ranks(2, lose_the_storage, root, job, options=Options(environ=CALM))
+    assert [outcome.signal for outcome in ended] == [signal.SIGKILL] * 2, ended
     found = run_ranks(2, resume, root, job, 2, environ=CALM)
-    assert [(step, steps) for step, steps, _ in found] == [(1, {1.0})] * 2
+    assert [(step, steps) for step, steps, _ in found] == [(3, {3.0})] * 2
+    with pytest.raises(dc.NotFoundError):
+        dc.open(folder_of(root, 3))
 
 
 # --- deaths at random moments ------------------------------------------------------------------
 
 
+# 16 MiB of each rank: to copy that takes some milliseconds, and to write it many more.
+NUM_ROWS = 1 << 19
+
+
 def train_until_killed(
     rank: int, root: str, job: str, world_size: int, seed: int, first: int
 ) -> None:
-    """Save without end; report what is durable; at some moment kill whom the seed says."""
+    """Save without end; report what is durable; at some moment kill whom the seed says.
+
+    Of an odd seed that is a moment of a copy, else any.
+    """
     dice = random.Random(seed)
     victims = dice.choice(("trainers", "writers", "both", "one trainer", "one writer"))
-    unlucky = dice.randrange(world_size)
-    delay = dice.uniform(0.0, 0.4)
-    state = state_of(rank, world_size, first)
+    unlucky, moment = dice.randrange(world_size), dice.random()
+    copies = dice.randrange(1, 4) if seed % 2 else 0
+    state = state_of(rank, world_size, first, NUM_ROWS)
     saver = dc.AsyncSaver(job=job)
+    real = background_save.stage
+    took: list[float] = []
+
+    def stage(*args: Any) -> None:
+        began = time.monotonic()
+        if copies and len(took) == copies:
+            threading.Timer(moment * min(took), kill).start()
+        real(*args)
+        took.append(time.monotonic() - began)
+
+    background_save.stage = stage
     saver.save(state, folder_of(root, first), step=first).result(RESULT_S)
 
     def kill() -> None:
@@ -206,7 +234,8 @@ def train_until_killed(
         if is_me and ("trainer" in victims or victims == "both"):
             die()
 
-    threading.Timer(delay, kill).start()
+    if not copies:
+        threading.Timer(0.4 * moment, kill).start()
     handles = []
     for step in range(first + 1, first + 1000):
         assign(state, step)
@@ -220,7 +249,7 @@ def train_until_killed(
 
 
 def go_on(rank: int, root: str, job: str, world_size: int) -> tuple[int | None, Any, bool]:
-    state = state_of(rank, world_size, -1)
+    state = state_of(rank, world_size, -1, NUM_ROWS)
     saver = dc.AsyncSaver(job=job)
     step = saver.restore(state)
     is_from_memory = saver.restored is not None and saver.restored.nbytes_from_memory > 0
@@ -249,7 +278,7 @@ def test_whoever_is_killed_whenever_the_newest_reported_checkpoint_is_there_and_
         first = 1000 * (seed + 1)
         args = (root, job, world_size)
         outcomes = try_ranks(
-            world_size, train_until_killed, *args, 10 * seed + world_size, first, options=options
+            world_size, train_until_killed, *args, 11 * seed + world_size, first, options=options
         )
         assert all(outcome.ended for outcome in outcomes), outcomes
         found = run_ranks(world_size, go_on, *args, environ=FRAIL)

@@ -1,0 +1,47 @@
+"""The job's store dies before anything of ours is connected to it: an error, and no hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+import dist_ckpt as dc
+from dist_ckpt import process_groups
+
+pytestmark = pytest.mark.multi_process
+
+
+def make_without_store(rank: int, number: int) -> str:
+    """Stop the launcher, who has the store, then make a saver; return the error."""
+    process_groups.CONNECT_S = 0.1
+    parent = os.getppid()
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    launcher = min(map(int, children.split()))
+    dist.barrier()
+    if rank == 0:
+        os.kill(launcher, number)
+    dist.barrier()
+    with pytest.raises(dc.RankError) as told:
+        dc.AsyncSaver(job="test-never-made")
+    return str(told.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_that_is_gone_is_an_error_in_time(number: int) -> None:
+    environ = {"DIST_CKPT_SILENCE_S": "1"}
+    found = run_ranks(
+        2,
+        make_without_store,
+        int(number),
+        store="launcher",
+        environ=environ,
+        timeout_s=25,
+    )
+    for message in found:
+        assert "the job's key-value store is gone or cut off (no answer for 1.1 s)" in message
+        assert "restart the job" in message
