@@ -14,8 +14,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dist_ckpt.async_saver import AsyncSaver
-    from dist_ckpt.checkpoint import Checkpoint, delete, open  # noqa: A004 - like `gzip.open`
+    from dist_ckpt.background.async_saver import AsyncSaver
+    from dist_ckpt.background.handle import SaveHandle
     from dist_ckpt.errors import (
         CheckpointError,
         ConflictError,
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
         RankError,
         StorageError,
     )
-    from dist_ckpt.loader import load
+    from dist_ckpt.loading.load import load
+    from dist_ckpt.offline.checkpoint import Checkpoint, delete, open  # noqa: A004 - like `gzip.open`
+    from dist_ckpt.offline.reshard import reshard
+    from dist_ckpt.offline.verify import VerifyReport, verify
+    from dist_ckpt.planning.sharding_config import ShardingConfig
     from dist_ckpt.reports import LoadReport, SaveReport
-    from dist_ckpt.resharder import reshard
-    from dist_ckpt.save_handle import SaveHandle
-    from dist_ckpt.saver import save
-    from dist_ckpt.sharding import ShardingConfig
-    from dist_ckpt.verifier import VerifyReport, verify
-    from dist_ckpt.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
+    from dist_ckpt.saving.save import save
+    from dist_ckpt.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
 
 __version__ = "0.1.0"
 
@@ -48,24 +48,24 @@ _MODULES = {
     "NotFoundError": "errors",
     "RankError": "errors",
     "StorageError": "errors",
-    "save": "saver",
-    "AsyncSaver": "async_saver",
-    "SaveHandle": "save_handle",
-    "load": "loader",
-    "open": "checkpoint",
-    "Checkpoint": "checkpoint",
-    "verify": "verifier",
-    "VerifyReport": "verifier",
-    "reshard": "resharder",
-    "delete": "checkpoint",
+    "save": "saving.save",
+    "AsyncSaver": "background.async_saver",
+    "SaveHandle": "background.handle",
+    "load": "loading.load",
+    "open": "offline.checkpoint",
+    "Checkpoint": "offline.checkpoint",
+    "verify": "offline.verify",
+    "VerifyReport": "offline.verify",
+    "reshard": "offline.reshard",
+    "delete": "offline.checkpoint",
     "SaveReport": "reports",
     "LoadReport": "reports",
-    "ShardingConfig": "sharding",
-    "LocalShard": "wrappers",
-    "FlatShard": "wrappers",
-    "PerRank": "wrappers",
-    "RNG": "wrappers",
-    "Named": "wrappers",
+    "ShardingConfig": "planning.sharding_config",
+    "LocalShard": "state.wrappers",
+    "FlatShard": "state.wrappers",
+    "PerRank": "state.wrappers",
+    "RNG": "state.wrappers",
+    "Named": "state.wrappers",
 }
 
 __all__ = [

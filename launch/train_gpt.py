@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dist_ckpt as dc
-from dist_ckpt.checkpoint import checkpoints_in
+from dist_ckpt.offline.checkpoint import checkpoints_in
 
 VOCABULARY = 256  # bytes
 State = dict[str, Any]

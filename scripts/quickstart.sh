@@ -72,7 +72,7 @@ writer_of() {
 import os
 import sys
 
-from dist_ckpt.job_folder import JobFolder, job_id
+from dist_ckpt.snapshots.job_folder import JobFolder, job_id
 
 job = JobFolder(job_id(os.path.abspath(f"{sys.argv[1]}/a checkpoint")))
 print(job.rank(int(sys.argv[2])).owner("writer").pid)

@@ -13,13 +13,13 @@ from pathlib import Path
 import click
 from filelock import FileLock, Timeout
 
-from dist_ckpt import commit
 from dist_ckpt.cli import output
-from dist_ckpt.digest import document_digest
+from dist_ckpt.commit import commit
 from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.format.checksums import document_digest
+from dist_ckpt.offline.reshard import reshard as rewrite
+from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import size
-from dist_ckpt.resharder import reshard as rewrite
-from dist_ckpt.sharding import ShardingConfig
 from dist_ckpt.storage import open_storage
 
 _path = click.argument("path", type=click.Path())

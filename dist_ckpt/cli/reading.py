@@ -7,9 +7,10 @@ from collections import Counter
 
 import click
 
-from dist_ckpt import checkpoint, verifier
-from dist_ckpt.checkpoint import Checkpoint, CheckpointSummary
 from dist_ckpt.cli import output
+from dist_ckpt.offline import checkpoint
+from dist_ckpt.offline import verify as verifier
+from dist_ckpt.offline.checkpoint import Checkpoint, CheckpointSummary
 from dist_ckpt.reports import size
 
 _path = click.argument("path", type=click.Path())

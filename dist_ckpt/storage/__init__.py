@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 
+from dist_ckpt.format.strict_json import is_text
 from dist_ckpt.storage.deadline import DeadlineStorage
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
-from dist_ckpt.strict_json import is_text
 
 __all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from dist_ckpt.digest import Buffer
+from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
 from dist_ckpt.tally import Tally
 

@@ -17,9 +17,9 @@ from contextlib import suppress
 from typing import TypeVar
 
 from dist_ckpt.config import STALL_S, patience_s
-from dist_ckpt.daemon_threads import DaemonThreads, Watch
-from dist_ckpt.digest import Buffer
 from dist_ckpt.errors import StorageError
+from dist_ckpt.format.checksums import Buffer
+from dist_ckpt.runtime.threads import DaemonThreads, Watch
 from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
 
 # So many calls are made at once. Those that hang count, so that they cannot pile up for ever.

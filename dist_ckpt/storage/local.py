@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 
-from dist_ckpt.digest import Buffer
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
-from dist_ckpt.host_memory import Slots
-from dist_ckpt.region import Span
+from dist_ckpt.format.checksums import Buffer
+from dist_ckpt.format.geometry import Span
+from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.storage.descriptor import Descriptor
-from dist_ckpt.storage.direct import READ_SLOT_NBYTES, DirectFile, DirectIO, DirectReads
+from dist_ckpt.storage.direct_io import READ_SLOT_NBYTES, DirectFile, DirectIO, DirectReads
 from dist_ckpt.storage.protocol import Entry, ReadableFile, WritableFile
 
 # One call moves at most 2 GiB on Linux, and fails above that on macOS.

@@ -1,6 +1,6 @@
 """The storage protocol: seven methods that a backend keeps.
 
-Paths are absolute and use "/". The commit order stands in `commit.py`, in these methods; a
+Paths are absolute and use "/". The commit order stands in `commit/commit.py`, in these methods; a
 backend promises what each one says and nothing more.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from dist_ckpt.digest import Buffer
+from dist_ckpt.format.checksums import Buffer
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dist_ckpt.digest import Buffer
+from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.storage import Entry, ReadableFile, WritableFile
 from dist_ckpt.testing.memory_storage import MemoryStorage, parent_of
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from dist_ckpt.digest import Buffer
 from dist_ckpt.errors import CheckpointError, StorageError
+from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.storage import Entry, ReadableFile, Storage, WritableFile
 
 _T = TypeVar("_T")

@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from dist_ckpt import commit, paths, wire
-from dist_ckpt.attempt_run import AttemptRun, SaveRequest
-from dist_ckpt.channel import Alone, Doc, pack, unpack
-from dist_ckpt.collective import AloneCollective, Bodies, distinct, name_of
-from dist_ckpt.envelope import Envelope, new_nonce
-from dist_ckpt.index import Node
-from dist_ckpt.mesh import layout_of
-from dist_ckpt.plan import (
+from dist_ckpt.comm.collective import AloneCollective, Bodies, distinct, name_of
+from dist_ckpt.comm.envelope import Envelope, new_nonce
+from dist_ckpt.comm.exchange import Alone, Doc, pack, unpack
+from dist_ckpt.comm.session import Session
+from dist_ckpt.commit import commit
+from dist_ckpt.commit.receipts import sizes_of
+from dist_ckpt.format import filenames
+from dist_ckpt.format.geometry import Shape
+from dist_ckpt.format.index import Node
+from dist_ckpt.planning import plan_msgpack
+from dist_ckpt.planning.mesh import layout_of
+from dist_ckpt.planning.plan import (
     Flattened,
     Inventory,
     Mesh,
@@ -36,11 +40,9 @@ from dist_ckpt.plan import (
     View,
     Whole,
 )
-from dist_ckpt.plan_agreement import PlanAgreement
-from dist_ckpt.receipts import sizes_of
-from dist_ckpt.region import Shape
-from dist_ckpt.save_planner import stored_nbytes
-from dist_ckpt.session import Session
+from dist_ckpt.planning.save_planner import stored_nbytes
+from dist_ckpt.saving.agreement import PlanAgreement
+from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest
 from dist_ckpt.storage import Entry
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
@@ -129,12 +131,12 @@ class Job:
 
 def alike(world_size: int, inventory: Inventory) -> Job:
     """Return the job of which all ranks say the same."""
-    return Job(world_size, ((wire.pack(inventory), tuple(range(world_size))),))
+    return Job(world_size, ((plan_msgpack.pack(inventory), tuple(range(world_size))),))
 
 
 def each(world_size: int, inventory_of: Callable[[int], Inventory]) -> Job:
     """Return the job of which each rank says something else, as far as it is something else."""
-    bodies = [wire.pack(inventory_of(rank)) for rank in range(world_size)]
+    bodies = [plan_msgpack.pack(inventory_of(rank)) for rank in range(world_size)]
     ranks = distinct([name_of(body) for body in bodies])
     return Job(world_size, tuple((bodies[who[0]], who) for who in ranks.values()))
 
@@ -186,7 +188,7 @@ def pipeline(world_size: int, count: int, stages: int = 16) -> Job:
     for stage in range(stages):
         mesh = on_mesh("dp tp", (size // 8, 8), stage * size)
         inventory = training_state(dict(shapes[stage::stages]), _over_tp(mesh))
-        bodies.append((wire.pack(inventory), mesh.ranks))
+        bodies.append((plan_msgpack.pack(inventory), mesh.ranks))
     return Job(world_size, tuple(bodies))
 
 
@@ -291,7 +293,7 @@ class ListedStorage(MemoryStorage):
     def list(self, folder: str) -> Sequence[Entry]:
         """See `Storage.list`."""
         found = super().list(folder)
-        if paths.parse_attempt(folder.rpartition("/")[2]) is None:
+        if filenames.parse_attempt(folder.rpartition("/")[2]) is None:
             return found
         return [*found, *(Entry(name, "file", n, 0.0) for name, n in self.listed.items())]
 
@@ -308,7 +310,7 @@ class SimulatedSave:
         self.storage = ListedStorage()
         self.channel = SimulatedChannel(job.world_size)
         self.session = Session(self.channel, SimulatedCollective(job))
-        self._own = wire.unpack(job.bodies[0][0], Inventory)
+        self._own = plan_msgpack.unpack(job.bodies[0][0], Inventory)
 
     def run(self) -> SavePlan:
         """Save once, over what was there, and return the plan."""
@@ -329,14 +331,14 @@ class SimulatedSave:
             assert run.claimed is not None
             own, *others = receipts_of(plan)
             self.storage.listed = sizes_of([own, *others])
-            self.channel.others["write"] = [{"receipt": wire.pack(one)} for one in others]
+            self.channel.others["write"] = [{"receipt": plan_msgpack.pack(one)} for one in others]
             run.settle(planned.text, run.claimed, lambda: own, lambda _: {})
         return plan
 
     def index(self) -> bytes:
         """Return the index of the last save."""
         attempt, _ = commit.find(self.storage, self.path)
-        data = self.storage.tree()[f"{self.path}/{attempt}/{paths.INDEX}"]
+        data = self.storage.tree()[f"{self.path}/{attempt}/{filenames.INDEX}"]
         assert data is not None
         return data
 
@@ -347,10 +349,10 @@ def receipts_of(plan: SavePlan) -> list[Receipt]:
     digest, header_nbytes = "0123456789abcdef" * 2, 1 << 17
     files: list[list[tuple[str, int, int, str]]] = [[] for _ in range(catalog.world_size)]
     for (component, rank), nbytes in sorted(stored_nbytes(catalog).items()):
-        name = paths.shard_file(catalog.components[component].stem, rank)
+        name = filenames.shard_file(catalog.components[component].stem, rank)
         files[rank].append((name, header_nbytes + nbytes, header_nbytes, digest))
-    files[0].append((paths.OBJECTS, 100_000, 0, digest))
+    files[0].append((filenames.OBJECTS, 100_000, 0, digest))
     for rank in sorted({rank for keys in catalog.per_rank.values() for _, rank in keys}):
-        files[rank].append((paths.objects_file(rank), 6000, 0, digest))
+        files[rank].append((filenames.objects_file(rank), 6000, 0, digest))
     groups = tuple((f"{n:032x}", digest) for n in range(2))
     return [Receipt(tuple(written), groups, 1.0) for written in files]

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dist_ckpt.channel import FalloutError
-from dist_ckpt.collective import NAME_NBYTES, Bodies, Transfer, distinct, name_of
+from dist_ckpt.comm.collective import NAME_NBYTES, Bodies, Transfer, distinct, name_of
+from dist_ckpt.comm.exchange import FalloutError
+from dist_ckpt.comm.store_exchange import StoreChannel
 from dist_ckpt.config import Config
 from dist_ckpt.errors import RankError
-from dist_ckpt.store_channel import StoreChannel
 from dist_ckpt.tally import Tally
 
 T = TypeVar("T")

@@ -21,12 +21,13 @@ from typing import TypeVar
 from benchmarks import planning_dcp
 from benchmarks.planning_growth import AXES, growth
 from benchmarks.scenario import OURS, Figure, Measure, Row, Scenario, Settings
-from dist_ckpt import index_codec, wire
-from dist_ckpt.index import Index
-from dist_ckpt.load_planner import plan_load, problems_of
-from dist_ckpt.mesh import cells_of
-from dist_ckpt.plan import Inventory, Wanted
-from dist_ckpt.save_planner import held_cells, items_of, replica_groups_of
+from dist_ckpt.format import index_json
+from dist_ckpt.format.index import Index
+from dist_ckpt.planning import plan_msgpack
+from dist_ckpt.planning.load_planner import plan_load, problems_of
+from dist_ckpt.planning.mesh import cells_of
+from dist_ckpt.planning.plan import Inventory, Wanted
+from dist_ckpt.planning.save_planner import held_cells, items_of, replica_groups_of
 from dist_ckpt.testing import simulated_ranks as simulated
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ def _ours(world_size: int, count: int, rounds: int) -> Row:
 
 def _dcp(name: str, world_size: int, count: int) -> Row:
     def coordinate(world_size: int) -> dict[str, float]:
-        inventory = wire.unpack(simulated.fsdp(world_size, count).bodies[0][0], Inventory)
+        inventory = plan_msgpack.unpack(simulated.fsdp(world_size, count).bodies[0][0], Inventory)
         return planning_dcp.coordinate(inventory, world_size)
 
     coordinate(2)
@@ -152,14 +153,16 @@ def _coordinator(name: str, kind: str, world_size: int, count: int, rounds: int)
     peak = _peak_mib()
     measured = seconds[1:]
     rank = world_size // 2
-    inventory = next(wire.unpack(body, Inventory) for body, who in job.bodies if rank in who)
+    inventory = next(
+        plan_msgpack.unpack(body, Inventory) for body, who in job.bodies if rank in who
+    )
     data = save.index()
     facts = {
         "plan ms": median(one["plan"] for one in measured) * 1e3,
         "write ms": median(one["write"] for one in measured) * 1e3,
         "peak MiB": peak,
         "index kB": len(data) / 1e3,
-        "open ms": _ms(lambda: index_codec.decode(data)),
+        "open ms": _ms(lambda: index_json.decode(data)),
         "items ms": _ms(lambda: items_of(plan, rank)),
         "held ms": _ms(lambda: held_cells(inventory, rank, plan)),
         "groups ms": _ms(lambda: replica_groups_of(plan, rank)),
@@ -236,9 +239,9 @@ def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -
     save = simulated.SimulatedSave(JOBS[kind](stored, count))
     save.run()
     data = save.index()
-    index = index_codec.decode(data)
+    index = index_json.decode(data)
     assert isinstance(index, Index)
-    inventory = wire.unpack(simulated.fsdp(wanting, count).bodies[0][0], Inventory)
+    inventory = plan_msgpack.unpack(simulated.fsdp(wanting, count).bodies[0][0], Inventory)
     rank = wanting // 2
     seconds = []
     for _ in range(rounds):
@@ -251,7 +254,7 @@ def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -
         plan = plan_load(index, wanted)
         seconds.append(time.process_time() - start)
     facts = {
-        "open ms": _ms(lambda: index_codec.decode(data)),
+        "open ms": _ms(lambda: index_json.decode(data)),
         "files": len(index.files),
         "files opened": len(plan.files),
         "items": sum(len(file.items) for file in plan.files),

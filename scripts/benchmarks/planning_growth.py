@@ -11,10 +11,11 @@ from math import log2
 from random import Random
 
 from benchmarks.scenario import Figure, Row
-from dist_ckpt import index_codec, wire
-from dist_ckpt.collective import distinct
-from dist_ckpt.holders import Share, held_by
-from dist_ckpt.index import (
+from dist_ckpt.comm.collective import distinct
+from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
+from dist_ckpt.format import index_json
+from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.format.index import (
     Catalog,
     Component,
     Index,
@@ -23,12 +24,21 @@ from dist_ckpt.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.layout import Cut, Flat, Layout, Regions
-from dist_ckpt.load_planner import plan_load
-from dist_ckpt.plan import Inventory, NameList, Parts, Receipt, TensorEntry, View, Wanted, Whole
-from dist_ckpt.receipts import check_receipts, differing_groups, sizes_of
-from dist_ckpt.region import Cell, Elements, Region, Shape
-from dist_ckpt.save_planner import items_of, items_of_ranks, plan_save, replica_groups_of
+from dist_ckpt.format.layout import Cut, Flat, Layout, Regions
+from dist_ckpt.planning import plan_msgpack
+from dist_ckpt.planning.holders import Share, held_by
+from dist_ckpt.planning.load_planner import plan_load
+from dist_ckpt.planning.plan import (
+    Inventory,
+    NameList,
+    Parts,
+    Receipt,
+    TensorEntry,
+    View,
+    Wanted,
+    Whole,
+)
+from dist_ckpt.planning.save_planner import items_of, items_of_ranks, plan_save, replica_groups_of
 from dist_ckpt.testing import simulated_ranks as simulated
 
 Work = Callable[[], object]
@@ -62,22 +72,28 @@ def _seconds(work: Work) -> float:
 
 
 def _plan(job: simulated.Job) -> Work:
-    bodies = [(wire.unpack(body, Inventory), ranks) for body, ranks in job.bodies]
+    bodies = [(plan_msgpack.unpack(body, Inventory), ranks) for body, ranks in job.bodies]
     return lambda: plan_save(bodies, job.world_size)
 
 
 def _items(job: simulated.Job) -> Work:
-    plan = plan_save([(wire.unpack(b, Inventory), who) for b, who in job.bodies], job.world_size)
+    plan = plan_save(
+        [(plan_msgpack.unpack(b, Inventory), who) for b, who in job.bodies], job.world_size
+    )
     return lambda: items_of(plan, job.world_size // 2)
 
 
 def _all_items(job: simulated.Job) -> Work:
-    plan = plan_save([(wire.unpack(b, Inventory), who) for b, who in job.bodies], job.world_size)
+    plan = plan_save(
+        [(plan_msgpack.unpack(b, Inventory), who) for b, who in job.bodies], job.world_size
+    )
     return lambda: sum(1 for _ in items_of_ranks(plan))
 
 
 def _groups(job: simulated.Job) -> Work:
-    plan = plan_save([(wire.unpack(b, Inventory), who) for b, who in job.bodies], job.world_size)
+    plan = plan_save(
+        [(plan_msgpack.unpack(b, Inventory), who) for b, who in job.bodies], job.world_size
+    )
     return lambda: replica_groups_of(plan, job.world_size // 2)
 
 
@@ -85,7 +101,7 @@ def _open(job: simulated.Job) -> Work:
     save = simulated.SimulatedSave(job)
     save.run()
     data = save.index()
-    return lambda: index_codec.decode(data)
+    return lambda: index_json.decode(data)
 
 
 def _says(

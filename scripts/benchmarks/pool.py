@@ -20,8 +20,8 @@ from benchmarks.rank import Operations, Place, Rank, serve
 PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
-    "dist_ckpt.saver",
-    "dist_ckpt.loader",
+    "dist_ckpt.saving.save",
+    "dist_ckpt.loading.load",
 )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dist_ckpt.region import Elements, Piece, Region, pieces, row_major_strides
-from dist_ckpt.torch_memory import TensorSource, TensorTarget, synchronize
+from dist_ckpt.format.geometry import Elements, Piece, Region, pieces, row_major_strides
+from dist_ckpt.memory.torch_tensor import TensorSource, TensorTarget, synchronize
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt import device_staging
-from dist_ckpt.job_folder import JobFolder
+from dist_ckpt.memory import cuda
+from dist_ckpt.snapshots.job_folder import JobFolder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -317,7 +317,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_leaves_no_error_behin
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # An address that is nobody's: CUDA itself refuses it.
-    monkeypatch.setattr(device_staging, "address_of", lambda _: 4096)
+    monkeypatch.setattr(cuda, "address_of", lambda _: 4096)
     model = Large()
     state = model.saved()
     with caplog.at_level(logging.WARNING, "dist_ckpt"):
@@ -335,7 +335,7 @@ def test_memory_without_a_name_is_pinned_as_well() -> None:
     fd = os.memfd_create("test")
     os.ftruncate(fd, 1 << 20)
     view = memoryview(mmap.mmap(fd, 0))
-    pinned = device_staging.PinnedMemory(view, torch.device("cuda", 0))
+    pinned = cuda.PinnedMemory(view, torch.device("cuda", 0))
     assert pinned.error == 0
     pinned.close()
     os.close(fd)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 import dist_ckpt as dc
+from ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_process]
 

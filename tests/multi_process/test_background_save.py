@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 
 import dist_ckpt as dc
-from dist_ckpt import background_save
+from dist_ckpt.background import save
+from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
 
@@ -40,7 +40,7 @@ def test_a_handle_does_not_keep_the_state_alive(tmp_path: Path) -> None:
 def fail_to_stage(rank: int, root: str, job: str, before: bool) -> list[str]:
     """Save; then rank 1 cannot stage, before or after a part of it; save again."""
     told = []
-    real = background_save.stage
+    real = save.stage
 
     def refuse(*args: Any) -> None:
         if not before:
@@ -51,10 +51,10 @@ def fail_to_stage(rank: int, root: str, job: str, before: bool) -> list[str]:
     with dc.AsyncSaver(job=job) as saver:
         saver.save(state, f"{root}/a", step=1).result(60)
         if rank == 1:
-            background_save.stage = refuse
+            save.stage = refuse
             with pytest.raises(OSError, match="no such memory"):
                 saver.save(state, f"{root}/b", step=2)
-            background_save.stage = real
+            save.stage = real
         else:
             failure = saver.save(state, f"{root}/b", step=2).exception(60)
             told.append(f"{type(failure).__name__}: {failure}")

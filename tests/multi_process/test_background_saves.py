@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 
 import dist_ckpt as dc
-from dist_ckpt import own_writer
-from dist_ckpt.job_folder import SHARED_MEMORY, JobFolder
+from dist_ckpt.background import writer_client
+from dist_ckpt.snapshots.job_folder import SHARED_MEMORY, JobFolder
+from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
 
@@ -236,7 +236,7 @@ def test_a_dead_writer_is_named_and_replaced(tmp_path: Path, job: str) -> None:
 
 
 def freeze_a_writer(rank: int, root: str, job: str) -> list[Any]:
-    own_writer.PING_S, own_writer.ANSWER_S = 0.5, 1.0
+    writer_client.PING_S, writer_client.ANSWER_S = 0.5, 1.0
     with dc.AsyncSaver(job=job) as saver:
         os.kill(writer_of(job, rank), signal.SIGSTOP)
         handle = saver.save(state_of(rank, 1, 1), f"{root}/a", step=1)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Options, Outcome, run_ranks, try_ranks
 
-from dist_ckpt import process_groups
+from dist_ckpt.comm import process_group
+from dist_ckpt.comm.process_group import session_of
+from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import RankError
-from dist_ckpt.process_groups import session_of
-from dist_ckpt.session import Session
+from ranks import Options, Outcome, run_ranks, try_ranks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.waits]
 
@@ -185,7 +185,7 @@ def start_again(rank: int, folder: str) -> Any:
         dist.destroy_process_group()
         del ranks
         gc.collect()
-        assert len(process_groups._sessions) == 0
+        assert len(process_group._sessions) == 0
         assert [thread for thread in threading.enumerate() if "dist_ckpt" in thread.name] == []
     return sums
 

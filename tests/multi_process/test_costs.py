@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 
 import dist_ckpt as dc
+from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
 

@@ -11,11 +11,11 @@ import torch
 # Torch imports it, for seconds, when a process makes its first DTensor.
 import torch._dynamo
 import torch.distributed as dist
-from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_ckpt as dc
+from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
 

@@ -16,7 +16,6 @@ import torch
 # Torch imports it, for seconds, when a process makes its first DTensor.
 import torch._dynamo
 import torch.distributed as dist
-from ranks import run_ranks
 from torch.distributed._shard.sharded_tensor import Shard as OwnShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -25,7 +24,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import dist_ckpt as dc
-from dist_ckpt.torch_private import ShardedTensor, StridedShard
+from dist_ckpt.runtime.torch_private import ShardedTensor, StridedShard
+from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
 

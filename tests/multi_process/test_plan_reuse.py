@@ -12,14 +12,14 @@ import torch
 
 # Torch imports it, for seconds, when a process makes its first DTensor.
 import torch._dynamo
-from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dist_ckpt as dc
-from dist_ckpt.channel import Channel, Doc
-from dist_ckpt.collective import Collective
-from dist_ckpt.process_groups import session_of
+from dist_ckpt.comm.collective import Collective
+from dist_ckpt.comm.exchange import Channel, Doc
+from dist_ckpt.comm.process_group import session_of
+from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
 

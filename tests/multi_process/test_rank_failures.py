@@ -20,14 +20,16 @@ import torch
 # Torch imports it, for seconds, when a process makes its first optimizer.
 import torch._dynamo
 import torch.distributed as dist
-from ranks import Options, run_ranks, try_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_ckpt as dc
-from dist_ckpt import commit, loader, saver
+from dist_ckpt.commit import commit
+from dist_ckpt.loading import load
+from dist_ckpt.saving import save as saver
 from dist_ckpt.storage.local import LocalStorage
+from ranks import Options, run_ranks, try_ranks
 
 pytestmark = pytest.mark.multi_process
 
@@ -638,7 +640,7 @@ def test_ranks_that_never_call_save_are_named_and_all_go_on(some, absent, tmp_pa
 
 
 def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
-    from dist_ckpt import store_line
+    from dist_ckpt.comm import store_thread
 
     dc.save(parts(rank, 1), path)
 
@@ -646,7 +648,7 @@ def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
         raise RuntimeError("Broken pipe")
 
     def cut_off() -> None:
-        store_line.put = refuse  # type: ignore[assignment]
+        store_thread.put = refuse  # type: ignore[assignment]
 
     with at("after the claim", cut_off) if rank == 0 else contextlib.nullcontext():
         error = tuple(told(lambda: dc.save(parts(rank, 2), path, overwrite=True)))
@@ -735,7 +737,7 @@ def fail_to_load(rank: int, name: str, path: str) -> Any:
     template = {**parts(rank, -1), "object": taker}
     mine = LOADS[name].template(template) if rank == 1 else template
     elsewhere = rank == 1 and name == "a storage of its own"
-    with own_storage(loader, path) if elsewhere else contextlib.nullcontext():
+    with own_storage(load, path) if elsewhere else contextlib.nullcontext():
         error = tuple(told(lambda: dc.load(mine, path)))
     now = {"part": template["part"].tensor, "replica": template["replica"]}
     before = {"part": parts(rank, -1)["part"].tensor, "replica": parts(rank, -1)["replica"]}

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Options, run_ranks, try_ranks
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import dist_ckpt as dc
-from dist_ckpt.host_links import HostLinks
+from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.storage.local import LocalStorage
+from ranks import Options, run_ranks, try_ranks
 
 pytestmark = pytest.mark.multi_process
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
-from training import BLANK, CUTS, MOMENTS, SAVED, difference, make, plain_data, sharding_of, whole
 
 import dist_ckpt as dc
+from ranks import run_ranks
+from training import BLANK, CUTS, MOMENTS, SAVED, difference, make, plain_data, sharding_of, whole
 
 pytestmark = pytest.mark.multi_process
 

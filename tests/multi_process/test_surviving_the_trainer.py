@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import dist_ckpt as dc
+from dist_ckpt.background import save
+from dist_ckpt.snapshots.job_folder import JobFolder
 from ranks import Options, run_ranks, try_ranks
-from test_background_saves import (
+from tests.multi_process.test_background_saves import (
     CALM,
     RESULT_S,
     assign,
@@ -26,10 +30,6 @@ from test_background_saves import (
     steps_in,
     writer_of,
 )
-
-import dist_ckpt as dc
-from dist_ckpt import background_save
-from dist_ckpt.job_folder import JobFolder
 
 pytestmark = pytest.mark.multi_process
 
@@ -147,7 +147,7 @@ def die_while_staging(rank: int, root: str, job: str) -> None:
     saver.save(state, folder_of(root, 1), step=1).result(RESULT_S)
     assign(state, 2)
     if rank == 1:
-        background_save.stage = lambda *_: die()
+        save.stage = lambda *_: die()
     handle = saver.save(state, folder_of(root, 2), step=2)
     try:
         handle.result(RESULT_S)
@@ -214,7 +214,7 @@ def train_until_killed(
     copies = dice.randrange(1, 4) if seed % 2 else 0
     state = state_of(rank, world_size, first, NUM_ROWS)
     saver = dc.AsyncSaver(job=job)
-    real = background_save.stage
+    real = save.stage
     took: list[float] = []
 
     def stage(*args: Any) -> None:
@@ -224,7 +224,7 @@ def train_until_killed(
         real(*args)
         took.append(time.monotonic() - began)
 
-    background_save.stage = stage
+    save.stage = stage
     saver.save(state, folder_of(root, first), step=first).result(RESULT_S)
 
     def kill() -> None:

@@ -13,12 +13,12 @@ import torch
 # Torch imports it, for seconds, when a process makes its first optimizer.
 import torch._dynamo
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dist_ckpt as dc
+from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
 

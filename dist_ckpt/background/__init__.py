@@ -1,0 +1,1 @@
+"""`dc.AsyncSaver`: saves in the background, and restores; the trainer's side."""

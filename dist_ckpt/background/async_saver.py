@@ -1,0 +1,328 @@
+"""`dc.AsyncSaver`: saves that training pays for with one copy; a process of their own writes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import isfinite
+from numbers import Real
+from types import TracebackType
+from typing import Self, get_args
+
+from torch.distributed import ProcessGroup
+
+from dist_ckpt.background.handle import SaveHandle
+from dist_ckpt.background.job import Job
+from dist_ckpt.background.readiness import WhenBusy
+from dist_ckpt.background.restore import restore_together
+from dist_ckpt.background.save import BackgroundSave
+from dist_ckpt.comm.exchange import Doc, check_alike
+from dist_ckpt.comm.process_group import session_of
+from dist_ckpt.comm.session import Session
+from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.reports import LoadReport
+from dist_ckpt.saving.save import SaveOptions
+from dist_ckpt.snapshots.job_folder import check_job, job_id
+from dist_ckpt.storage import open_storage
+from dist_ckpt.writer.messages import Hello
+
+_log = logging.getLogger("dist_ckpt")
+
+# Slower, a block would take so long that the storage seems to hang.
+MIN_BYTES_PER_S = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The options of a saver, checked by `check` once a rank's error can reach the others."""
+
+    root: str | os.PathLike[str] | None
+    job: str | None
+    when_busy: WhenBusy
+    settle_s: float
+    max_bytes_per_s: float | None
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for options that make no sense."""
+        if self.root is not None:
+            self._absolute_root()
+        if self.job is not None:
+            check_job(self.job)
+        if self.when_busy not in get_args(WhenBusy):
+            raise ValueError(f'when_busy={self.when_busy!r}: give "wait", "skip" or "supersede"')
+        _check_number("settle_s", self.settle_s, 0, "a finite number of seconds, 0 or more")
+        if self.max_bytes_per_s is not None:
+            least = f"a number, {MIN_BYTES_PER_S} at least, or None"
+            _check_number("max_bytes_per_s", self.max_bytes_per_s, MIN_BYTES_PER_S, least)
+
+    def asked(self) -> Doc:
+        """Return what all ranks must ask for alike."""
+        # Not the id of a job that the root makes: a file system has other numbers on other hosts.
+        root = None if self.root is None or self.job is not None else self._absolute_root()
+        return {"job": self.job, "root": root, "when_busy": self.when_busy}
+
+    @property
+    def job_name(self) -> str | None:
+        """The job, if it is known before the first save."""
+        if self.job is not None or self.root is None:
+            return self.job
+        return job_id(f"{self._absolute_root()}/a checkpoint")
+
+    def _absolute_root(self) -> str:
+        assert self.root is not None
+        try:
+            return open_storage(self.root)[1]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"root={self.root!r}: {error}") from None
+
+
+def _check_number(name: str, value: object, least: int, wanted: str) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: give {wanted}")
+    if not (isfinite(value) and float(value) >= least):
+        raise ValueError(f"{name}={value}: give {wanted}")
+
+
+class AsyncSaver:
+    """Saves in the background: training waits for one copy, and storage is another process's work.
+
+        with dc.AsyncSaver("runs/a") as saver:
+            if (first := saver.restore(state)) is None:  # not in memory, or not any more
+                first = load_the_newest(state)  # with `dc.load`; 0 if there is none
+            for step in range(first + 1, 10_001):
+                train(state)
+                if step % 500 == 0:
+                    saver.save(state, f"runs/a/step-{step:08}", step=step)
+
+    `save` copies this rank's part of the state into one of two arenas in shared memory. A writer,
+    one process a rank, writes it from there and commits it together with the other writers. It
+    goes on when the trainer is killed; it does not outlive its container, Slurm step or cgroup.
+
+    `root` is the folder under which the checkpoints lie. The memory belongs to a job, by default
+    the one that the user and the root make; `job` names another. Two processes that live at once
+    as the same rank of one job on one host are a ConflictError, and so are two savers of one
+    process that are not closed. A later run of the job finds what an earlier one has left: first
+    its writers may finish, `settle_s` at most, then they are ended. Without `root` and `job` the
+    first save decides: its folder's parent is the root.
+
+    `when_busy` says what `save` does while both arenas are still being written: "wait" for one,
+    "skip" this save, or let it "supersede" the one that no writer has begun (else it waits).
+    `max_bytes_per_s` bounds what each writer writes.
+
+    Every rank of `group` makes one, with the same `root`, `job` and `when_busy`, and calls `save`
+    and `restore` alike: making it is collective as well. One thread at a time uses it, and only the
+    process that made it: a forked one has none. Without `close` it ends with the last reference to
+    it: what is staged is written, and nobody is told if that fails.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        job: str | None = None,
+        group: ProcessGroup | None = None,
+        when_busy: WhenBusy = "wait",
+        settle_s: float = 60.0,
+        max_bytes_per_s: float | None = None,
+    ) -> None:
+        self.num_skipped = 0
+        self.restored: LoadReport | None = None
+        self._ranks: Session = session_of(group)
+        self._options = _Options(root, job, when_busy, settle_s, max_bytes_per_s)
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._is_used = threading.Lock()
+        self._job: Job | None = None
+        with self._ranks.operation("AsyncSaver"):
+            self._open()
+
+    def save(
+        self,
+        state: Mapping[str | int, object],
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        sharding: ShardingConfig | None = None,
+        overwrite: bool = False,
+        metadata: Mapping[str, object] | None = None,
+    ) -> SaveHandle:
+        """Save a state as the checkpoint at `path`. Collective: every rank calls this.
+
+        The options are those of `dc.save`. On return the state is staged, and may change (on CUDA
+        devices: see `fence`); nothing is durable yet: see `SaveHandle.result`.
+
+        Raises what `dc.save` raises for a state that cannot be saved, on all ranks; then nothing
+        was staged. If an earlier background save has failed that nobody was told of, its error is
+        raised instead, once, on all ranks: that one made no checkpoint, this one was not begun,
+        and the next call goes on.
+        """
+        options = SaveOptions(step, sharding, overwrite, metadata)
+        with self._alone(), self._ranks.operation(f"background save to {path}"):
+            save = BackgroundSave(self._ranks, lambda: self._job_of(path), state, path, options)
+            handle = save.run(self._options.when_busy)
+        self.num_skipped += handle.skipped
+        return handle
+
+    def fence(self) -> None:
+        """Let what was saved change. Call it before weights change other than by an optimizer.
+
+        CUDA devices copy what the optimizers of the state change beside the next forward and
+        backward, after `save` has returned, and all else before what is asked of them next. What
+        this thread asks of their current streams from now on begins when all is copied; the host
+        goes on at once (see `SaveHandle.wait_staged`). torch's optimizers do this by themselves
+        before a step, unless a CUDA graph replays it. On the CPU all is copied when `save` returns.
+        """
+        if self._job is not None:
+            self._job.fence.wait()
+
+    def restore(
+        self,
+        state: MutableMapping[str | int, object],
+        *,
+        sharding: ShardingConfig | None = None,
+        strict: bool = True,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        rename: Mapping[str, str | None] | None = None,
+    ) -> int | None:
+        """Fill a state from the newest snapshot in memory; return its step. Collective.
+
+        It is one that an earlier run of this job, or this one, has staged completely on all ranks
+        and digested, and that is what was committed under its path; or it was never committed, as
+        its run died or the storage failed, and nothing else was, or what it was to overwrite.
+        Unless a later step was committed since beside it. It may have been saved by another number
+        of ranks. What is not in the memory of this host comes from the storage.
+        None, and nothing is touched, if there is no such snapshot, as after a reboot: load the
+        newest checkpoint then. `restored` is the report, and says how many bytes came from memory;
+        it is None only if nothing was restored, while a save without a step has none to return.
+
+        The options, and what is raised, are those of `dc.load`; everything is verified.
+        """
+        options = LoadOptions(
+            sharding, strict=strict, include=include, exclude=exclude, rename=rename
+        )
+        with self._alone():
+            if self._job is None:
+                raise ValueError(
+                    "whose snapshots to restore is not known: make the saver with root=, the "
+                    "folder under which the checkpoints lie, or with job="
+                )
+            writer = self._job.writer
+            writer.wait_for(lambda: not writer.unsettled, None)
+            found = restore_together(self._ranks, self._job.folder, state, options)
+            if found is None:
+                self.restored = None
+                return None
+            snapshot, self.restored = found
+            self._job.arenas.spare(snapshot)
+        return self.restored.step
+
+    def close(self, *, keep: bool = False) -> None:
+        """Wait until every save is settled, and end the writer of this rank. May be called again.
+
+        The arenas are given back, unless `keep`, or the last save failed, or nothing was saved and
+        what an earlier run left was never committed: then a later run of the job finds them. Raises
+        what a save has failed of if nobody was told of it. ValueError while another thread is in
+        `save` or `restore`: let it end first.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        with self._alone():
+            self._is_closed = True
+            if self._job is not None:
+                self._job.close(keep=keep)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it; after an error what is in memory is kept for the next run."""
+        try:
+            self.close(keep=error is not None)
+        except Exception as failure:
+            if error is None:
+                raise
+            _log.error("a background save failed as well: %s", failure)
+
+    @property
+    def num_superseded(self) -> int:
+        """How many saves a newer one has superseded."""
+        return 0 if self._job is None else self._job.writer.num_dropped
+
+    @property
+    def num_restarts(self) -> int:
+        """How many times the writer of this rank was replaced, as it had died."""
+        return 0 if self._job is None else self._job.writer.num_restarts
+
+    def _open(self) -> None:
+        """Compare the options with the other ranks', and begin the job if it is known."""
+        options, channel = self._options, self._ranks.channel
+
+        def ask() -> Doc:
+            options.check()
+            return options.asked()
+
+        def compare(asked: Sequence[Doc]) -> Doc:
+            check_alike("AsyncSaver", asked, ("job", "root", "when_busy"))
+            return None
+
+        channel.exchange("options", ask, compare)
+        if (name := options.job_name) is None:
+            return
+        try:
+            channel.exchange("job", lambda: self._begin(name), lambda _: None)
+        except BaseException:
+            if self._job is not None:  # but another rank has none
+                self._job.close(keep=True)
+            raise
+
+    def _job_of(self, path: str | os.PathLike[str]) -> Job:
+        if self._job is None:
+            self._begin(job_id(open_storage(path)[1]))
+        assert self._job is not None
+        return self._job
+
+    def _begin(self, name: str) -> None:
+        options, channel = self._options, self._ranks.channel
+        hello = Hello(
+            name,
+            channel.rank,
+            channel.world_size,
+            {**asdict(self._ranks.config), "host": channel.host},
+            None if options.max_bytes_per_s is None else float(options.max_bytes_per_s),
+        )
+        self._job = Job(hello, settle_s=float(options.settle_s))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads and signal handlers out: two saves at once would mix their states.
+
+        ValueError if one is in, or if the saver is closed, or another process's.
+        """
+        if os.getpid() != self._pid:
+            raise ValueError(
+                f"this AsyncSaver belongs to process {self._pid}, and this is {os.getpid()}, which "
+                f"was forked from it: save in the process that made the saver"
+            )
+        if not self._is_used.acquire(blocking=False):
+            raise ValueError(
+                "this AsyncSaver is in a call already, of another thread or one that this call "
+                "interrupts: let one thread save, restore and close, and not from a signal's "
+                "handler"
+            )
+        try:
+            if self._is_closed:
+                raise ValueError("this AsyncSaver is closed: make another one")
+            yield
+        finally:
+            self._is_used.release()

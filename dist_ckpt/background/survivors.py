@@ -1,0 +1,160 @@
+"""Writers that an earlier run has left on this host: they may finish, or are ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from dist_ckpt.background.writer_process import PROGRAM
+from dist_ckpt.errors import ConflictError, StorageError, ranks_text
+from dist_ckpt.runtime.lock_files import Owner
+from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
+from dist_ckpt.writer.messages import WRITER_END_S
+
+_log = logging.getLogger("dist_ckpt")
+
+_STOP_S = WRITER_END_S + 10.0
+# One that is killed ends when the kernel lets it.
+_KILL_S = 10.0
+_LOOK_S = 0.02
+
+_MAX_WORDS_NBYTES = 4096
+
+
+@dataclass(slots=True)
+class Settled:
+    """The ranks whose writer has finished by itself, was told to stop, and had to be killed."""
+
+    finished: list[int] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)
+    killed: list[int] = field(default_factory=list)
+
+
+def settle_survivors(folder: JobFolder, settle_s: float) -> Settled:
+    """Wait for the writers on this host whose trainer is gone, `settle_s` at most; then end them.
+
+    Those of this process's own rank among them: it holds the trainer's lock, and has not started a
+    writer. Whose trainer lives otherwise is another's business. On return none of them lives, and
+    what they have sealed stays as it is. Several processes may do it at once.
+
+    ConflictError if whoever holds a writer's lock is no writer that this process can see,
+    StorageError if one does not end though it was killed.
+    """
+    left = {one.rank: one for one in folder.present() if _survivor(one) is not None}
+    settled = Settled()
+    if not left:
+        return settled
+    _log.info(
+        "job %s: waiting up to %g s for the background writers of %s, which an earlier run left",
+        *(folder.job, settle_s, ranks_text(left)),
+    )
+    settled.finished = _gone(left, settle_s)
+    told = {rank for rank, one in left.items() if _end(one, signal.SIGTERM)}
+    gone = _gone(left, _STOP_S)
+    settled.stopped = [rank for rank in gone if rank in told]
+    settled.finished += [rank for rank in gone if rank not in told]
+    if left:
+        for one in left.values():
+            _end(one, signal.SIGKILL)
+        settled.killed = _gone(left, _KILL_S)
+    for what, ranks in (
+        ("finished", settled.finished),
+        ("were told to stop", settled.stopped),
+        ("were killed", settled.killed),
+    ):
+        if ranks:
+            _log.warning("job %s: the writers of %s %s", folder.job, ranks_text(ranks), what)
+    for one in left.values():
+        raise StorageError(
+            f"the background writer of rank {one.rank} ({_survivor(one)}) does not end though it "
+            f"was killed: it waits for its storage. Mend that, or pass another AsyncSaver(job=...)",
+            rank=one.rank,
+        )
+    return settled
+
+
+def _gone(left: dict[int, RankFolder], timeout_s: float) -> list[int]:
+    """Wait until no writer is left, and take those that are gone out; return their ranks."""
+    until = time.monotonic() + timeout_s
+    gone: list[int] = []
+    while True:
+        for rank, one in list(left.items()):
+            if _survivor(one) is None:
+                del left[rank]
+                gone.append(rank)
+        if not left or time.monotonic() >= until:
+            return gone
+        time.sleep(_LOOK_S)
+
+
+def _survivor(folder: RankFolder) -> Owner | None:
+    """Return the writer of a rank that lives without its trainer."""
+    # In this order: a new trainer has its lock before it starts a writer, so that the writer
+    # which was seen before its trainer was not is none of a living trainer's.
+    writer = folder.owner("writer")
+    if writer is None:
+        return None
+    trainer = folder.owner("trainer")
+    return writer if trainer is None or trainer.is_this_process else None
+
+
+def _end(folder: RankFolder, number: signal.Signals) -> bool:
+    """Send a signal to the writer of a rank; False if it has ended meanwhile.
+
+    ConflictError if its lock is held by something else.
+    """
+    owner = _survivor(folder)
+    if owner is None:
+        return False
+    with _pidfd(owner.pid) as pidfd:
+        # While that is open, the signal goes to the process that has been looked at, or to nobody.
+        if pidfd is not None and _is_writer(owner.pid, folder):
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
+            return True
+    if _survivor(folder) is None:
+        return False
+    raise ConflictError(
+        f"{folder.path}: the lock of the writer of rank {folder.rank} is held by {owner}, which is "
+        f"no background writer that this process can see (it may be in another container): stop "
+        f"it, or pass another AsyncSaver(job=...)",
+        rank=folder.rank,
+    )
+
+
+@contextmanager
+def _pidfd(pid: int) -> Iterator[int | None]:
+    """Hold on to a process of this user by its number; None if there is none here."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except (OSError, AttributeError):  # AttributeError: no Linux
+        yield None
+        return
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def _is_writer(pid: int, folder: RankFolder) -> bool:
+    """Say whether a process is a background writer, and has the lock file of a rank open."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(_MAX_WORDS_NBYTES).split(b"\0")
+        lock = os.stat(folder.lock_path("writer"))
+        return PROGRAM.encode() in words and any(
+            os.path.samestat(status, lock) for status in _opened_by(pid)
+        )
+    except OSError:
+        return False
+
+
+def _opened_by(pid: int) -> Iterator[os.stat_result]:
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # it has been closed since
+            yield os.stat(f"/proc/{pid}/fd/{fd}")

@@ -1,0 +1,1 @@
+"""Which live memory each saved name goes to."""

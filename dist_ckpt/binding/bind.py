@@ -1,0 +1,335 @@
+"""The loading side of a state: which live memory each saved name goes to.
+
+    survey(state) -> Template           what the state asks for (template.py)
+    bind(template, saved) -> Binding    decides by names and kinds; every problem is listed
+    binding.wanted -> load plan         all ranks agree that there is no problem
+    binding.check(files)                the values that were read are what is asked for
+    binding.allocate() -> targets       memory that does not exist yet; the reader fills all
+    binding.settle()                    what shares memory gets what was read for it
+    binding.place()                     plain values and new tensors go where they belong
+    binding.load_objects()              load_state_dict, set_extra_state; generators last
+
+`bind` changes nothing that the user holds, and no optimizer state is made before `allocate`,
+which makes memory that `place` hangs in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from typing import assert_never
+
+from dist_ckpt.binding.bind_modules import bind_module
+from dist_ckpt.binding.bind_optimizers import bind_optimizer
+from dist_ckpt.binding.requests import Asks, Contents, Get
+from dist_ckpt.binding.saved_tree import Saved, saved_of
+from dist_ckpt.binding.selection import Selection
+from dist_ckpt.binding.template import Template, survey
+from dist_ckpt.errors import MAX_LISTED
+from dist_ckpt.format.index import Key
+from dist_ckpt.format.objects_file import ObjectsFile
+from dist_ckpt.memory.protocol import Target
+from dist_ckpt.planning.plan import Wanted
+from dist_ckpt.state.containers import container, entries_of, join, kind_of
+from dist_ckpt.state.tree import (
+    Branch,
+    GroupLeaf,
+    ModuleLeaf,
+    ObjectLeaf,
+    OptimizerLeaf,
+    PerRankLeaf,
+    PlainLeaf,
+    TensorLeaf,
+    Tree,
+    has_state,
+    users_code,
+)
+from dist_ckpt.state.wrappers import RNG
+
+__all__ = ["Binding", "Template", "bind", "saved_of", "survey", "unexpected_problem"]
+
+
+def bind(
+    template: Template,
+    saved: Saved,
+    *,
+    strict: bool,
+    selection: Selection,
+    keys: Mapping[str, Sequence[Key]] | None = None,
+) -> Binding:
+    """Decide what goes where. What does not fit is not raised, but in `Binding.problems`.
+
+    `keys` are the keys of all ranks' per-rank templates; None where this rank is alone.
+    """
+    asks = Asks(template, saved, selection, keys)
+    _Binder(asks, template, strict=strict).bind_root()
+    return Binding(asks, strict=strict)
+
+
+class Binding:
+    """Where everything goes, on this rank.
+
+    `problems`: shape, dtype, kind, coverage; under `strict` also missing names. `missing`:
+    names that the state asks for and the checkpoint lacks. `unclaimed`: saved names that this
+    rank's state does not ask for, as the catalog has them; those that no rank asks for are
+    unexpected (`unexpected_problem` words the error). `dropped`: what a policy or a rename left
+    out. `needs`: the ranks whose `objects-<rank>.msgpack` must be read for `check`.
+    """
+
+    def __init__(self, asks: Asks, *, strict: bool) -> None:
+        self._asks = asks
+        self._contents = Contents.of([])
+        saved = asks.saved
+        self.missing = tuple(asks.missing)
+        self.dropped = tuple(asks.dropped)
+        self.restored = tuple(asks.restored)
+        self.resharded = tuple(asks.wants.resharded)
+        self.wanted: tuple[Wanted, ...] = asks.wants.wanted()
+        self.needs = tuple(sorted(asks.needs))
+        self.unclaimed = tuple(
+            fqn
+            for name, fqn in saved.leaves.items()
+            if fqn not in asks.claimed and asks.selected(name)
+        )
+        self.problems = (*saved.problems, *asks.problems)
+        if strict:
+            self.problems += asks.unmatched()
+            self.problems += (missing_problem(self.missing),) if self.missing else ()
+
+    @property
+    def makes_memory(self) -> bool:
+        """Whether `allocate` makes tensors; else it only says where those of the state are."""
+        return self._asks.wants.makes_memory
+
+    @property
+    def places(self) -> bool:
+        """Whether `place` has anything to do."""
+        return bool(self._asks.effects)
+
+    @property
+    def loads_objects(self) -> bool:
+        """Whether `load_objects` has anything to do."""
+        return bool(self._asks.loads or self._asks.last)
+
+    def check(self, files: Sequence[ObjectsFile]) -> None:
+        """Take what is asked for out of `files`, those of `needs`. Changes nothing.
+
+        Raises CorruptError if a value is in none of them, IncompatibleError if a state of the
+        generators cannot be set here.
+        """
+        main = ObjectsFile(values=self._asks.saved.values)
+        self._contents = Contents.of([main, *files])
+        self._contents.check(self._asks.needed)
+        for generators, get in self._asks.last:
+            generators.check(get(self._contents))
+
+    def allocate(self) -> Mapping[tuple[str, int], Target]:
+        """Return the memory of each wanted cell, by tensor and number. Call it once."""
+        return self._asks.wants.allocate()
+
+    def settle(self) -> None:
+        """Fill the tensors that share memory, once all is read, and wait for accelerators.
+
+        Raises IncompatibleError if what was saved differs where they share it.
+        """
+        self._asks.wants.settle()
+        self._asks.wants.synchronize()
+
+    def place(self) -> None:
+        """Put plain values and new tensors where they belong."""
+        for effect in self._asks.effects:
+            effect(self._contents)
+
+    def load_objects(self) -> None:
+        """Call load_state_dict and set_extra_state of the state's objects; generators last."""
+        for load in self._asks.loads:
+            load(self._contents)
+        for generators, get in self._asks.last:
+            generators.restore(get(self._contents))
+
+
+def missing_problem(names: Sequence[str]) -> str:
+    """Word the error about names that the state asks for and the checkpoint lacks."""
+    return (
+        f"the checkpoint lacks {_counted(names)}: remove {_them(names)} from the state or "
+        "`exclude` what it shall not restore, or load with strict=False"
+    )
+
+
+def unexpected_problem(names: Sequence[str]) -> str:
+    """Word the error about saved names that no rank asks for."""
+    return (
+        f"the state does not ask for {_counted(names)}, which the checkpoint holds: put None or "
+        "{} there to take what was saved, say with `include` what to load (such as "
+        "include=['model']), or load with strict=False"
+    )
+
+
+def _counted(names: Sequence[str]) -> str:
+    if len(names) <= MAX_LISTED:
+        return f"{len(names)} names: " * (len(names) > 1) + ", ".join(names)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition(".")[0], []).append(name)
+    some = [_some(group) for group in groups.values()]
+    more = f", and more in {len(some) - MAX_LISTED} others" if len(some) > MAX_LISTED else ""
+    return f"{len(names)} names: {', '.join(some[:MAX_LISTED])}{more}"
+
+
+def _some(group: Sequence[str]) -> str:
+    above = group[0].partition(".")[0]
+    return group[0] + f" and {len(group) - 1} more in {above!r}" * (len(group) > 1)
+
+
+def _them(names: Sequence[str]) -> str:
+    return "them" if len(names) > 1 else "it"
+
+
+class _Binder:
+    """One walk over a template; each leaf asks for what was saved under its name."""
+
+    def __init__(self, asks: Asks, template: Template, *, strict: bool) -> None:
+        self._asks = asks
+        self._template = template
+        self._strict = strict
+
+    def bind_root(self) -> None:
+        root, asks = self._template.root, self._asks
+        get = self._branch("", root) if root.children else asks.subtree("")
+        if get is None:
+            return
+
+        def put(contents: Contents) -> None:
+            made = get(contents)
+            if made is not root.live:
+                assert isinstance(root.live, MutableMapping)
+                assert isinstance(made, Mapping)
+                root.live.update(made)
+
+        asks.effects.append(put)
+
+    def _bind(self, name: str, tree: Tree) -> Get | None:
+        """Bind what is at a name; return what to put there instead, or None to leave it."""
+        match tree:
+            case Branch():
+                return self._branch(name, tree)
+            case TensorLeaf():
+                return self._tensor(name, tree)
+            case PlainLeaf():
+                return self._plain(name, tree.value)
+            case PerRankLeaf():
+                self._per_rank(name, tree)
+            case ModuleLeaf():
+                bind_module(self._asks, name, tree)
+            case OptimizerLeaf():
+                names = self._template.parameters[name]
+                bind_optimizer(self._asks, name, tree.optimizer, names, strict=self._strict)
+            case ObjectLeaf():
+                self._object(name, tree)
+            case GroupLeaf():
+                raise AssertionError("only a save makes group leaves")
+            case _:
+                assert_never(tree)
+        return None
+
+    def _branch(self, name: str, tree: Branch) -> Get | None:
+        self._asks.split(name)
+        self._asks.check_keys(name, tree.children)
+        bound = {key: self._bind(join(name, key), child) for key, child in tree.children.items()}
+        found = {key: get for key, get in bound.items() if get is not None}
+        live, kind = tree.live, tree.kind
+
+        def put(contents: Contents) -> object:
+            made = {key: child(contents) for key, child in found.items()}
+            if isinstance(live, tuple):
+                return container(kind, enumerate(made.get(i, old) for i, old in enumerate(live)))
+            assert isinstance(live, MutableMapping | MutableSequence)
+            for key, value in made.items():
+                live[key] = value  # type: ignore[index]  # a list's keys are its numbers
+            return live
+
+        return put if found else None
+
+    def _tensor(self, name: str, leaf: TensorLeaf) -> Get | None:
+        if not self._asks.takes(name):
+            return None
+        value = self._asks.wants.fill(name, leaf)
+        return None if value is leaf.value else lambda _: value
+
+    def _plain(self, name: str, value: object) -> Get | None:
+        asks = self._asks
+        if value is None or (isinstance(value, Mapping) and not value):
+            return self._open(name, value)
+        if not asks.selected(name) and not asks.chosen(name):
+            return None
+        get = asks.value(name) if asks.selected(name) else None
+        if get is not None:
+            return get
+        entries = entries_of(value)
+        if entries is None or not asks.is_container(name):
+            asks.misfit(name, "a value without tensors")
+            return None
+        children = {key: PlainLeaf(item) for key, item in entries.items()}
+        return self._branch(name, Branch(kind_of(value) or "dict", value, children))
+
+    def _open(self, name: str, value: object) -> Get | None:
+        """Take what was saved at and below a name."""
+        asks = self._asks
+        if not asks.has(name):
+            if asks.selected(name):
+                asks.missing[name] = None
+            return None
+        return self._filled(value, asks.subtree(name))
+
+    def _filled(self, live: object, get: Get | None) -> Get | None:
+        """Fill the user's own empty mapping, if the saved one is of the same class."""
+
+        def fill(contents: Contents) -> object:
+            assert get is not None
+            made = get(contents)
+            if type(made) is type(live) and isinstance(live, MutableMapping):
+                live.update(made)  # type: ignore[call-overload]  # a mapping, like `live`
+                return live
+            return made
+
+        return None if get is None else fill
+
+    def _per_rank(self, name: str, leaf: PerRankLeaf) -> None:
+        asks, wrapper = self._asks, leaf.wrapper
+        if not asks.selected(name):
+            return
+        get = asks.per_rank(name, wrapper)
+        if get is None:
+            return
+        if isinstance(wrapper, RNG):
+            asks.last.append((wrapper, get))
+        elif has_state(wrapper.value):
+            self._load(name, wrapper.value, get)
+        else:
+            asks.effects.append(lambda contents: setattr(wrapper, "value", get(contents)))
+
+    def _object(self, name: str, leaf: ObjectLeaf) -> None:
+        """Ask for all of an object's state: it says itself what it takes of it."""
+        asks = self._asks
+        if not asks.has(name):
+            if asks.selected(name):
+                asks.missing[name] = None
+            return
+        get = asks.subtree(name, leaf.content)
+        if get is None:
+            return
+        saved = [name, *asks.saved.below(name)]
+        left_out = [leaf for leaf in saved if leaf in asks.saved.leaves and not asks.selected(leaf)]
+        if left_out:
+            asks.problems.append(
+                f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
+                f"{left_out[0]!r} is left out: exclude all of it"
+            )
+        self._load(name, leaf.owner, get)
+
+    def _load(self, name: str, owner: object, get: Get) -> None:
+        def load(contents: Contents) -> None:
+            state = get(contents)
+            with users_code(name, owner, "load_state_dict"):
+                owner.load_state_dict(state)  # type: ignore[attr-defined]
+
+        self._asks.loads.append(load)

@@ -1,0 +1,389 @@
+"""What a load asks of a checkpoint, collected name by name; the common ground of all bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt.binding.saved_tree import Saved
+from dist_ckpt.binding.selection import Selection
+from dist_ckpt.binding.targets import Beside, Fresh, Wants
+from dist_ckpt.binding.template import Template
+from dist_ckpt.errors import CorruptError
+from dist_ckpt.format.index import Key
+from dist_ckpt.format.objects_file import ObjectsFile
+from dist_ckpt.state.containers import PathKey, container, entries_of, join
+from dist_ckpt.state.tree import (
+    Branch,
+    ModuleLeaf,
+    ObjectLeaf,
+    PerRankLeaf,
+    TensorLeaf,
+    Tree,
+    module_children,
+    users_code,
+)
+from dist_ckpt.state.wrappers import RNG, OnReshard, PerRank, key_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """The plain values of a checkpoint that were read, by the catalog's names."""
+
+    values: Mapping[str, object]
+    per_rank: Mapping[str, Mapping[Key, object]]
+
+    @staticmethod
+    def of(files: Sequence[ObjectsFile]) -> Contents:
+        """Put the objects files that were read together."""
+        values: dict[str, object] = {}
+        per_rank: dict[str, dict[Key, object]] = {}
+        for file in files:
+            values.update(file.values)
+            for name, keyed in file.per_rank.items():
+                per_rank.setdefault(name, {}).update(keyed)
+        return Contents(values, per_rank)
+
+    def check(self, needed: Sequence[tuple[str, Key | None]]) -> None:
+        """Raise CorruptError unless these values (and keys of per-rank values) are there."""
+        for fqn, key in needed:
+            if key is None and fqn not in self.values:
+                raise CorruptError(f"{fqn}: no objects file has it: load an older checkpoint")
+            if key is not None and key not in self.per_rank.get(fqn, {}):
+                raise CorruptError(
+                    f"{fqn}: no objects file has it for {key!r}: load an older checkpoint"
+                )
+
+
+# Returns what was asked for, once it has been read.
+Get = Callable[[Contents], object]
+
+
+class Asks:
+    """What one rank asks for. Each method claims the saved names that it serves.
+
+    `needs` are the ranks whose objects file is needed, `needed` the values and keys in them.
+    `effects` put things in place, in order; `loads` call the user's objects; `last` are the
+    generators.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        saved: Saved,
+        selection: Selection,
+        keys: Mapping[str, Sequence[Key]] | None,
+    ) -> None:
+        self.template = template
+        self.saved = saved
+        self.wants = Wants(template, saved)
+        self.problems = self.wants.problems
+        self.missing: dict[str, None] = {}
+        self.dropped: list[str] = [*saved.dropped]
+        self.restored: dict[str, None] = {}
+        self.claimed: set[str] = set()
+        self.needs: set[int] = set()
+        self.needed: list[tuple[str, Key | None]] = []
+        self.effects: list[Callable[[Contents], None]] = []
+        self.loads: list[Callable[[Contents], None]] = []
+        self.last: list[tuple[RNG, Get]] = []
+        self._selection = selection
+        self._keys = keys or {}
+        self._split: dict[str, object] = {}
+        self._mesh: tuple[tuple[str, int], ...] | None = None
+
+    # --- names -------------------------------------------------------------------------------
+
+    def selected(self, name: str) -> bool:
+        """Say whether `include` and `exclude` leave a name in."""
+        return name in self._selection
+
+    def unmatched(self) -> tuple[str, ...]:
+        """Return the problem of each pattern of `include` that no saved name matches."""
+        return tuple(
+            f"include: {pattern!r} matches no saved name: mend or remove it"
+            for pattern in self._selection.include or ()
+            if not any(name in Selection((pattern,)) for name in self.saved.leaves)
+        )
+
+    def chosen(self, name: str) -> list[str]:
+        """Return the saved leaves at and below a name that are selected."""
+        own = [name] if name in self.saved.leaves else []
+        return [leaf for leaf in (*own, *self.saved.below(name)) if self.selected(leaf)]
+
+    def has(self, name: str) -> bool:
+        """Say whether anything is saved at or below a name."""
+        return name in self._split or self.saved.holds(name)
+
+    def is_container(self, name: str) -> bool:
+        """Say whether a container with tensors was saved under a name."""
+        return name not in self._split and name not in self.saved.leaves and self.has(name)
+
+    def takes(self, name: str) -> bool:
+        """Ask for a tensor: say whether the name is selected and was saved as one.
+
+        What else it is, or that it misses, is reported.
+        """
+        if name not in self._selection:
+            return False
+        if self.saved.tensor(name) is None:
+            self.misfit(name, "a tensor")
+            return False
+        self.claimed.add(self.saved.leaves[name])
+        self.restored[name] = None
+        return True
+
+    def misfit(self, name: str, asked: str) -> None:
+        """Report that a name is missing, or is not what the state has there."""
+        kind = self._kind(name)
+        if kind is None:
+            self.missing[name] = None
+            return
+        for leaf in (name, *self.saved.below(name)):
+            self.claim(leaf)
+        self.problems.append(
+            f"{name}: saved as {kind}, the state has {asked}: make them alike, put None there to "
+            "take what was saved, or exclude the name"
+        )
+
+    def claim(self, name: str) -> None:
+        """Note that a saved name is asked for."""
+        if name in self.saved.leaves:
+            self.claimed.add(self.saved.leaves[name])
+
+    def restore(self, name: str) -> None:
+        """Note that a saved name is asked for and comes back."""
+        self.claim(name)
+        self.restored[name] = None
+
+    def _kind(self, name: str) -> str | None:
+        if self.saved.tensor(name) is not None:
+            return "a tensor"
+        if self.saved.keys_of(name) is not None:
+            return "a per-rank value"
+        if name in self._split or self.saved.is_value(name):
+            return "a value without tensors"
+        return "a container with tensors" if self.saved.holds(name) else None
+
+    # --- values ------------------------------------------------------------------------------
+
+    def value(self, name: str) -> Get | None:
+        """Ask for a value; None if the name is no value."""
+        if name in self._split:
+            self.restored[name] = None
+            value = self._split[name]
+            return lambda _: value
+        if not self.saved.is_value(name):
+            return None
+        self.restore(name)
+        fqn = self.saved.leaves[name]
+        self.needed.append((fqn, None))
+        if fqn not in self.saved.values:
+            self.needs.add(self.saved.catalog.values[fqn])
+        return lambda contents: self.saved.value(name, contents.values)
+
+    def check_keys(self, name: str, keys: Collection[PathKey]) -> None:
+        """Report keys of a container in the state that were saved as another class."""
+        entries = self.saved.entries.get(name, ())
+        if {*map(type, keys), *(type(key) for key, _ in entries)} <= {str}:
+            return
+        saved = {str(key): key for key, _ in entries}
+        for key in keys:
+            other = saved.get(str(key), key)
+            if type(other) is not type(key) and self.selected(join(name, key)):
+                self.problems.append(
+                    f"{join(name, key)}: saved under the key {other!r}, the state has {key!r}: "
+                    "use the same class of key"
+                )
+
+    def split(self, name: str) -> None:
+        """Treat a saved value that is a container as what it holds, where the state has tensors."""
+        if name in self._split:
+            value = self._split.pop(name)
+        elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.values:
+            value = self.saved.value(name, self.saved.values)
+        else:
+            return
+        entries = entries_of(value)
+        if entries is not None:
+            self.claim(name)
+            self._split.update((join(name, key), item) for key, item in entries.items())
+
+    def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
+        """Return the key and the name of each child of what is saved under a name."""
+        parts = [n for n in self._split if n.startswith(f"{name}.")]
+        return *self.saved.children(name), *((n[len(name) + 1 :], n) for n in parts)
+
+    def params(self, group: str) -> Sequence[str]:
+        """Return the parameters' names of an optimizer's group, as saved."""
+        value = self._split.get(group)
+        if isinstance(value, dict) and isinstance(value.get("params"), list):
+            return [name for name in value["params"] if isinstance(name, str)]
+        if group in self.saved.params:
+            return self.saved.params[group]
+        # A group with tensors that was saved as a dict is a container.
+        names = self.saved.values.get(self.saved.leaves.get(f"{group}.params", ""))
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else ()
+
+    # --- per-rank values ---------------------------------------------------------------------
+
+    def per_rank(self, name: str, wrapper: PerRank | RNG) -> Get | None:
+        """Ask for the value of this rank's key, by the policy of the wrapper."""
+        saved = self.saved.keys_of(name)
+        if saved is None:
+            self.misfit(name, f"a {type(wrapper).__name__}")
+            return None
+        key = key_of(wrapper, self.template.rank)
+        now = self._keys.get(name, (key,))
+        alike = set(now) == {key for key, _ in saved}
+        if alike and (wrapper.key is not None or self._same_mesh()):
+            return self._keyed(name, key)
+        self.claim(name)
+        return self._resharded(name, key, now, wrapper.on_reshard)
+
+    def open_per_rank(self, name: str) -> Get | None:
+        """Ask for a per-rank value where the state says nothing of it, if the keys are ranks."""
+        saved = self.saved.keys_of(name)
+        assert saved is not None
+        ranks = set(range(self.template.world_size))
+        if {key for key, _ in saved} == ranks and self._same_mesh():
+            get = self._keyed(name, self.template.rank)
+            return lambda contents: PerRank(get(contents))
+        self.claim(name)
+        self.dropped.append(name)
+        return None
+
+    def _keyed(self, name: str, key: Key) -> Get:
+        self.restore(name)
+        fqn = self.saved.leaves[name]
+        self.needed.append((fqn, key))
+        self.needs.update(rank for k, rank in self.saved.catalog.per_rank[fqn] if k == key)
+        return lambda contents: contents.per_rank[fqn][key]
+
+    def _resharded(self, name: str, key: Key, now: Sequence[Key], policy: OnReshard) -> Get | None:
+        fqn = self.saved.leaves[name]
+        saved = self.saved.catalog.per_rank[fqn]
+        if policy == "error":
+            self.problems.append(
+                f"{name}: saved for the keys {_listed([k for k, _ in saved])} (mesh "
+                f"{_mesh_text(self.saved.catalog.mesh)}), the state has {_listed(now)} (mesh "
+                f"{_mesh_text(self._live_mesh())}): what belongs to one rank has no meaning for "
+                'another; choose on_reshard="drop" or a function for it, or exclude it'
+            )
+            return None
+        if policy == "drop":
+            self.dropped.append(name)
+            return None
+        assert callable(policy)
+        self.restore(name)
+        self.needed += [(fqn, k) for k, _ in saved]
+        self.needs.update(rank for _, rank in saved)
+
+        def get(contents: Contents) -> object:
+            with users_code(name, policy, "on_reshard"):
+                return policy(dict(contents.per_rank[fqn]), key)
+
+        return get
+
+    def _live_mesh(self) -> tuple[tuple[str, int], ...]:
+        if self._mesh is None:
+            self._mesh = self.template.mesh()
+        return self._mesh
+
+    def _same_mesh(self) -> bool:
+        """Say whether a rank means what it meant at the save, as far as both meshes are known."""
+        catalog = self.saved.catalog
+        if catalog.world_size != self.template.world_size:
+            return False
+        saved = [axis for axis in catalog.mesh if axis[1] > 1]
+        now = [axis for axis in self._live_mesh() if axis[1] > 1]
+        if not saved or not now:
+            return True
+        if [size for _, size in saved] != [size for _, size in now]:
+            return False
+        return all(a == b or not (a and b) for (a, _), (b, _) in zip(saved, now, strict=True))
+
+    # --- whole subtrees ----------------------------------------------------------------------
+
+    def subtree(
+        self, name: str, tree: Tree | None = None, beside: Beside | None = None
+    ) -> Get | None:
+        """Ask for all that is saved at and below a name, as new containers of the saved kinds.
+
+        A tensor of `tree` that fits is filled in place and put there; else a new one is, whole in
+        host memory or as `beside` says. None if nothing of it is selected.
+        """
+        own = self._leaf(name, _leaf_at(tree), beside) if self._is_leaf(name) else None
+        children = _children_of(tree)
+        found: list[tuple[PathKey, Get]] = []
+        for key, child in self.saved.children(name):
+            get = self.subtree(child, children.get(key), beside)
+            if get is not None:
+                found.append((key, get))
+        if not found:
+            empty = name in self.saved.kinds and not self.saved.children(name)
+            if own is None and empty and self.selected(name):
+                kind = self.saved.kinds[name]
+                return lambda _: container(kind, ())
+            return own
+        return self._assembled(name, own, found)
+
+    def _is_leaf(self, name: str) -> bool:
+        return name in self._split or name in self.saved.leaves
+
+    def _assembled(self, name: str, own: Get | None, found: Sequence[tuple[PathKey, Get]]) -> Get:
+        kind = self.saved.kinds.get(name, "dict")
+
+        def get(contents: Contents) -> object:
+            before = entries_of(own(contents)) if own is not None else None
+            items = {**(before or {}), **{key: child(contents) for key, child in found}}
+            return container(kind, items.items())
+
+        return get
+
+    def _leaf(self, name: str, leaf: Tree | None, beside: Beside | None) -> Get | None:
+        if not self.selected(name):
+            return None
+        if self.saved.tensor(name) is not None:
+            return self._tensor(name, leaf, beside)
+        if self.saved.keys_of(name) is not None:
+            if isinstance(leaf, PerRankLeaf):
+                return self.per_rank(name, leaf.wrapper)
+            return self.open_per_rank(name)
+        return self.value(name)
+
+    def _tensor(self, name: str, leaf: Tree | None, beside: Beside | None) -> Get:
+        self.restore(name)
+        if isinstance(leaf, TensorLeaf) and self.wants.fits(name, leaf):
+            value = self.wants.fill(name, leaf)
+            return lambda _: value
+        fresh = self.wants.whole(name) if beside is None else self.wants.beside(name, beside)
+        return _value_of(fresh)
+
+
+def _value_of(fresh: Fresh) -> Get:
+    return lambda _: fresh.value
+
+
+def _leaf_at(tree: Tree | None) -> Tree | None:
+    return _leaf_at(tree.content) if isinstance(tree, ObjectLeaf) else tree
+
+
+def _children_of(tree: Tree | None) -> Mapping[PathKey, Tree]:
+    match tree:
+        case Branch():
+            return tree.children
+        case ModuleLeaf():
+            return module_children(tree)
+        case ObjectLeaf():
+            return _children_of(tree.content)
+    return {}
+
+
+def _listed(keys: Sequence[Key]) -> str:
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return ", ".join(map(repr, keys[:8])) + more
+
+
+def _mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
+    return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "unknown"

@@ -1,0 +1,328 @@
+"""What a rank wants of a checkpoint's tensors, and the memory that they will fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dist_ckpt.binding.overlaps import Landing, settle, sharing
+from dist_ckpt.binding.saved_tree import Saved
+from dist_ckpt.binding.template import Template
+from dist_ckpt.format.geometry import Cell, Region, Shape
+from dist_ckpt.format.index import TensorRecord
+from dist_ckpt.memory.protocol import Target
+from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
+from dist_ckpt.planning.plan import Flattened, Ruled, Wanted, Whole
+from dist_ckpt.state.local_tensors import is_ordinary, torch_dtype
+from dist_ckpt.state.sharding_rules import target_cells
+from dist_ckpt.state.tensors import (
+    Held,
+    describe_target,
+    empty_like_saved,
+    is_meta,
+    materialize,
+    tie_key,
+)
+from dist_ckpt.state.tree import TensorLeaf, as_tensor, is_array
+
+
+@dataclass(slots=True, eq=False)
+class Fresh:
+    """A tensor that a load makes; `value` is there once `Wants.allocate` has run."""
+
+    make: Callable[[], object]
+    value: object = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """The parameter that state lies beside; `on_host` says that the state stays in host memory."""
+
+    parameter: torch.Tensor
+    rule: str
+    on_host: bool = False
+
+
+class _Fill(NamedTuple):
+    """Cells that are wanted of a stored tensor, from number `first` on, and the memory of each.
+
+    That of a fresh tensor is there once it is made.
+    """
+
+    name: str
+    fqn: str
+    first: int
+    cells: tuple[Cell, ...]
+    parts: tuple[torch.Tensor, ...] | Fresh
+
+
+class Wants:
+    """The tensors that a rank wants, added one after another.
+
+    What does not fit goes to `problems`, in words. `resharded` are the names whose cells here are
+    not cells of the stored layout.
+    """
+
+    def __init__(self, template: Template, saved: Saved) -> None:
+        self.problems: list[str] = []
+        self.resharded: list[str] = []
+        self._template = template
+        self._saved = saved
+        self._cells: dict[str, tuple[Cell, ...]] = {}
+        self._fills: list[_Fill] = []
+        self._fresh: list[Fresh] = []
+        # The cells of the ordinary tensors of a kind that is stored in just these cells.
+        self._kinds: dict[Hashable, tuple[Cell, ...]] = {}
+        self._values: dict[str, object] = {}
+        self._starts: dict[int, str] = {}
+        self._ties: dict[Hashable, str] = {}
+        self._whole: dict[tuple[str, bool], Fresh] = {}
+        # Those on accelerators.
+        self._tensors: list[torch.Tensor] = []
+        self._landings: list[Landing] = []
+        self._stored: dict[int, frozenset[Cell]] = {}
+
+    def fill(self, name: str, leaf: TensorLeaf) -> object:
+        """Want a tensor in the memory of a leaf; return the leaf's value, or what replaces it.
+
+        Meta tensors and read-only arrays are replaced. The name is a tensor of the checkpoint.
+        """
+        value = leaf.value
+        fqn, record = self._tensor(name)
+        key = self._kind_of(value, record)
+        known = self._kinds.get(key)
+        if known is not None:
+            # All that is found out below was found out of another of its kind.
+            assert isinstance(value, torch.Tensor)
+            if self._is_first(name, value, value):
+                self._want(name, fqn, known, (value,))
+            return value
+        try:
+            if is_meta(value):
+                value = materialize(value)
+            elif is_array(value) and not value.flags.writeable:
+                value = value.copy()
+            held = self._held(value, name)
+        except (TypeError, ValueError) as error:
+            self.problems.append(str(error))
+            return value
+        cells = self._cells_of(name, held, leaf, record.shape)
+        if cells is None:
+            self.problems.append(self._misfit(name, held, leaf))
+        elif cells and held.dtype != record.dtype:
+            self.problems.append(
+                f"{name}: saved as {record.dtype}, the state has {held.dtype}: nothing is cast; "
+                f"make it {record.dtype}, load, and convert"
+            )
+        elif not held.parts or self._is_first(name, value, held.parts[0]):
+            self._want(name, fqn, cells, held.parts)
+            if self._are_stored(name, record, cells) and key is not None:
+                self._kinds[key] = cells
+        return value
+
+    def fits(self, name: str, leaf: TensorLeaf) -> bool:
+        """Say whether `fill` would find nothing wrong with class, shape and dtype."""
+        if is_meta(leaf.value):
+            return False
+        try:
+            held = self._held(leaf.value, name)
+        except (TypeError, ValueError):
+            return False
+        record = self._tensor(name)[1]
+        cells = self._cells_of(name, held, leaf, record.shape)
+        return cells is not None and held.dtype == record.dtype
+
+    def whole(self, name: str) -> Fresh:
+        """Want a tensor whole, in new host memory. Tied names get the same tensor."""
+        fqn, record = self._tensor(name)
+        as_array = name in self._saved.numpy
+        if (fqn, as_array) not in self._whole:
+
+            def make() -> object:
+                tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype), device="cpu")
+                return tensor.numpy() if as_array else tensor
+
+            cells = (Region.whole(record.shape),)
+            self._whole[fqn, as_array] = self._want_fresh(name, cells, make)
+        return self._whole[fqn, as_array]
+
+    def beside(self, name: str, beside: Beside) -> Fresh:
+        """Want a tensor in new memory: laid out as a parameter if it has its shape, else whole."""
+        record = self._tensor(name)[1]
+        dtype, parameter = torch_dtype(record.dtype), beside.parameter
+        whole = (Region.whole(record.shape),)
+        if beside.on_host:
+            return self._want_fresh(
+                name, whole, lambda: torch.empty(record.shape, dtype=dtype, device="cpu")
+            )
+        held = self._held(parameter, name)
+        if record.shape == held.shape and isinstance(held.view, Whole):
+            flat = self._template.rules.flat_part(record.shape)
+            if flat is not None:
+                numel = sum(cell.numel for cell in flat)
+                return self._want_fresh(
+                    name, flat, lambda: parameter.detach().new_empty(numel, dtype=dtype)
+                )
+        leaf = TensorLeaf(parameter, (beside.rule, tuple(parameter.shape)))
+        cells = self._cells_of(name, held, leaf, record.shape)
+        if cells is not None:
+            return self._want_fresh(name, cells, lambda: empty_like_saved(parameter, record.dtype))
+        if not record.shape:
+            device = parameter.device
+            return self._want_fresh(
+                name, whole, lambda: torch.empty((), dtype=dtype, device=device)
+            )
+        # What the optimizer's own `new_zeros` would give: replicated, where the parameter is a
+        # DTensor.
+        like = parameter.detach()
+        return self._want_fresh(name, whole, lambda: like.new_empty(record.shape, dtype=dtype))
+
+    def check_tied(self, first: str, name: str) -> None:
+        """Report it if two names of one tensor in the state were saved as two tensors."""
+        if self._tensor(first)[0] != self._tensor(name)[0]:
+            self.problems.append(
+                f"{first} and {name} are one tensor in the state, but were saved as two: untie "
+                "them, or exclude one"
+            )
+
+    def wanted(self) -> tuple[Wanted, ...]:
+        """Return what a load plan is made for."""
+        tensors = self._saved.catalog.tensors
+        return tuple(
+            Wanted(fqn, tensors[fqn].dtype, tensors[fqn].shape, cells)
+            for fqn, cells in self._cells.items()
+        )
+
+    @property
+    def makes_memory(self) -> bool:
+        """Whether `allocate` makes tensors."""
+        return bool(self._fresh)
+
+    def allocate(self) -> dict[tuple[str, int], Target]:
+        """Make what has to be made; return the memory of each wanted cell by fqn and number."""
+        for fresh in self._fresh:
+            fresh.value = fresh.make()
+        targets: dict[tuple[str, int], Target] = {}
+        held = [self._parts_of(fill) for fill in self._fills]
+        shared = sharing(held)
+        self._tensors += [part for parts in held for part in parts if not part.is_cpu]
+        for place, (fill, parts) in enumerate(zip(self._fills, held, strict=True)):
+            memory = parts
+            if place in shared:
+                self._landings.append(Landing.of(fill.name, parts))
+                memory = self._landings[-1].read
+            for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
+                targets[fill.fqn, number] = TensorTarget(part, cell)
+        self.synchronize()
+        return targets
+
+    def settle(self) -> None:
+        """Fill the tensors that share memory; IncompatibleError if they cannot all be filled."""
+        settle(self._landings)
+        self._landings.clear()
+
+    def synchronize(self) -> None:
+        """Wait for the accelerators: before the first byte is placed, and after the last."""
+        synchronize(self._tensors)
+
+    def _parts_of(self, fill: _Fill) -> tuple[torch.Tensor, ...]:
+        if isinstance(fill.parts, Fresh):
+            return self._held(fill.parts.value, fill.name).parts
+        return fill.parts
+
+    def _tensor(self, name: str) -> tuple[str, TensorRecord]:
+        found = self._saved.tensor(name)
+        assert found is not None, name
+        return found
+
+    def _held(self, value: object, name: str) -> Held:
+        return describe_target(
+            as_tensor(value, name, writable=True),
+            name,
+            rank=self._template.rank,
+            group=self._template.group_ranks,
+        )
+
+    def _kind_of(self, value: object, record: TensorRecord) -> Hashable:
+        """Return what decides how an ordinary tensor is wanted, or None if it is not ordinary."""
+        if not is_ordinary(value) or self._template.sharding is not None:
+            return None
+        return value.dtype, value.shape, record.dtype, record.shape, record.layout
+
+    def _cells_of(
+        self, name: str, held: Held, leaf: TensorLeaf, shape: Shape
+    ) -> tuple[Cell, ...] | None:
+        """Return the cells that a leaf is of the saved tensor, or None if its shape is another."""
+        found = self._ruled(name, held, leaf)
+        if found is not None:
+            return target_cells(found[0], held.shape, self._template.rank, shape)
+        return held.cells if held.shape == shape else None
+
+    def _ruled(
+        self, name: str, held: Held, leaf: TensorLeaf
+    ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
+        if not isinstance(held.view, Whole):
+            return None
+        return self._template.rules.view(name, leaf, held.shape)
+
+    def _misfit(self, name: str, held: Held, leaf: TensorLeaf) -> str:
+        shape = self._tensor(name)[1].shape
+        if self._ruled(name, held, leaf) is None:
+            return (
+                f"{name}: saved with shape {shape}, the state has {held.shape}: make the model as "
+                "it was saved, or exclude the name"
+            )
+        return (
+            f"{name}: saved with shape {shape}, of which the ShardingConfig gives this rank "
+            f"another part than the {held.shape} that the state has: mend the rule or the shape"
+        )
+
+    def _is_first(self, name: str, value: object, part: torch.Tensor) -> bool:
+        """Say whether no other name has wanted this memory; it is a problem if for other data.
+
+        `part` is the first of the value's.
+        """
+        self._values[name] = value
+        # What begins elsewhere is other memory: most tensors need no more than that.
+        known = self._starts.setdefault(part.data_ptr(), name)
+        if known == name:
+            return True
+        first = name
+        for other in (known, name):
+            if (tie := tie_key(self._held(self._values[other], other))) is not None:
+                first = self._ties.setdefault(tie, other)
+        if first == name:
+            return True
+        self.check_tied(first, name)
+        return False
+
+    def _want_fresh(self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]) -> Fresh:
+        fresh = Fresh(make)
+        self._fresh.append(fresh)
+        fqn, record = self._tensor(name)
+        self._want(name, fqn, cells, fresh)
+        self._are_stored(name, record, cells)
+        return fresh
+
+    def _want(
+        self, name: str, fqn: str, cells: tuple[Cell, ...], parts: tuple[torch.Tensor, ...] | Fresh
+    ) -> None:
+        wanted = self._cells.get(fqn, ())
+        self._cells[fqn] = wanted + cells
+        # Without cells the local tensor is an empty part.
+        if cells:
+            self._fills.append(_Fill(name, fqn, len(wanted), cells, parts))
+
+    def _are_stored(self, name: str, record: TensorRecord, cells: tuple[Cell, ...]) -> bool:
+        """Say whether the cells are all cells of the stored layout; else it is `resharded`."""
+        layout = self._saved.catalog.layouts[record.layout]
+        if record.layout not in self._stored:
+            stored = (layout.cell(number) for number in range(layout.cut.num_cells))
+            self._stored[record.layout] = frozenset(stored)
+        if self._stored[record.layout].issuperset(cells):
+            return True
+        self.resharded.append(name)
+        return False

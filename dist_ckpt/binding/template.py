@@ -1,0 +1,94 @@
+"""What a load's state asks for, read before anything is known of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt.format.index import Key
+from dist_ckpt.planning.plan import View
+from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.state.containers import PathKey
+from dist_ckpt.state.local_state import mesh_of
+from dist_ckpt.state.optimizers import ParameterName, name_parameters
+from dist_ckpt.state.sharding_rules import Rules
+from dist_ckpt.state.tensors import describe
+from dist_ckpt.state.tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, Tree, read_state, walk
+from dist_ckpt.state.wrappers import key_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """What a state asks for. `keys` are its per-rank values' names and this rank's keys.
+
+    A load gathers `keys` of all ranks, so that `bind` can tell whether the set of keys of a name
+    is the one that was saved. `parameters` are the names of each optimizer's parameters by id();
+    `group_ranks[r]` is the global rank of rank r of the group.
+    """
+
+    root: Branch
+    keys: Mapping[str, Key]
+    parameters: Mapping[str, Mapping[int, ParameterName]]
+    rules: Rules
+    sharding: ShardingConfig | None
+    rank: int
+    world_size: int
+    group_ranks: tuple[int, ...]
+
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Return the job's mesh, as far as the state shows it."""
+        views: list[View] = []
+        for fqn, _, leaf in walk(self.root):
+            if isinstance(leaf, TensorLeaf):
+                try:
+                    held = describe(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
+                except (TypeError, ValueError):
+                    continue  # reported where the tensor is asked for
+                views.append(held.view)
+        return mesh_of(views, self.sharding)
+
+
+def survey(
+    state: Mapping[PathKey, object],
+    *,
+    sharding: ShardingConfig | None,
+    rank: int,
+    world_size: int,
+    group_ranks: Sequence[int],
+) -> Template:
+    """Read a state as a template; each object's `state_dict` is called once. Changes nothing.
+
+    Raises TypeError or ValueError for a state that cannot be loaded into.
+    """
+    root = read_state(state)
+    if not isinstance(state, MutableMapping):
+        raise TypeError(f"the state is a {type(state).__name__}, which is read-only: give a dict")
+    leaves = tuple(walk(root))
+    return Template(
+        root=root,
+        keys=_check_names(leaves, rank),
+        parameters=name_parameters(leaves),
+        rules=Rules(sharding, root, rank=rank, world_size=world_size),
+        sharding=sharding,
+        rank=rank,
+        world_size=world_size,
+        group_ranks=tuple(group_ranks),
+    )
+
+
+def _check_names(leaves: Iterable[tuple[str, str, Tree]], rank: int) -> dict[str, Key]:
+    """Return the keys of this rank's per-rank values. ValueError if a name means two things."""
+    seen: set[str] = set()
+    keys: dict[str, Key] = {}
+    for fqn, _, tree in leaves:
+        if isinstance(tree, ObjectLeaf):
+            continue  # what it holds comes under the same name
+        if fqn in seen:
+            raise ValueError(
+                f"{fqn}: two paths of the state have this name once their keys are joined with "
+                "dots: rename one of the keys"
+            )
+        seen.add(fqn)
+        if isinstance(tree, PerRankLeaf):
+            keys[fqn] = key_of(tree.wrapper, rank)
+    return keys

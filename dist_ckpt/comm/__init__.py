@@ -1,0 +1,1 @@
+"""How ranks agree: exchange, liveness, the store of the job, collectives."""

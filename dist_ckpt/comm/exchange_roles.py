@@ -1,0 +1,257 @@
+"""The two sides of an exchange over a store: the coordinator's, and that of all other ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from dist_ckpt.comm.envelope import NO_NONCE, Answer, Envelope
+from dist_ckpt.comm.exchange import (
+    COORDINATOR,
+    Doc,
+    Failure,
+    NoAnswerError,
+    decision_failure_of,
+    error_of,
+    failure_of,
+    first_of,
+    is_interrupt,
+    pack,
+    unpack,
+)
+from dist_ckpt.comm.operation import Control, Pace
+from dist_ckpt.errors import CheckpointError
+
+# Answers to operations that some rank missed are kept for it; so many at most.
+MAX_KEPT_ANSWERS = 64
+
+
+class Coordinator:
+    """Rank 0's side: wait for all envelopes, decide, put one answer."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._answers: list[str] = []
+        self._nonces = b""
+
+    def settle(self, phase: str, own: Envelope, decide: Callable[[Sequence[Doc]], Doc]) -> Answer:
+        """Return the answer, once it is in the store: also if deciding fails or is interrupted."""
+        try:
+            envelopes, failures = self._collect(phase, own)
+            body = b""
+            if not failures:
+                body = pack(decide([unpack(envelopes[rank].body) for rank in sorted(envelopes)]))
+            answer = self._answer(body, first_of(failures) if failures else None)
+        except NoAnswerError:
+            raise
+        except BaseException as error:
+            failure = self._failure_of(error, phase)
+            self._put(phase, self._answer(b"", failure))
+            if is_interrupt(error):
+                raise
+            raise error_of(failure) from error
+        self._put(phase, answer)
+        return answer
+
+    def clean_up(self) -> None:
+        """Do nothing: the others may still read the answers of the operation that ends."""
+
+    def linger(self, most_s: float) -> None:
+        """Wait, at most for so long, until the others that live have read the last answer.
+
+        The store may go with this process.
+        """
+        control = self._control
+        until = time.monotonic() + most_s
+        late = list(range(1, control.world_size))
+        with suppress(NoAnswerError):
+            while control.number and late and time.monotonic() < until:
+                control.peers.look(late)
+                late = [rank for rank in late if control.peers.is_in(rank, control.number)]
+                time.sleep(0.005 if late else 0)
+
+    def _failure_of(self, error: BaseException, phase: str) -> Failure:
+        if isinstance(error, CheckpointError | ValueError | TypeError):
+            return decision_failure_of(error, phase=phase)
+        control = self._control
+        return failure_of(error, rank=control.rank, host=control.host, phase=phase)
+
+    def _answer(self, body: bytes, failure: Failure | None) -> Answer:
+        return Answer(self._control.what, self._control.token, self._nonces, body, failure)
+
+    def _put(self, phase: str, answer: Answer) -> None:
+        key = self._control.key(phase, "answer")
+        self._control.put(key, answer.encode())
+        self._answers.append(key)
+
+    def _collect(self, phase: str, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
+        """Return the envelopes and what went wrong, by rank; if nothing did they are all."""
+        control = self._control
+        self._nonces = b""
+        envelopes, failures = self._await(phase, own)
+        if not own.operation:
+            while (left_behind := self._call_given_up(envelopes)) is not None:
+                self._put(phase, left_behind)
+                control.begin(control.number + 1)
+                envelopes, failures = self._await(phase, own)
+            control.token = os.urandom(8).hex()
+            self._nonces = b"".join(
+                envelopes[rank].nonce if rank in envelopes else NO_NONCE
+                for rank in range(control.world_size)
+            )
+            self._forget_answers(everybody_is_here=len(envelopes) == control.world_size)
+        for rank, envelope in envelopes.items():
+            if envelope.failure is not None:
+                failures[rank] = envelope.failure
+            elif envelope.operation != own.operation:
+                failures[rank] = Failure("ConflictError", _STALE, rank, phase)
+        return envelopes, failures
+
+    def _await(self, phase: str, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
+        """Wait until all envelopes are there, one tells an error, or some rank's will never be."""
+        control = self._control
+        envelopes = {COORDINATOR: own}
+        failures: dict[int, Failure] = {}
+        pace = Pace(control.world_size, control.config)
+        while len(envelopes) < control.world_size and not failures:
+            missing = [rank for rank in range(control.world_size) if rank not in envelopes]
+            keys = [control.key(phase, rank) for rank in missing]
+            if (found := control.read_all(keys)) is not None:
+                envelopes.update(zip(missing, map(Envelope.decode, found), strict=True))
+                break
+            if _is_told(envelopes) or pace.is_time_to_look():
+                # Heartbeats first: what a rank put before it left is there when its beat says so.
+                control.peers.look(missing)
+                for rank, data in zip(missing, control.read_each(keys), strict=True):
+                    if data is not None:
+                        envelopes[rank] = Envelope.decode(data)
+                if _is_told(envelopes):
+                    break
+                missing = [rank for rank in missing if rank not in envelopes]
+                failures = control.losses(phase, missing)
+                failures = failures or control.absences(phase, missing, pace)
+            pace.pause()
+        return envelopes, failures
+
+    def _call_given_up(self, envelopes: Mapping[int, Envelope]) -> Answer | None:
+        """Return an answer to an earlier call, of which the others have given this rank up.
+
+        They count one operation more than this rank, which was not there; None if there is no
+        such call, or if it is this one, late.
+        """
+        control = self._control
+        given_up = [rank for rank, envelope in envelopes.items() if envelope.gave_up]
+        if not given_up:
+            return None
+        earlier = envelopes[given_up[0]]
+        is_other = earlier.what != control.what
+        if not is_other and control.peers.newer(given_up, control.number) is None:
+            return None
+        return Answer(earlier.what, "", b"", b"", earlier.failure)
+
+    def _forget_answers(self, *, everybody_is_here: bool) -> None:
+        """Delete the answers to older operations, which nobody can look for any more."""
+        num_kept = 0 if everybody_is_here else MAX_KEPT_ANSWERS
+        num_spent = max(0, len(self._answers) - num_kept)
+        spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
+        self._control.delete_soon(spent)
+
+
+def _is_told(envelopes: Mapping[int, Envelope]) -> bool:
+    """Say whether an error is known that all ranks can be told now, also while some still work.
+
+    Not in an operation's first exchange: a rank whose envelope was not decided on could not tell
+    which call the answer is to. And not a fallout: what has brought it about is still to come.
+    """
+    return any(
+        envelope.operation and envelope.failure is not None and not envelope.failure.fallout
+        for envelope in envelopes.values()
+    )
+
+
+class Follower:
+    """The side of every other rank: put an envelope, wait for the answer."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._envelopes: list[str] = []
+        self._is_answered = False
+
+    def settle(self, phase: str, own: Envelope, decide: Callable[[Sequence[Doc]], Doc]) -> Answer:
+        """Return the answer of the operation that the group is in; the coordinator decides."""
+        control = self._control
+        while True:
+            answer = self._ask(phase, own)
+            number = control.number
+            if answer.is_to(control.rank, own):
+                control.token = answer.operation
+                return answer
+            if answer.failure is None or own.operation:
+                raise NoAnswerError(_STALE, rank=control.rank, phase=phase)
+            # The others have given up an operation that this rank was not in: was it this call?
+            if answer.what != control.what:
+                control.begin(number + 1)
+            elif (newer := control.peers.newer([COORDINATOR], number)) is not None:
+                control.begin(newer)
+            else:
+                control.heart.number = control.peers.last_number(COORDINATOR, number)
+                return answer
+
+    def clean_up(self) -> None:
+        """Delete this rank's envelopes; without an answer the coordinator may still read them."""
+        if self._is_answered:
+            self._control.delete_soon(self._envelopes)
+        else:
+            self._control.withdraw_soon(self._envelopes)
+
+    def linger(self, most_s: float) -> None:
+        """Do nothing: nobody waits for this rank."""
+
+    def _ask(self, phase: str, own: Envelope) -> Answer:
+        control = self._control
+        envelope = control.key(phase, control.rank)
+        self._envelopes.append(envelope)
+        self._is_answered = False
+        control.put(envelope, own.encode())
+        try:
+            answer = self._await(phase)
+        except _NeverCameError as error:
+            failure = failure_of(error, rank=control.rank, host=control.host, phase=phase)
+            # The envelope stays: the coordinator must find that this call is over.
+            self._envelopes.remove(envelope)
+            control.put(envelope, replace(own, failure=failure, gave_up=True).encode())
+            raise NoAnswerError(str(error), rank=COORDINATOR, phase=phase) from None
+        self._is_answered = True
+        return answer
+
+    def _await(self, phase: str) -> Answer:
+        """Wait for the answer, or until it is certain that it will never come."""
+        control = self._control
+        key = control.key(phase, "answer")
+        pace = Pace(control.world_size, control.config)
+        while True:
+            is_time_to_look = pace.is_time_to_look()
+            if is_time_to_look:
+                control.peers.look([COORDINATOR])
+            if (data := control.read(key)) is not None:
+                return Answer.decode(data)
+            if is_time_to_look:
+                for failure in control.losses(phase, [COORDINATOR]).values():
+                    control.heart.number = control.peers.last_number(COORDINATOR, control.number)
+                    raise NoAnswerError(failure.message, rank=COORDINATOR, phase=phase)
+                for failure in control.absences(phase, [COORDINATOR], pace).values():
+                    raise _NeverCameError(failure.message)
+            pace.pause()
+
+
+class _NeverCameError(Exception):
+    """The coordinator has not entered the operation in time."""
+
+
+_STALE = (
+    "the job's key-value store holds messages of another job or of an earlier start of this one. "
+    "Give every start a store of its own (torchrun does), and restart the job"
+)

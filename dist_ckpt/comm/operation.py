@@ -1,0 +1,186 @@
+"""One rank's end of the control channel: the operation that it is in, and whom it waits for.
+
+Keys are `<start>/<number>/<phase>/<rank>` for envelopes and `<start>/<number>/<phase>/answer`: the
+number counts the group's operations, the start how often its ranks have begun to use the store.
+Nothing waits in the store: every wait is a loop of this rank's, which watches the heartbeats of
+those that it waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from dist_ckpt.comm import store_thread
+from dist_ckpt.comm.exchange import Failure
+from dist_ckpt.comm.heartbeat import Heart
+from dist_ckpt.comm.peers import Peers
+from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, StoreLine, Wording
+from dist_ckpt.config import Config
+
+_log = logging.getLogger("dist_ckpt")
+
+# With more ranks each polls less often: all of them ask one store.
+MAX_POLLS_PER_S = 20_000
+
+# What a wait may take longer than what it waits for: polls grow rarer with the time waited.
+OVERSHOOT = 0.15
+
+
+class Pace:
+    """The rhythm of one wait: polls that grow rarer, and now and then a look at the heartbeats."""
+
+    def __init__(self, world_size: int, config: Config) -> None:
+        self._rarest_s = max(0.02, world_size / MAX_POLLS_PER_S)
+        self._least_s = max(0.0003, self._rarest_s / 100)
+        self._look_s = min(1.0, config.silence_s / 10, config.warn_s / 2, config.arrive_s / 4)
+        self._began_at = time.monotonic()
+        self._look_at = self._began_at + self._look_s
+        self.has_warned = False
+
+    @property
+    def waited_s(self) -> float:
+        """How long the wait has lasted."""
+        return time.monotonic() - self._began_at
+
+    def pause(self) -> None:
+        """Sleep until the next poll."""
+        time.sleep(min(max(self._least_s, OVERSHOOT * self.waited_s), self._rarest_s))
+
+    def is_time_to_look(self) -> bool:
+        """Say, from time to time, that the heartbeats are due for a look."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + self._look_s
+        return True
+
+
+class Control:
+    """What the coordinator's and the other ranks' sides of an exchange have in common.
+
+    `token` identifies the operation from its first answer on; until then it is "".
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        host: str,
+        config: Config,
+        wording: Wording = OF_THE_JOB,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.host = host
+        self.config = config
+        self.what = ""
+        self.token = ""
+        self.heart = Heart(host)
+        self.line = StoreLine(
+            store,
+            self.heart,
+            period_s=config.silence_s / 5,
+            patience_s=config.silence_s,
+            wording=wording,
+        )
+        self._wording = wording
+        self.peers = Peers(self.line, self._beat_key, config)
+        self.nbytes_put = 0
+        # How long to wait for a rank that was never seen.
+        self.unseen_s = config.arrive_s
+        self._start = 0
+
+    @property
+    def number(self) -> int:
+        """The number of the operation that this rank is in, or was in last."""
+        return self.heart.number
+
+    def begin(self, number: int) -> None:
+        """Enter an operation, and let the others see it."""
+        if not self._start:
+            # A store may outlive a process group, and hold what an earlier one has left in it.
+            self._start = self.line.call(lambda store: store.add(f"starts/{self.rank}", 1))
+            self.heart.key = self._beat_key(self.rank)
+        self.heart.number = number
+        self.heart.inside = True
+        self.line.beat()
+
+    def end(self) -> None:
+        """Leave the operation, and let the others see it."""
+        self.heart.inside = False
+        self.line.beat()
+
+    def key(self, phase: str, who: int | str) -> str:
+        """Return the key of an envelope or answer of this operation."""
+        return f"{self._start}/{self.number}/{phase}/{who}"
+
+    def _beat_key(self, rank: int) -> str:
+        return f"{self._start}/beat/{rank}"
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store a document."""
+        self.nbytes_put += len(data)
+        self.line.call(lambda store: store_thread.put(store, key, data))
+
+    def read(self, key: str) -> bytes | None:
+        """Return a document, or None if it is not there."""
+        return self.line.call(lambda store: store_thread.get_each(store, [key]))[0]
+
+    def read_each(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the documents that are there."""
+        return self.line.call(lambda store: store_thread.get_each(store, keys))
+
+    def read_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Return all these documents, or None if one is not there yet."""
+        return self.line.call(lambda store: store_thread.get_all(store, keys))
+
+    def withdraw_soon(self, keys: Sequence[str]) -> None:
+        """Have documents withdrawn, which somebody may be about to read; nobody waits for that."""
+        told = tuple(keys)
+        self.line.post(lambda store: store_thread.withdraw(store, told))
+
+    def delete_soon(self, keys: list[str]) -> None:
+        """Have documents deleted; nobody waits for that. Empties the list."""
+        if keys:
+            spent = tuple(keys)
+            keys.clear()
+            self.line.post(lambda store: store_thread.delete(store, spent))
+
+    def losses(self, phase: str, ranks: Sequence[int]) -> dict[int, Failure]:
+        """Return a failure for each of these ranks of which nothing more will come."""
+        found = {}
+        for rank in ranks:
+            loss = self.peers.loss(rank, self.number, was_in=bool(self.token))
+            if loss is not None:
+                message = (
+                    f"{self.peers.name([rank])} {loss} (seen by rank {self.rank} in phase "
+                    f"{phase!r} of {self.what}). {self._wording.lost}"
+                )
+                found[rank] = Failure("RankError", message, rank, phase)
+        return found
+
+    def absences(self, phase: str, ranks: Sequence[int], pace: Pace) -> dict[int, Failure]:
+        """Return a failure if some of these ranks have not entered within `arrive_s`.
+
+        Before that, after `warn_s`, one warning is logged that names them.
+        """
+        absent = [rank for rank in ranks if not self.peers.has_entered(rank, self.number)]
+        if self.token or not absent:
+            return {}
+        message = (
+            f"{self.peers.name(absent)} did not call {self.what}: rank {self.rank} (host "
+            f"{self.host}) has waited for {pace.waited_s:.3g} s. {self._wording.absent}"
+        )
+        if pace.waited_s >= self.config.arrive_s:
+            return {absent[0]: Failure("RankError", message, absent[0], phase)}
+        if pace.waited_s >= self.unseen_s:
+            for rank in absent:
+                if not self.peers.is_known(rank):
+                    return {rank: Failure("RankError", message, rank, phase)}
+        if pace.waited_s >= self.config.warn_s and not pace.has_warned:
+            pace.has_warned = True
+            _log.warning("%s", message)
+        return {}

@@ -1,0 +1,93 @@
+"""The ranks that this rank waits for: who is there, who is dead, who never came."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from dist_ckpt.comm import store_thread
+from dist_ckpt.comm.heartbeat import Watch
+from dist_ckpt.comm.store_thread import StoreLine
+from dist_ckpt.config import Config
+from dist_ckpt.errors import ranks_text
+
+# How long a rank that missed an operation looks whether the others begin the next one, which is
+# then the one that it was called for.
+GRACE_S = 1.0
+
+
+class Peers:
+    """The other ranks, as their heartbeats show them; `beat_key` tells where a rank's are."""
+
+    def __init__(self, line: StoreLine, beat_key: Callable[[int], str], config: Config) -> None:
+        self._line = line
+        self._beat_key = beat_key
+        self._silence_s = config.silence_s
+        self._grace_s = min(GRACE_S, config.silence_s / 4)
+        self._watch = Watch(step_s=config.silence_s / 4)
+
+    def look(self, ranks: Sequence[int]) -> None:
+        """Take one look at the heartbeats of some ranks."""
+        keys = [self._beat_key(rank) for rank in ranks]
+        found = self._line.call(lambda store: store_thread.get_each(store, keys))
+        for rank, data in zip(ranks, found, strict=True):
+            self._watch.see(rank, data)
+
+    def is_known(self, rank: int) -> bool:
+        """Say whether a rank was ever seen."""
+        return self._watch.beat(rank) is not None
+
+    def has_entered(self, rank: int, number: int) -> bool:
+        """Say whether a rank was seen to have entered this operation."""
+        beat = self._watch.beat(rank)
+        return beat is not None and beat.number >= number
+
+    def is_in(self, rank: int, number: int) -> bool:
+        """Say whether a rank was last seen within this operation, alive."""
+        beat = self._watch.beat(rank)
+        return (
+            beat is not None
+            and (beat.number, beat.inside, beat.gone) == (number, True, False)
+            and self._watch.silent_s(rank) < self._silence_s
+        )
+
+    def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
+        """Say why nothing more will come from a rank in this operation, or None if it may.
+
+        `was_in`: the rank is known to have entered it.
+        """
+        beat = self._watch.beat(rank)
+        if beat is None:
+            return None
+        if beat.gone:
+            return "has ended"
+        if self._watch.silent_s(rank) >= self._silence_s:
+            return f"is dead or frozen: no heartbeat for {self._silence_s:g} s"
+        if beat.number > number or (beat.number == number and not beat.inside):
+            return "is no longer taking part: it raised an error or was interrupted"
+        if was_in and beat.number < number:
+            return "has restarted"
+        return None
+
+    def last_number(self, rank: int, default: int) -> int:
+        """Return the operation before the one that a rank is in now or will enter next."""
+        beat = self._watch.beat(rank)
+        return default if beat is None else max(default, beat.number - beat.inside)
+
+    def newer(self, ranks: Sequence[int], number: int) -> int | None:
+        """Return the operation after this one that some rank is in, or soon enters, if any."""
+        until = time.monotonic() + self._grace_s
+        while True:
+            self.look(ranks)
+            for rank in ranks:
+                beat = self._watch.beat(rank)
+                if beat is not None and beat.number > number and beat.inside and not beat.gone:
+                    return beat.number
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.02)
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """Name ranks, one with its host if it is known: "rank 2 (host b)"."""
+        beat = self._watch.beat(ranks[0]) if len(ranks) == 1 else None
+        return ranks_text(ranks) + (f" (host {beat.host})" if beat else "")

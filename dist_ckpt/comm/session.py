@@ -1,0 +1,100 @@
+"""What a group of ranks keeps between its saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dist_ckpt.comm.collective import Collective
+from dist_ckpt.comm.exchange import Channel
+from dist_ckpt.comm.host_links import CommonMemory
+from dist_ckpt.config import Config
+from dist_ckpt.memory.buffers import Slots
+from dist_ckpt.tally import Tally
+
+
+class Session:
+    """What a group has for its checkpoints. One thread uses it at a time.
+
+    `group_ranks` are the ranks of the group as ranks of the job. `plan_cache` is the last plan,
+    good while the state keeps its shape (`saving/agreement.py`); `part_cache` is what that plan
+    comes to on this rank (`saving/held_state.py`). `slots` are scratch memory for reads and writes,
+    a few tens of MiB: to touch new memory for each of them would cost more.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        collective: Collective,
+        config: Config | None = None,
+        group_ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        self.channel = channel
+        self.config = config or Config()
+        self.group_ranks = group_ranks or tuple(range(channel.world_size))
+        self.plan_cache: Any = None
+        self.part_cache: Any = None
+        self.slots = Slots()
+        self._common: CommonMemory | None = None
+        self._collective = collective
+        self._began = channel.exchanges, collective.calls
+
+    @contextmanager
+    def operation(self, what: str) -> Iterator[None]:
+        """Do one operation of the group, such as "save to /ck". Collective.
+
+        Whoever waits for this rank is told when it leaves, for whatever reason.
+        """
+        self.channel.enter(what)
+        self._began = self.channel.exchanges, self._collective.calls
+        try:
+            yield
+        finally:
+            self.channel.leave()
+
+    @property
+    def exchanges(self) -> Tally:
+        """The exchanges of the operation so far, and what this rank has put into them."""
+        return self.channel.exchanges.since(self._began[0])
+
+    @property
+    def collectives(self) -> Tally:
+        """The bulk collectives of the operation so far, and what this rank has given in them."""
+        return self._collective.calls.since(self._began[1])
+
+    @contextmanager
+    def common_memory(self, nbytes: int) -> Iterator[CommonMemory]:
+        """Lend memory of at least this size, for the host, and keep it for the next time.
+
+        To touch new memory would cost more than what is handed on in it.
+        """
+        memory, self._common = self._common, None
+        if memory is None or memory.view.nbytes < nbytes:
+            memory = CommonMemory(nbytes)
+        yield memory
+        # Not after an error: a call that hangs may still be at it.
+        self._common = memory
+
+    def bulk(self) -> Collective:
+        """Return the bulk collectives; they connect when they are first used."""
+        return self._collective
+
+    @property
+    def bulk_epoch(self) -> int:
+        """The number of the bulk connections; ranks must agree on the highest before using them.
+
+        It grows when they fail. To set it is to renew them where the number differs.
+        """
+        return self._collective.epoch
+
+    @bulk_epoch.setter
+    def bulk_epoch(self, epoch: int) -> None:
+        self._collective.renew(epoch)
+
+    def close(self) -> None:
+        """Stop the heartbeat and close the connections."""
+        self.channel.close()
+        self._collective.close()
+        self.slots.clear()
+        self._common = None

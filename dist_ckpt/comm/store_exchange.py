@@ -1,0 +1,137 @@
+"""The control channel of a group over a key-value store that all its ranks reach."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from dist_ckpt.comm.envelope import Envelope, new_nonce
+from dist_ckpt.comm.exchange import (
+    COORDINATOR,
+    Doc,
+    FalloutError,
+    error_of,
+    failure_of,
+    is_interrupt,
+    pack,
+    unpack,
+    with_touched,
+)
+from dist_ckpt.comm.exchange_roles import Coordinator, Follower
+from dist_ckpt.comm.operation import Control
+from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, Wording
+from dist_ckpt.config import Config
+from dist_ckpt.tally import Tally
+
+# How long the coordinator's process puts off its end for the sake of the others.
+LINGER_S = 2.0
+
+
+class StoreChannel:
+    """A `Channel` over a store. Its one thread starts with the first `enter`."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        host: str,
+        config: Config,
+        wording: Wording = OF_THE_JOB,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.host = host
+        self._num_exchanges = 0
+        self._phase = ""
+        self._control = control = Control(store, rank, world_size, host, config, wording)
+        self._role = Coordinator(control) if rank == COORDINATOR else Follower(control)
+        # Also at the end of the process: others that wait for this rank then know at once.
+        self._finalizer = weakref.finalize(self, _close, control, self._role)
+
+    @property
+    def token(self) -> str:
+        """A name that only the operation which is going on has; "" until its first answer."""
+        return self._control.token
+
+    @property
+    def exchanges(self) -> Tally:
+        """See `Channel.exchanges`."""
+        return Tally(self._num_exchanges, self._control.nbytes_put)
+
+    def enter(self, what: str) -> None:
+        """See `Channel.enter`. Raises ValueError while another operation is going on."""
+        control = self._control
+        if control.heart.inside:
+            raise ValueError(
+                f"{what} is called while {control.what} of the same group is going on in this "
+                "process: call one after the other"
+            )
+        control.what, control.token = what, ""
+        control.begin(control.number + 1)
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        """See `Channel.watch`."""
+        control = self._control
+        control.peers.look(ranks)
+        for failure in control.losses(self._phase, ranks).values():
+            raise FalloutError(failure.message, rank=failure.rank)
+
+    def hurry(self, unseen_s: float) -> None:
+        """Wait only so long for ranks that were never seen; another thread may call it.
+
+        Those that were seen may still be at the operation before: for them there is `arrive_s`.
+        """
+        self._control.unseen_s = min(unseen_s, self._control.config.arrive_s)
+
+    def linger(self, most_s: float) -> None:
+        """Put off the end of the coordinator until the others know the last answer.
+
+        At most for so long. `close` does so too, but briefly.
+        """
+        self._role.linger(most_s)
+
+    def leave(self) -> None:
+        """See `Channel.leave`."""
+        self._control.end()
+        self._role.clean_up()
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._finalizer()
+
+    def exchange(
+        self, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
+    ) -> Doc:
+        """See `Channel.exchange`."""
+        control = self._control
+        assert control.heart.inside, "exchange is called between enter and leave"
+        self._num_exchanges += 1
+        self._phase = phase
+        body, failure, error = b"", None, None
+        try:
+            body = pack(work())
+        except BaseException as raised:  # noqa: BLE001 - raised below, after the exchange
+            error = raised
+            failure = failure_of(error, rank=self.rank, host=self.host, phase=phase)
+        own = Envelope(control.what, control.token, new_nonce(), body, failure)
+        try:
+            answer = self._role.settle(phase, own, decide)
+        except Exception as lost:
+            if error is not None and is_interrupt(error):
+                raise error from lost
+            raise
+        if error is not None and is_interrupt(error):
+            raise error
+        if answer.failure is not None:
+            # Of what this rank has touched the answer knows nothing if it was given before.
+            told = answer.failure if failure is None else with_touched(answer.failure, [failure])
+            raise error_of(told) from error
+        return unpack(answer.body)
+
+
+def _close(control: Control, role: Coordinator | Follower) -> None:
+    if control.line.is_open and not control.heart.inside:
+        role.linger(LINGER_S)
+    control.line.close()

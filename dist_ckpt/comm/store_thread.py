@@ -1,0 +1,272 @@
+"""The one thread through which a rank talks to a key-value store that all ranks reach.
+
+It serves the channel's calls in order, with a deadline that the store itself does not keep (a
+TCPStore whose host is frozen blocks for ever), and beats the heart meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar, runtime_checkable
+
+from dist_ckpt.comm.exchange import NoAnswerError
+from dist_ckpt.comm.heartbeat import Heart
+
+# A TCPStore takes values of 8 MiB at most; larger ones are stored in parts.
+PART_NBYTES = 4 << 20
+
+MAX_IDLE_S = 3600.0
+
+# A stored value begins with what it is: itself, or the number of its parts, which stand beside it.
+# One that was withdrawn keeps that number, for the deletion to come.
+_WHOLE = b"w"
+_PARTS = b"p"
+_WITHDRAWN = b"x"
+
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """What is needed of a key-value store; every store of torch.distributed has it."""
+
+    def set(self, key: str, value: bytes, /) -> None:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key that exists; if it is deleted just then, wait or KeyError."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Say whether all of these keys exist."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter, which begins at 0, and return its new value."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Delete a key; False if there was none."""
+
+
+@runtime_checkable
+class _ManyStore(Protocol):
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+
+
+def put(store: Store, key: str, data: bytes) -> None:
+    """Store a value of any size; it is there as a whole or not at all."""
+    if len(data) < PART_NBYTES:
+        store.set(key, _WHOLE + data)
+        return
+    starts = range(0, len(data), PART_NBYTES)
+    for number, start in enumerate(starts):
+        store.set(f"{key}/{number}", data[start : start + PART_NBYTES])
+    store.set(key, _PARTS + str(len(starts)).encode())
+
+
+def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
+    """Return the values that `put` stored, or None if one is not there yet."""
+    if not store.check(list(keys)):
+        return None
+    try:
+        return _values_of(store, keys)
+    except KeyError:  # deleted since then
+        return None
+
+
+def _values_of(store: Store, keys: Sequence[str]) -> list[bytes] | None:
+    # One round trip where the store can do it, instead of one a rank.
+    if isinstance(store, _ManyStore):
+        values = store.multi_get(list(keys))
+    else:
+        values = [store.get(key) for key in keys]
+    if any(data[:1] == _WITHDRAWN for data in values):
+        return None
+    return [
+        data[1:]
+        if data[:1] == _WHOLE
+        else b"".join(store.get(f"{key}/{number}") for number in range(int(data[1:])))
+        for key, data in zip(keys, values, strict=True)
+    ]
+
+
+def get_each(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+    """Return the values that `put` stored, None where there is none yet."""
+    if (found := get_all(store, keys)) is not None:
+        return [*found]
+    if len(keys) == 1:
+        return [None]
+    return [value for key in keys for value in get_each(store, [key])]
+
+
+def withdraw(store: Store, keys: Sequence[str]) -> None:
+    """Have readers see nothing under these keys, though one may be about to read them.
+
+    To `delete` them would stop it: a read of what was there a moment ago waits in the store.
+    """
+    for key in keys:
+        if store.check([key]):
+            store.set(key, _WITHDRAWN + _num_parts(store.get(key)))
+
+
+def delete(store: Store, keys: Sequence[str]) -> None:
+    """Delete what `put` stored under these keys, where there is anything."""
+    for key in keys:
+        if not store.check([key]):
+            continue
+        num_parts = int(_num_parts(store.get(key)))
+        store.delete_key(key)
+        for number in range(num_parts):
+            store.delete_key(f"{key}/{number}")
+
+
+def _num_parts(data: bytes) -> bytes:
+    return b"0" if data[:1] == _WHOLE else data[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What errors say of a store and its ranks.
+
+    `gone`: the store does not answer, with {} for the fact; `lost`, `absent`: what to do about a
+    rank of which nothing more will come, and one that never came.
+    """
+
+    gone: str
+    lost: str
+    absent: str
+
+
+OF_THE_JOB = Wording(
+    gone="the job's key-value store is gone or cut off ({}). It lives in the process of the job's "
+    "rank 0, or in the launcher; look there, and restart the job",
+    lost="Look into that rank's log; if it is gone, restart the job from its last checkpoint.",
+    absent="Every rank of the group must make the same call; look for a condition like "
+    "`if rank == 0:` around it.",
+)
+
+
+class StoreLine:
+    """A thread that owns a store's connection; it starts with the first call.
+
+    It beats every `period_s`; a call that takes longer than `patience_s` raises NoAnswerError,
+    as does one that the store refuses.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        heart: Heart,
+        *,
+        period_s: float,
+        patience_s: float,
+        wording: Wording = OF_THE_JOB,
+    ) -> None:
+        self._store = store
+        self._gone = wording.gone
+        self._heart = heart
+        self._period_s = period_s
+        self._patience_s = patience_s
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def call(self, function: Callable[[Store], T]) -> T:
+        """Return what `function` returns for the store."""
+        future: Future[T] = Future()
+        self._submit(future, function)
+        try:
+            return future.result(timeout=self._patience_s)
+        except TimeoutError:
+            future.cancel()
+            raise NoAnswerError(
+                self._gone.format(f"no answer for {self._patience_s:g} s")
+            ) from None
+        except (RuntimeError, OSError) as error:
+            raise NoAnswerError(self._gone.format(first_line(error))) from error
+
+    def post(self, function: Callable[[Store], object]) -> None:
+        """Have `function` called soon; what becomes of it does not matter."""
+        self._submit(Future(), function)
+
+    def beat(self) -> None:
+        """Send a heartbeat soon: what it says has changed."""
+        self.post(partial(_beat, self._heart))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the thread runs: not before the first call, nor in a forked child."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Send a last heartbeat, which says so, and end the thread. May be called again."""
+        if self._thread is None or not self.is_open:
+            return
+        self._heart.gone = True
+        self.beat()
+        self._calls.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+
+    def _submit(self, future: Future[T], function: Callable[[Store], T]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                # Without `self`: the thread must not keep the line, nor its channel, alive.
+                target=_serve,
+                args=(self._calls, self._store, self._heart, self._period_s),
+                name="dist_ckpt heartbeat",
+                daemon=True,
+            )
+            self._thread.start()
+        elif not self._thread.is_alive():
+            raise NoAnswerError(
+                "the channel is closed, or belongs to the process that this one was forked from: "
+                "save and load in the process that made the group"
+            )
+        store = self._store
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(store))
+            except Exception as error:  # noqa: BLE001 - a thread's outer edge; raised by `call`
+                future.set_exception(error)
+
+        self._calls.put(run)
+
+
+def _beat(heart: Heart, store: Store) -> None:
+    if heart.key:
+        put(store, heart.key, heart.beat())
+
+
+def _serve(
+    calls: SimpleQueue[Callable[[], None] | None], store: Store, heart: Heart, period_s: float
+) -> None:
+    # A busy line must beat as well, so the deadline of the next beat does not move with the calls.
+    due = 0.0
+    while True:
+        now = time.monotonic()
+        if now >= due:
+            due = now + period_s
+            try:
+                _beat(heart, store)
+            except (RuntimeError, OSError):
+                # A lost store stays lost, and torch prints a page about each attempt.
+                due = float("inf")
+        try:
+            call = calls.get(timeout=min(max(0.0, due - now), MAX_IDLE_S))
+        except Empty:
+            continue
+        if call is None:
+            return
+        call()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of it: torch adds pages."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,1 @@
+"""When a checkpoint exists: attempts, claim, commit, removal."""

@@ -1,0 +1,396 @@
+"""The commit order: claim, commit, give up. What survives a crash is decided here.
+
+A saver claims a new attempt, its ranks write into the attempt's folder, and the coordinator
+commits by giving it an index. `attempts` says which attempt is the checkpoint, `removal` how
+attempts go; their functions are callable from here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from dist_ckpt.commit.attempts import (
+    ROUNDS,
+    Status,
+    abandon,
+    attempts,
+    attempts_in,
+    encode_abandoned,
+    find,
+    has_index,
+    list_attempts,
+    new_id,
+    put_index,
+    read_document,
+    read_index,
+    store,
+    was_removed,
+)
+from dist_ckpt.commit.removal import collect, collect_all, delete, remove, supersede
+from dist_ckpt.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    ExistsError,
+    IncompatibleError,
+    StorageError,
+)
+from dist_ckpt.format import index_json
+from dist_ckpt.format.catalog_json import CatalogText
+from dist_ckpt.format.filenames import (
+    CLAIM,
+    INDEX,
+    Attempt,
+    is_temporary,
+    is_trash,
+    parse_trash,
+    temporary_claim,
+    temporary_index,
+)
+from dist_ckpt.format.index import Abandoned, Index
+from dist_ckpt.storage import Entry, Storage
+
+__all__ = [
+    "Claim",
+    "Status",
+    "abandon",
+    "attempts",
+    "await_claim",
+    "check_files",
+    "claim",
+    "collect",
+    "collect_all",
+    "commit",
+    "delete",
+    "find",
+    "give_up",
+    "remove",
+    "supersede",
+]
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An attempt that this process made and alone may commit; `made` are the folders it made."""
+
+    path: str
+    attempt: Attempt
+    folder: str
+    made: tuple[str, ...]
+
+
+# --- claim -----------------------------------------------------------------------------------
+
+
+def claim(storage: Storage, path: str, *, overwrite: bool, by: str) -> Claim:
+    """Begin an attempt at `path`. Coordinator only.
+
+    On return the attempt's folder is durable, lower open attempts are abandoned, and an index
+    can be put exclusively on this storage. Raises ExistsError if a checkpoint is there (unless
+    `overwrite`), or a file or somebody else's folder; ConflictError if a higher attempt is;
+    whatever it raises, nothing is left behind.
+    """
+    made: list[str] = []
+    attempt: Attempt | None = None
+    try:
+        for _ in range(ROUNDS):
+            attempt = _next_attempt(_survey(storage, path, made, overwrite=overwrite))
+            try:
+                storage.make_folder(f"{path}/{attempt}")
+                break
+            except FileNotFoundError:  # a delete took the folder that was there
+                continue
+        else:
+            raise StorageError(
+                f"{path} is not there after it was made {ROUNDS} times. Either its file system "
+                f"takes no folders (as /proc): choose another path. Or somebody removes it again "
+                f"and again: look who does it"
+            )
+        _fence(storage, path, attempt, overwrite=overwrite, by=by)
+        _store_claim(storage, path, attempt, by)
+        for folder in (path, *map(_parent, made)):
+            storage.sync(folder)
+    except BaseException as error:
+        _take_back(storage, path, attempt, made)
+        if not isinstance(error, OSError):
+            raise
+        raise ConflictError(
+            f"{path}/{attempt} was removed by somebody else while it was claimed: "
+            f"see that only one job saves here, then save again"
+        ) from error
+    return Claim(path, attempt, f"{path}/{attempt}", tuple(made))
+
+
+def _survey(storage: Storage, path: str, made: list[str], *, overwrite: bool) -> Sequence[Entry]:
+    """Return what is at `path`, made if need be; raise ExistsError if it is not to be touched."""
+    try:
+        entries = storage.list(path)
+    except FileNotFoundError:
+        _make_folders(storage, path, made)
+        return []
+    except NotADirectoryError:
+        raise ExistsError(f"{path} is a file, or below one: choose another path") from None
+    ours = [*attempts_in(entries), *(entry for entry in entries if is_trash(entry.name))]
+    if entries and not ours:
+        names = ", ".join(entry.name for entry in entries[:5])
+        raise ExistsError(
+            f"{path} holds what dist_ckpt did not write ({names}): choose another path"
+        )
+    if not overwrite:
+        for attempt in attempts_in(entries):
+            _check_free(storage, path, attempt)
+    return entries
+
+
+def _make_folders(storage: Storage, path: str, made: list[str]) -> None:
+    """Make `path` and what is missing above it; note in `made`, top first, what is new."""
+    try:
+        _make_folder(storage, path, made)
+    except FileNotFoundError:
+        _make_folders(storage, _parent(path), made)
+        with suppress(FileNotFoundError):  # a delete took the parent: the caller tries again
+            _make_folder(storage, path, made)
+
+
+def _make_folder(storage: Storage, path: str, made: list[str]) -> None:
+    try:
+        storage.make_folder(path)
+    except FileExistsError:
+        return
+    except NotADirectoryError:
+        raise ExistsError(f"{path} lies below a file: choose another path") from None
+    except StorageError:
+        made.append(path)  # it may be there although the storage said no
+        raise
+    made.append(path)
+
+
+def _next_attempt(entries: Sequence[Entry]) -> Attempt:
+    seen = [attempt.number for attempt in attempts_in(entries)]
+    seen += [old.number for entry in entries if (old := parse_trash(entry.name)) is not None]
+    return Attempt(max(seen, default=0) + 1, new_id())
+
+
+def _fence(storage: Storage, path: str, attempt: Attempt, *, overwrite: bool, by: str) -> None:
+    """Look again, now that others see the attempt: give way to higher ones, fence lower ones.
+
+    Of savers that claim at the same time only the highest goes on: each has made its folder
+    before it looks, so the later one to look sees the other.
+    """
+    others = [other for other in list_attempts(storage, path) if other != attempt]
+    for other in others:
+        if other > attempt:
+            raise ConflictError(
+                f"{path}: {other} was claimed {_claimed_by(storage, path, other)} at the same "
+                f"time: see that only one job saves here, then save again"
+            )
+    reason = f"{attempt} was claimed by {by}"
+    for other in others:
+        if not has_index(storage, path, other) and abandon(
+            storage, path, other, by=by, reason=reason
+        ):
+            # Now, not after the verdict: what a dead save left may be the space that we need.
+            with suppress(StorageError):
+                remove(storage, path, other)
+        elif not overwrite:
+            _check_free(storage, path, other)
+
+
+def _check_free(storage: Storage, path: str, attempt: Attempt) -> None:
+    """Raise ExistsError if an attempt is, or may be, a checkpoint."""
+    try:
+        document = read_index(storage, path, attempt)
+    except (CorruptError, IncompatibleError) as error:
+        raise ExistsError(
+            f"{path}: a checkpoint is here that cannot be read ({error}). "
+            f"Choose another path, or pass overwrite=True"
+        ) from error
+    if isinstance(document, Index):
+        step = "" if document.step is None else f" of step {document.step}"
+        raise ExistsError(
+            f"{path}: a checkpoint{step} is here ({attempt}): choose another path, "
+            f"or pass overwrite=True"
+        )
+
+
+def _store_claim(storage: Storage, path: str, attempt: Attempt, by: str) -> None:
+    """Put `claim.json`, by the rename that the commit will need; check that it is exclusive.
+
+    Its content is an index that says "abandoned": on a full disk `abandon` can put it as it is.
+    """
+    folder = f"{path}/{attempt}"
+    first, second = (f"{folder}/{temporary_claim(new_id())}" for _ in range(2))
+    reason = "given up, with no space left to say more"
+    store(storage, first, encode_abandoned(attempt, by=by, reason=reason))
+    storage.rename(first, f"{folder}/{CLAIM}")
+    storage.create(second, 0).discard()
+    try:
+        storage.rename(second, f"{folder}/{CLAIM}")
+    except FileExistsError:
+        storage.remove(second)
+        return
+    raise StorageError(
+        f"{folder}: a rename here replaces what has the name, so that no commit is safe: "
+        f"choose another file system"
+    )
+
+
+def _claimed_by(storage: Storage, path: str, attempt: Attempt) -> str:
+    file = f"{path}/{attempt}/{CLAIM}"
+    try:
+        document = index_json.decode(read_document(storage, file), what=file)
+    except (CheckpointError, FileNotFoundError):
+        return "by whom is not known yet"
+    return f"by {document.by}" if isinstance(document, Abandoned) else "by whom is not known"
+
+
+def _take_back(storage: Storage, path: str, attempt: Attempt | None, made: Sequence[str]) -> None:
+    """Undo a claim as far as the storage lets us; the error that led here is what counts."""
+    if attempt is not None:
+        # Not abandoned before: nobody else knows of it, and nobody but us would commit it.
+        with suppress(CheckpointError, OSError):
+            remove(storage, path, attempt)
+    for folder in reversed(made):
+        with suppress(CheckpointError, OSError):
+            storage.remove(folder)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0] or "/"
+
+
+def await_claim(storage: Storage, path: str, attempt: Attempt, timeout_s: float) -> None:
+    """Wait until this rank sees the coordinator's claim. Every rank but the coordinator.
+
+    A rank never makes the folder itself: on storage that is not shared that would succeed, and
+    the checkpoint would be in pieces on several hosts. Raises StorageError after `timeout_s`.
+    """
+    folder = f"{path}/{attempt}"
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            names = {entry.name for entry in storage.list(folder)}
+            if INDEX in names:
+                raise _conflict(storage, path, attempt, read_index(storage, path, attempt))
+            if CLAIM in names:
+                return
+        if was_removed(storage, path, attempt):
+            raise _conflict(storage, path, attempt, None)
+        if time.monotonic() >= deadline:
+            raise StorageError(
+                f"{folder} is not seen here {timeout_s:g} seconds after the coordinator made it: "
+                f"the path is not on storage that all ranks share. Pass a path that is"
+            )
+        time.sleep(min(_POLL_S, timeout_s))
+
+
+# --- commit ----------------------------------------------------------------------------------
+
+
+def check_files(
+    storage: Storage, folder: str, expected: Mapping[str, int], *, timeout_s: float = 0.0
+) -> None:
+    """Check that an attempt's folder holds exactly the files that receipts name. Coordinator only.
+
+    `expected` maps names to sizes. Files of other hosts may take `timeout_s` to appear (NFS
+    keeps listings for a while). Raises StorageError naming what is missing, odd or of a wrong
+    size; ConflictError if the folder is gone.
+    """
+    deadline = time.monotonic() + timeout_s
+    while problems := _compare(storage, folder, expected):
+        if time.monotonic() >= deadline:
+            more = f" and {len(problems) - 5} more" * (len(problems) > 5)
+            raise StorageError(
+                f"{folder} does not hold what the ranks wrote: {'; '.join(problems[:5])}{more}. "
+                f"See that all ranks share the storage and that nobody else writes there"
+            )
+        time.sleep(min(_POLL_S, timeout_s))
+
+
+def _compare(storage: Storage, folder: str, expected: Mapping[str, int]) -> list[str]:
+    try:
+        entries = storage.list(folder)
+    except FileNotFoundError:
+        raise ConflictError(
+            f"{folder} was removed while it was written: look who did, then save again"
+        ) from None
+    # A rank that gives up may be putting an index: the commit finds out.
+    known = {CLAIM, INDEX}
+    there = {e.name: e for e in entries if e.name not in known and not is_temporary(e.name)}
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - there.keys())]
+    problems += [f"{name} is unexpected" for name in sorted(there.keys() - expected.keys())]
+    for name in sorted(there.keys() & expected.keys()):
+        entry = there[name]
+        if entry.kind != "file":
+            problems.append(f"{name} is no regular file")
+        elif entry.nbytes != expected[name]:
+            problems.append(f"{name} has {entry.nbytes} bytes, not {expected[name]}")
+    return problems
+
+
+def commit(storage: Storage, claim: Claim, index: Index, text: CatalogText | None = None) -> None:
+    """Make the checkpoint exist. Coordinator only, after `check_files`, once.
+
+    `text` is that of the index's catalog, if a save of the same plan has left it. On return the
+    index is durable and readers on any host see it. Raises ConflictError if the attempt was
+    abandoned, naming who. After a StorageError what became of it is unknown: `abandon` settles it.
+    """
+    temporary = f"{claim.folder}/{temporary_index(new_id())}"
+    try:
+        text = text or CatalogText(index.catalog)
+        data = index_json.encode(index, text)
+        store(storage, temporary, data)
+        _check_readable(data, text, temporary)
+        if read_document(storage, temporary) != data:
+            raise StorageError(f"{temporary} reads back as something else: check the storage")
+        there = put_index(storage, claim.path, claim.attempt, temporary)
+    except FileNotFoundError:
+        raise _conflict(storage, claim.path, claim.attempt, None) from None
+    if isinstance(there, Abandoned):
+        raise _conflict(storage, claim.path, claim.attempt, there)
+
+
+def _check_readable(data: bytes, text: CatalogText, file: str) -> None:
+    """Never commit what we would refuse to load. What is wrong here was planned so by us."""
+    try:
+        index_json.read_back(data, text, what=file)
+    except (CorruptError, IncompatibleError) as error:
+        raise CheckpointError(
+            f"the index of this save could not be read again, so nothing is committed: this is a "
+            f"bug of dist_ckpt, report it ({error.args[0].partition(';')[0]}). "
+            f"Older checkpoints are as they were; save again with another state"
+        ) from error
+
+
+def _conflict(
+    storage: Storage, path: str, attempt: Attempt, document: Index | Abandoned | None
+) -> ConflictError:
+    """Return the error of an attempt that somebody else gave up, or removed: say who."""
+    if isinstance(document, Abandoned):
+        told = f"abandoned by {document.by}: {document.reason}"
+    else:
+        later = [other for other in list_attempts(storage, path) if other > attempt]
+        told = "removed by a collector or a delete"
+        if later:
+            told = f"removed, and {later[-1]} claimed {_claimed_by(storage, path, later[-1])}"
+    return ConflictError(
+        f"{path}/{attempt} was {told}. Nothing of it is committed: see that only one job saves "
+        f"here, then save again"
+    )
+
+
+def give_up(storage: Storage, claim: Claim) -> None:
+    """Remove an attempt that will not be committed, and the folders made for it.
+
+    Coordinator only, after `abandon`; or without it if `commit` was not called: then nobody
+    could commit it any more.
+    """
+    remove(storage, claim.path, claim.attempt)
+    for folder in reversed(claim.made):
+        with suppress(StorageError, FileNotFoundError):  # somebody else uses it by now
+            storage.remove(folder)

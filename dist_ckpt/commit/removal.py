@@ -1,0 +1,174 @@
+"""Removing attempts: un-commit by one rename, make that durable, then unlink.
+
+A folder that was renamed is no attempt any more: whoever still works in it finds its path gone.
+Nobody removes an open attempt without having abandoned it, but the saver who claimed it. Names
+that are not dist_ckpt's are never touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from dist_ckpt.commit.attempts import (
+    Status,
+    abandon,
+    attempts,
+    has_index,
+    list_attempts,
+    new_id,
+    nothing_found,
+)
+from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.format.filenames import Attempt, is_in_attempt, is_trash, trash_name
+from dist_ckpt.storage import Storage
+
+_log = logging.getLogger("dist_ckpt")
+
+_KEEPS_DATA = ("committed", "damaged", "incompatible")
+
+
+def remove(storage: Storage, path: str, attempt: Attempt) -> None:
+    """Remove an attempt that is abandoned, superseded or deleted; fine if it is gone.
+
+    On return it is durably no attempt any more; its space is free, but for files that are not
+    dist_ckpt's, which are left and logged.
+    """
+    trash = f"{path}/{trash_name(attempt)}"
+    try:
+        with suppress(FileNotFoundError):  # somebody else removes it as well
+            storage.rename(f"{path}/{attempt}", trash)
+        _empty(storage, path, trash)
+    except FileExistsError as error:
+        raise StorageError(f"{trash} exists while {attempt} does: remove it by hand") from error
+
+
+def supersede(storage: Storage, path: str, attempt: Attempt) -> None:
+    """Remove what is lower than the attempt that was just committed, and all trash."""
+    by = f"the saver of {attempt}"
+    for lower in list_attempts(storage, path):
+        if lower >= attempt:
+            break
+        if not has_index(storage, path, lower):
+            abandon(storage, path, lower, by=by, reason="a later attempt was committed")
+        remove(storage, path, lower)
+    _empty_all(storage, path)
+
+
+def delete(storage: Storage, path: str) -> None:
+    """Remove the checkpoint at `path`, and `path` itself if nothing else is in it.
+
+    What was claimed before the call can never be committed after it, but for an attempt that was
+    committed during it: that one stays. Raises NotFoundError if there is no checkpoint.
+    """
+    found = attempts(storage, path)
+    if not any(status.state in _KEEPS_DATA for status in found):
+        raise nothing_found(storage, path)
+    doomed = [
+        status.attempt
+        for status in found
+        if status.state != "open"
+        or abandon(storage, path, status.attempt, by="a delete", reason=f"{path} was deleted")
+    ]
+    # Lowest first, each durably: whenever it stops, what is left at the path is the newest.
+    for attempt in doomed:
+        remove(storage, path, attempt)
+    _empty_all(storage, path)
+    with suppress(StorageError, FileNotFoundError):  # somebody else's files, or a new attempt
+        storage.remove(path)
+
+
+def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
+    """Remove what dead and abandoned saves left at `path`; return the names of what is gone.
+
+    That is trash, abandoned attempts, those below a later committed one, and open ones in which
+    nothing was written for `grace_s`, by the storage's own clock. Damaged ones are left, and
+    while there are any, older checkpoints too.
+    """
+    names = _empty_all(storage, path)
+    found = attempts(storage, path)
+    committed = [status.attempt for status in found if status.state == "committed"]
+    readable = all(status.state not in ("damaged", "incompatible") for status in found)
+    superseded = committed[:-1] if readable else []
+    now = _now(storage, path) if any(status.state == "open" for status in found) else 0.0
+    for status in found:
+        attempt = status.attempt
+        if (
+            status.state == "abandoned"
+            or attempt in superseded
+            or (_is_old(status, now, grace_s) and _abandon_dead(storage, path, status, grace_s))
+        ):
+            remove(storage, path, attempt)
+            names.append(attempt.name)
+    return tuple(names)
+
+
+def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
+    """Do so at `root` and at every folder in it; return the paths of what is gone.
+
+    Raises NotFoundError if there is no such folder.
+    """
+    try:
+        entries = storage.list(root)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError(f"{root} is no folder; choose another path") from error
+    folders = [f"{root.rstrip('/')}/{e.name}" for e in entries if e.kind == "folder"]
+    return tuple(
+        f"{path}/{name}"
+        for path in (root, *folders)
+        for name in collect(storage, path, grace_s=grace_s)
+    )
+
+
+def _is_old(status: Status, now: float, grace_s: float) -> bool:
+    return status.state == "open" and now - status.modified_at > grace_s
+
+
+def _abandon_dead(storage: Storage, path: str, status: Status, grace_s: float) -> bool:
+    reason = f"nothing was written in it for more than {grace_s:g} seconds"
+    return abandon(storage, path, status.attempt, by="a collector", reason=reason)
+
+
+def _now(storage: Storage, path: str) -> float:
+    """Return the time by the storage's clock: that of a folder just made there, as trash."""
+    name = trash_name(Attempt(1, new_id()))
+    try:
+        storage.make_folder(f"{path}/{name}")
+        times = [entry.modified_at for entry in storage.list(path) if entry.name == name]
+        storage.remove(f"{path}/{name}")
+    except FileNotFoundError:  # another collector is at work: leave it to that one
+        times = []
+    return max(times, default=0.0)
+
+
+def _empty_all(storage: Storage, path: str) -> list[str]:
+    """Empty every trash folder at a path; return the names of those that are gone."""
+    try:
+        trash = [entry.name for entry in storage.list(path) if is_trash(entry.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [name for name in trash if _empty(storage, path, f"{path}/{name}")]
+
+
+def _empty(storage: Storage, path: str, trash: str) -> bool:
+    """Remove a trash folder and what is dist_ckpt's in it; say whether all of it is gone."""
+    try:
+        # Before anything in it goes, also if somebody else renamed it: after a power cut a
+        # rename that was not durable would bring back the attempt, without its files.
+        storage.sync(path)
+        entries = storage.list(trash)
+    except FileNotFoundError:
+        return True
+    foreign = []
+    for entry in entries:
+        if entry.kind == "folder" or not is_in_attempt(entry.name):
+            foreign.append(entry.name)
+            continue
+        with suppress(FileNotFoundError):
+            storage.remove(f"{trash}/{entry.name}")
+    if foreign:
+        _log.warning("%s: left %s, not dist_ckpt's: remove by hand", trash, ", ".join(foreign))
+        return False
+    with suppress(FileNotFoundError):
+        storage.remove(trash)
+    return True

@@ -1,0 +1,300 @@
+"""The part of the index that says what is stored and by whom, as JSON, and back.
+
+What `decode_catalog` returns is whole: numbers are in range, names stand for one thing, and every
+layout tiles the tensors that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import chain, pairwise
+from math import prod
+
+from dist_ckpt.format import filenames, json_rows, strict_json
+from dist_ckpt.format.geometry import Shape
+from dist_ckpt.format.index import Catalog, Component, Key, TensorRecord
+from dist_ckpt.format.json_fields import decode_dtype, decode_region, decode_shape, integers
+from dist_ckpt.format.json_rows import Rows
+from dist_ckpt.format.layout import Cut, Flat, Grid, Layout, Regions, check_cut
+from dist_ckpt.format.strict_json import (
+    Json,
+    array,
+    corrupt,
+    fields,
+    integer,
+    mapping,
+    row,
+    shown,
+    string,
+)
+
+CATALOG_FIELDS = (
+    *("world_size", "mesh", "components", "holders", "layouts"),
+    *("tensors", "aliases", "values", "per_rank"),
+)
+
+MAX_WORLD_SIZE = 1_000_000
+MAX_FQN_CHARS = 4096
+
+# Of all tables of holders together: a short line can ask for many.
+MAX_CELLS = 1 << 24
+
+_MAX_KEY_DEPTH = 8
+
+Holders = tuple[tuple[int, ...], ...]
+
+
+# --- encoding --------------------------------------------------------------------------------
+
+
+class CatalogText:
+    """The fields of a catalog as text, the same in every index that has it: made once.
+
+    `was_read` says that an index with this text was decoded, whole, to this catalog.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.was_read = False
+
+    @cached_property
+    def fields(self) -> bytes:
+        """The fields, without the braces around them. ValueError if JSON cannot say them."""
+        return strict_json.dump(encode_catalog(self.catalog))[1:-1]
+
+
+def encode_catalog(catalog: Catalog) -> dict[str, Json]:
+    """Return the fields of a catalog; tables of holders that are equal become one."""
+    tables: dict[Holders, int] = {}
+    layouts: list[Json] = []
+    for layout in catalog.layouts:
+        number = tables.setdefault(layout.holders, len(tables))
+        layouts.append({**_encode_cut(layout.cut), "holders": number})
+    return {
+        "world_size": catalog.world_size,
+        "mesh": [[name, size] for name, size in catalog.mesh],
+        "components": [[component.name, component.stem] for component in catalog.components],
+        "holders": [_encode_holders(holders) for holders in tables],
+        "layouts": layouts,
+        "tensors": {
+            fqn: [
+                tensor.dtype,
+                list(tensor.shape),
+                tensor.layout,
+                tensor.rotation,
+                tensor.component,
+            ]
+            for fqn, tensor in catalog.tensors.items()
+        },
+        "aliases": dict(catalog.aliases),
+        "values": dict(catalog.values),
+        "per_rank": {
+            fqn: [[_encode_key(key), rank] for key, rank in keys]
+            for fqn, keys in catalog.per_rank.items()
+        },
+    }
+
+
+def _encode_cut(cut: Cut) -> dict[str, Json]:
+    if isinstance(cut, Grid):
+        return {"grid": [list(cuts) for cuts in cut.cuts]}
+    if isinstance(cut, Flat):
+        return {"flat": list(cut.cuts)}
+    return {"regions": [[list(region.offset), list(region.shape)] for region in cut.regions]}
+
+
+def _encode_holders(holders: Holders) -> Json:
+    # One rank a cell, in order: the usual sharding, whose table grows with the job.
+    first = holders[0][0]
+    if len(holders) > 1 and holders == tuple((first + c,) for c in range(len(holders))):
+        return {"each": [first, len(holders)]}
+    return [list(ranks) for ranks in holders]
+
+
+def _encode_key(key: Key) -> Json:
+    return [_encode_key(part) for part in key] if isinstance(key, tuple) else key
+
+
+# --- decoding --------------------------------------------------------------------------------
+
+
+def decode_catalog(doc: Mapping[str, Json], rows: Rows | None, what: str) -> Catalog:
+    """Return the catalog that these fields say; CorruptError if they are not whole.
+
+    `rows` are the tensors, if they were taken by columns.
+    """
+    world_size = integer(doc["world_size"], 1, MAX_WORLD_SIZE, f"{what}, world_size")
+    components = _decode_components(doc["components"], f"{what}, components")
+    layouts = _decode_layouts(
+        doc["layouts"], _decode_holders(doc["holders"], world_size, what), what
+    )
+    rows = rows or _gather_tensors(doc["tensors"], what)
+    tensors = _decode_tensors(rows, layouts, len(components), what)
+    aliases = {
+        fqn: string(target, f"{what}, aliases")
+        for fqn, target in mapping(doc["aliases"], f"{what}, aliases").items()
+    }
+    values = {
+        fqn: integer(rank, 0, world_size - 1, f"{what}, values")
+        for fqn, rank in mapping(doc["values"], f"{what}, values").items()
+    }
+    per_rank = {
+        fqn: _decode_per_rank(keys, world_size, f"{what}, per_rank, {fqn!r}")
+        for fqn, keys in mapping(doc["per_rank"], f"{what}, per_rank").items()
+    }
+    _check_names((tensors, aliases, values, per_rank), what)
+    for fqn, target in aliases.items():
+        if target not in tensors:
+            raise corrupt(what, f"{fqn!r} is an alias of {target!r}, which is no tensor")
+    mesh = _decode_mesh(doc["mesh"], f"{what}, mesh")
+    return Catalog(world_size, mesh, components, layouts, tensors, aliases, values, per_rank)
+
+
+def _check_names(tables: Sequence[Mapping[str, object]], what: str) -> None:
+    if len(set().union(*tables)) != sum(map(len, tables)):
+        counts: dict[str, int] = {}
+        for fqn in (fqn for table in tables for fqn in table):
+            counts[fqn] = counts.get(fqn, 0) + 1
+        raise corrupt(what, f"{max(counts, key=counts.__getitem__)!r} stands for two things")
+    if max(map(len, chain.from_iterable(tables)), default=0) > MAX_FQN_CHARS:
+        raise corrupt(what, f"a name of more than {MAX_FQN_CHARS} characters")
+
+
+def _decode_mesh(value: Json, what: str) -> tuple[tuple[str, int], ...]:
+    # After a reshard it is that of the ranks that saved, who may have been more than there are now.
+    axes = [row(axis, 2, what) for axis in array(value, what)]
+    return tuple(
+        (string(name, what), integer(size, 1, MAX_WORLD_SIZE, what)) for name, size in axes
+    )
+
+
+def _decode_components(value: Json, what: str) -> tuple[Component, ...]:
+    rows = [row(component, 2, what) for component in array(value, what)]
+    components = tuple(Component(string(name, what), string(stem, what)) for name, stem in rows)
+    for component in components:
+        if not filenames.is_stem(component.stem):
+            raise corrupt(what, f"{shown(component.stem)} cannot begin a file's name")
+    for names in ({c.name for c in components}, {c.stem for c in components}):
+        if len(names) != len(components):
+            raise corrupt(what, "two components of one name")
+    return components
+
+
+def _decode_holders(value: Json, world_size: int, what: str) -> list[Holders]:
+    what = f"{what}, holders"
+    single = [(rank,) for rank in range(world_size)]
+    tables: list[Holders] = []
+    num_cells = 0
+    for table in array(value, what):
+        if type(table) is dict:
+            (each,) = fields(table, ("each",), what)
+            first, count = row(each, 2, what)
+            first = integer(first, 0, world_size - 1, what)
+            stop = first + integer(count, 1, world_size - first, what)
+            holders: Holders = tuple(single[first:stop])
+        else:
+            holders = tuple(_decode_ranks(ranks, world_size, what) for ranks in array(table, what))
+        tables.append(holders)
+        num_cells += len(holders)
+        if num_cells > MAX_CELLS:
+            raise corrupt(what, f"more than {MAX_CELLS} cells")
+    return tables
+
+
+def _decode_ranks(value: Json, world_size: int, what: str) -> tuple[int, ...]:
+    ranks = integers(value, what)
+    if not ranks or ranks[-1] >= world_size or any(a >= b for a, b in pairwise(ranks)):
+        raise corrupt(what, f"{shown(value)} is not an ascending list of ranks")
+    return ranks
+
+
+def _decode_layouts(value: Json, tables: list[Holders], what: str) -> tuple[Layout, ...]:
+    layouts = []
+    for number, entry in enumerate(array(value, f"{what}, layouts")):
+        here = f"{what}, layout {number}"
+        kinds = [kind for kind in ("grid", "flat", "regions") if kind in mapping(entry, here)]
+        if len(kinds) != 1:
+            raise corrupt(here, f"{len(kinds)} kinds of cuts, not one")
+        cut, table = fields(entry, (kinds[0], "holders"), here)
+        holders = tables[integer(table, 0, len(tables) - 1, f"{here}, holders")]
+        decoded = _decode_cut(kinds[0], array(cut, here), here)
+        if decoded.num_cells != len(holders):
+            raise corrupt(here, f"{decoded.num_cells} cells, but {len(holders)} have holders")
+        layouts.append(Layout(decoded, holders))
+    return tuple(layouts)
+
+
+def _decode_cut(kind: str, value: list[Json], what: str) -> Cut:
+    if kind == "grid":
+        cuts = tuple(integers(cut, what) for cut in value)
+        if any(len(cut) < 2 for cut in cuts):
+            raise corrupt(what, "a dimension with fewer than two cuts")
+        return Grid(cuts)
+    if kind == "flat":
+        return Flat(integers(value, what))
+    return Regions(tuple(decode_region(region, what) for region in value))
+
+
+def _decode_per_rank(value: Json, world_size: int, what: str) -> tuple[tuple[Key, int], ...]:
+    rows = [row(entry, 2, what) for entry in array(value, what)]
+    keys = tuple(
+        (_decode_key(key, what, 0), integer(rank, 0, world_size - 1, what)) for key, rank in rows
+    )
+    if not keys or len({key for key, _ in keys}) != len(keys):
+        raise corrupt(what, "no key, or the same key twice")
+    return keys
+
+
+def _decode_key(value: Json, what: str, depth: int) -> Key:
+    if type(value) is list and depth < _MAX_KEY_DEPTH:
+        return tuple(_decode_key(part, what, depth + 1) for part in value)
+    if type(value) is int or type(value) is str:
+        return value
+    raise corrupt(what, f"{shown(value)} is no key")
+
+
+# --- tensors ---------------------------------------------------------------------------------
+def _gather_tensors(value: Json, what: str) -> Rows:
+    entries = mapping(value, f"{what}, tensors")
+    return json_rows.gather((tuple(entries),), tuple(entries.values()))
+
+
+def _decode_tensors(
+    rows: Rows, layouts: Sequence[Layout], num_components: int, what: str
+) -> dict[str, TensorRecord]:
+    checker = _TensorChecker(layouts, num_components)
+    (fqns,) = rows.names
+    examples = dict(zip(rows.kinds, fqns, strict=True))
+    records = {
+        kind: checker.record(facts, f"{what}, {examples[kind]!r}")
+        for kind, facts in rows.facts.items()
+    }
+    return dict(zip(fqns, map(records.__getitem__, rows.kinds), strict=True))
+
+
+class _TensorChecker:
+    """Checks tensors against layouts, each pair once."""
+
+    def __init__(self, layouts: Sequence[Layout], num_components: int) -> None:
+        self._layouts = layouts
+        self._num_components = num_components
+        self._fits: set[tuple[int, Shape | int]] = set()
+
+    def record(self, facts: Json, what: str) -> TensorRecord:
+        code, sizes, number, turn, part = row(facts, 5, what)
+        dtype = decode_dtype(code, what)
+        shape = decode_shape(sizes, dtype, what)
+        layout = integer(number, 0, len(self._layouts) - 1, f"{what}, layout")
+        rotation = integer(turn, 0, MAX_WORLD_SIZE, f"{what}, rotation")
+        component = integer(part, 0, self._num_components - 1, f"{what}, component")
+        cut = self._layouts[layout].cut
+        # A flat cut fits every shape of so many elements; the others fit one shape.
+        fits = (layout, prod(shape) if isinstance(cut, Flat) else shape)
+        if fits not in self._fits:
+            try:
+                check_cut(cut, shape)
+            except ValueError as error:
+                raise corrupt(what, str(error)) from None
+            self._fits.add(fits)
+        return TensorRecord(dtype.name, shape, layout, rotation, component)

@@ -1,0 +1,127 @@
+"""The index: the one JSON document that says what a checkpoint is.
+
+A checkpoint exists if and only if its index exists. The same document, written by whoever gives
+an attempt up, says "abandoned" instead; `docs/format.md` has the fields.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dist_ckpt.format import filenames
+from dist_ckpt.format.geometry import Shape
+from dist_ckpt.format.layout import Layout
+from dist_ckpt.format.strict_json import Json
+
+MAX_STEP = (1 << 63) - 1
+
+# Whose a per-rank value is: the rank, or what the user called it, e.g. ("dp", 3).
+Key = int | str | tuple["Key", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A top-level key of the state that holds tensors, and the stem of its files' names."""
+
+    name: str
+    stem: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor: what it is, how it is cut, and which holder of each cell stored it.
+
+    `layout` and `component` number the catalog's tables; `rotation` is for `Layout.holder`.
+    """
+
+    dtype: str
+    shape: Shape
+    layout: int
+    rotation: int
+    component: int
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What is stored, and by whom. The plan of a save decides it; the index records it.
+
+    The mappings keep the order of the state and are never changed. `values` names the rank that
+    stores each value that is not a tensor; `per_rank` the keys and the rank that stores each.
+    `mesh` is the names and sizes of the job's mesh, slowest axis first.
+    """
+
+    world_size: int
+    mesh: tuple[tuple[str, int], ...]
+    components: tuple[Component, ...]
+    layouts: tuple[Layout, ...]
+    tensors: Mapping[str, TensorRecord]
+    aliases: Mapping[str, str]
+    values: Mapping[str, int]
+    per_rank: Mapping[str, tuple[tuple[Key, int], ...]]
+
+    def counts(self) -> list[tuple[TensorRecord, int]]:
+        """Return the tensors' records, and of how many tensors each is.
+
+        Tensors that are alike mostly share one. It is told by identity, for to hash takes long.
+        """
+        records = {id(record): record for record in self.tensors.values()}
+        counts = Counter(map(id, self.tensors.values()))
+        return [(record, counts[number]) for number, record in records.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFileRecord:
+    """One shard file: sizes in bytes, and the digest of its first `header_nbytes` bytes."""
+
+    component: int
+    rank: int
+    nbytes: int
+    header_nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectsFileRecord:
+    """One objects file: its name, size in bytes and digest."""
+
+    name: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A committed checkpoint. `metadata` mirrors the scalars of the user's metadata."""
+
+    attempt: str
+    step: int | None
+    catalog: Catalog
+    files: tuple[ShardFileRecord, ...]
+    objects: tuple[ObjectsFileRecord, ...]
+    metadata: Mapping[str, Json]
+    saved_by: Mapping[str, str]
+    saved_at: float
+
+    def file_name(self, record: ShardFileRecord) -> str:
+        """Return the name of a shard file that this index lists."""
+        return filenames.shard_file(self.catalog.components[record.component].stem, record.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A container of the state that holds tensors: its class and its keys, in order."""
+
+    fqn: str
+    kind: str
+    keys: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """An attempt that was given up: by whom, and why."""
+
+    attempt: str
+    by: str
+    reason: str

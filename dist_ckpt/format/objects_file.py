@@ -1,0 +1,158 @@
+"""Objects files: the values that are not tensors, and the tree that names them.
+
+Rank 0's file is the global one: the tree, its values and the metadata. Another rank's has only
+what that rank stores: values that rank 0 lacks, and per-rank values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.format import filenames
+from dist_ckpt.format.index import Key, Node
+from dist_ckpt.format.json_fields import VERSION, check_version
+from dist_ckpt.format.plain_decoder import decode_value
+from dist_ckpt.format.plain_encoder import check_plain, encode_value
+from dist_ckpt.format.plain_types import Array, Device, DType, NumpyScalar, Size, StandIn
+from dist_ckpt.format.strict_json import Json, corrupt, fields
+
+__all__ = [
+    "Array",
+    "DType",
+    "Device",
+    "NumpyScalar",
+    "ObjectsFile",
+    "Size",
+    "StandIn",
+    "check_plain",
+    "decode",
+    "decode_value",
+    "encode",
+    "encode_value",
+]
+
+# It is read, checked and decoded whole; data of this size belongs into tensors.
+MAX_NBYTES = 1 << 30
+
+# Levels around a value: the document, the field, the name, and for a per-rank value rows and row.
+_AROUND = 5
+
+_FIELDS = ("format", "tree", "values", "per_rank", "numpy", "metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectsFile:
+    """What one objects file says.
+
+    `values` are the plain values by fqn, lists of names among them; `per_rank` the values of each
+    key by fqn; `numpy` the fqns of the tensors that were numpy arrays; `metadata` the user's.
+    """
+
+    tree: tuple[Node, ...] = ()
+    values: Mapping[str, object] = field(default_factory=dict)
+    per_rank: Mapping[str, Mapping[Key, object]] = field(default_factory=dict)
+    numpy: tuple[str, ...] = ()
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+def encode(file: ObjectsFile) -> bytes:
+    """Return a file's bytes.
+
+    TypeError or ValueError for a value that is not plain data, ValueError if they are too many.
+    """
+    doc = {
+        "format": {"version": VERSION, "requires": []},
+        "tree": [[node.fqn, node.kind, list(node.keys)] for node in file.tree],
+        "values": dict(file.values),
+        "per_rank": {
+            fqn: [[key, value] for key, value in values.items()]
+            for fqn, values in file.per_rank.items()
+        },
+        "numpy": list(file.numpy),
+        "metadata": dict(file.metadata),
+    }
+    data = encode_value(doc, "objects", around=_AROUND)
+    if len(data) > MAX_NBYTES:
+        raise ValueError(
+            f"one rank's plain data and per-rank values are {len(data)} bytes, the limit is "
+            f"{MAX_NBYTES}: store large data as tensors"
+        )
+    return data
+
+
+def decode(
+    data: bytes,
+    *,
+    make: Callable[[StandIn], object] = lambda value: value,
+    what: str = filenames.OBJECTS,
+) -> ObjectsFile:
+    """Return what a file says, with `make(stand_in)` for what needs torch or numpy.
+
+    `what` names the file in errors: CorruptError if it is damaged, IncompatibleError if it needs a
+    newer dist_ckpt.
+    """
+    try:
+        doc: Json = decode_value(data, make=make, around=_AROUND)
+    except (ValueError, RecursionError) as error:
+        raise corrupt(what, str(error)) from None
+    except IncompatibleError as error:
+        raise IncompatibleError(f"{what}: {error}") from error
+    check_version(doc, what)
+    _, tree, values, per_rank, numpy, metadata = fields(doc, _FIELDS, what)
+    return ObjectsFile(
+        tree=tuple(_node(entry, what) for entry in _typed(tree, list, what)),
+        values=_named(values, what),
+        per_rank={fqn: _keyed(rows, what) for fqn, rows in _named(per_rank, what).items()},
+        numpy=tuple(_typed(fqn, str, what) for fqn in _typed(numpy, list, what)),
+        metadata=_typed(metadata, dict, what),
+    )
+
+
+def _typed(value: Any, cls: type, what: str) -> Any:
+    if type(value) is not cls:
+        raise corrupt(what, f"{type(value).__name__} in place of {cls.__name__}")
+    return value
+
+
+def _row(value: Any, length: int, what: str) -> list[Any]:
+    row: list[Any] = _typed(value, list, what)
+    if len(row) != length:
+        raise corrupt(what, f"{len(row)} entries in place of {length}")
+    return row
+
+
+def _named(value: Any, what: str) -> dict[str, Any]:
+    named: dict[str, Any] = _typed(value, dict, what)
+    for fqn in named:
+        _typed(fqn, str, what)
+    return named
+
+
+def _node(entry: Any, what: str) -> Node:
+    fqn, kind, keys = _row(entry, 3, what)
+    for key in _typed(keys, list, what):
+        if type(key) is not str and type(key) is not int:
+            raise corrupt(what, f"a key that is a {type(key).__name__}")
+    return Node(_typed(fqn, str, what), _typed(kind, str, what), tuple(keys))
+
+
+def _keyed(rows: Any, what: str) -> dict[Key, object]:
+    values: dict[Key, object] = {}
+    for entry in _typed(rows, list, what):
+        key, value = _row(entry, 2, what)
+        key = _key(key, what)
+        if key in values:
+            raise corrupt(what, f"the key {key!r} twice")
+        values[key] = value
+    return values
+
+
+def _key(value: Any, what: str) -> Key:
+    if type(value) is tuple:
+        return tuple(_key(part, what) for part in value)
+    if type(value) is str or (type(value) is int and -(1 << 63) <= value < 1 << 64):
+        return value
+    raise corrupt(what, f"a key that is a {type(value).__name__}, or beyond 64 bits")

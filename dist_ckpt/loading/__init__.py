@@ -1,0 +1,1 @@
+"""`dc.load`: open, check, read, place."""

@@ -1,0 +1,37 @@
+"""The options of `dc.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from dist_ckpt.binding.selection import rename_of, selection_of
+from dist_ckpt.loading.load_steps import ReadOnce
+from dist_ckpt.planning.sharding_config import ShardingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The options of `load`, checked by `check` once a rank's error can reach the others."""
+
+    sharding: ShardingConfig | None = None
+    strict: bool = True
+    verify: bool = True
+    check_first: bool = False
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    rename: Mapping[str, str | None] | None = None
+    read_once: ReadOnce = "host"
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for options that make no sense."""
+        if self.sharding is not None and not isinstance(self.sharding, ShardingConfig):
+            raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
+        for name in ("strict", "verify", "check_first"):
+            if type(value := getattr(self, name)) is not bool:
+                raise TypeError(f"{name}={value!r}: give True or False")
+        if self.read_once not in get_args(ReadOnce):
+            raise ValueError(f'read_once={self.read_once!r}: give "host", "job" or "off"')
+        selection_of(self.include, self.exclude)
+        rename_of(self.rename)

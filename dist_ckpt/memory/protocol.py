@@ -1,0 +1,49 @@
+"""The memory seam: where a shard's bytes come from and go to.
+
+`memory/torch_tensor.py` implements both for torch, `memory/host_array.py` for plain host memory,
+`offline/read_windows.py` for bytes
+that lie in another checkpoint. Writer and reader know nothing else about memory.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dist_ckpt.format.geometry import Cell, Piece, Region, Shape
+
+
+class Source(Protocol):
+    """The elements of one held cell, in row-major order. Threads may read it at once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+
+    def part(self, cell: Cell) -> Source:
+        """Return the source of a part, given in coordinates that begin at this cell's start."""
+
+    def address(self) -> int | None:
+        """Return where its bytes lie, if they are row-major in host memory; None if they are not.
+
+        They stay there while the source lives and nobody resizes the tensor.
+        """
+
+    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+        """Return the bytes `start` to `stop`: a view of live memory, or `scratch`, filled.
+
+        `scratch` holds at least `stop - start` bytes. The bounds are multiples of the item size.
+        """
+
+
+class Target(Protocol):
+    """The memory of one wanted cell. Threads may fill different elements at once."""
+
+    def memory(self) -> memoryview | None:
+        """Return the cell's bytes, writable, if they are row-major in host memory, else None."""
+
+    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+        """Copy the elements of `box` (global coordinates, inside `piece`) out of `data`.
+
+        `data` begins with the box's first element; `strides` are its strides in elements. The
+        dtype is the cell's: bytes are copied, never cast.
+        """

@@ -1,0 +1,400 @@
+"""`dc.open`: look into a checkpoint, and read parts of it, without torch."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from math import prod
+from operator import index as as_int
+from threading import Lock
+from types import EllipsisType
+from typing import SupportsIndex
+
+from dist_ckpt.commit import commit
+from dist_ckpt.commit.attempts import State, while_it_is_there
+from dist_ckpt.config import Config
+from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.format import filenames
+from dist_ckpt.format import objects_file as objects
+from dist_ckpt.format.dtypes import DTYPES
+from dist_ckpt.format.filenames import Attempt
+from dist_ckpt.format.geometry import Region, Shape
+from dist_ckpt.format.index import Index, Key
+from dist_ckpt.format.objects_file import ObjectsFile, StandIn
+from dist_ckpt.format.strict_json import Json
+from dist_ckpt.memory.host_array import Array, ArrayTarget
+from dist_ckpt.planning.load_planner import plan_load
+from dist_ckpt.planning.plan import LoadPlan, Wanted
+from dist_ckpt.shard_io.block_reader import read
+from dist_ckpt.shard_io.open_files import OpenFile, open_files, read_objects
+from dist_ckpt.shard_io.reading_work import Targets
+from dist_ckpt.storage import Storage, open_storage
+
+# So many shard files stay open between reads: enough for a tensor's shards on one host.
+MAX_KEPT = 64
+
+# What a tensor can be indexed with; each is one entry of a tuple, too.
+Slice = SupportsIndex | slice | EllipsisType
+
+
+def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  # it is `dc.open`
+    """Open the checkpoint at `path`; nothing but its index is read yet.
+
+    Raises NotFoundError if there is none, CorruptError if its index is damaged, IncompatibleError
+    if a newer dist_ckpt wrote it.
+    """
+    storage, root = open_storage(path)
+    attempt, index = commit.find(storage, root)
+    return Checkpoint(storage, root, attempt, index)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a checkpoint says of one tensor; `alias_of` names the one that it is tied to."""
+
+    dtype: str
+    shape: Shape
+    nbytes: int
+    component: str
+    num_shards: int
+    alias_of: str | None
+
+
+class Checkpoint:
+    """A committed checkpoint: what it holds, read when it is asked for and checked when read.
+
+    `ck["model.w"][rows, cols]` reads the blocks that hold these elements. Close it when done, or
+    use it in a `with`. Threads may share it; they take turns.
+    """
+
+    def __init__(self, storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
+        self.path = path
+        self.index = index
+        self._storage = storage
+        self._attempt = attempt
+        self._folder = f"{path}/{attempt.name}"
+        self._threads = Config.from_environment().threads
+        self._files: OrderedDict[int, OpenFile] | None = OrderedDict()
+        self._own: dict[int, ObjectsFile] = {}
+        self._turn = Lock()
+
+    @property
+    def step(self) -> int | None:
+        """The step that was given to `save`."""
+        return self.index.step
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self.index.catalog.world_size
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """The names and sizes of the job's mesh, slowest axis first; empty if it had none."""
+        return dict(self.index.catalog.mesh)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all its data files."""
+        index = self.index
+        return sum(f.nbytes for f in index.files) + sum(f.nbytes for f in index.objects)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What there is of each tensor, tied ones under each of their names."""
+        catalog = self.index.catalog
+        return {fqn: self._info(fqn) for fqn in (*catalog.tensors, *catalog.aliases)}
+
+    def _info(self, fqn: str) -> TensorInfo:
+        """Return what there is of one tensor: to ask for one, none of the others is looked at."""
+        catalog = self.index.catalog
+        record = catalog.tensors[catalog.aliases.get(fqn, fqn)]
+        return TensorInfo(
+            dtype=record.dtype,
+            shape=record.shape,
+            nbytes=prod(record.shape) * DTYPES[record.dtype].itemsize,
+            component=catalog.components[record.component].name,
+            num_shards=catalog.layouts[record.layout].cut.num_cells,
+            alias_of=catalog.aliases.get(fqn),
+        )
+
+    @cached_property
+    def objects(self) -> Mapping[str, object]:
+        """The values that are not tensors and not per rank; torch's types as stand-ins."""
+        values = dict(self._main.values)
+        for fqn, rank in self.index.catalog.values.items():
+            held = self._values_of(rank).values if rank else values
+            if fqn not in held:
+                name = filenames.objects_file(rank) if rank else filenames.OBJECTS
+                raise _lacks(self._folder, name, fqn)
+            values[fqn] = held[fqn]
+        return values
+
+    @cached_property
+    def per_rank(self) -> Mapping[str, Mapping[Key, object]]:
+        """The per-rank values of each name, by whose they are."""
+        found: dict[str, dict[Key, object]] = {}
+        for fqn, keys in self.index.catalog.per_rank.items():
+            found[fqn] = {}
+            for key, rank in keys:
+                values = self._values_of(rank).per_rank.get(fqn, {})
+                if key not in values:
+                    raise _lacks(self._folder, filenames.objects_file(rank), f"{fqn} of {key!r}")
+                found[fqn][key] = values[key]
+        return found
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """The metadata that was given to `save`."""
+        return self._main.metadata
+
+    def __getitem__(self, fqn: str) -> StoredTensor:
+        if fqn not in self:
+            hint = "it is in `.objects`" if fqn in self.index.catalog.values else "see `.tensors`"
+            raise KeyError(f"{self.path} has no tensor {fqn!r}; {hint}")
+        return StoredTensor(self, fqn, self._info(fqn))
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self.index.catalog.tensors or fqn in self.index.catalog.aliases
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self.index.catalog.tensors, self.index.catalog.aliases)
+
+    def __len__(self) -> int:
+        return len(self.index.catalog.tensors) + len(self.index.catalog.aliases)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.path!r}, step={self.step}, {len(self)} tensors)"
+
+    def close(self) -> None:
+        """Let the open files go; nothing can be read after it. Never raises."""
+        with self._turn:
+            for file in (self._files or {}).values():
+                file.close()
+            self._files = None
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- reading ---
+
+    def read(self, fqn: str, region: Region) -> Array:
+        """Return a box of a tensor, having read and checked the blocks that hold it."""
+        info = self._info(fqn)
+        itemsize = DTYPES[info.dtype].itemsize
+        data = memoryview(bytearray(region.numel * itemsize))
+        plan = plan_load(self.index, (Wanted(fqn, info.dtype, info.shape, (region,)),))
+        with self._turn, self._while_it_is_there():
+            self._read(plan, {(fqn, 0): ArrayTarget(data, itemsize)})
+        return Array(info.dtype, region.shape, data)
+
+    def _while_it_is_there(self) -> AbstractContextManager[None]:
+        return while_it_is_there(self._storage, self.path, self._attempt)
+
+    def _read(self, plan: LoadPlan, targets: Targets) -> None:
+        if self._files is None:
+            raise ValueError(f"{self.path} was closed; open it again")
+        known, threads = self._files, self._threads
+        opened = open_files(
+            self._storage, self._folder, self.index, plan, threads=threads, known=known
+        )
+        for reads in plan.files:
+            self._files[reads.file] = opened.files[reads.file]
+            self._files.move_to_end(reads.file)
+        try:
+            read(opened, plan, targets, verify=True, threads=self._threads)
+        finally:
+            while len(self._files) > MAX_KEPT:
+                self._files.popitem(last=False)[1].close()
+
+    @cached_property
+    def _main(self) -> ObjectsFile:
+        return self._objects_file(filenames.OBJECTS) or ObjectsFile(metadata=self.index.metadata)
+
+    def _values_of(self, rank: int) -> ObjectsFile:
+        """Return what a rank stored for itself; none is as good as nothing."""
+        if rank not in self._own:
+            self._own[rank] = self._objects_file(filenames.objects_file(rank)) or ObjectsFile()
+        return self._own[rank]
+
+    def _objects_file(self, name: str) -> ObjectsFile | None:
+        for record in self.index.objects:
+            if record.name == name:
+                with self._while_it_is_there():
+                    data = read_objects(self._storage, self._folder, record)
+                return objects.decode(data, make=_made, what=f"{self._folder}/{name}")
+        return None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StoredTensor:
+    """One tensor of a checkpoint, not read yet: index it to read a part.
+
+    `tensor[2:5, ..., 0]` reads what these rows and columns need, as an `Array`; integers and
+    slices without a step, as in numpy, and nothing else.
+    """
+
+    checkpoint: Checkpoint
+    fqn: str
+    _info: TensorInfo
+
+    @property
+    def shape(self) -> Shape:
+        """Its global shape."""
+        return self._info.shape
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype."""
+        return self._info.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self._info.nbytes
+
+    def __getitem__(self, where: Slice | tuple[Slice, ...]) -> Array:
+        region, shape = select(where, self.shape)
+        read = self.checkpoint.read(self.fqn, region)
+        return Array(read.dtype, shape, read.data)
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.fqn!r}, {self.dtype}, {self.shape})"
+
+
+def select(where: Slice | tuple[Slice, ...], shape: Shape) -> tuple[Region, Shape]:
+    """Return the box that an index means, and the shape of what it returns.
+
+    Raises IndexError as numpy does, ValueError for what is no basic index of step 1.
+    """
+    entries = where if isinstance(where, tuple) else (where,)
+    if (num_dots := sum(entry is Ellipsis for entry in entries)) > 1:
+        raise ValueError("an index can have one `...` only")
+    if (num_dims := len(entries) - num_dots) > len(shape):
+        raise IndexError(f"{num_dims} indices for a tensor of {len(shape)} dimensions")
+    rest = (slice(None),) * (len(shape) - num_dims)
+    at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    offset, extent, kept = [], [], []
+    for dim, entry in enumerate((*entries[:at], *rest, *entries[at + 1 :])):
+        bounds = _bounds(entry, shape[dim], dim)
+        offset.append(bounds.start)
+        extent.append(len(bounds))
+        if isinstance(entry, slice):
+            kept.append(len(bounds))
+    return Region(tuple(offset), tuple(extent)), tuple(kept)
+
+
+def _bounds(entry: Slice, size: int, dim: int) -> range:
+    """Return what one entry of an index selects of its dimension."""
+    if isinstance(entry, slice):
+        start, stop, step = entry.indices(size)
+        if step != 1:
+            raise ValueError(f"a step of {step}: read the range and pick from it")
+        return range(start, stop)
+    if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
+        raise ValueError(f"{entry!r} is no index here: use integers, slices and `...`")
+    number = as_int(entry)
+    if not -size <= number < size:
+        raise IndexError(f"index {number} is out of bounds for dimension {dim} of size {size}")
+    return range(number % size, number % size + 1)
+
+
+def _made(stand_in: StandIn) -> object:
+    """Return what we have ourselves for a stand-in."""
+    if isinstance(stand_in, objects.Array):
+        return Array(stand_in.dtype, stand_in.shape, memoryview(stand_in.data))
+    return stand_in
+
+
+def _lacks(folder: str, name: str, what: str) -> CorruptError:
+    return CorruptError(
+        f"{folder}/{name} lacks {what}, which the index says it holds; load an older checkpoint"
+    )
+
+
+def delete(path: str | os.PathLike[str]) -> None:
+    """Delete the checkpoint at `path`. One process calls it; there is no way back.
+
+    On return nothing of it shows any more, on any host. Raises NotFoundError if there is none.
+    """
+    storage, folder = open_storage(path)
+    commit.delete(storage, folder)
+
+
+# --- what lies in a folder -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """One checkpoint in a folder, in one line.
+
+    `state` is that of the checkpoint: "committed", or why it cannot be opened. The facts of one
+    that is not committed are None, and `problem` says why.
+    """
+
+    name: str
+    path: str
+    state: State
+    step: int | None = None
+    world_size: int | None = None
+    num_tensors: int | None = None
+    nbytes: int | None = None
+    saved_at: float | None = None
+    metadata: Mapping[str, Json] | None = None
+    problem: str | None = None
+
+
+def checkpoints_in(root: str | os.PathLike[str]) -> tuple[CheckpointSummary, ...]:
+    """Return the checkpoints in a folder, sorted by name; if it is one itself, only that.
+
+    Whatever else lies there is left out. Raises NotFoundError if there is no such folder.
+    """
+    storage, folder = open_storage(root)
+    if (own := _summary(storage, folder)) is not None:
+        return (own,)
+    try:
+        entries = storage.list(folder)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError(f"{folder} is no folder; choose another path") from error
+    found = (
+        _summary(storage, f"{folder.rstrip('/')}/{entry.name}")
+        for entry in entries
+        if entry.kind == "folder"
+    )
+    return tuple(one for one in found if one is not None)
+
+
+def _summary(storage: Storage, path: str) -> CheckpointSummary | None:
+    """Return a checkpoint's line, or None if there is not even an attempt."""
+    name = path.rpartition("/")[2]
+    try:
+        _, index = commit.find(storage, path)
+    except CorruptError as error:
+        return CheckpointSummary(name, path, "damaged", problem=str(error))
+    except IncompatibleError as error:
+        return CheckpointSummary(name, path, "incompatible", problem=str(error))
+    except NotFoundError as error:
+        statuses = commit.attempts(storage, path)
+        if not statuses:
+            return None
+        return CheckpointSummary(name, path, statuses[-1].state, problem=str(error))
+    data = sum(f.nbytes for f in index.files) + sum(f.nbytes for f in index.objects)
+    return CheckpointSummary(
+        name=name,
+        path=path,
+        state="committed",
+        step=index.step,
+        world_size=index.catalog.world_size,
+        num_tensors=len(index.catalog.tensors),
+        nbytes=data,
+        saved_at=index.saved_at,
+        metadata=index.metadata,
+    )

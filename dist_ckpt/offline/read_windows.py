@@ -1,0 +1,203 @@
+"""A stored checkpoint as the memory that another one is written from, a window at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from dist_ckpt.config import Config
+from dist_ckpt.errors import CorruptError
+from dist_ckpt.format import filenames, objects_file
+from dist_ckpt.format.checksums import blocks
+from dist_ckpt.format.dtypes import DTYPES
+from dist_ckpt.format.geometry import Cell, Elements, Region, boxes_of
+from dist_ckpt.format.index import Index, Key, ObjectsFileRecord
+from dist_ckpt.memory.host_array import ArrayTarget
+from dist_ckpt.memory.protocol import Source
+from dist_ckpt.planning.load_planner import plan_load
+from dist_ckpt.planning.plan import FilePlan, SavePlan, Wanted, WriteItem
+from dist_ckpt.shard_io.block_reader import read
+from dist_ckpt.shard_io.open_files import open_files, read_objects
+from dist_ckpt.storage.counting import CountingStorage
+from dist_ckpt.tally import Tally
+
+
+class Stored:
+    """The checkpoint to read from: its index, its objects files, and its tensors by cells."""
+
+    def __init__(self, storage: CountingStorage, folder: str, index: Index) -> None:
+        self.index = index
+        self._storage = storage
+        self._folder = folder
+        self.files = {record.name: self._read_objects(record) for record in index.objects}
+        if filenames.OBJECTS not in self.files:
+            raise CorruptError(f"{folder}: the index lists no {filenames.OBJECTS}")
+
+    @property
+    def reads(self) -> Tally:
+        """What was read from its storage."""
+        return self._storage.reads
+
+    @property
+    def main(self) -> objects_file.ObjectsFile:
+        """The global objects file."""
+        return self.files[filenames.OBJECTS]
+
+    def keyed(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
+        """Return the per-rank values by the ranks that store them in a plan."""
+        keyed: dict[int, dict[str, dict[Key, object]]] = {}
+        for fqn, keys in plan.catalog.per_rank.items():
+            sources = dict(self.index.catalog.per_rank[fqn])
+            for key, rank in keys:
+                name = filenames.objects_file(sources[key])
+                try:
+                    value = self.files[name].per_rank[fqn][key]
+                except KeyError:
+                    raise CorruptError(
+                        f"{self._folder}/{name} lacks {fqn} of {key!r}; use another checkpoint"
+                    ) from None
+                keyed.setdefault(rank, {}).setdefault(fqn, {})[key] = value
+        return keyed
+
+    def _read_objects(self, record: ObjectsFileRecord) -> objects_file.ObjectsFile:
+        return objects_file.decode(
+            read_objects(self._storage, self._folder, record), what=record.name
+        )
+
+    def fetch(self, wanted: Sequence[Wanted], memory: memoryview) -> None:
+        """Read the wanted cells, one after another, into `memory`."""
+        targets = {}
+        start = 0
+        for want in wanted:
+            itemsize = DTYPES[want.dtype].itemsize
+            for part, cell in enumerate(want.cells):
+                stop = start + cell.numel * itemsize
+                targets[want.fqn, part] = ArrayTarget(memory[start:stop], itemsize)
+                start = stop
+        plan = plan_load(self.index, wanted)
+        threads = Config.from_environment().threads
+        with open_files(self._storage, self._folder, self.index, plan, threads=threads) as files:
+            read(files, plan, targets, verify=True, threads=threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The bytes `start` to `stop` of an item."""
+
+    item: WriteItem
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield them as cells of the tensor, in order."""
+        itemsize = DTYPES[self.item.dtype].itemsize
+        elements = Elements(self.start // itemsize, self.stop // itemsize)
+        cell = self.item.cell
+        if isinstance(cell, Elements):
+            yield Elements(cell.start + elements.start, cell.start + elements.stop)
+            return
+        for box in boxes_of(elements, cell.shape):
+            offset = tuple(a + b for a, b in zip(cell.offset, box.offset, strict=True))
+            yield Region(offset, box.shape)
+
+
+class Windows:
+    """The files of one rank in windows: each is read when the first of its bytes is asked for.
+
+    The sources ask in the order of the files, so one window is in memory at a time.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        files: Sequence[FilePlan],
+        window_nbytes: int,
+        tell: Callable[[int], None],
+    ) -> None:
+        self._stored = stored
+        self._tell = tell
+        self._windows = [tuple(window) for window in _windows_of(files, window_nbytes)]
+        largest = max((sum(part.nbytes for part in window) for window in self._windows), default=0)
+        self._memory = memoryview(bytearray(largest))
+        self._window_of = {
+            (part.item.fqn, part.item.cell, part.start): number
+            for number, window in enumerate(self._windows)
+            for part in window
+        }
+        self._current = -1
+        self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
+        self._step = window_nbytes
+        self.sources = tuple(partial(self._source_of, file.items) for file in files)
+
+    def _source_of(self, items: Sequence[WriteItem], number: int) -> Source:
+        return _ItemSource(self, items[number])
+
+    def view(self, item: WriteItem, start: int, stop: int) -> memoryview:
+        """Return some bytes of an item; they lie in one window, as every block does."""
+        number = self._window_of[item.fqn, item.cell, start // self._step * self._step]
+        if number != self._current:
+            self._read(number)
+        first, view = self._views[item.fqn, item.cell]
+        return view[start - first : stop - first]
+
+    def _read(self, number: int) -> None:
+        self._current = -1
+        items: dict[str, WriteItem] = {}
+        cells: dict[str, list[Cell]] = {}
+        offset = 0
+        self._views = {}
+        # The parts of one tensor lie together, since a rank's cells of it are fetched as one want.
+        for part in sorted(self._windows[number], key=lambda part: part.item.fqn):
+            item = items.setdefault(part.item.fqn, part.item)
+            cells.setdefault(item.fqn, []).extend(part.cells())
+            view = self._memory[offset : offset + part.nbytes]
+            self._views[item.fqn, part.item.cell] = part.start, view
+            offset += part.nbytes
+        wanted = (
+            Wanted(fqn, item.dtype, item.shape, tuple(cells[fqn])) for fqn, item in items.items()
+        )
+        self._stored.fetch(tuple(wanted), self._memory)
+        self._current = number
+        self._tell(offset)
+
+
+def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[list[_Part]]:
+    """Cut items into windows of at most `window_nbytes`, which is a multiple of a block."""
+    window: list[_Part] = []
+    free = window_nbytes
+    for item in (item for file in files for item in file.items):
+        for span in blocks(item.span.nbytes, window_nbytes):
+            if window and span.nbytes > free:
+                yield window
+                window, free = [], window_nbytes
+            window.append(_Part(item, span.start, span.stop))
+            free -= span.nbytes
+    if window:
+        yield window
+
+
+class _ItemSource:
+    """A stored item as a `memory.Source`: its bytes come out of the windows."""
+
+    def __init__(self, windows: Windows, item: WriteItem) -> None:
+        self._windows = windows
+        self._item = item
+
+    @property
+    def nbytes(self) -> int:
+        return self._item.span.nbytes
+
+    def part(self, cell: Cell) -> Source:
+        raise AssertionError("the plan of a reshard stores what it holds, cell by cell")
+
+    def address(self) -> None:
+        return None
+
+    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+        del scratch
+        return self._windows.view(self._item, start, stop)

@@ -1,0 +1,257 @@
+"""`dc.reshard`: rewrite a checkpoint for another layout, offline, in one process, without torch.
+
+The target is planned like a save by as many ranks, and written like one; only the bytes come out
+of the source checkpoint instead of memory, a window of them at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dist_ckpt import __version__
+from dist_ckpt.commit import commit
+from dist_ckpt.commit.receipts import check_receipts, sizes_of
+from dist_ckpt.errors import CheckpointError, StorageError
+from dist_ckpt.format import filenames, objects_file
+from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
+from dist_ckpt.format.checksums import BLOCK_NBYTES
+from dist_ckpt.format.index import Index
+from dist_ckpt.offline.read_windows import Stored, Windows
+from dist_ckpt.phases import Phases
+from dist_ckpt.planning.plan import (
+    FilePlan,
+    FileReceipt,
+    Inventory,
+    Receipt,
+    SavePlan,
+    TensorEntry,
+    View,
+)
+from dist_ckpt.planning.save_planner import items_of_ranks, plan_save, stored_nbytes
+from dist_ckpt.planning.sharded_views import target_views
+from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.reports import SaveReport
+from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
+from dist_ckpt.storage import open_storage
+from dist_ckpt.storage.counting import CountingStorage
+from dist_ckpt.tally import Tally
+
+# Called with (bytes done so far, bytes to do in all).
+Progress = Callable[[int, int], None]
+
+_log = logging.getLogger("dist_ckpt")
+
+MIN_MEMORY = 64 << 20
+
+
+def reshard(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    sharding: ShardingConfig | None = None,
+    world_size: int | None = None,
+    max_memory: int = 1 << 30,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Write the checkpoint at `source` again at `target`, laid out for other ranks.
+
+    Give `sharding`, or `world_size` to cut every tensor evenly along dimension 0. One process
+    does it with about `max_memory` bytes for tensors, and all plain data and per-rank values in
+    memory besides, without torch or a GPU. Every byte read is checked. Plain data and per-rank
+    values, with the keys they were saved under, are carried over; the keys go round the ranks.
+
+    On return the target is complete and durable. Raises ExistsError if something is there;
+    otherwise as a load from `source` and a save to `target` would.
+    """
+    if (sharding is None) == (world_size is None):
+        raise ValueError("give either sharding= or world_size=")
+    if sharding is not None and not isinstance(sharding, ShardingConfig):
+        raise TypeError(f"sharding is a {type(sharding).__name__}: give a ShardingConfig")
+    if type(max_memory) is not int or max_memory < MIN_MEMORY:
+        raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
+    config = sharding if sharding is not None else ShardingConfig.even(_count(world_size))
+    source_storage, source_path = open_storage(source)
+    target_storage, target_path = open_storage(target)
+    if source_path == target_path:
+        raise ValueError(f"source and target are both {source_path}: give another target")
+    if target_path.startswith(f"{source_path}/"):
+        raise ValueError(f"the target {target_path} lies in the source: give another target")
+    counted = CountingStorage(source_storage)
+    attempt, index = commit.find(counted, source_path)
+    stored = Stored(counted, f"{source_path}/{attempt.name}", index)
+    plan = plan_target(index, stored.main, config)
+    storage = CountingStorage(target_storage)
+    return _Reshard(stored, plan, storage, target_path, max_memory, progress).run()
+
+
+def _count(world_size: int | None) -> int:
+    if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ValueError(
+            f"world_size={world_size!r}: give the number of ranks, from 1 to {MAX_WORLD_SIZE}"
+        )
+    return world_size
+
+
+def plan_target(index: Index, main: objects_file.ObjectsFile, config: ShardingConfig) -> SavePlan:
+    """Return the plan of a save, by the ranks of `config`, of what a checkpoint holds. Pure."""
+    catalog = index.catalog
+    components = tuple(component.name for component in catalog.components)
+    views: dict[View, int] = {}
+    tensors = []
+    for fqn, view in target_views(config, catalog).items():
+        record = catalog.tensors[fqn]
+        number = views.setdefault(view, len(views))
+        tensors.append(TensorEntry(fqn, record.dtype, record.shape, number, record.component))
+    inventory = Inventory(
+        mesh=catalog.mesh,
+        components=components,
+        views=tuple(views),
+        tensors=tuple(tensors),
+        aliases=tuple(catalog.aliases.items()),
+        values=tuple(catalog.values),
+        per_rank=(),
+        tree=main.tree,
+        name_lists=(),
+        numpy=main.numpy,
+    )
+    plan = plan_save([(inventory, tuple(range(config.world_size)))], config.world_size)
+    # The keys mean what they meant to the ranks that saved, so the mesh stays theirs as well. They
+    # go round the ranks: an objects file has a limit.
+    per_rank = {
+        fqn: tuple((key, number % config.world_size) for number, (key, _) in enumerate(keys))
+        for fqn, keys in catalog.per_rank.items()
+    }
+    return replace(plan, catalog=replace(plan.catalog, per_rank=per_rank))
+
+
+class _Reshard:
+    """One run: claim, write what each rank would, commit."""
+
+    def __init__(
+        self,
+        stored: Stored,
+        plan: SavePlan,
+        storage: CountingStorage,
+        path: str,
+        max_memory: int,
+        progress: Progress | None,
+    ) -> None:
+        self._stored = stored
+        self._plan = plan
+        self._keyed = stored.keyed(plan)
+        self._storage = storage
+        self._path = path
+        self._window_nbytes = max_memory // 2 // BLOCK_NBYTES * BLOCK_NBYTES
+        self._progress = progress
+        self._nbytes = self._nbytes_read = 0
+        self._phases = Phases("reshard", path, quiet=False)
+
+    def run(self) -> SaveReport:
+        by = f"reshard on {socket.gethostname()}"
+        claim = commit.claim(self._storage, self._path, overwrite=False, by=by)
+        try:
+            with self._phases.phase("write"):
+                receipts = self._write(claim.folder)
+            with self._phases.phase("commit"):
+                commit.check_files(self._storage, claim.folder, sizes_of(receipts))
+                commit.commit(self._storage, claim, self._index(claim.attempt.name, receipts))
+        except BaseException as error:
+            self._withdraw(claim, by, error)
+            raise
+        report = self._report(claim.attempt.name, receipts)
+        self._phases.done(report)
+        return report
+
+    def _withdraw(self, claim: commit.Claim, by: str, error: BaseException) -> None:
+        """Undo the claim, or raise StorageError if it was committed all the same."""
+        reason = f"{type(error).__name__}: {error}"[:500]
+        try:
+            if commit.abandon(self._storage, self._path, claim.attempt, by=by, reason=reason):
+                commit.give_up(self._storage, claim)
+                return
+        except (CheckpointError, OSError) as failure:
+            _log.warning("%s could not be cleaned up: %s", claim.folder, failure)
+            return
+        raise StorageError(
+            f"{error}. The checkpoint is in place at {self._path}, but it is unknown whether it "
+            "outlives a power cut: see what is wrong with the storage, then reshard once more"
+        ) from error
+
+    def _write(self, folder: str) -> list[Receipt]:
+        self._nbytes = sum(stored_nbytes(self._plan.catalog).values())
+        receipts = []
+        for rank, files in enumerate(items_of_ranks(self._plan)):
+            start = time.monotonic()
+            done = self._write_rank(folder, files, rank)
+            receipts.append(Receipt(done, (), time.monotonic() - start))
+        return receipts
+
+    def _tell(self, nbytes: int) -> None:
+        self._nbytes_read += nbytes
+        if self._progress is not None:
+            self._progress(self._nbytes_read, self._nbytes)
+
+    def _write_rank(
+        self, folder: str, files: tuple[FilePlan, ...], rank: int
+    ) -> tuple[FileReceipt, ...]:
+        windows = Windows(self._stored, files, self._window_nbytes, self._tell)
+        content = RankFiles(
+            catalog=self._plan.catalog,
+            step=self._stored.index.step,
+            plans=files,
+            sources=windows.sources,
+            objects=self._objects(rank),
+        )
+        # One thread: a window is read at a time, and its blocks are written in its order.
+        return write_all(self._storage, folder, content, threads=1)
+
+    def _objects(self, rank: int) -> dict[str, bytes]:
+        """Return a rank's objects files: its keys, and all values in the global one, rank 0's."""
+        encoded = {}
+        if rank == 0:
+            files = self._stored.files.values()
+            values = {fqn: value for file in files for fqn, value in file.values.items()}
+            main = replace(self._stored.main, values=values, per_rank={})
+            encoded[filenames.OBJECTS] = objects_file.encode(main)
+        if keyed := self._keyed.get(rank):
+            encoded[filenames.objects_file(rank)] = objects_file.encode(
+                objects_file.ObjectsFile(per_rank=keyed)
+            )
+        return encoded
+
+    def _index(self, attempt: str, receipts: Sequence[Receipt]) -> Index:
+        files, objects_files = check_receipts(self._plan.catalog, receipts)
+        return replace(
+            self._stored.index,
+            attempt=attempt,
+            catalog=self._plan.catalog,
+            files=files,
+            objects=objects_files,
+            saved_by={**self._stored.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
+            saved_at=time.time(),
+        )
+
+    def _report(self, attempt: str, receipts: Sequence[Receipt]) -> SaveReport:
+        sizes = sizes_of(receipts)
+        return SaveReport(
+            path=self._path,
+            step=self._stored.index.step,
+            attempt=attempt,
+            world_size=1,  # one process writes for all ranks, one after another
+            nbytes=sum(sizes.values()),
+            num_tensors=len(self._plan.catalog.tensors),
+            num_files=len(sizes),
+            seconds=self._phases.seconds,
+            slowest_rank=0,
+            slowest_s=self._phases.seconds["write"],
+            exchanges=Tally(),
+            collectives=Tally(),
+            nbytes_receipt=0,
+            storage_reads=self._stored.reads,
+            storage_writes=self._storage.writes,
+        )

@@ -1,0 +1,340 @@
+"""`dc.verify`: say everything that is wrong with a checkpoint, without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from threading import Lock
+from typing import Literal
+
+from dist_ckpt.commit.attempts import ROUNDS, find, is_there, read_document
+from dist_ckpt.config import Config
+from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
+from dist_ckpt.format import filenames, index_json, objects_file
+from dist_ckpt.format.dtypes import DTYPES
+from dist_ckpt.format.geometry import Cell, Elements, Shape, Span
+from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
+from dist_ckpt.format.shard_file import ShardFile
+from dist_ckpt.memory.buffers import Slots
+from dist_ckpt.runtime.parallel import each
+from dist_ckpt.shard_io.block_reads import READ_NBYTES, BlockRead, every_block, reads_of
+from dist_ckpt.shard_io.open_files import (
+    MAX_BLOCK_NBYTES,
+    OpenFile,
+    block_problem,
+    damage,
+    open_readable,
+    read_header,
+    read_objects,
+    rows_of,
+    rows_of_block,
+    rows_text,
+    size_problem,
+)
+from dist_ckpt.storage import Storage, open_storage
+
+Level = Literal["full", "quick"]
+
+# Called with (bytes checked so far, bytes to check in all), from the thread that called `verify`.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: in which file, and whose and which tensor's it is, if anyone's."""
+
+    file: str
+    rank: int | None
+    tensor: str | None
+    rows: Span | None
+    what: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found. `notes` are foreign or leftover files, which harm nothing.
+
+    `attempt` is None if the index is too damaged to say.
+    """
+
+    path: str
+    attempt: str | None
+    level: Level
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    num_files: int
+    nbytes_checked: int
+
+    @property
+    def ok(self) -> bool:
+        """Say whether nothing is wrong."""
+        return not self.problems
+
+
+def verify(
+    path: str | os.PathLike[str], *, level: Level = "full", progress: Progress | None = None
+) -> VerifyReport:
+    """Check a checkpoint and report everything that is wrong with it.
+
+    "quick" checks the index, every file's presence and size, every shard file's header against
+    the index, and the objects files; "full" also every byte of every shard. A damaged checkpoint
+    is a report, not an error: NotFoundError if there is none, IncompatibleError if a newer
+    dist_ckpt wrote it. Needs no torch; one process, some threads.
+    """
+    if level not in ("full", "quick"):
+        raise ValueError(f'level={level!r}: give "full" or "quick"')
+    storage, root = open_storage(path, direct_reads=True)
+    for _ in range(ROUNDS):
+        try:
+            return _verify_once(storage, root, level, progress or _silent)
+        except _GoneError:  # an overwrite has replaced it: what is there now is to be checked
+            continue
+    raise StorageError(f"{root}: it is replaced faster than it can be read: try again")
+
+
+class _GoneError(Exception):
+    """The attempt was removed while it was checked, so what was found says nothing."""
+
+
+def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) -> VerifyReport:
+    try:
+        attempt, index = find(storage, root)
+    except CorruptError as error:
+        problem = Problem(filenames.INDEX, None, None, None, str(error))
+        return VerifyReport(root, None, level, (problem,), (), 0, 0)
+    verifying = _Verifying(storage, f"{root}/{attempt.name}", index, progress)
+    try:
+        verifying.run(level, threads=Config.from_environment().threads)
+    except FileNotFoundError as error:
+        raise _GoneError from error
+    if verifying.problems and not is_there(storage, root, attempt):
+        raise _GoneError
+    return VerifyReport(
+        path=root,
+        attempt=attempt.name,
+        level=level,
+        problems=tuple(sorted(verifying.problems, key=_order)),
+        notes=tuple(sorted(verifying.notes)),
+        num_files=len(index.files) + len(index.objects),
+        nbytes_checked=verifying.nbytes_checked,
+    )
+
+
+def _silent(nbytes_checked: int, nbytes: int) -> None:
+    pass
+
+
+def _order(problem: Problem) -> tuple[str, str, Span, str]:
+    return problem.file, problem.tensor or "", problem.rows or Span(-1, -1), problem.what
+
+
+# The shards of a file: tensor and cell, to dtype and the tensor's shape.
+_Shards = Mapping[tuple[str, Cell], tuple[str, Shape]]
+
+# What of a tensor is lost.
+_Lost = tuple[str, Span | None]
+
+
+class _Verifying:
+    """One `verify`; its threads add to `problems`."""
+
+    def __init__(self, storage: Storage, folder: str, index: Index, progress: Progress) -> None:
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.nbytes_checked = 0
+        self._counting = Lock()
+        self._storage = storage
+        self._folder = folder
+        self._index = index
+        self._progress = progress
+        self._slots = Slots(max(READ_NBYTES, MAX_BLOCK_NBYTES))
+
+    def run(self, level: Level, *, threads: int) -> None:
+        """Check the listing, then the files, several at once."""
+        index = self._index
+        self._check_listing()
+        self._check_claim()
+        sizes = [file.nbytes if level == "full" else file.header_nbytes for file in index.files]
+        nbytes = sum(sizes) + sum(record.nbytes for record in index.objects)
+        work: Iterator[Callable[[], object]] = chain(
+            (partial(self._check_objects, record) for record in index.objects),
+            self._blocks() if level == "full" else self._headers(),
+        )
+        each(lambda one: one(), self._watched(work, nbytes), threads=threads)
+        self._progress(self.nbytes_checked, nbytes)
+
+    def _watched(
+        self, work: Iterator[Callable[[], object]], nbytes: int
+    ) -> Iterator[Callable[[], object]]:
+        for one in work:
+            self._progress(self.nbytes_checked, nbytes)
+            yield one
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.nbytes_checked += nbytes
+
+    # --- names and objects ---
+
+    def _check_listing(self) -> None:
+        index, folder = self._index, self._folder
+        known = {filenames.INDEX, filenames.CLAIM, *(record.name for record in index.objects)}
+        known.update(index.file_name(record) for record in index.files)
+        for entry in self._storage.list(folder):
+            if entry.name in known:
+                continue
+            what = f"{folder}/{entry.name} is not in the index"
+            if filenames.is_in_attempt(entry.name) and not filenames.is_temporary(entry.name):
+                self.problems.append(Problem(entry.name, None, None, None, what))
+            else:
+                self.notes.append(what)
+
+    def _check_claim(self) -> None:
+        path = f"{self._folder}/{filenames.CLAIM}"
+        try:
+            index_json.decode(read_document(self._storage, path), what=path)
+        except FileNotFoundError:
+            self.problems.append(Problem(filenames.CLAIM, None, None, None, f"{path} is missing"))
+        except CheckpointError as error:
+            self.problems.append(Problem(filenames.CLAIM, None, None, None, str(error)))
+
+    def _check_objects(self, record: ObjectsFileRecord) -> None:
+        try:
+            data = read_objects(self._storage, self._folder, record)
+            objects_file.decode(data, what=f"{self._folder}/{record.name}")
+        except CheckpointError as error:
+            rank = filenames.parse_objects_file(record.name)
+            self.problems.append(Problem(record.name, rank, None, None, str(error)))
+            return
+        self._count(record.nbytes)
+
+    # --- shard files ---
+
+    def _headers(self) -> Iterator[Callable[[], object]]:
+        for record, expected in _contents(self._index):
+            yield partial(self._check_header, record, expected)
+
+    def _blocks(self) -> Iterator[Callable[[], object]]:
+        for record, expected in _contents(self._index):
+            checked = self._check_header(record, expected)
+            if checked is None:
+                continue
+            file, end = checked
+            needs = every_block(file.header.shards, file.header.block_nbytes)
+            for one in reads_of(need for need in needs if need.stop <= end):
+                yield partial(self._check_blocks, file, one)
+
+    def _check_header(
+        self, record: ShardFileRecord, expected: _Shards
+    ) -> tuple[OpenFile, int] | None:
+        """Check all that a file's size and header can tell.
+
+        Returns it and where its shards' bytes end, or None if there is no good header.
+        """
+        path = f"{self._folder}/{self._index.file_name(record)}"
+        try:
+            with closing(open_readable(self._storage, path, record)) as readable:
+                end = readable.nbytes - record.header_nbytes
+                wrong_size = size_problem(readable, path, record)
+                header = read_header(readable, path, record, self._index)
+        except CheckpointError as error:
+            self._add(record, str(error), _all_of(expected))
+            return None
+        self._count(record.header_nbytes)
+        if wrong_size is not None:
+            self._add(record, wrong_size, _cut_off(header, end))
+        self._compare(record, expected, header)
+        return OpenFile(self._storage, path, record, header), end
+
+    def _compare(self, record: ShardFileRecord, expected: _Shards, header: ShardFile) -> None:
+        found = {(shard.fqn, shard.cell): (shard.dtype, shard.shape) for shard in header.shards}
+        name = self._index.file_name(record)
+        for fqn, cell in sorted(expected.keys() | found.keys(), key=str):
+            has, should = found.get((fqn, cell)), expected.get((fqn, cell))
+            if has != should:
+                what = f"{fqn}[{cell}]: it has {_text(has)}, the index says {_text(should)}"
+                text = f"{self._folder}/{name} of rank {record.rank}: {what}"
+                self.problems.append(Problem(name, record.rank, fqn, None, text))
+
+    def _check_blocks(self, file: OpenFile, one: BlockRead) -> None:
+        with self._slots.one() as slot:
+            data = slot[: one.span.nbytes]
+            try:
+                with file.reading() as readable:
+                    count = readable.read_into(file.header.header_nbytes + one.span.start, data)
+            except CheckpointError as error:
+                lost = [(need.shard.fqn, rows_of_block(need)) for need in one.needs]
+                self._add(file.record, str(error), lost)
+                return
+            for need in one.needs:
+                start, stop = need.start - one.span.start, need.stop - one.span.start
+                what: str | None = "the file ended while it was read"
+                if stop <= count:
+                    self._count(stop - start)
+                    what = block_problem(need, data[start:stop])
+                if what is not None:
+                    name, rank = self._index.file_name(file.record), file.record.rank
+                    rows, text = rows_of_block(need), damage(file, need, what)
+                    self.problems.append(Problem(name, rank, need.shard.fqn, rows, text))
+
+    def _add(self, record: ShardFileRecord, what: str, lost: Iterable[_Lost]) -> None:
+        """Note a problem of a file, and what of which tensors is lost by it."""
+        name = self._index.file_name(record)
+        self.problems.append(Problem(name, record.rank, None, None, what))
+        for fqn, rows in lost:
+            text = f"{fqn} {rows_text(rows)}: lost, for {what}"
+            self.problems.append(Problem(name, record.rank, fqn, rows, text))
+
+
+def _text(found: tuple[str, Shape] | None) -> str:
+    return "nothing" if found is None else f"{found[0]} {list(found[1])}"
+
+
+def _all_of(expected: _Shards) -> Iterator[_Lost]:
+    for (fqn, cell), (_, shape) in expected.items():
+        yield fqn, rows_of(cell, shape, Elements(0, cell.numel))
+
+
+def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
+    """Return what lies in blocks that the file is too short for; `end` is where it ends."""
+    for shard in header.shards:
+        if shard.span.stop > end:
+            itemsize = DTYPES[shard.dtype].itemsize
+            left = max(end - shard.span.start, 0) // header.block_nbytes * header.block_nbytes
+            part = Elements(left // itemsize, shard.cell.numel)
+            yield shard.fqn, rows_of(shard.cell, shard.shape, part)
+
+
+def _contents(index: Index) -> Iterator[tuple[ShardFileRecord, _Shards]]:
+    """Return each shard file, and the shards that the catalog says are in it."""
+    catalog = index.catalog
+
+    @cache
+    def cells_of(layout: int) -> Mapping[int, list[int]]:
+        """Return the cells that each rank holds."""
+        cells: dict[int, list[int]] = {}
+        for cell, ranks in enumerate(catalog.layouts[layout].holders):
+            for rank in ranks:
+                cells.setdefault(rank, []).append(cell)
+        return cells
+
+    @cache
+    def tensors_of(component: int) -> list[str]:
+        return [fqn for fqn, record in catalog.tensors.items() if record.component == component]
+
+    for file in index.files:
+        shards: dict[tuple[str, Cell], tuple[str, Shape]] = {}
+        for fqn in tensors_of(file.component):
+            record = catalog.tensors[fqn]
+            layout = catalog.layouts[record.layout]
+            for cell in cells_of(record.layout).get(file.rank, ()):
+                if layout.holder(cell, record.rotation) == file.rank:
+                    shards[fqn, layout.cell(cell)] = (record.dtype, record.shape)
+        yield file, shards

@@ -1,0 +1,198 @@
+"""Which cells of a tensor each rank of a mesh holds.
+
+Placements apply from left to right: each cuts the list of indices that the placements before it
+have left of its dimension. A rank holds the product, over the dimensions, of what is left. The
+indices of a dimension are kept as ascending runs, so that a strided shard is a few runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import assert_never
+
+from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, row_major_strides
+from dist_ckpt.format.layout import Flat, Grid, Layout
+from dist_ckpt.planning.plan import (
+    Flattened,
+    Mesh,
+    Parts,
+    Placed,
+    Placement,
+    Replicate,
+    Ruled,
+    Shard,
+    StridedShard,
+    View,
+    Whole,
+)
+
+# Ascending, disjoint, not empty, and not touching: (start, stop) of each.
+Runs = tuple[tuple[int, int], ...]
+
+
+def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
+    """Return the cells of a tensor of global `shape` that a rank holds, in its memory's order.
+
+    A strided shard is several boxes; the local tensor is their product, row-major, so the boxes
+    come in row-major order too. Nothing is held outside the mesh and where the local shard is
+    empty, but an empty tensor is held, as one empty cell, by every rank of its mesh. What a rank
+    holds under a `Ruled` view depends on the other ranks: ask the plan.
+    """
+    match view:
+        case Whole():
+            return (Region.whole(shape),)
+        case Parts():
+            return view.cells
+        case Placed():
+            return _placed_cells(view, rank, shape)
+        case Flattened():
+            return _flat_cells(view.mesh, rank, shape)
+        case Ruled():
+            raise ValueError("what a rank holds under a ShardingConfig is known to the plan only")
+        case _:
+            assert_never(view)
+
+
+def layout_of(view: Placed | Flattened, shape: Shape) -> Layout:
+    """Return how a mesh cuts a tensor of global `shape`, and which ranks hold each cell."""
+    if 0 in shape:
+        return whole_layout(shape, view.mesh.ranks)
+    if isinstance(view, Flattened):
+        return _flat_layout(view.mesh, shape)
+    cuts, positions = [], []
+    strides = row_major_strides(view.mesh.shape)
+    cutting = axes_of(view.placements, len(shape))
+    for size, axes in zip(shape, cutting, strict=True):
+        parts: list[Runs] = [((0, size),)]
+        for axis in axes:
+            placement, count = view.placements[axis], view.mesh.shape[axis]
+            parts = [part for runs in parts for part in _split(runs, placement, count)]
+        starts = sorted((start, n) for n, runs in enumerate(parts) for start, _ in runs)
+        at = positions_of(axes, view.mesh.shape, strides)
+        cuts.append((*(start for start, _ in starts), size))
+        positions.append([at[n] for _, n in starts])
+    used = {axis for axes in cutting for axis in axes}
+    free = [axis for axis in range(len(view.mesh.shape)) if axis not in used]
+    replicas = positions_of(free, view.mesh.shape, strides)
+    return Layout(Grid(tuple(cuts)), holders_of(view.mesh.ranks, positions, replicas))
+
+
+def whole_layout(shape: Shape, ranks: Iterable[int]) -> Layout:
+    """Return the layout of a tensor that each of these ranks holds whole."""
+    return Layout(Grid(tuple((0, n) for n in shape)), (tuple(sorted(ranks)),))
+
+
+def axes_of(placements: tuple[Placement, ...], ndim: int) -> tuple[tuple[int, ...], ...]:
+    """Return for each dimension the mesh axes that cut it, in the order in which they do."""
+    axes: list[list[int]] = [[] for _ in range(ndim)]
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Replicate):
+            axes[placement.dim].append(axis)
+    return tuple(map(tuple, axes))
+
+
+def coordinate_of(mesh: Mesh, rank: int) -> Shape | None:
+    """Return a rank's place on a mesh, or None if it is not on it."""
+    try:
+        position = mesh.ranks.index(rank)
+    except ValueError:
+        return None
+    return tuple(
+        position // stride % size
+        for size, stride in zip(mesh.shape, row_major_strides(mesh.shape), strict=True)
+    )
+
+
+# Tensors repeat, and to cut one costs as much as its mesh has ranks.
+@lru_cache(maxsize=4096)
+def _placed_cells(view: Placed, rank: int, shape: Shape) -> tuple[Cell, ...]:
+    coordinate = coordinate_of(view.mesh, rank)
+    if coordinate is None:
+        return ()
+    if 0 in shape:
+        return (Region.whole(shape),)
+    left: list[Runs] = []
+    for size, axes in zip(shape, axes_of(view.placements, len(shape)), strict=True):
+        runs: Runs = ((0, size),)
+        for axis in axes:
+            runs = _split(runs, view.placements[axis], view.mesh.shape[axis])[coordinate[axis]]
+        left.append(runs)
+    return tuple(
+        Region(tuple(start for start, _ in box), tuple(stop - start for start, stop in box))
+        for box in product(*left)
+    )
+
+
+def _split(runs: Runs, placement: Placement, count: int) -> list[Runs]:
+    """Return what each of `count` ranks along a mesh axis has of the indices in `runs`."""
+    if isinstance(placement, Shard):
+        return _chunk(runs, count)
+    assert isinstance(placement, StridedShard), placement
+    # As torch does: cut into `split_factor` chunks as if another axis had come first, and give
+    # each rank its part of every chunk.
+    chunks = [_chunk(chunk, count) for chunk in _chunk(runs, placement.split_factor) if chunk]
+    return [_joined(run for chunk in chunks for run in chunk[n]) for n in range(count)]
+
+
+def _chunk(runs: Runs, count: int) -> list[Runs]:
+    """Cut a list of indices into `count` parts as `torch.chunk` does; the last may be empty."""
+    total = sum(stop - start for start, stop in runs)
+    size = -(-total // count)
+    parts: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    done = 0
+    for first, stop in runs:
+        start = first
+        while start < stop:
+            number, inside = divmod(done, size)
+            end = min(stop, start + size - inside)
+            parts[number].append((start, end))
+            done += end - start
+            start = end
+    return [tuple(part) for part in parts]
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    joined: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def positions_of(axes: Sequence[int], sizes: Shape, strides: Shape) -> list[int]:
+    """Return the places in a mesh's ranks of all coordinates on these axes, the others being 0."""
+    steps = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in axes]
+    return [sum(place) for place in product(*steps)]
+
+
+def holders_of(
+    ranks: Shape, positions: Sequence[Sequence[int]], replicas: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the holders of every cell: `positions[d][i]` is where dimension d's cut i lies."""
+    cells = map(sum, product(*positions))
+    if len(replicas) == 1:
+        return tuple((ranks[cell],) for cell in cells)
+    return tuple(tuple(sorted([ranks[cell + n] for n in replicas])) for cell in cells)
+
+
+def _flat_cells(mesh: Mesh, rank: int, shape: Shape) -> tuple[Cell, ...]:
+    if rank not in mesh.ranks:
+        return ()
+    if (numel := prod(shape)) == 0:
+        return (Region.whole(shape),)
+    size = -(-numel // len(mesh.ranks))
+    number = mesh.ranks.index(rank)
+    start, stop = min(numel, size * number), min(numel, size * (number + 1))
+    return (Elements(start, stop),) if start < stop else ()
+
+
+def _flat_layout(mesh: Mesh, shape: Shape) -> Layout:
+    numel = prod(shape)
+    size = -(-numel // len(mesh.ranks))
+    cuts = (*range(0, numel, size), numel)
+    return Layout(Flat(cuts), tuple((rank,) for rank in mesh.ranks[: len(cuts) - 1]))

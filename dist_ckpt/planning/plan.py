@@ -1,0 +1,287 @@
+"""The values that planners take and return.
+
+A rank's `Inventory` is symbolic: it names the mesh and the placements instead of listing boxes,
+so that ranks with the same view of the state send the same bytes, and it holds no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dist_ckpt.format.geometry import Cell, Piece, Region, Shape, Span
+from dist_ckpt.format.index import Catalog, Key, Node
+from dist_ckpt.format.layout import Layout
+from dist_ckpt.format.shard_file import HeaderText
+from dist_ckpt.planning.write_batches import Batch
+
+# A replica group by its id, with the digest of each of its members, by name.
+ReplicaDigests = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+
+
+# (name, nbytes, header_nbytes, digest), as in `plan.Receipt.files`.
+FileReceipt = tuple[str, int, int, str]
+
+
+# --- inventories -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks arranged in a box, row-major; `names` are its axes, "" where they have none."""
+
+    names: tuple[str, ...]
+    shape: Shape
+    ranks: tuple[int, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Views are looked up once a tensor, and a mesh may have thousands of ranks.
+        object.__setattr__(self, "_hash", hash((self.names, self.shape, self.ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank along the mesh axis holds the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The mesh axis cuts this dimension as `torch.chunk` does."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """The mesh axis cuts each of `split_factor` chunks of the dimension (FSDP2 over TP)."""
+
+    dim: int
+    split_factor: int
+
+
+Placement = Replicate | Shard | StridedShard
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that the rank holds whole: a replica of what the other ranks hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor laid over a mesh, one placement a mesh axis (DTensor)."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """A tensor cut, in row-major order, into even element ranges, one a rank (ZeRO)."""
+
+    mesh: Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Explicit cells that this rank holds (LocalShard, FlatShard, third-party shards)."""
+
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ruled:
+    """A local tensor under a ShardingConfig: `axes[d]` are the mesh axes that cut dimension d.
+
+    The parts may be uneven; the global shape is the sum of the parts, known to the planner only.
+    """
+
+    mesh: Mesh
+    axes: tuple[tuple[int, ...], ...]
+
+
+View = Whole | Placed | Flattened | Parts | Ruled
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor as one rank sees it: `shape` is global, but local under a `Ruled` view.
+
+    `view` and `component` number the inventory's tables.
+    """
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    view: int
+    component: int
+
+
+@dataclass(frozen=True, slots=True)
+class NameList:
+    """A list of names whose parts are on different ranks, such as an optimizer group's."""
+
+    fqn: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What one rank says it holds. `components` are the names that tensors' entries number.
+
+    `aliases` are (fqn, fqn of the tensor that it is tied to); `values` are the fqns of the values
+    that are not tensors; `per_rank` are (fqn, key), where None stands for the rank itself, so that
+    ranks that differ in nothing else send the same; `numpy` are the fqns of the tensors that are
+    numpy arrays in the state.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    components: tuple[str, ...]
+    views: tuple[View, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: tuple[tuple[str, str], ...]
+    values: tuple[str, ...]
+    per_rank: tuple[tuple[str, Key | None], ...]
+    tree: tuple[Node, ...]
+    name_lists: tuple[NameList, ...]
+    numpy: tuple[str, ...]
+
+
+# --- saving ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Who stores what, the same on every rank; `items_of` derives one rank's part of it.
+
+    `held` has the layout in which the ranks hold a tensor where it is stored in a finer one: a
+    large replica is split among its holders. `value_holders` are the ranks that hold each value,
+    `per_rank_holders` those that hold each key of a value per rank.
+    """
+
+    catalog: Catalog
+    held: Mapping[str, Layout]
+    value_holders: Mapping[str, tuple[int, ...]]
+    per_rank_holders: Mapping[str, tuple[tuple[Key, tuple[int, ...]], ...]]
+    tree: tuple[Node, ...]
+    name_lists: tuple[NameList, ...]
+    numpy: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """One shard to store: `name` is its key in the file, `span` its bytes after the header."""
+
+    name: str
+    fqn: str
+    dtype: str
+    shape: Shape
+    cell: Cell
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One shard file to write; `component` numbers the catalog's table.
+
+    `batches` are its items as they are written, in blocks of `block_nbytes`.
+    """
+
+    name: str
+    component: int
+    rank: int
+    header: HeaderText
+    nbytes: int
+    items: tuple[WriteItem, ...]
+    block_nbytes: int
+    batches: tuple[Batch, ...]
+
+    @property
+    def header_nbytes(self) -> int:
+        """The size of the header: the shards begin there."""
+        return self.header.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """Tensors and values, per-rank ones too, that the same ranks hold; all must be equal."""
+
+    ranks: tuple[int, ...]
+    cells: tuple[tuple[str, Cell], ...]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a rank wrote: (name, nbytes, header_nbytes, digest) of each file.
+
+    An objects file has no header: its `header_nbytes` is 0 and the digest is of the whole file.
+    `replicas` are (group id, digest) of each replica group that the rank belongs to: all ranks
+    that name a group must have the same digest for it.
+    """
+
+    files: tuple[tuple[str, int, int, str], ...]
+    replicas: tuple[tuple[str, str], ...]
+    seconds: float
+
+
+# --- loading ---------------------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """A tensor that a rank wants, and the cells of it that it will fill."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A box `common` of a stored cell and a wanted one, for all tensors that are cut alike.
+
+    `source` and `target` are the pieces of the stored cell and of wanted cell number `part` that
+    hold it: both are row-major, so with them an element's place in memory is known. `is_whole`:
+    the two are the same cell, and nothing else of either is to be copied.
+    """
+
+    stored: Cell
+    source: Piece
+    part: int
+    target: Piece
+    common: Region
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """Copy the elements of a match from a stored cell into a wanted one.
+
+    `tensor` is the name under which it is stored: another than `fqn` where that is an alias.
+    """
+
+    fqn: str
+    tensor: str
+    dtype: str
+    match: Match
+
+
+@dataclass(frozen=True, slots=True)
+class FileReads:
+    """The items that one shard file serves; `file` numbers the index's `files`."""
+
+    file: int
+    items: tuple[ReadItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank reads, sorted by file."""
+
+    files: tuple[FileReads, ...]

@@ -1,0 +1,1 @@
+"""What Python lacks: threads, locks, the collector paused, measures."""

@@ -1,0 +1,1 @@
+"""`dc.save`: agree, write, receipts, verdict."""

@@ -1,0 +1,260 @@
+"""One attempt, from its claim to its verdict: write, then commit, or make "not committed" true.
+
+Each exchange spreads any rank's error to all of them. The coordinator, rank 0, claims the
+attempt, compares the receipts with the plan and with the folder, and commits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt.comm.exchange import COORDINATOR, Channel, Doc, NoAnswerError
+from dist_ckpt.commit import commit
+from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
+from dist_ckpt.config import Config
+from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text
+from dist_ckpt.format.catalog_json import CatalogText
+from dist_ckpt.format.filenames import Attempt
+from dist_ckpt.format.index import Index
+from dist_ckpt.format.strict_json import Json
+from dist_ckpt.planning import plan_msgpack
+from dist_ckpt.planning.plan import Receipt
+from dist_ckpt.storage import Storage
+
+_log = logging.getLogger("dist_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What a rank asks for; but for the storage all must ask alike.
+
+    `metadata` is a digest of the user's metadata; `mirrored`, `saved_by` and `saved_at` go into the
+    index as the coordinator has them. `saved_at`: None for the time of the commit.
+    """
+
+    storage: Storage
+    path: str
+    step: int | None
+    overwrite: bool
+    metadata: str
+    mirrored: Mapping[str, Json]
+    saved_by: Mapping[str, str]
+    saved_at: float | None = None
+
+    def asked(self) -> Doc:
+        """Return what all ranks must ask alike, for `PlanAgreement`."""
+        return {
+            "path": self.path,
+            "step": self.step,
+            "overwrite": self.overwrite,
+            "metadata": self.metadata,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was committed, over all ranks; rank `slowest_rank` took longest to write."""
+
+    attempt: str
+    nbytes: int
+    num_files: int
+    slowest_rank: int
+    slowest_s: float
+
+
+class AttemptRun:
+    """One attempt in progress, as one rank sees it: the coordinator has `claim`, all `settle`.
+
+    `nbytes_receipt` is the size of the receipt that it has sent; the coordinator sends none.
+    """
+
+    def __init__(self, channel: Channel, config: Config, request: SaveRequest) -> None:
+        self.nbytes_receipt = 0
+        self._channel = channel
+        self._config = config
+        self._request = request
+        self._storage, self._path = request.storage, request.path
+        self._claim: commit.Claim | None = None
+        self._interrupt: BaseException | None = None
+
+    @property
+    def claimed(self) -> Attempt | None:
+        """The attempt that this rank has claimed."""
+        return None if self._claim is None else self._claim.attempt
+
+    def claim(self) -> str:
+        """Claim an attempt, and return its name. Coordinator only, within an exchange.
+
+        Until then nothing on disk has changed. If the ranks cannot be told, `recover` is next.
+        """
+        self._claim = commit.claim(
+            self._storage, self._path, overwrite=self._request.overwrite, by=self._by
+        )
+        return self._claim.attempt.name
+
+    @property
+    def _by(self) -> str:
+        return f"rank {self._channel.rank} on {self._channel.host}"
+
+    def settle(
+        self,
+        text: CatalogText,
+        attempt: Attempt,
+        write: Callable[[], Receipt],
+        replica_digests: Callable[[str], Mapping[str, str]],
+    ) -> Verdict:
+        """Write this rank's part and settle whether the save is committed. Collective.
+
+        On return the checkpoint is durable. Whatever is raised instead, no checkpoint was made;
+        a StorageError that says so is the exception: it is there, but may not outlive a power
+        cut. `text` is that of the plan's catalog; `replica_digests` tells the digests of one
+        replica group's members, by name.
+        """
+        channel = self._channel
+        try:
+            answer = channel.exchange(
+                "write",
+                lambda: {"receipt": self._write(attempt, write)},
+                lambda payloads: self._decide(text, payloads),
+            )
+            if differing := answer["differing"]:
+                channel.exchange(
+                    "replicas",
+                    lambda: {group: dict(replica_digests(group)) for group in differing},
+                    _name_unequal_replicas,
+                )
+            if self._interrupt is not None:
+                raise self._interrupt
+            return Verdict(**answer["verdict"])
+        except BaseException as error:
+            verdict = self.recover(attempt, error)
+            if verdict is None:
+                raise
+            return verdict
+
+    def _write(self, attempt: Attempt, write: Callable[[], Receipt]) -> bytes:
+        if self._claim is None:
+            commit.await_claim(self._storage, self._path, attempt, self._config.appear_s)
+        receipt = plan_msgpack.pack(write())
+        if self._channel.rank != COORDINATOR:
+            self.nbytes_receipt = len(receipt)
+        return receipt
+
+    def _decide(self, text: CatalogText, payloads: Sequence[Doc]) -> Doc:
+        """Check the receipts and commit, or name the replica groups that differ."""
+        assert self._claim is not None
+        receipts = [plan_msgpack.unpack(payload["receipt"], Receipt) for payload in payloads]
+        if differing := differing_groups(receipts):
+            return {"differing": differing, "verdict": {}}
+        files, objects = check_receipts(text.catalog, receipts)
+        sizes = sizes_of(receipts)
+        appear_s = self._config.appear_s
+        commit.check_files(self._storage, self._claim.folder, sizes, timeout_s=appear_s)
+        index = Index(
+            attempt=self._claim.attempt.name,
+            step=self._request.step,
+            catalog=text.catalog,
+            files=files,
+            objects=objects,
+            metadata=self._request.mirrored,
+            saved_by=self._request.saved_by,
+            saved_at=time.time() if self._request.saved_at is None else self._request.saved_at,
+        )
+        self._commit(self._claim, index, text)
+        slowest = max(range(len(receipts)), key=lambda rank: receipts[rank].seconds)
+        verdict = {
+            "attempt": self._claim.attempt.name,
+            "nbytes": sum(sizes.values()),
+            "num_files": len(sizes),
+            "slowest_rank": slowest,
+            "slowest_s": receipts[slowest].seconds,
+        }
+        return {"differing": [], "verdict": verdict}
+
+    def _commit(self, claim: commit.Claim, index: Index, text: CatalogText) -> None:
+        try:
+            commit.commit(self._storage, claim, index, text)
+        except StorageError as error:
+            reason = f"the commit failed: {error}"[:500]
+            if commit.abandon(self._storage, self._path, claim.attempt, by=self._by, reason=reason):
+                raise
+            # A sync that failed cannot be made good by another one (fsync forgets its errors).
+            raise StorageError(
+                f"{error}. The checkpoint is in place, but it is unknown whether it outlives a "
+                "power cut: see what is wrong with the storage, then save once more"
+            ) from error
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            reason = f"it was interrupted: {type(interrupt).__name__}"
+            if commit.abandon(self._storage, self._path, claim.attempt, by=self._by, reason=reason):
+                raise
+            # The others must be told what is true: it is raised when they have been.
+            self._interrupt = interrupt
+
+    def recover(self, attempt: Attempt, error: BaseException) -> Verdict | None:
+        """Make "not committed" true after a failure, or find that it was committed after all.
+
+        Only the coordinator, and a rank that got no answer, touch the attempt: all others were
+        told a verdict. Returns None if the error stands.
+        """
+        no_answer = isinstance(error, NoAnswerError)
+        if self._claim is None and not no_answer:
+            return None
+        try:
+            reason = f"{type(error).__name__}: {error}"[:500]
+            if commit.abandon(self._storage, self._path, attempt, by=self._by, reason=reason):
+                if self._claim is not None:
+                    commit.give_up(self._storage, self._claim)
+                return None
+            return self._read_verdict(attempt) if no_answer else None
+        except (CheckpointError, OSError) as failure:
+            if no_answer:
+                raise StorageError(
+                    f"{self._path}: this rank was told no verdict ({error}), and the storage does "
+                    f"not tell it either ({failure}): look with `dist-ckpt ls` what is there"
+                ) from error
+            _log.warning("%s of %s could not be cleaned up: %s", attempt, self._path, failure)
+            return None
+
+    def _read_verdict(self, attempt: Attempt) -> Verdict | None:
+        """Return what the index says if this attempt is the checkpoint now.
+
+        It is durable: `abandon` has made it so before it told that it is committed.
+        """
+        found, index = commit.find(self._storage, self._path)
+        if found != attempt:
+            return None
+        nbytes = sum(f.nbytes for f in index.files) + sum(f.nbytes for f in index.objects)
+        num_files = len(index.files) + len(index.objects)
+        return Verdict(attempt.name, nbytes, num_files, self._channel.rank, 0.0)
+
+    def clean_up(self) -> None:
+        """Remove what the committed attempt superseded. Never raises: the save has succeeded."""
+        if self._claim is None:
+            return
+        try:
+            commit.supersede(self._storage, self._path, self._claim.attempt)
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s: an older attempt could not be removed yet: %s", self._path, error)
+
+
+def _name_unequal_replicas(payloads: Sequence[Doc]) -> Doc:
+    """Raise the ValueError that names what differs between which ranks."""
+    holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, groups in enumerate(payloads):
+        for members in groups.values():
+            for name, digest in members.items():
+                holders[name][digest].append(rank)
+    unequal = [
+        f"{name} ({' differs from '.join(ranks_text(who) for who in found.values())})"
+        for name, found in holders.items()
+        if len(found) > 1
+    ]
+    raise ValueError(
+        f"ranks hold different values under the same name: {listed(unequal, '; ')}. What is stored "
+        "once must be equal everywhere: broadcast it first, or wrap what belongs to one rank in "
+        "dc.PerRank."
+    )

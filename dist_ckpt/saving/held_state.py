@@ -1,0 +1,207 @@
+"""What a rank holds of a state that is saved: its inventory, and what it stores by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from dist_ckpt.comm.session import Session
+from dist_ckpt.format import filenames, objects_file
+from dist_ckpt.format.checksums import document_digest
+from dist_ckpt.memory.protocol import Source
+from dist_ckpt.planning.plan import FilePlan, Inventory, ReplicaDigests, ReplicaGroup, SavePlan
+from dist_ckpt.planning.save_planner import (
+    HeldCells,
+    Origin,
+    held_cells,
+    items_of,
+    numbered,
+    origin_of,
+    replica_groups_of,
+)
+from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.runtime.gc_pause import paused_collector
+from dist_ckpt.saving.agreement import CachedPlan
+from dist_ckpt.saving.replica_samples import digest_sample, members_digest
+from dist_ckpt.shard_io.shard_writer import RankFiles
+from dist_ckpt.state.local_state import LocalState, take
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a plan comes to on this rank: its files, its replicas, and the cells that it holds.
+
+    `origins` say of each item of each file where this rank holds it; `held` numbers its cells.
+    """
+
+    plan: SavePlan
+    files: tuple[FilePlan, ...]
+    groups: tuple[ReplicaGroup, ...]
+    origins: tuple[tuple[Origin, ...], ...]
+    held: HeldCells
+
+
+class HeldState:
+    """One rank's state in one save: first `take`, then what a plan makes of it."""
+
+    def __init__(
+        self,
+        ranks: Session,
+        state: Mapping[str | int, object],
+        sharding: ShardingConfig | None,
+    ) -> None:
+        self._ranks = ranks
+        self._rank = ranks.channel.rank
+        self._state = state
+        self._sharding = sharding
+        self._local: LocalState
+
+    def take(self) -> Inventory:
+        """Say what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
+        cached: CachedPlan | None = self._ranks.plan_cache
+        with paused_collector():
+            self._local = take(
+                self._state,
+                sharding=self._sharding,
+                rank=self._rank,
+                world_size=self._ranks.channel.world_size,
+                group_ranks=self._ranks.group_ranks,
+                last=None if cached is None else cached.inventory,
+            )
+        return self._local.inventory
+
+    @property
+    def cuda_devices(self) -> Sequence[torch.device]:
+        """The CUDA devices on which some of its tensors are."""
+        parts = self._local.parts.values()
+        found = {part.device for some in parts for part in some if part.is_cuda}
+        return sorted(found, key=str)
+
+    def changed_in_steps(self) -> frozenset[str]:
+        """Return the names of what only the state's optimizers change, as far as can be known."""
+        return self._local.changed_in_steps()
+
+    def synchronize(self) -> None:
+        """Wait until the accelerators have finished what is to be saved."""
+        self._local.synchronize()
+
+    def files(self, plan: SavePlan, step: int | None, metadata: Mapping[str, object]) -> RankFiles:
+        """Return what this rank writes. Its tensors may not be finished: see `synchronize`."""
+        with paused_collector():
+            part = self._part(plan)
+        return RankFiles(
+            catalog=plan.catalog,
+            step=step,
+            plans=part.files,
+            sources=tuple(partial(self._source_of, origins) for origins in part.origins),
+            objects=objects_files(plan, self._local, self._rank, metadata),
+        )
+
+    def replicas(self, plan: SavePlan) -> tuple[tuple[str, str], ...]:
+        """Return, for the receipt, a digest of each replica group that this rank belongs to."""
+        part = self._part(plan)
+        return tuple(
+            (_group_id(group), members_digest(self._digests(group, part.held)))
+            for group in part.groups
+        )
+
+    def all_replica_digests(self, plan: SavePlan) -> ReplicaDigests:
+        """Digest this rank's copy of each member of each replica group, by the group's id."""
+        part = self._part(plan)
+        return tuple(
+            (_group_id(group), tuple(self._digests(group, part.held).items()))
+            for group in part.groups
+        )
+
+    def replica_digests(self, plan: SavePlan, wanted: str) -> dict[str, str]:
+        """Digest this rank's copy of each member of one replica group, by name."""
+        part = self._part(plan)
+        for group in part.groups:
+            if _group_id(group) == wanted:
+                return self._digests(group, part.held)
+        return {}
+
+    def _part(self, plan: SavePlan) -> _Part:
+        """Return this rank's part of a plan: kept for the next save, like the plan."""
+        known: _Part | None = self._ranks.part_cache
+        if known is None or known.plan is not plan:
+            files = items_of(plan, self._rank)
+            held = numbered(held_cells(self._local.inventory, self._rank, plan))
+            known = self._ranks.part_cache = _Part(
+                plan,
+                files,
+                replica_groups_of(plan, self._rank),
+                tuple(
+                    tuple(origin_of(held, item.fqn, item.cell) for item in file.items)
+                    for file in files
+                ),
+                held,
+            )
+        return known
+
+    def _source_of(self, origins: Sequence[Origin], number: int) -> Source:
+        fqn, cell, part = origins[number]
+        source = self._local.source(fqn, cell)
+        return source if part is None else source.part(part)
+
+    def _digests(self, group: ReplicaGroup, held: HeldCells) -> dict[str, str]:
+        """Digest this rank's copy of each member of a replica group, by name."""
+        digests = {}
+        for fqn, cell in group.cells:
+            name = f"{fqn}[{cell}]"
+            source = self._source_of((origin_of(held, fqn, cell),), 0)
+            digests[name] = digest_sample(source, name)
+        for fqn in group.values:
+            digests[fqn] = document_digest(objects_file.encode_value(self._value(fqn)))
+        return digests
+
+    def _value(self, fqn: str) -> object:
+        if fqn in self._local.values:
+            return self._local.values[fqn]
+        return self._local.per_rank[fqn]
+
+
+def objects_files(
+    plan: SavePlan, local: LocalState, rank: int, metadata: Mapping[str, object]
+) -> dict[str, bytes]:
+    """Return the objects files that a rank writes, encoded, by name.
+
+    The coordinator writes the global one. Every rank writes what only it stores, if there is any.
+    """
+    stored = {
+        fqn: local.values[fqn]
+        for fqn, holder in plan.catalog.values.items()
+        if holder == rank and fqn in local.values
+    }
+    per_rank = {
+        fqn: {key: local.per_rank[fqn][1]}
+        for fqn, keys in plan.catalog.per_rank.items()
+        for key, holder in keys
+        if holder == rank and fqn in local.per_rank and local.per_rank[fqn][0] == key
+    }
+    files = {}
+    if rank == 0:
+        names = {names.fqn: list(names.names) for names in plan.name_lists}
+        main = objects_file.ObjectsFile(
+            tree=plan.tree,
+            values={**stored, **names},
+            per_rank={},
+            numpy=plan.numpy,
+            metadata=dict(metadata),
+        )
+        files[filenames.OBJECTS] = objects_file.encode(main)
+        stored = {}
+    if stored or per_rank:
+        own = objects_file.ObjectsFile(
+            tree=(), values=stored, per_rank=per_rank, numpy=(), metadata={}
+        )
+        files[filenames.objects_file(rank)] = objects_file.encode(own)
+    return files
+
+
+def _group_id(group: ReplicaGroup) -> str:
+    # The ranks alone tell groups apart: what they hold together follows from the shared plan.
+    return document_digest(repr(group.ranks).encode())

@@ -1,0 +1,1 @@
+"""Shards in and out of files, block by block, checked: without ranks, without torch."""

@@ -1,0 +1,328 @@
+"""A load plan, carried out: checked blocks of shard files, into the targets' memory.
+
+Blocks come some at a time: straight into a target where a run of whole blocks maps to its
+memory, through a scratch slot elsewhere. What went through a slot is checked before it is
+placed; what went straight is checked when it is there, and `CorruptError.touched` says where.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from threading import Lock
+
+from dist_ckpt.errors import CorruptError, StorageError, listed
+from dist_ckpt.format.checksums import StreamedDigest, block_digest
+from dist_ckpt.format.dtypes import DTYPES
+from dist_ckpt.format.geometry import (
+    Elements,
+    Piece,
+    Region,
+    Shape,
+    boxes_of,
+    row_major_strides,
+)
+from dist_ckpt.memory.buffers import Slots, copy
+from dist_ckpt.memory.protocol import Target
+from dist_ckpt.planning.plan import LoadPlan
+from dist_ckpt.runtime.parallel import each
+from dist_ckpt.shard_io.block_reads import (
+    READ_NBYTES,
+    BlockRead,
+    Need,
+    Wish,
+    every_block,
+)
+from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles, damage, digest_problem
+from dist_ckpt.shard_io.reading_work import Targets, nbytes_placed_by, work_of
+from dist_ckpt.shard_io.small_shards import Row
+from dist_ckpt.storage import ReadableFile
+
+# So much is read at once and digested before the next, while a processor still has it cached.
+# Measured with 1 GiB: in the page cache 1 MiB reads as fast as 2, and 8 somewhat slower; from the
+# disk 2 MiB read as fast as 8, and 1 half as fast: the kernel reads too little ahead.
+BITE_NBYTES = 2 << 20
+
+_CUT_OFF = "the file ended while it was read"
+
+
+class Nowhere:
+    """A target that keeps nothing: what is read for it is only verified."""
+
+    def memory(self) -> memoryview | None:
+        """See `Target.memory`."""
+        return None
+
+    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+        """See `Target.place`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTotals:
+    """What a load cost at the storage, and what it filled; headers are not counted.
+
+    `nbytes_received` came from other ranks.
+    """
+
+    nbytes_read: int
+    nbytes_placed: int
+    num_reads: int
+    nbytes_received: int = 0
+
+
+def read(
+    open_files: OpenFiles,
+    plan: LoadPlan,
+    targets: Targets,
+    *,
+    verify: bool,
+    threads: int,
+    slots: Slots | None = None,
+) -> ReadTotals:
+    """Fill the targets, keyed by tensor and number of the wanted cell, as the plan says.
+
+    Every block is read once; with `verify` its digest is checked. CorruptError names what is
+    damaged by tensor, rows, rank, file and bytes, and in `touched` the tensors that may hold
+    partial data; a StorageError says the same in its message. `slots` are scratch memory that
+    has been used before, which is faster than new memory.
+    """
+    reading = reading_of(open_files, plan, targets, verify=verify, slots=slots)
+
+    def read_some(some: Sequence[tuple[OpenFile, Row | BlockRead]]) -> list[int]:
+        return [reading.read(file, one) for file, one in some]
+
+    with reading.telling_touched():
+        work = work_of(open_files, plan, targets, threads)
+        nbytes = list(chain.from_iterable(each(read_some, work, threads=threads)))
+    return ReadTotals(sum(nbytes), nbytes_placed_by(plan), len(nbytes))
+
+
+def reading_of(
+    open_files: OpenFiles,
+    plan: LoadPlan,
+    targets: Targets,
+    *,
+    verify: bool,
+    slots: Slots | None = None,
+) -> Reading:
+    """Return a reading whose slots hold any read of these files."""
+    blocks = (open_files.files[reads.file].header.block_nbytes for reads in plan.files)
+    fitting = (slots or Slots()).fitting(max(READ_NBYTES, *blocks, 0))
+    return Reading(targets, verify=verify, slots=fitting)
+
+
+class Reading:
+    """One load's reading: threads bring different blocks of it to their targets."""
+
+    def __init__(self, targets: Targets, *, verify: bool, slots: Slots) -> None:
+        self.touched: set[str] = set()
+        self.targets = targets
+        self._verify = verify
+        self._slots = slots
+        # What is done for small shards is all Python: threads at it would only be in each
+        # other's way, at twice the cost, while the reads of the next rows run beside it.
+        self._turn = Lock()
+
+    @contextmanager
+    def telling_touched(self) -> Iterator[None]:
+        """Add to the errors of the storage which tensors may hold partial data."""
+        try:
+            yield
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error}; load an older checkpoint", touched=tuple(sorted(self.touched))
+            ) from error
+        except StorageError as error:
+            touched = sorted(self.touched)
+            partial = f"; partial data may be in {listed(touched)}" if touched else ""
+            raise StorageError(f"{error}{partial}") from error
+
+    def read(self, file: OpenFile, one: Row | BlockRead) -> int:
+        """Bring the blocks of one read to their targets; return how many bytes were read."""
+        if isinstance(one, BlockRead) and one.direct:
+            self._straight(file, one)
+        else:
+            with self._slots.one() as slot:
+                data = slot[: one.span.nbytes]
+                self.fetch(file, one, data)
+                self.place(file, one, data)
+        return one.span.nbytes
+
+    def _fetch_row(self, file: OpenFile, row: Row, data: memoryview) -> None:
+        shards, begin = file.shards, row.span.start
+        with file.reading() as readable:
+            count = readable.read_into(file.header.header_nbytes + begin, data)
+        if count < row.span.nbytes:
+            cut_off = bisect_right(shards.starts, begin + count) - 1
+            raise CorruptError(damage(file, _only_block(file, cut_off), _CUT_OFF))
+        if self._verify:
+            self._check_row(file, row, data)
+
+    def _check_row(self, file: OpenFile, row: Row, data: memoryview) -> None:
+        with self._turn:
+            actual = [block_digest(part) for part in row.parts(file, data)]
+            if "".join(actual) != file.shards.first_digests(row.first, len(actual)):
+                for number, one in enumerate(actual, row.first):
+                    _check(file, _only_block(file, number), one)
+
+    def check(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
+        """Check bytes that another rank has read as `fetch` does those that it reads."""
+        if not self._verify:
+            return
+        if isinstance(one, Row):
+            self._check_row(file, one, data)
+            return
+        begin = one.span.start
+        for need in one.needs:
+            _check(file, need, block_digest(data[need.start - begin : need.stop - begin]))
+
+    def _place_row(self, row: Row, parts: Iterable[memoryview]) -> None:
+        for item, part in zip(row.items, parts, strict=True):
+            match = item.match
+            target = self.targets[item.fqn, match.part]
+            if isinstance(target, Nowhere):
+                continue
+            self.touched.add(item.fqn)
+            if (memory := target.memory()) is not None:
+                if memory.nbytes != part.nbytes:
+                    raise ValueError(f"{item.fqn}: change no tensor while it is loaded")
+                memory[:] = part
+            else:
+                box = match.common
+                target.place(match.target, box, part, row_major_strides(box.shape))
+
+    def _straight(self, file: OpenFile, one: BlockRead) -> None:
+        first = one.needs[0]
+        (wish,) = first.wishes
+        assert wish.source is not None
+        assert wish.target is not None
+        itemsize = DTYPES[first.shard.dtype].itemsize
+        memory = self.targets[wish.item.fqn, wish.item.match.part].memory()
+        assert memory is not None
+        start = first.span.start + (wish.target - wish.source.start) * itemsize
+        self.touched.add(wish.item.fqn)
+        self.fetch(file, one, memory[start : start + one.span.nbytes])
+
+    def fetch(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
+        """Read and check; CorruptError names the first block that is damaged or cut off."""
+        if isinstance(one, Row):
+            self._fetch_row(file, one, data)
+            return
+        with file.reading() as readable:
+            for needs in _bites(one.needs):
+                self._bite(file, readable, needs, data[needs[0].start - one.span.start :])
+
+    def _bite(
+        self, file: OpenFile, readable: ReadableFile, needs: Sequence[Need], data: memoryview
+    ) -> None:
+        """Read and check blocks: one in several steps, or several that come in one."""
+        first = needs[0].start
+        nbytes = needs[-1].stop - first
+        digest = StreamedDigest()
+        for start in range(0, nbytes, BITE_NBYTES):
+            part = data[start : min(start + BITE_NBYTES, nbytes)]
+            count = readable.read_into(file.header.header_nbytes + first + start, part)
+            if count < part.nbytes:
+                cut_off = next(need for need in needs if need.stop > first + start + count)
+                raise CorruptError(damage(file, cut_off, _CUT_OFF))
+            if self._verify and len(needs) == 1:
+                digest.update(part)
+        if self._verify and len(needs) == 1:
+            _check(file, needs[0], digest.hex())
+        elif self._verify:
+            for need in needs:
+                block = data[need.start - first : need.stop - first]
+                _check(file, need, block_digest(block))
+
+    def place(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
+        """Copy the checked blocks of one read, which are `data`, to their targets."""
+        if isinstance(one, Row):
+            with self._turn:
+                self._place_row(one, one.parts(file, data))
+            return
+        for row in _rows(one.needs):
+            wishes = row[0].wishes
+            itemsize = DTYPES[row[0].shard.dtype].itemsize
+            start, stop = row[0].span.start, row[-1].span.stop
+            stored = Elements(start // itemsize, stop // itemsize)
+            offset = row[0].start - one.span.start
+            for wish in wishes:
+                target = self.targets[wish.item.fqn, wish.item.match.part]
+                if not isinstance(target, Nowhere):
+                    self.touched.add(wish.item.fqn)
+                    _copy(wish, target, stored, data[offset : offset + stop - start])
+
+
+def _bites(needs: Iterable[Need]) -> Iterator[list[Need]]:
+    """Cut the blocks of a read into what is digested while a processor still has it cached."""
+    bite: list[Need] = []
+    for need in needs:
+        if bite and need.stop - bite[0].start > BITE_NBYTES:
+            yield bite
+            bite = []
+        bite.append(need)
+    yield bite
+
+
+def _only_block(file: OpenFile, number: int) -> Need:
+    (need,) = every_block((file.shards[number],), file.header.block_nbytes)
+    return need
+
+
+def _check(file: OpenFile, need: Need, actual: str) -> None:
+    if (problem := digest_problem(need, actual)) is not None:
+        raise CorruptError(damage(file, need, problem))
+
+
+def _rows(needs: Iterable[Need]) -> Iterator[list[Need]]:
+    """Gather blocks of one shard that the same items want: they are placed at once."""
+    row: list[Need] = []
+    for need in needs:
+        if row and (row[-1].shard is not need.shard or not _same(row[-1].wishes, need.wishes)):
+            yield row
+            row = []
+        row.append(need)
+    yield row
+
+
+def _same(a: Sequence[Wish], b: Sequence[Wish]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def _copy(wish: Wish, target: Target, stored: Elements, data: memoryview) -> None:
+    """Copy what a wish wants of some elements of a stored cell, which are `data`."""
+    itemsize = DTYPES[wish.item.dtype].itemsize
+    memory = target.memory()
+    if memory is not None and wish.source is not None and wish.target is not None:
+        start = max(stored.start, wish.source.start)
+        stop = min(stored.stop, wish.source.stop)
+        shift = wish.target - wish.source.start
+        place = memory[(start + shift) * itemsize : (stop + shift) * itemsize]
+        copy(place, data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize])
+        return
+    region = wish.item.match.source.region
+    strides = row_major_strides(region.shape)
+    for box, start in _boxes(wish, stored):
+        stop = start + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1
+        view = data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize]
+        target.place(wish.item.match.target, box, view, strides)
+
+
+def _boxes(wish: Wish, stored: Elements) -> Iterator[tuple[Region, int]]:
+    """Return the wanted boxes among some elements of a stored cell, and where each begins."""
+    piece = wish.item.match.source
+    region = piece.region
+    start = max(stored.start, piece.start) - piece.start
+    stop = min(stored.stop, piece.start + region.numel) - piece.start
+    strides = row_major_strides(region.shape)
+    for box in boxes_of(Elements(start, stop), region.shape):
+        corner = tuple(a + b for a, b in zip(box.offset, region.offset, strict=True))
+        wanted = Region(corner, box.shape).intersect(wish.item.match.common)
+        if wanted is not None:
+            relative = wanted.relative_to(region.offset).offset
+            first = sum(o * s for o, s in zip(relative, strides, strict=True))
+            yield wanted, piece.start + first

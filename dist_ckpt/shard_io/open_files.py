@@ -1,0 +1,313 @@
+"""The files that a load needs, opened and checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
+
+from dist_ckpt.errors import CorruptError, listed
+from dist_ckpt.format import checksums, objects_file
+from dist_ckpt.format.dtypes import DTYPES
+from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, Span
+from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
+from dist_ckpt.format.shard_file import (
+    MAX_HEADER_NBYTES,
+    DecodedShards,
+    ShardFile,
+    decode_header,
+)
+from dist_ckpt.planning.plan import FileReads, LoadPlan, ReadItem
+from dist_ckpt.runtime.parallel import each
+from dist_ckpt.shard_io.block_reads import Need
+from dist_ckpt.storage import ReadableFile, Storage
+
+# Of what a load needs, so many files stay open from the check to the end, so that a checkpoint
+# removed meanwhile still loads. Beyond it (the usual limit of a process is 1024) files are opened
+# again when they are read.
+MAX_OPEN = 512
+
+# A reader holds some blocks in memory at once; they hold whole elements of every dtype.
+MAX_BLOCK_NBYTES = 64 << 20
+MAX_ITEMSIZE = max(dtype.itemsize for dtype in DTYPES.values())
+
+
+class OpenFile:
+    """One shard file and its checked header. Threads may share it."""
+
+    def __init__(
+        self, storage: Storage, path: str, record: ShardFileRecord, header: ShardFile
+    ) -> None:
+        self.path = path
+        self.record = record
+        self.header = header
+        assert isinstance(header.shards, DecodedShards), "it was decoded"
+        self.shards = header.shards
+        self._storage = storage
+        self._kept: ReadableFile | None = None
+
+    @cached_property
+    def block_starts(self) -> Sequence[int]:
+        """Where each block begins in the data section, and last where that ends."""
+        return self.shards.block_starts(self.header.block_nbytes)
+
+    def keep(self, file: ReadableFile) -> None:
+        """Take over an open file, until `close`."""
+        self._kept = file
+
+    @contextmanager
+    def reading(self) -> Iterator[ReadableFile]:
+        """Lend the kept file, or open it for this once."""
+        if self._kept is not None:
+            yield self._kept
+            return
+        file = open_readable(self._storage, self.path, self.record)
+        try:
+            yield file
+        finally:
+            file.close()
+
+    def close(self) -> None:
+        """Close the kept file. Never raises."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+
+class OpenFiles:
+    """The shard files that a plan reads, by their numbers in the index; close it when done."""
+
+    def __init__(self, files: Mapping[int, OpenFile]) -> None:
+        self.files = files
+
+    def close(self) -> None:
+        """Close all files. Never raises."""
+        for file in self.files.values():
+            file.close()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_files(
+    storage: Storage,
+    folder: str,
+    index: Index,
+    plan: LoadPlan,
+    *,
+    threads: int,
+    known: Mapping[int, OpenFile] = MappingProxyType({}),
+) -> OpenFiles:
+    """Open the files that a plan reads, and check sizes, headers and every shard it needs.
+
+    `folder` is the attempt's; `known` are files that are open already. Raises CorruptError that
+    names every file that is missing or damaged, the rank that wrote it and the tensors it is
+    needed for; IncompatibleError if a newer dist_ckpt wrote it.
+    """
+    opened: dict[int, OpenFile] = {}
+    problems: list[str] = []
+
+    def open_one(reads: FileReads) -> None:
+        file = known.get(reads.file)
+        try:
+            if file is None:
+                file = open_file(storage, folder, index, reads.file, keep=len(opened) < MAX_OPEN)
+                opened[reads.file] = file
+        except CorruptError as error:
+            problems.append(f"{error}; it holds {_names_of(reads.items)}")
+        else:
+            problems.extend(_mismatches(file, index, reads.items))
+
+    try:
+        each(open_one, plan.files, threads=threads)
+        if problems:
+            raise CorruptError(f"{listed(sorted(problems), '; ')}; load an older checkpoint")
+    except BaseException:
+        OpenFiles(opened).close()
+        raise
+    return OpenFiles({**known, **opened})
+
+
+def open_file(storage: Storage, folder: str, index: Index, number: int, *, keep: bool) -> OpenFile:
+    """Open one file of the index and check its size and header; it stays open if `keep`.
+
+    The messages of its CorruptErrors are bare facts: the caller adds what to do.
+    """
+    record = index.files[number]
+    path = f"{folder}/{index.file_name(record)}"
+    file = open_readable(storage, path, record)
+    try:
+        if (problem := size_problem(file, path, record)) is not None:
+            raise CorruptError(problem)
+        opened = OpenFile(storage, path, record, read_header(file, path, record, index))
+    except BaseException:
+        file.close()
+        raise
+    if keep:
+        opened.keep(file)
+    else:
+        file.close()
+    return opened
+
+
+def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> ReadableFile:
+    """Open a shard file that must be there."""
+    try:
+        return storage.open(path)
+    except FileNotFoundError as error:
+        raise CorruptError(f"{path} of rank {record.rank} is missing") from error
+
+
+def size_problem(file: ReadableFile, path: str, record: ShardFileRecord) -> str | None:
+    """Say how a file's size differs from the index, or None."""
+    if file.nbytes == record.nbytes:
+        return None
+    return f"{path} of rank {record.rank} has {file.nbytes} bytes, the index says {record.nbytes}"
+
+
+def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: Index) -> ShardFile:
+    """Return a file's header, if it is the one that the index means."""
+    if record.header_nbytes > 8 + MAX_HEADER_NBYTES:
+        raise CorruptError(f"{path}: no header has {record.header_nbytes} bytes")
+    data = memoryview(bytearray(min(record.header_nbytes, file.nbytes)))
+    count = file.read_into(0, data)
+    actual = checksums.document_digest(data[:count])
+    if actual != record.digest:
+        raise CorruptError(
+            f"{path} of rank {record.rank}: the header (bytes 0:{record.header_nbytes}) is "
+            f"damaged, its digest is {actual}, the index says {record.digest}"
+        )
+    header = decode_header(bytes(data), nbytes=record.nbytes, what=f"{path} of rank {record.rank}")
+    if header.block_nbytes % MAX_ITEMSIZE or header.block_nbytes > MAX_BLOCK_NBYTES:
+        raise CorruptError(
+            f"{path} of rank {record.rank}: {header.block_nbytes} is no size of blocks"
+        )
+    for what, found, expected in (
+        ("component", header.component, index.catalog.components[record.component].name),
+        ("rank", header.rank, record.rank),
+        ("world_size", header.world_size, index.catalog.world_size),
+        ("step", header.step, index.step),
+    ):
+        if found != expected:
+            raise CorruptError(
+                f"{path} of rank {record.rank}: its {what} is {found!r}, the index says "
+                f"{expected!r}"
+            )
+    return header
+
+
+def _mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iterator[str]:
+    """Say which shards that the items read are not in a file as the index has them."""
+    seen: set[str] = set()
+    for item in items:
+        fqn, stored = item.tensor, item.match.stored
+        record = index.catalog.tensors[fqn]
+        facts = file.shards.facts(fqn, stored)
+        if facts == (record.dtype, record.shape):
+            continue
+        problem = (
+            f"{file.path} lacks {fqn}[{stored}], which the index says it holds"
+            if facts is None
+            else f"{file.path} has {fqn} as {facts[0]} {list(facts[1])}, the index as "
+            f"{record.dtype} {list(record.shape)}"
+        )
+        if problem not in seen:
+            seen.add(problem)
+            yield problem
+
+
+# --- messages --------------------------------------------------------------------------------
+
+
+def _names_of(items: Sequence[ReadItem]) -> str:
+    names: dict[str, None] = {}
+    for item in items:
+        common = item.match.common
+        rows = Span(common.offset[0], common.stop[0]) if common.shape else None
+        names[f"{item.fqn} {rows_text(rows)}"] = None
+    return listed(list(names))
+
+
+def rows_text(rows: Span | None) -> str:
+    """Return a tensor's rows for a message."""
+    return "(a scalar)" if rows is None else f"rows {rows.start}:{rows.stop}"
+
+
+def rows_of(cell: Cell, shape: Shape, part: Elements) -> Span | None:
+    """Return the rows (along dimension 0) of a tensor that some elements of a cell belong to.
+
+    `part` counts in the cell's own memory. None if the tensor has no rows, being a scalar.
+    """
+    if not shape:
+        return None
+    first, inner, shift = 0, shape[1:], 0
+    if isinstance(cell, Region):
+        first, inner = cell.offset[0], cell.shape[1:]
+    else:
+        shift = cell.start
+    row_numel = max(prod(inner), 1)
+    start, stop = part.start + shift, part.stop + shift
+    return Span(first + start // row_numel, first - (-stop // row_numel))
+
+
+def rows_of_block(need: Need) -> Span | None:
+    """Return the rows of the tensor that a block belongs to."""
+    shard = need.shard
+    itemsize = DTYPES[shard.dtype].itemsize
+    part = Elements(need.span.start // itemsize, need.span.stop // itemsize)
+    return rows_of(shard.cell, shard.shape, part)
+
+
+def damage(file: OpenFile, need: Need, what: str) -> str:
+    """Say where a damaged block is: tensor, rows, rank, file and bytes."""
+    start = file.header.header_nbytes
+    return (
+        f"{need.shard.fqn} {rows_text(rows_of_block(need))}: {what} "
+        f"({file.path} of rank {file.record.rank}, bytes {start + need.start}:{start + need.stop})"
+    )
+
+
+def block_problem(need: Need, data: memoryview) -> str | None:
+    """Say how a block's digest differs from the one in the header, or None."""
+    return digest_problem(need, checksums.block_digest(data))
+
+
+def digest_problem(need: Need, actual: str) -> str | None:
+    """Say how the digest of what was read of a block differs from the one in the header."""
+    expected = need.shard.digests[need.number]
+    if actual == expected:
+        return None
+    return f"damaged, the block's digest is {actual}, the header says {expected}"
+
+
+# --- objects files ---------------------------------------------------------------------------
+
+
+def read_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> bytes:
+    """Return an objects file's bytes; CorruptError if they are not the ones that were written."""
+    path = f"{folder}/{record.name}"
+    if record.nbytes > objects_file.MAX_NBYTES:
+        raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
+    try:
+        file = storage.open(path)
+    except FileNotFoundError as error:
+        raise CorruptError(f"{path} is missing; load an older checkpoint") from error
+    with closing(file):
+        if file.nbytes != record.nbytes:
+            raise CorruptError(
+                f"{path} has {file.nbytes} bytes, the index says {record.nbytes}; "
+                "load an older checkpoint"
+            )
+        data = bytearray(record.nbytes)
+        file.read_into(0, memoryview(data))
+    if (actual := checksums.document_digest(data)) != record.digest:
+        raise CorruptError(
+            f"{path} (bytes 0:{record.nbytes}) is damaged, its digest is {actual}, the index "
+            f"says {record.digest}; load an older checkpoint"
+        )
+    return bytes(data)

@@ -1,0 +1,92 @@
+"""What a load reads, and how much of it a thread does at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from dist_ckpt.format.dtypes import DTYPES
+from dist_ckpt.format.shard_file import StoredShard
+from dist_ckpt.memory.protocol import Target
+from dist_ckpt.planning.plan import LoadPlan, ReadItem
+from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_blocks, reads_of
+from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
+from dist_ckpt.shard_io.small_shards import Row, divide
+
+# What is done for small shards is all Python, and threads that take turns at it wait as long for
+# each other as they work. So one takes so many rows: more gain nothing where all is in the page
+# cache, and keep the disk waiting where it is not.
+MAX_ROWS = 16
+
+# So much one thread reads in a row. To hand it its next work takes 0.1 ms of Python, which all
+# others wait for: with a read of 8 MiB at a time loads from memory took 4 to 16 % longer.
+WORK_NBYTES = 32 << 20
+
+# The memory of each wanted cell, by tensor and number of the cell.
+Targets = Mapping[tuple[str, int], Target]
+
+
+def nbytes_placed_by(plan: LoadPlan) -> int:
+    """Return how many bytes of targets a plan fills."""
+    return sum(
+        item.match.common.numel * DTYPES[item.dtype].itemsize
+        for reads in plan.files
+        for item in reads.items
+    )
+
+
+def work_of(
+    open_files: OpenFiles, plan: LoadPlan, targets: Targets, threads: int
+) -> Iterator[list[tuple[OpenFile, Row | BlockRead]]]:
+    """Return the reads of a plan, those of one thread at a time together: many rows, or reads.
+
+    Towards the end these are fewer and fewer, so that no thread is left with much to do.
+    """
+    rows: list[tuple[OpenFile, Row | BlockRead]] = []
+    some: list[tuple[OpenFile, Row | BlockRead]] = []
+    nbytes, left = 0, nbytes_placed_by(plan)
+    for reads in plan.files:
+        file = open_files.files[reads.file]
+        for one in _reads_of(file, reads.items, targets):
+            if isinstance(one, Row):
+                rows.append((file, one))
+                if len(rows) == MAX_ROWS:
+                    yield rows
+                    rows = []
+                continue
+            some.append((file, one))
+            nbytes += one.span.nbytes
+            if nbytes >= min(WORK_NBYTES, left // (2 * threads)):
+                yield some
+                left -= nbytes
+                some, nbytes = [], 0
+    yield from (work for work in (some, rows) if work)
+
+
+def shards_of(
+    file: OpenFile, items: Iterable[ReadItem]
+) -> Iterator[tuple[StoredShard, list[ReadItem]]]:
+    """Return the shards of a file that items read, in the file's order, each with its items."""
+    by_shard: dict[str, tuple[StoredShard, list[ReadItem]]] = {}
+    for item in items:
+        shard = file.shards.find(item.tensor, item.match.stored)
+        assert shard is not None, "`open_files` has looked for it"
+        by_shard.setdefault(shard.name, (shard, []))[1].append(item)
+    yield from sorted(by_shard.values(), key=lambda one: one[0].span.start)
+
+
+def needs_of(file: OpenFile, items: Iterable[ReadItem], targets: Targets) -> Iterator[Need]:
+    """Return the blocks of a file that items need, in the file's order."""
+
+    def has_memory(item: ReadItem) -> bool:
+        return targets[item.fqn, item.match.part].memory() is not None
+
+    for shard, wanted in shards_of(file, items):
+        yield from needed_blocks(shard, wanted, file.header.block_nbytes, has_memory)
+
+
+def _reads_of(
+    file: OpenFile, items: Sequence[ReadItem], targets: Targets
+) -> Iterator[Row | BlockRead]:
+    rows, others = divide(file, items)
+    yield from rows
+    yield from reads_of(needs_of(file, others, targets))

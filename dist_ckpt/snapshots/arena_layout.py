@@ -1,0 +1,298 @@
+"""What lies in an arena: a header, two documents about the snapshot, and its files' images.
+
+    0       header     identity; words: sequence, ready, committed; a record of each document
+    4096    document   the `Snapshot`, by the trainer that stages it
+    ...     seal       the `Seal`, by the writer that has digested it
+    ...     images     the whole files, in order, each on a multiple of 4096
+
+A document is msgpack. Its record holds the sequence that it is of, its size and its digest, and a
+checksum of all that: who finds them right may believe the document. Nothing here touches memory.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgpack
+
+from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.format.checksums import Buffer, block_digest, document_digest
+from dist_ckpt.format.geometry import Span
+
+# Changes with any change of this module: an arena of another version is never read.
+VERSION = 1
+
+PAGE_NBYTES = 4096
+HEADER_NBYTES = PAGE_NBYTES
+
+# The places of the words, counted in words, and of the records.
+SEQUENCE_WORD = 8
+READY_WORD = 9
+COMMITTED_WORD = 10
+DOCUMENT_RECORD = 128
+SEAL_RECORD = 192
+
+MAX_IMAGES = 1024
+MAX_DOCUMENT_NBYTES = 256 << 20
+
+UNCLAIMED = ""
+
+_MAGIC = b"dist_ckpt arena\0"
+_IDENTITY = struct.Struct("<16sI4x16s")
+_RECORD = struct.Struct("<QQ16s")
+_CHECK_NBYTES = 8
+RECORD_NBYTES = _RECORD.size + _CHECK_NBYTES
+
+# In a seal: a file's name, two sizes and a digest, and the attempt, with msgpack's own bytes.
+_SEALED_FILE_NBYTES = 192
+_MAX_NAME_NBYTES = 96
+
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One file of a snapshot, whole, with the room of its header."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank stages for one save. `id` is the save's, the same on all of its ranks.
+
+    `details` is for those who write and restore it; nothing here looks into it.
+    """
+
+    id: str
+    path: str
+    step: int | None
+    rank: int
+    world_size: int
+    images: tuple[Image, ...]
+    details: bytes = b""
+
+    def __post_init__(self) -> None:
+        names = {image.name for image in self.images}
+        if (
+            not _ID.fullmatch(self.id)
+            or not self.path
+            or not 0 <= self.rank < self.world_size
+            or (self.step is not None and self.step < 0)
+            or len(names) != len(self.images)
+            or len(names) > MAX_IMAGES
+            or not all(_is_name(name) for name in names)
+            or any(image.nbytes < 0 for image in self.images)
+        ):
+            raise ValueError(f"no snapshot: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What the writer made of a snapshot: its attempt, and what `plan.Receipt.files` says.
+
+    The attempt is `UNCLAIMED` if the save came to none, or the writer was not told which.
+    """
+
+    attempt: str
+    files: tuple[tuple[str, int, int, str], ...]
+
+
+class Record(NamedTuple):
+    """Which document lies in an arena. `sequence` is that of the complete snapshot."""
+
+    sequence: int
+    nbytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where everything of a snapshot lies in its arena, which has `nbytes` at least."""
+
+    document: Span
+    seal: Span
+    images: tuple[Span, ...]
+    nbytes: int
+
+
+def place(snapshot: Snapshot, document_nbytes: int) -> Placement:
+    """Say where a snapshot's parts lie: it follows from their sizes."""
+    document = Span(HEADER_NBYTES, HEADER_NBYTES + document_nbytes)
+    start = _on_page(document.stop)
+    seal = Span(start, start + _SEALED_FILE_NBYTES * (len(snapshot.images) + 1))
+    start = _on_page(seal.stop)
+    images = []
+    for image in snapshot.images:
+        images.append(Span(start, start + image.nbytes))
+        start = _on_page(start + image.nbytes)
+    return Placement(document, seal, tuple(images), start)
+
+
+def arena_nbytes(snapshot: Snapshot) -> int:
+    """Return the size of an arena into which a snapshot fits."""
+    return place(snapshot, len(encode_snapshot(snapshot))).nbytes
+
+
+# --- documents -------------------------------------------------------------------------------
+
+
+def encode_snapshot(snapshot: Snapshot) -> bytes:
+    """Return the document."""
+    images = [(image.name, image.nbytes) for image in snapshot.images]
+    s = snapshot
+    return _pack((s.id, s.path, s.step, s.rank, s.world_size, images, s.details))
+
+
+def decode_snapshot(data: Buffer) -> Snapshot:
+    """Return what a document says. ValueError if it says nothing sensible."""
+    match _unpack(data):
+        case (
+            str(id_),
+            str(path),
+            int() | None as step,
+            int(rank),
+            int(world_size),
+            tuple(images),
+            bytes(details),
+        ):
+            return Snapshot(id_, path, step, rank, world_size, tuple(map(_image, images)), details)
+    raise ValueError("not a snapshot's document")
+
+
+def encode_seal(seal: Seal) -> bytes:
+    """Return the document."""
+    return _pack((seal.attempt, seal.files))
+
+
+def decode_seal(data: Buffer) -> Seal:
+    """Return what a document says. ValueError if it says nothing sensible."""
+    match _unpack(data):
+        case (str(attempt), tuple(files)):
+            return Seal(attempt, tuple(map(_sealed, files)))
+    raise ValueError("not a seal")
+
+
+def _image(value: object) -> Image:
+    match value:
+        case (str(name), int(nbytes)):
+            return Image(name, nbytes)
+    raise ValueError("not an image")
+
+
+def _sealed(value: object) -> tuple[str, int, int, str]:
+    match value:
+        case (str(name), int(nbytes), int(header_nbytes), str(digest)):
+            return name, nbytes, header_nbytes, digest
+    raise ValueError("not a file's receipt")
+
+
+# --- header ----------------------------------------------------------------------------------
+
+
+def record_of(sequence: int, document: bytes) -> Record:
+    """Return the record of a document."""
+    return Record(sequence, len(document), bytes.fromhex(document_digest(document)))
+
+
+def encode_record(record: Record) -> bytes:
+    """Return the bytes of a record, with their checksum."""
+    return _with_check(_RECORD.pack(*record))
+
+
+def decode_record(header: Buffer, offset: int) -> Record | None:
+    """Return the record at a place of the header, or None: none is there, or half of one."""
+    body = _checked(bytes(header[offset : offset + RECORD_NBYTES]))
+    return None if body is None else Record(*_RECORD.unpack(body))
+
+
+def document_span(record: Record, what: str) -> Span:
+    """Return where a snapshot's document lies. CorruptError if nobody makes one of that size."""
+    if record.nbytes > MAX_DOCUMENT_NBYTES:
+        raise CorruptError(f"{what}: a document of {record.nbytes} bytes")
+    return Span(HEADER_NBYTES, HEADER_NBYTES + record.nbytes)
+
+
+def open_document(
+    data: Buffer, record: Record, nbytes: int, what: str
+) -> tuple[Snapshot, Placement]:
+    """Return the snapshot in an arena of `nbytes`, and where its parts are: all are in it.
+
+    CorruptError if the document is not the one that the record tells of.
+    """
+    check_document(data, record, what)
+    try:
+        snapshot = decode_snapshot(data)
+    except ValueError as error:
+        raise CorruptError(f"{what}: {error}") from error
+    placement = place(snapshot, record.nbytes)
+    if placement.nbytes > nbytes:
+        raise CorruptError(f"{what}: a snapshot of {placement.nbytes} bytes in {nbytes}")
+    return snapshot, placement
+
+
+def check_document(data: Buffer, record: Record, what: str) -> None:
+    """Check that a document is the one that a record tells of. CorruptError if not."""
+    if len(data) != record.nbytes or bytes.fromhex(document_digest(data)) != record.digest:
+        raise CorruptError(f"{what}: a document is half written, or damaged")
+
+
+def encode_identity(job: str) -> bytes:
+    """Return the first bytes of every arena of a job."""
+    return _with_check(_IDENTITY.pack(_MAGIC, VERSION, _digest_of(job)))
+
+
+def check_identity(header: Buffer, job: str, what: str) -> None:
+    """Check whose arena this is.
+
+    CorruptError if it is none, or another job's, IncompatibleError if it is one of another version.
+    """
+    body = bytes(header[: _IDENTITY.size])
+    if len(header) < HEADER_NBYTES or not body.startswith(_MAGIC):
+        raise CorruptError(f"{what} is no arena: it is left as it is")
+    _, version, owner = _IDENTITY.unpack(body)
+    if version != VERSION:
+        raise IncompatibleError(
+            f"{what} is of arena version {version}, and this dist_ckpt knows {VERSION}: it is not "
+            f"read"
+        )
+    if _checked(bytes(header[: _IDENTITY.size + _CHECK_NBYTES])) is None:
+        raise CorruptError(f"{what}: the header is damaged")
+    if owner != _digest_of(job):
+        raise CorruptError(f"{what} is of another job than {job!r}: it is not read")
+
+
+def _digest_of(job: str) -> bytes:
+    return bytes.fromhex(document_digest(job.encode()))
+
+
+def _with_check(body: bytes) -> bytes:
+    return body + bytes.fromhex(block_digest(body))
+
+
+def _checked(data: bytes) -> bytes | None:
+    body = data[:-_CHECK_NBYTES]
+    return body if _with_check(body) == data else None
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name.encode(errors="replace")) <= _MAX_NAME_NBYTES and "/" not in name
+
+
+def _on_page(offset: int) -> int:
+    return -(-offset // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def _pack(value: object) -> bytes:
+    data = msgpack.packb(value)
+    assert isinstance(data, bytes)
+    return data
+
+
+def _unpack(data: Buffer) -> object:
+    value: object = msgpack.unpackb(data, use_list=False)
+    return value

@@ -1,0 +1,185 @@
+"""Which files of a checkpoint a load reads from snapshots in memory, and not from the storage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from dist_ckpt.errors import CheckpointError
+from dist_ckpt.format.checksums import document_digest
+from dist_ckpt.format.filenames import INDEX
+from dist_ckpt.format.index import Index
+from dist_ckpt.planning.plan import FileReceipt
+from dist_ckpt.snapshots.job_folder import JobFolder, job_id
+from dist_ckpt.snapshots.kept_saves import KeptSave, kept_saves
+from dist_ckpt.snapshots.overlay_storage import KeptFile, Served
+
+_log = logging.getLogger("dist_ckpt")
+
+
+class KeptFiles(Protocol):
+    """Where a load finds files in memory: of one rank, which decides by itself.
+
+    The files are given by their paths. What `stack` closes may be needed until then.
+    """
+
+    @property
+    def is_only_copy(self) -> bool:
+        """Whether the storage has no such checkpoint."""
+
+    def unfound(self) -> Mapping[str, Served]:
+        """Return the files that the load is to find, though the storage does not have them."""
+
+    def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
+        """Return the files of the checkpoint that was found which memory has just as they are."""
+
+
+class NoneKept:
+    """For a load that reads everything from the storage."""
+
+    is_only_copy = False
+
+    def unfound(self) -> Mapping[str, Served]:
+        """See `KeptFiles`."""
+        return {}
+
+    def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
+        """See `KeptFiles`."""
+        return {}
+
+
+class KeptOnHost:
+    """What the job that saves into the checkpoint's folder has left on this host, if it is dead.
+
+    Or alive in this very process. The arenas of other trainers are theirs. If there is no such
+    job, to look costs a few calls of the system.
+    """
+
+    is_only_copy = False
+
+    def unfound(self) -> Mapping[str, Served]:
+        """See `KeptFiles`."""
+        return {}
+
+    def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
+        """See `KeptFiles`. Whatever is wrong with the memory, there is the storage."""
+        try:
+            job = JobFolder.find(job_id(path))
+            if job is None:
+                return {}
+            owners = ((folder, folder.owner("trainer")) for folder in job.present())
+            mine = [folder for folder, owner in owners if owner is None or owner.is_this_process]
+            kept = stack.enter_context(kept_saves(mine))
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s: what is left in memory cannot be looked at: %s", path, error)
+            return {}
+        for problem in kept.problems:
+            _log.info("%s: not used: %s", path, problem)
+        return {
+            name: file
+            for save in kept.saves.values()
+            for name, file in files_of(save, path, index).items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCommitted:
+    """A save that was committed; None where nothing of it is on this host."""
+
+    save: KeptSave | None
+
+    @property
+    def is_only_copy(self) -> bool:
+        """See `KeptFiles`."""
+        return False
+
+    def unfound(self) -> Mapping[str, Served]:
+        """See `KeptFiles`."""
+        return {}
+
+    def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
+        """See `KeptFiles`."""
+        return {} if self.save is None else files_of(self.save, path, index)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptUncommitted:
+    """A save that is complete here, and was never committed: with the index that it would have.
+
+    That is of `attempt`. Only the coordinator has it; all others are told.
+    """
+
+    save: KeptSave
+    attempt: str
+    index: bytes | None
+
+    @property
+    def is_only_copy(self) -> bool:
+        """See `KeptFiles`."""
+        return True
+
+    def unfound(self) -> Mapping[str, Served]:
+        """See `KeptFiles`."""
+        folder = f"{self.save.path}/{self.attempt}"
+        files: dict[str, Served] = {
+            f"{folder}/{name}": file for name, file, _ in _sealed_files(self.save)
+        }
+        return files if self.index is None else {**files, f"{folder}/{INDEX}": self.index}
+
+    def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
+        """See `KeptFiles`. None, if it was committed or superseded meanwhile."""
+        return self.unfound() if index.attempt == self.attempt else {}
+
+
+def files_of(save: KeptSave, path: str, index: Index) -> dict[str, Served]:
+    """Return the files of a checkpoint that a save has in memory, byte for byte.
+
+    An attempt's name is random, so that it is no other's; and every block of what is read is
+    checked by the digests in the file's header, which is the one that the index means.
+    """
+    if save.attempt != index.attempt:
+        return {}
+    listed = set(records_of(index))
+    found: dict[str, Served] = {}
+    for name, file, receipt in _sealed_files(save):
+        if receipt not in listed:
+            continue
+        if (problem := _problem(file, receipt)) is None:
+            found[f"{path}/{index.attempt}/{name}"] = file
+        else:
+            _log.warning("%s: %s is damaged in memory (%s)", path, name, problem)
+    return found
+
+
+def _sealed_files(save: KeptSave) -> Iterator[tuple[str, KeptFile, FileReceipt]]:
+    for _, kept in sorted(save.sealed.items()):
+        assert kept.seal is not None, "it is sealed"
+        receipts = {receipt[0]: receipt for receipt in kept.seal.files}
+        for number, image in enumerate(kept.snapshot.images):
+            yield image.name, KeptFile(kept, number), receipts[image.name]
+
+
+def records_of(index: Index) -> Iterator[FileReceipt]:
+    """Yield what the index says of each file, as its rank's receipt said it."""
+    for file in index.files:
+        yield index.file_name(file), file.nbytes, file.header_nbytes, file.digest
+    for one in index.objects:
+        yield one.name, one.nbytes, 0, one.digest
+
+
+def _problem(file: KeptFile, receipt: FileReceipt) -> str | None:
+    """Say what is wrong with what is read before any block is: the header, or all of a small file.
+
+    Were that found later, the load could not go back to the storage for this file alone.
+    """
+    _, nbytes, header_nbytes, digest = receipt
+    head = bytearray(min(header_nbytes or nbytes, file.nbytes))
+    try:
+        file.read_into(0, memoryview(head))
+    except CheckpointError as error:
+        return str(error)
+    actual = document_digest(head)
+    return None if actual == digest else f"its digest is {actual}, the index says {digest}"

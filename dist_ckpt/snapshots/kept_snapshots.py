@@ -1,0 +1,171 @@
+"""What is left in arenas: snapshots that can be read when their trainer is gone.
+
+They are read like files, not mapped: an arena that somebody cuts short meanwhile is then an error,
+and not the end of this process.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dist_ckpt.errors import CheckpointError, CorruptError
+from dist_ckpt.format.geometry import Span
+from dist_ckpt.memory.shared import open_existing
+from dist_ckpt.snapshots import arena_layout as layout
+from dist_ckpt.snapshots.arena_layout import Placement, Seal, Snapshot
+from dist_ckpt.snapshots.job_folder import NUM_ARENAS, RankFolder
+from dist_ckpt.storage.descriptor import Descriptor
+
+_WORD = struct.Struct("=Q")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSnapshot:
+    """A snapshot in an arena. Its bytes are to be checked by the digests in it.
+
+    Not complete: it is being staged, or its trainer died over it. Not sealed: digests and headers
+    are not all in. Committed: it became a checkpoint, whatever has become of that. `close` ends the
+    use of it.
+    """
+
+    place: str
+    snapshot: Snapshot
+    placement: Placement
+    is_complete: bool
+    is_committed: bool
+    seal: Seal | None
+    sequence: int
+    descriptor: Descriptor
+
+    def read_into(self, image: int, start: int, target: memoryview) -> None:
+        """Fill memory with the bytes of a file from `start` on. Threads may call it at once.
+
+        CorruptError if the arena has been cut short, StorageError after `close`.
+        """
+        span = self.placement.images[image]
+        assert 0 <= start <= start + len(target) <= span.nbytes, "beyond the file"
+        with self.descriptor.lend() as fd:
+            _read(fd, span.start + start, target, self.place)
+
+    def check(self) -> None:
+        """Check that it is still there, so that what was read is of it. CorruptError if not."""
+        with self.descriptor.lend() as fd:
+            sequence = _word(fd, layout.SEQUENCE_WORD, self.place)
+        if sequence != self.sequence - (not self.is_complete):
+            raise CorruptError(f"{self.place}: the snapshot was overwritten while it was read")
+
+    def close(self) -> None:
+        """End the use of it. The arena stays."""
+        self.descriptor.release()
+
+
+def open_kept(place: str, job: str) -> KeptSnapshot | None:
+    """Open the snapshot in an arena; None if there never was one. Nothing in it is believed.
+
+    FileNotFoundError if there is no arena; IncompatibleError if it is of another version,
+    CorruptError if it is another job's, damaged, torn before it said what it holds, or nonsense.
+    """
+    fd = open_existing(place, writable=False)
+    try:
+        kept = _opened(fd, place, job)
+    except BaseException:
+        os.close(fd)
+        raise
+    if kept is None:
+        os.close(fd)
+    return kept
+
+
+@contextmanager
+def kept_in(folder: RankFolder) -> Iterator[tuple[list[KeptSnapshot], list[str]]]:
+    """Give the snapshots that a rank's arenas hold, and what is wrong with the other arenas."""
+    found: list[KeptSnapshot] = []
+    problems: list[str] = []
+    try:
+        for number in range(NUM_ARENAS):
+            for place in folder.places(number):
+                try:
+                    kept = open_kept(place, folder.job)
+                except FileNotFoundError:
+                    continue  # it went with its process
+                except CheckpointError as error:
+                    problems.append(str(error))
+                    continue
+                if kept is not None:
+                    found.append(kept)
+                break
+        yield found, problems
+    finally:
+        for kept in found:
+            kept.close()
+
+
+def _opened(fd: int, place: str, job: str) -> KeptSnapshot | None:
+    nbytes = os.fstat(fd).st_size
+    header = os.pread(fd, layout.HEADER_NBYTES, 0)
+    layout.check_identity(header, job, place)
+    sequence = _word(fd, layout.SEQUENCE_WORD, place)
+    if sequence == 0:
+        return None
+    record = layout.decode_record(header, layout.DOCUMENT_RECORD)
+    if record is None or sequence not in (record.sequence - 1, record.sequence):
+        raise CorruptError(f"{place} was left half staged: there is no snapshot in it")
+    document = _bytes(fd, layout.document_span(record, place), place)
+    snapshot, placement = layout.open_document(document, record, nbytes, place)
+    is_complete = sequence == record.sequence
+    seal = _seal(fd, header, placement, sequence, place) if is_complete else None
+    is_committed = is_complete and _word(fd, layout.COMMITTED_WORD, place) == sequence
+    if sequence != _word(fd, layout.SEQUENCE_WORD, place):
+        raise CorruptError(f"{place} is being staged into: there is no snapshot in it")
+    return KeptSnapshot(
+        place=place,
+        snapshot=snapshot,
+        placement=placement,
+        is_complete=is_complete,
+        is_committed=is_committed,
+        seal=seal,
+        sequence=record.sequence,
+        descriptor=Descriptor(place, fd),
+    )
+
+
+def _seal(fd: int, header: bytes, placement: Placement, sequence: int, place: str) -> Seal | None:
+    record = layout.decode_record(header, layout.SEAL_RECORD)
+    if record is None or record.sequence != sequence:
+        return None  # not yet, or half of one, or that of an earlier snapshot
+    room = placement.seal
+    if record.nbytes > room.nbytes:
+        raise CorruptError(f"{place}: a seal of {record.nbytes} bytes in {room.nbytes}")
+    document = _bytes(fd, Span(room.start, room.start + record.nbytes), place)
+    layout.check_document(document, record, place)
+    try:
+        return layout.decode_seal(document)
+    except ValueError as error:
+        raise CorruptError(f"{place}: {error}") from error
+
+
+def _word(fd: int, number: int, place: str) -> int:
+    data = bytearray(_WORD.size)
+    _read(fd, number * _WORD.size, memoryview(data), place)
+    (value,) = _WORD.unpack(data)
+    assert isinstance(value, int)
+    return value
+
+
+def _bytes(fd: int, span: Span, place: str) -> bytearray:
+    data = bytearray(span.nbytes)
+    _read(fd, span.start, memoryview(data), place)
+    return data
+
+
+def _read(fd: int, start: int, target: memoryview, place: str) -> None:
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], start + done)
+        if not count:
+            raise CorruptError(f"{place} ends at byte {start + done}: it was cut short")
+        done += count

@@ -1,0 +1,1 @@
+"""What a rank holds: tensors, modules, optimizers, wrappers."""

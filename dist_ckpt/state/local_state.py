@@ -1,0 +1,327 @@
+"""The saving side of a state: what this rank holds, without copying or changing any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import assert_never
+
+import torch
+
+from dist_ckpt.format import objects_file
+from dist_ckpt.format.catalog_json import MAX_FQN_CHARS
+from dist_ckpt.format.geometry import Shape
+from dist_ckpt.format.index import Key, Node
+from dist_ckpt.memory.protocol import Source
+from dist_ckpt.memory.torch_tensor import TensorSource, synchronize
+from dist_ckpt.planning.plan import Flattened, Inventory, NameList, Placed, TensorEntry, View, Whole
+from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.state.containers import PathKey, join
+from dist_ckpt.state.local_tensors import is_ordinary
+from dist_ckpt.state.optimizers import ParameterName, name_parameters, optimizer_tree
+from dist_ckpt.state.plain_torch import without_tensors
+from dist_ckpt.state.sharding_rules import Rules
+from dist_ckpt.state.tensors import Held, describe, tie_key
+from dist_ckpt.state.tree import (
+    LOOSE,
+    Branch,
+    GroupLeaf,
+    ModuleLeaf,
+    ObjectLeaf,
+    OptimizerLeaf,
+    PerRankLeaf,
+    PlainLeaf,
+    TensorLeaf,
+    Tree,
+    as_tensor,
+    is_array,
+    module_children,
+    read_state,
+    state_of,
+    walk,
+)
+from dist_ckpt.state.wrappers import RNG, PerRank, key_of
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What one rank holds: the inventory, and what is behind each of its names.
+
+    `parts` has the local memory of each cell that the rank holds of a tensor, in the order in
+    which the plan numbers them; an alias, which is no tensor of the inventory, has them too.
+    `values` and `per_rank` hold checked plain data; a per-rank value is (key, value), its tensors
+    are `objects.Array`s. `owners` are the modules and optimizers of the state, by name.
+    """
+
+    inventory: Inventory
+    parts: Mapping[str, tuple[torch.Tensor, ...]]
+    values: Mapping[str, object]
+    per_rank: Mapping[str, tuple[Key, object]]
+    owners: Sequence[tuple[str, ModuleLeaf | OptimizerLeaf]]
+
+    def changed_in_steps(self) -> frozenset[str]:
+        """Return the tensors that change when an optimizer of the state steps, usually not before.
+
+        These are the optimizers' state, and what requires a gradient of the parameters in their
+        groups. Anything may change what else there is, whenever it likes: a forward the buffers,
+        and an average of the weights is kept in a copy of the model with parameters like these.
+        """
+        names: set[str] = set()
+        stepped: set[int] = set()
+        for fqn, leaf in self.owners:
+            if isinstance(leaf, OptimizerLeaf):
+                state = join(fqn, "state.")
+                names.update(name for name in self.parts if name.startswith(state))
+                groups = leaf.optimizer.param_groups
+                stepped.update(
+                    id(p) for group in groups for p in group["params"] if p.requires_grad
+                )
+        for fqn, leaf in self.owners:
+            if isinstance(leaf, ModuleLeaf):
+                named = leaf.state.names_of_parameters()
+                names.update(join(fqn, name) for key, name in named.items() if key in stepped)
+        return frozenset(names)
+
+    def source(self, fqn: str, number: int) -> Source:
+        """Return the memory of one cell of a tensor."""
+        return TensorSource(self.parts[fqn][number])
+
+    def synchronize(self) -> None:
+        """Wait until the accelerators have finished what is to be saved."""
+        synchronize(part for parts in self.parts.values() for part in parts)
+
+
+def take(
+    state: Mapping[PathKey, object],
+    *,
+    sharding: ShardingConfig | None,
+    rank: int,
+    world_size: int,
+    group_ranks: Sequence[int],
+    last: Inventory | None = None,
+) -> LocalState:
+    """Describe a state.
+
+    `group_ranks[r]` is the global rank of rank r of the group. No tensor is copied and nothing
+    changes: no optimizer step, no state created, no generator used. Each object's `state_dict`
+    is called once. An inventory that is like the `last` one shares its entries, so that the two
+    are compared in no time. Raises TypeError or ValueError for a state that cannot be saved,
+    naming the key path, the class and what to do.
+    """
+    root = read_state(state)
+    taker = _Taker(
+        Rules(sharding, root, rank=rank, world_size=world_size),
+        name_parameters(walk(root)),
+        rank,
+        group_ranks,
+        last.tensors if last else (),
+    )
+    taker.add_root(root)
+    return taker.taken(sharding)
+
+
+class _Taker:
+    """Adds one leaf after another to an inventory."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        names: Mapping[str, Mapping[int, ParameterName]],
+        rank: int,
+        group_ranks: Sequence[int],
+        last: Sequence[TensorEntry],
+    ) -> None:
+        self._rules = rules
+        self._names = names
+        self._rank = rank
+        self._group_ranks = tuple(group_ranks)
+        self._paths: set[str] = set()
+        self._component = ""
+        self._components: dict[str, int] = {}
+        self._views: dict[View, int] = {}
+        self._last = last
+        # How an ordinary tensor of a dtype and a shape is stored, if no rule says otherwise.
+        self._kinds: dict[tuple[torch.dtype, Shape], tuple[str, Shape, int]] = {}
+        self._starts: dict[int, tuple[str, TensorLeaf]] = {}
+        # What was found out of a tensor, but for those that are like another of their kind.
+        self._seen: dict[str, tuple[Held, View, Shape]] = {}
+        self._ties: dict[Hashable, str] = {}
+        self._tensors: list[TensorEntry] = []
+        self._aliases: list[tuple[str, str]] = []
+        self._tree: list[Node] = []
+        self._name_lists: list[NameList] = []
+        self._numpy: list[str] = []
+        self._parts: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._values: dict[str, object] = {}
+        self._per_rank: dict[str, tuple[Key, object]] = {}
+        self._keys: dict[str, Key | None] = {}
+        self._owners: list[tuple[str, ModuleLeaf | OptimizerLeaf]] = []
+
+    def add_root(self, root: Branch) -> None:
+        self._tree.append(Node("", root.kind, tuple(root.children)))
+        for key, child in root.children.items():
+            self._component = LOOSE if isinstance(child, TensorLeaf) else str(key)
+            self._add(str(key), child)
+
+    def taken(self, sharding: ShardingConfig | None) -> LocalState:
+        inventory = Inventory(
+            mesh=mesh_of(self._views, sharding),
+            components=tuple(self._components),
+            views=tuple(self._views),
+            tensors=tuple(self._tensors),
+            aliases=tuple(self._aliases),
+            values=tuple(self._values),
+            per_rank=tuple(self._keys.items()),
+            tree=tuple(self._tree),
+            name_lists=tuple(self._name_lists),
+            numpy=tuple(self._numpy),
+        )
+        return LocalState(inventory, self._parts, self._values, self._per_rank, self._owners)
+
+    def _add(self, fqn: str, tree: Tree) -> None:
+        match tree:
+            case TensorLeaf():
+                self._add_tensor(fqn, tree)
+            case Branch():
+                self._add_branch(fqn, tree.kind, tree.children)
+            case ModuleLeaf():
+                self._owners.append((fqn, tree))
+                self._add_branch(fqn, "dict", module_children(tree))
+            case OptimizerLeaf():
+                self._owners.append((fqn, tree))
+                self._add(fqn, optimizer_tree(tree, self._names[fqn], fqn))
+            case ObjectLeaf():
+                self._add(fqn, tree.content)
+            case PlainLeaf():
+                self._add_value(fqn, tree.value)
+            case PerRankLeaf():
+                self._add_per_rank(fqn, tree.wrapper)
+            case GroupLeaf():
+                self._add_group(fqn, tree)
+            case _:
+                assert_never(tree)
+
+    def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
+        self._claim(fqn)
+        self._tree.append(Node(fqn, kind, tuple(children)))
+        for key, child in children.items():
+            self._add(join(fqn, key), child)
+
+    def _add_value(self, fqn: str, value: object) -> None:
+        self._claim(fqn)
+        objects_file.check_plain(value, fqn)
+        self._values[fqn] = value
+
+    def _add_per_rank(self, fqn: str, wrapper: PerRank | RNG) -> None:
+        self._claim(fqn)
+        value = wrapper.capture() if isinstance(wrapper, RNG) else state_of(wrapper.value, fqn)
+        data = without_tensors(value, fqn)
+        objects_file.check_plain(data, fqn)
+        self._per_rank[fqn] = (key_of(wrapper, self._rank), data)
+        self._keys[fqn] = wrapper.key
+
+    def _add_group(self, fqn: str, group: GroupLeaf) -> None:
+        self._add_value(fqn, dict(group.values))
+        self._claim(f"{fqn}.params")
+        self._name_lists.append(NameList(f"{fqn}.params", group.params))
+        # No container of this name: the group is a value, its tensors lie below it.
+        for key, child in group.tensors.items():
+            self._add(join(fqn, key), child)
+
+    def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
+        self._claim(fqn)
+        value = leaf.value
+        kind = None
+        if self._rules.are_none and is_ordinary(value):
+            kind = value.dtype, value.shape
+            if (known := self._kinds.get(kind)) and self._is_first(fqn, leaf, value):
+                # All that is found out below was found out of another tensor of its kind.
+                self._parts[fqn] = (value,)
+                self._enter(fqn, *known)
+                return
+        if is_array(value):
+            self._numpy.append(fqn)
+        held, view, shape = self._seen[fqn] = self._see(fqn, leaf)
+        self._parts[fqn] = held.parts
+        if held.parts and not self._is_first(fqn, leaf, held.parts[0]):
+            first = self._tied(fqn, held.parts[0])
+            if first != fqn:
+                self._aliases.append((fqn, first))
+                return
+        number = self._views.setdefault(view, len(self._views))
+        self._enter(fqn, held.dtype, shape, number)
+        if kind is not None:
+            self._kinds[kind] = held.dtype, shape, number
+
+    def _enter(self, fqn: str, dtype: str, shape: Shape, view: int) -> None:
+        component = self._components.setdefault(self._component, len(self._components))
+        number = len(self._tensors)
+        if number < len(self._last):
+            last = self._last[number]
+            if (
+                last.fqn == fqn
+                and last.dtype == dtype
+                and last.shape == shape
+                and last.view == view
+                and last.component == component
+            ):
+                self._tensors.append(last)
+                return
+        self._tensors.append(TensorEntry(fqn, dtype, shape, view, component))
+
+    def _see(self, fqn: str, leaf: TensorLeaf) -> tuple[Held, View, Shape]:
+        """Return what is held of a tensor, how its entry says so, and the shape of that entry."""
+        held = describe(
+            as_tensor(leaf.value, fqn, writable=False),
+            fqn,
+            rank=self._rank,
+            group=self._group_ranks,
+        )
+        view, shape = held.view, held.shape
+        if isinstance(view, Whole):
+            view, shape = self._rules.view(fqn, leaf, shape) or (view, shape)
+        # ZeRO leaves the last ranks nothing of a short tensor: an empty part of no cell.
+        if isinstance(view, Flattened) and 0 in held.shape and 0 not in shape:
+            held = replace(held, parts=())
+        return held, view, shape
+
+    def _is_first(self, fqn: str, leaf: TensorLeaf, part: torch.Tensor) -> bool:
+        """Say whether no other tensor begins where this one does: most tie to none for that."""
+        return self._starts.setdefault(part.data_ptr(), (fqn, leaf))[0] == fqn
+
+    def _tied(self, fqn: str, part: torch.Tensor) -> str:
+        """Return the first name of the same memory, seen the same way."""
+        other, leaf = self._starts[part.data_ptr()]
+        if other not in self._seen:
+            self._seen[other] = self._see(other, leaf)
+        first = fqn
+        for name in (other, fqn):
+            held, view, _ = self._seen[name]
+            tie = tie_key(held)
+            first = name if tie is None else self._ties.setdefault((tie, view), name)
+        return first
+
+    def _claim(self, fqn: str) -> None:
+        if len(fqn) > MAX_FQN_CHARS:
+            raise ValueError(
+                f"{fqn[:100]}...: a name of {len(fqn)} characters, {MAX_FQN_CHARS} are the most: "
+                "use shorter keys"
+            )
+        if fqn in self._paths:
+            raise ValueError(
+                f"{fqn.removesuffix('.')}: two paths of the state have this name once their keys "
+                "are joined with dots: rename one of the keys"
+            )
+        self._paths.add(fqn)
+
+
+def mesh_of(views: Iterable[View], sharding: ShardingConfig | None) -> tuple[tuple[str, int], ...]:
+    """Return the job's mesh: the config's, else the largest that a tensor lies on."""
+    if sharding is not None:
+        return tuple(sharding.mesh.items())
+    meshes = [view.mesh for view in views if isinstance(view, Placed)]
+    if not meshes:
+        return ()
+    mesh = max(meshes, key=lambda mesh: prod(mesh.shape))
+    return tuple(zip(mesh.names, mesh.shape, strict=True))

@@ -1,0 +1,89 @@
+"""Plain data that needs torch or numpy: from stand-ins to the real thing, and back."""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.format.objects_file import Array, Device, DType, NumpyScalar, Size, StandIn
+from dist_ckpt.memory.torch_tensor import TensorSource
+from dist_ckpt.state.containers import MAX_DEPTH, join
+from dist_ckpt.state.local_tensors import dtype_name, from_numpy, plain, torch_dtype
+from dist_ckpt.state.tree import is_array
+
+
+def _make(value: StandIn) -> object:
+    match value:
+        case DType(name):
+            return torch_dtype(name)
+        case Device(name):
+            try:
+                return torch.device(name)
+            except RuntimeError as error:
+                raise ValueError(f"{name!r} is no device: {error}") from None
+        case Size(shape):
+            return torch.Size(shape)
+        case NumpyScalar(code, data):
+            return _numpy_scalar(code, data)
+        case Array():
+            return _array(value)
+
+
+# For `objects.decode`. ValueError says that data is damaged, IncompatibleError what is lacking.
+MAKE: Callable[[StandIn], object] = _make
+
+
+def without_tensors(value: Any, fqn: str, depth: int = 0) -> object:
+    """Return plain data with `Array` in place of each tensor and numpy array.
+
+    Raises TypeError for a tensor that has no bytes of its own, such as a DTensor, ValueError for
+    one without data and for what contains itself.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(
+            f"{fqn[:100]}: nested deeper than {MAX_DEPTH}, or contains itself: flatten it"
+        )
+    depth += 1
+    if is_array(value):
+        return _stand_in(from_numpy(value, fqn, writable=False), fqn, "numpy")
+    if isinstance(value, torch.Tensor):
+        return _stand_in(value, fqn, "tensor")
+    if type(value) in (dict, OrderedDict):
+        return type(value)((k, without_tensors(v, join(fqn, k), depth)) for k, v in value.items())
+    if type(value) is defaultdict:
+        items = {k: without_tensors(v, join(fqn, k), depth) for k, v in value.items()}
+        return defaultdict(value.default_factory, items)
+    if type(value) in (list, tuple):
+        return type(value)(without_tensors(v, join(fqn, i), depth) for i, v in enumerate(value))
+    return value
+
+
+def _stand_in(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"]) -> Array:
+    local = plain(tensor, fqn)
+    if local.is_meta:
+        raise ValueError(f"{fqn}: a meta tensor has no data to save: materialize it first")
+    source = TensorSource(local)
+    data = source.read(0, source.nbytes, memoryview(bytearray(source.nbytes)))
+    return Array(dtype_name(local.dtype, fqn), tuple(local.shape), bytes(data), kind)
+
+
+def _array(value: Array) -> object:
+    tensor = torch.empty(value.shape, dtype=torch_dtype(value.dtype), device="cpu")
+    if value.data:
+        # A copy, so that it can be written to.
+        raw = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
+        tensor = raw.view(tensor.dtype).reshape(value.shape)
+    return tensor.numpy() if value.kind == "numpy" else tensor
+
+
+def _numpy_scalar(code: str, data: bytes) -> object:
+    try:
+        numpy = importlib.import_module("numpy")
+    except ModuleNotFoundError:
+        raise IncompatibleError("the checkpoint holds numpy scalars: install numpy") from None
+    return numpy.frombuffer(data, dtype=code)[0]

@@ -1,0 +1,137 @@
+"""A ShardingConfig applied to a state: which of its plain tensors are parts of larger ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+
+from dist_ckpt.format.geometry import Cell, Region, Shape
+from dist_ckpt.planning.mesh import cells_of
+from dist_ckpt.planning.plan import Flattened, Ruled
+from dist_ckpt.planning.sharded_views import chunked
+from dist_ckpt.planning.sharding_config import ShardingConfig, axes_under, name_of, parameter_of
+from dist_ckpt.state.containers import join, names_above
+from dist_ckpt.state.tree import Branch, ModuleLeaf, TensorLeaf, walk
+
+
+class Rules:
+    """The rules for one state. A rule holds for a parameter and for what is stored under it.
+
+    Raises ValueError for a config of another number of ranks.
+    """
+
+    def __init__(
+        self, sharding: ShardingConfig | None, root: Branch, *, rank: int, world_size: int
+    ) -> None:
+        self._sharding = sharding
+        self._rank = rank
+        self._components: frozenset[str] = frozenset()
+        self._shapes: Mapping[str, Shape] = {}
+        self._buffers: frozenset[str] = frozenset()
+        if sharding is None:
+            return
+        if sharding.world_size != world_size:
+            raise ValueError(
+                f"the ShardingConfig's mesh {dict(sharding.mesh)} has {sharding.world_size} ranks, "
+                f"the group has {world_size}: give the config of this job"
+            )
+        self._components = frozenset(
+            str(key) for key, child in root.children.items() if not isinstance(child, TensorLeaf)
+        )
+        # Plain dicts may hold an optimizer's state, as torch's helpers make it: it follows the
+        # rule of the parameter that another part of the state has.
+        held = {
+            self._name(fqn): tuple(leaf.value.shape)
+            for fqn, _, leaf in walk(root)
+            if isinstance(leaf, TensorLeaf) and isinstance(leaf.value, torch.Tensor)
+        }
+        self._shapes = {**held, **sharding.shapes}
+        self._buffers = frozenset(
+            join(fqn, name)
+            for fqn, _, leaf in walk(root)
+            if isinstance(leaf, ModuleLeaf)
+            for name in leaf.tensors
+            if not isinstance(leaf.state.live[name], torch.nn.Parameter)
+        )
+
+    @property
+    def are_none(self) -> bool:
+        """Say whether there is no config, so that no tensor is cut."""
+        return self._sharding is None
+
+    def view(
+        self, fqn: str, leaf: TensorLeaf, shape: Shape
+    ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
+        """Return how the config cuts a tensor that is held in one piece, and the entry's shape.
+
+        None if it does not cut it. Raises ValueError for what may be a flat part of any tensor.
+        """
+        if self._sharding is None:
+            return None
+        name = self._name(fqn)
+        parameter = leaf.under or parameter_of(name, self._shapes)
+        if self._sharding.flat:
+            self._check_known(fqn, leaf, parameter[0] if parameter else name, shape)
+            whole = self._flattened(name, parameter, shape)
+            return None if whole is None else (Flattened(self._sharding.ranks()), whole)
+        axes = axes_under(self._sharding, name, shape, parameter)
+        return (Ruled(self._sharding.ranks(), axes), shape) if any(axes) else None
+
+    def flat_part(self, shape: Shape) -> tuple[Cell, ...] | None:
+        """Return what ZeRO gives this rank of new state under a parameter of `shape`, if flat."""
+        if self._sharding is None or not self._sharding.flat or not shape:
+            return None
+        return cells_of(Flattened(self._sharding.ranks()), self._rank, shape)
+
+    def _name(self, fqn: str) -> str:
+        """Return the name that patterns see."""
+        component = next((name for name in names_above(fqn) if name in self._components), "")
+        return name_of(fqn, component)
+
+    def _check_known(self, fqn: str, leaf: TensorLeaf, name: str, shape: Shape) -> None:
+        assert self._sharding is not None
+        if self._sharding.zero_stage < 3 or len(shape) != 1 or 0 in shape:
+            return
+        # ZeRO leaves buffers whole, and partitions nothing that is not torch's.
+        if fqn in self._buffers or not isinstance(leaf.value, torch.Tensor):
+            return
+        if name not in self._sharding.shapes:
+            raise ValueError(
+                f"{fqn}: with flat=True and zero_stage=3 a tensor of shape {shape} may be a part "
+                f"of one of any shape: give the ShardingConfig shapes={{{name!r}: ..., ...}}, the "
+                "shapes of all parameters before they are partitioned; of a tensor that every "
+                "rank holds whole give its own"
+            )
+
+    def _flattened(
+        self, name: str, parameter: tuple[str, Shape] | None, shape: Shape
+    ) -> Shape | None:
+        """Return the shape of the tensor of which ZeRO's flat parts are held, or None."""
+        assert self._sharding is not None
+        if parameter is None and self._sharding.zero_stage < 3:
+            return None
+        whole = self._shapes.get(parameter[0] if parameter else name)
+        if whole is None or len(shape) != 1:
+            return None
+        cells = cells_of(Flattened(self._sharding.ranks()), self._rank, whole)
+        return whole if prod(shape) == sum(cell.numel for cell in cells) else None
+
+
+def target_cells(
+    view: Ruled | Flattened, shape: Shape, rank: int, saved: Shape
+) -> tuple[Cell, ...] | None:
+    """Return the cells of a saved tensor that a part of `shape` is; None if it has another shape.
+
+    On a load parts are `torch.chunk`'s.
+    """
+    if len(shape) != len(saved) and isinstance(view, Ruled):
+        return None
+    cells = cells_of(chunked(view) if isinstance(view, Ruled) else view, rank, saved)
+    if not cells:
+        return () if 0 in shape else None
+    (cell,) = cells
+    if isinstance(view, Ruled) and isinstance(cell, Region):
+        return cells if cell.shape == shape else None
+    return cells if (cell.numel,) == shape else None

@@ -1,0 +1,400 @@
+"""The only module that knows torch's sharded tensors: a leaf of the state -> what this rank holds.
+
+`describe` for a save and `describe_target` for a load recognise, in this order: our wrappers;
+DTensor, whose regions we compute ourselves; ShardedTensor; other classes with torch's
+`__create_chunk_list__` and `__get_tensor_shard__`; exactly Tensor, Parameter and Buffer with
+strided layout. Every other tensor is refused by name: its memory is not its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Protocol, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.memory.torch_tensor import overlaps_itself, slices_of
+from dist_ckpt.planning import plan
+from dist_ckpt.planning.mesh import cells_of
+from dist_ckpt.planning.strided import readings
+from dist_ckpt.runtime.torch_private import ShardedTensor, StridedShard
+from dist_ckpt.state.local_tensors import PLAIN, class_name, dtype_name, plain, torch_dtype
+from dist_ckpt.state.wrappers import FlatShard, LocalShard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """One tensor as this rank holds it: `parts[i]` is the local memory of `cells[i]`.
+
+    A part has the shape of its Region; that of Elements has one dimension. It shares memory with
+    the leaf, so a load writes into it. No cell is empty but the one of an empty tensor, and there
+    are none on a rank outside the tensor's mesh.
+    """
+
+    dtype: str
+    shape: Shape
+    view: plan.View
+    cells: tuple[Cell, ...]
+    parts: tuple[torch.Tensor, ...]
+
+
+class _Chunked(Protocol):
+    """What third-party classes offer torch's own checkpoints, and so us."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]: ...
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor: ...
+
+
+def is_tensor_leaf(value: object) -> bool:
+    """Say whether `describe` is responsible for this value; it may still refuse it by name."""
+    return isinstance(value, torch.Tensor | LocalShard | FlatShard) or _is_chunked(value)
+
+
+def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> Held:
+    """Return what this rank would save of a leaf.
+
+    `group[r]` is the global rank of rank r of the group, `rank` our own in it. Moves no data.
+    Raises TypeError for a class that cannot be stored, ValueError for a tensor that has no data
+    (meta, freed) or lies on ranks outside the group; both name `fqn` and the remedy.
+    """
+    held = _held(value, fqn, rank, tuple(group))
+    for part in held.parts:
+        if part.is_meta:
+            raise ValueError(
+                f"{fqn}: a meta tensor has no data to save: materialize it first "
+                "(`to_empty` and initialise, or load a checkpoint)"
+            )
+    return held
+
+
+def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> Held:
+    """Return what a load would fill of a leaf; like `describe`, but it must be writable.
+
+    Memory that overlaps itself (`expand`) is refused. So are meta tensors: who wants them
+    replaced asks `is_meta` first and describes what `materialize` returns.
+    """
+    held = _held(value, fqn, rank, tuple(group))
+    for part in held.parts:
+        if part.is_meta:
+            raise ValueError(f"{fqn}: a meta tensor has no memory to load into: materialize it")
+        if overlaps_itself(part):
+            raise ValueError(
+                f"{fqn}: shape {tuple(part.shape)} with strides {part.stride()} overlaps itself, "
+                "as after `expand`: load into a `clone()` of it"
+            )
+    return held
+
+
+def is_meta(value: object) -> bool:
+    """Say whether a leaf has a shape but no data."""
+    if type(value) in PLAIN:
+        return bool(value.is_meta)  # type: ignore[attr-defined]
+    match value:
+        case LocalShard() | FlatShard():
+            return is_meta(value.tensor)
+        case DTensor():
+            return bool(_local(value).is_meta)
+        case ShardedTensor():
+            # It answers itself, and only where it has one shard.
+            return False
+        case torch.Tensor():
+            return bool(value.is_meta)
+    return False
+
+
+def materialize(value: object) -> object:
+    """Return a leaf like this meta one with memory to load into.
+
+    A tensor on the CPU, a DTensor on its mesh's device, a wrapper around a CPU tensor; a
+    Parameter stays one. The content is undefined.
+    """
+    if isinstance(value, LocalShard | FlatShard):
+        assert isinstance(value.tensor, torch.Tensor)
+        return replace(value, tensor=_empty_like(value.tensor, value.tensor.dtype))
+    assert isinstance(value, torch.Tensor)
+    made = _empty_like(value, value.dtype)
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=value.requires_grad)
+    return made
+
+
+def empty_like_saved(value: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return a new tensor with the layout and device of `value`, but of a saved dtype.
+
+    For optimizer state that a load has to create: no Parameter, no grad. The device is as for
+    `materialize` where `value` is meta. The content is undefined.
+    """
+    return _empty_like(value, torch_dtype(dtype))
+
+
+def tie_key(held: Held) -> Hashable | None:
+    """Return a key that two leaves share if they are the same memory, seen the same way.
+
+    None where that cannot be said: nothing held, empty, or meta.
+    """
+    if not held.parts:
+        return None
+    parts = []
+    for part in held.parts:
+        if part.is_meta or not part.numel():
+            return None
+        seen = (part.shape, part.stride(), part.is_conj(), part.is_neg())
+        parts.append((part.device, part.data_ptr(), *seen))
+    return held.dtype, held.shape, held.view, *parts
+
+
+# --- one leaf after another ------------------------------------------------------------------
+
+
+def _held(value: object, fqn: str, rank: int, group: tuple[int, ...]) -> Held:
+    if type(value) in PLAIN:  # most are, and the questions below take longer than the answer
+        return _whole(value, fqn)  # type: ignore[arg-type]
+    if isinstance(value, LocalShard | FlatShard):
+        return _wrapped(value, fqn)
+    if isinstance(value, DTensor):
+        return _dtensor(value, fqn, rank, group)
+    if isinstance(value, ShardedTensor):
+        return _sharded(value, fqn)
+    if _is_chunked(value):
+        return _parts(fqn, value.dtype, tuple(value.shape), _shards_of(value, fqn))
+    if isinstance(value, torch.Tensor):
+        return _whole(value, fqn)
+    raise TypeError(f"{fqn}: {class_name(value)} is not a tensor")
+
+
+_whole_cell = lru_cache(maxsize=1024)(Region.whole)  # thousands of tensors have a few shapes
+
+
+def _whole(value: torch.Tensor, fqn: str) -> Held:
+    local = plain(value, fqn)
+    cell = _whole_cell(tuple(local.shape))
+    return Held(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
+
+
+def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> Held:
+    if not isinstance(shard.tensor, torch.Tensor):
+        raise TypeError(
+            f"{fqn}: {type(shard).__name__} holds a {class_name(shard.tensor)}: give it a tensor, "
+            "such as torch.from_numpy(array)"
+        )
+    local = plain(shard.tensor, fqn)
+    if isinstance(shard, LocalShard):
+        return _parts(fqn, local.dtype, shard.global_shape, [(shard.offset, local)])
+    if 0 in shard.global_shape or not local.numel():
+        return _parts(fqn, local.dtype, shard.global_shape, [])
+    try:
+        flat = local.view(-1)
+    except RuntimeError:
+        raise ValueError(
+            f"{fqn}: the tensor of a FlatShard, shape {tuple(local.shape)} with strides "
+            f"{local.stride()}, has no flat view: make it contiguous"
+        ) from None
+    cells = (Elements(shard.start, shard.start + flat.numel()),)
+    return Held(dtype_name(local.dtype, fqn), shard.global_shape, plan.Parts(cells), cells, (flat,))
+
+
+def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> Held:
+    shape = tuple(value.shape)
+    placements = tuple(_placement(placement, value, fqn) for placement in value.placements)
+    local = _local(value)
+    if _is_chunked(local):
+        return _parts(fqn, local.dtype, shape, _shards_of(local, fqn))
+    mesh = _mesh_of(value.device_mesh, group, fqn)
+    view = plan.Placed(mesh, placements) if mesh else plan.Parts(())
+    if mesh is None or rank not in mesh.ranks:
+        return Held(dtype_name(value.dtype, fqn), shape, view, (), ())
+    local = plain(local, fqn)
+    dtype = dtype_name(local.dtype, fqn)
+    if 0 in shape:
+        return Held(dtype, shape, view, (Region.whole(shape),), (local.new_empty(shape),))
+    possible = readings(plan.Placed(mesh, placements), shape)
+    cells = _cells_that_fit([cells_of(r, rank, shape) for r in possible], local, value, fqn)
+    # Ranks that read the placements in two ways say which cells they mean.
+    return Held(
+        dtype,
+        shape,
+        view if len(possible) == 1 else plan.Parts(cells),
+        cells,
+        tuple(_boxes_in(local, cells)),
+    )
+
+
+def _sharded(value: ShardedTensor, fqn: str) -> Held:
+    metadata = value.metadata()
+    shards = [
+        (tuple(shard.metadata.shard_offsets), plain(shard.tensor, fqn))
+        for shard in value.local_shards()
+    ]
+    return _parts(fqn, metadata.tensor_properties.dtype, tuple(metadata.size), shards)
+
+
+def _is_chunked(value: object) -> TypeGuard[_Chunked]:
+    methods = ("__create_chunk_list__", "__get_tensor_shard__")
+    if not all(hasattr(type(value), name) for name in methods):
+        return False
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _shards_of(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
+    shards = []
+    for number, chunk in enumerate(value.__create_chunk_list__()):
+        if 0 not in chunk.sizes:
+            index = MetadataIndex(fqn, chunk.offsets, number)
+            local = plain(value.__get_tensor_shard__(index), fqn)
+            if local.shape != chunk.sizes:
+                raise ValueError(
+                    f"{fqn}: {class_name(value)} says that it holds {tuple(chunk.sizes)} at "
+                    f"{tuple(chunk.offsets)}, but gives a tensor of {tuple(local.shape)}"
+                )
+            shards.append((tuple(chunk.offsets), local))
+    return shards
+
+
+def _parts(
+    fqn: str, dtype: torch.dtype, shape: Shape, shards: Iterable[tuple[Shape, torch.Tensor]]
+) -> Held:
+    """Return what a rank holds that has these boxes, given by where they begin.
+
+    `dtype` counts only where there are none: torch's LocalShardsWrapper says float32 always.
+    """
+    shards = list(shards)
+    dtype = shards[0][1].dtype if shards else dtype
+    if 0 in shape:
+        shards = [((0,) * len(shape), torch.empty(shape, dtype=dtype, device="cpu"))]
+    else:
+        shards = [(offset, tensor) for offset, tensor in shards if tensor.numel()]
+    cells = tuple(Region(offset, tuple(tensor.shape)) for offset, tensor in shards)
+    for cell in cells:
+        if len(cell.shape) != len(shape) or not Region.whole(shape).covers(cell):
+            raise ValueError(
+                f"{fqn}: a shard of shape {cell.shape} at {cell.offset} does not lie in the whole "
+                f"tensor's shape {shape}: wrap it in dist_ckpt.LocalShard with the true shape"
+            )
+    name = dtype_name(dtype, fqn)
+    return Held(name, shape, plan.Parts(cells), cells, tuple(tensor for _, tensor in shards))
+
+
+# --- DTensor ---------------------------------------------------------------------------------
+
+
+def _local(value: DTensor) -> torch.Tensor:
+    with torch.no_grad():
+        return value.to_local()
+
+
+def _placement(placement: Placement, value: DTensor, fqn: str) -> plan.Placement:
+    match placement:
+        case Replicate():
+            return plan.Replicate()
+        # In some versions of torch it is a subclass of Shard.
+        case StridedShard():
+            return plan.StridedShard(placement.dim % value.ndim, int(placement.split_factor))
+        case Shard():
+            return plan.Shard(placement.dim % value.ndim)
+        case Partial():
+            raise ValueError(
+                f"{fqn}: a DTensor under {placement!r} is not yet summed up over its mesh: "
+                "`redistribute` it to Replicate or Shard first"
+            )
+    raise TypeError(
+        f"{fqn}: the placement {placement} of class {class_name(placement)} is unknown: "
+        "`redistribute` the DTensor to Replicate or Shard first"
+    )
+
+
+def _mesh_of(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> plan.Mesh | None:
+    """Return the mesh in ranks of the group, or None: a mesh that we are not on may not say."""
+    # Two slices of one mesh are equal though their ranks differ: which it is depends on our rank.
+    own_rank = dist.get_rank() if dist.is_initialized() else -1
+    try:
+        return _mesh_in(mesh, own_rank, group)
+    except ValueError as error:
+        raise ValueError(f"{fqn}: {error}") from None
+
+
+# A job has a few meshes and thousands of tensors, and a mesh may have thousands of ranks.
+@lru_cache(maxsize=64)
+def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.Mesh | None:
+    try:
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+    except RuntimeError:
+        return None
+    numbers = {rank: number for number, rank in enumerate(group)}
+    if strange := [rank for rank in ranks if rank not in numbers]:
+        raise ValueError(
+            f"its mesh has the global ranks {strange[:8]}, which are not in the group: call with "
+            "a group that holds the whole mesh"
+        )
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return plan.Mesh(tuple(names), tuple(mesh.shape), tuple(numbers[rank] for rank in ranks))
+
+
+def _cells_that_fit(
+    readings: Sequence[tuple[Cell, ...]], local: torch.Tensor, value: DTensor, fqn: str
+) -> tuple[Cell, ...]:
+    what = f"{fqn}: a DTensor of shape {tuple(value.shape)} under {value.placements}"
+    fitting = {cells for cells in readings if _extent(cells, local) == tuple(local.shape)}
+    if not fitting:
+        raise ValueError(
+            f"{what} on {value.device_mesh} has a local tensor of shape {tuple(local.shape)} here, "
+            "which is not what its placements give: use dist_ckpt.LocalShard for such parts"
+        )
+    if len(fitting) > 1:
+        raise ValueError(
+            f"{what} can be read in two ways here: choose sizes that divide evenly over the mesh, "
+            "or use dist_ckpt.LocalShard"
+        )
+    return fitting.pop()
+
+
+def _runs(cells: Sequence[Cell], dim: int) -> dict[int, int]:
+    """Return the parts of a dimension that the boxes take, ascending: offset and size of each."""
+    boxes = [cell for cell in cells if isinstance(cell, Region)]
+    return dict(sorted((box.offset[dim], box.shape[dim]) for box in boxes))
+
+
+def _extent(cells: Sequence[Cell], local: torch.Tensor) -> Shape:
+    """Return the shape of the boxes put together; where nothing is held, any empty one is right."""
+    if not cells and not local.numel():
+        return tuple(local.shape)
+    return tuple(sum(_runs(cells, dim).values()) for dim in range(local.ndim))
+
+
+def _boxes_in(local: torch.Tensor, cells: Sequence[Cell]) -> Iterator[torch.Tensor]:
+    """Return the part of the local tensor that each box is."""
+    starts = []
+    for dim in range(local.ndim):
+        runs = _runs(cells, dim)
+        starts.append(dict(zip(runs, accumulate(runs.values(), initial=0), strict=False)))
+    for cell in cells:
+        assert isinstance(cell, Region)
+        at = tuple(starts[dim][offset] for dim, offset in enumerate(cell.offset))
+        yield local[slices_of(Region(at, cell.shape))]
+
+
+def _empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        local, mesh = _local(value).detach(), value.device_mesh
+        device = mesh.device_type if local.is_meta else local.device
+        return DTensor.from_local(
+            torch.empty_like(local, dtype=dtype, device=device),
+            mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    device = "cpu" if value.is_meta else value.device
+    return torch.empty_like(value.detach(), dtype=dtype, device=device)

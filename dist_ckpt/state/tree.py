@@ -1,0 +1,289 @@
+"""The state as a tree of leaves: what every key of it is, in the order of the design.
+
+Both sides of a checkpoint read the state here: `local_state.py` to store the leaves,
+`binding/bind.py` to find where they go. Reading calls `state_dict` of each object and module once
+and changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dist_ckpt.errors import CheckpointError
+from dist_ckpt.format.geometry import Shape
+from dist_ckpt.format.strict_json import is_text
+from dist_ckpt.state.containers import MAX_DEPTH, PathKey, entries_of, join, kind_of
+from dist_ckpt.state.local_tensors import PLAIN, from_numpy
+from dist_ckpt.state.modules import ModuleState, module_state
+from dist_ckpt.state.tensors import is_tensor_leaf
+from dist_ckpt.state.wrappers import RNG, Named, PerRank
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# The component of tensors that are themselves at the top of the state.
+LOOSE = "state"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """A container that holds tensors. `live` is the user's own; None if it is made by us."""
+
+    kind: str
+    live: object
+    children: Mapping[PathKey, Tree]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorLeaf:
+    """A tensor, a local part of one, or a numpy array.
+
+    One that is stored under a parameter names that in `under`, as rules of a ShardingConfig see
+    it, with the parameter's local shape.
+    """
+
+    value: object
+    under: tuple[str, Shape] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainLeaf:
+    """Anything else: plain data, or what a save has to refuse."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerRankLeaf:
+    """A value of one rank."""
+
+    wrapper: PerRank | RNG
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleLeaf:
+    """A module; `extras` are the entries of its state dict that are not its live tensors."""
+
+    state: ModuleState
+    tensors: Mapping[str, TensorLeaf]
+    extras: Mapping[str, Tree]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerLeaf:
+    """An optimizer, with the names that the user gave its parameters, by id()."""
+
+    optimizer: Optimizer
+    names: Mapping[int, str] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectLeaf:
+    """An object with `load_state_dict`, and what its `state_dict` returned."""
+
+    owner: object
+    content: Tree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupLeaf:
+    """A parameter group of an optimizer: its parameters' names and its hyperparameters.
+
+    Those that are plain data are one value; those that are tensors are stored as tensors.
+    """
+
+    params: tuple[str, ...]
+    values: Mapping[str, object]
+    tensors: Mapping[PathKey, Tree]
+
+
+Tree = (
+    Branch
+    | TensorLeaf
+    | PlainLeaf
+    | PerRankLeaf
+    | ModuleLeaf
+    | OptimizerLeaf
+    | ObjectLeaf
+    | GroupLeaf
+)
+
+
+def read_state(state: Mapping[PathKey, object]) -> Branch:
+    """Read a state. Raises TypeError or ValueError for what is no state at all."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"the state is a {type(state).__name__}: give a mapping such as "
+            "{'model': model, 'optim': optimizer}"
+        )
+    return Branch(kind_of(state) or "dict", state, _children(dict(state), "", (id(state),)))
+
+
+def read_value(value: object, fqn: str) -> Tree:
+    """Read what is at one name of a state."""
+    return _read(value, fqn, ())
+
+
+def walk(root: Branch) -> Iterator[tuple[str, str, Tree]]:
+    """Yield everything in a state, containers first: its name, its component, and itself."""
+    for key, child in root.children.items():
+        if isinstance(child, TensorLeaf):
+            yield str(key), LOOSE, child
+            continue
+        for fqn, tree in _inside(str(key), child):
+            yield fqn, str(key), tree
+
+
+def _inside(fqn: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
+    yield fqn, tree
+    children: Mapping[PathKey, Tree] = {}
+    if isinstance(tree, Branch):
+        children = tree.children
+    elif isinstance(tree, ModuleLeaf):
+        children = module_children(tree)
+    elif isinstance(tree, ObjectLeaf):
+        yield from _inside(fqn, tree.content)
+    for key, child in children.items():
+        name = join(fqn, key)
+        if isinstance(child, TensorLeaf):
+            yield name, child  # most are: without a generator for each
+        else:
+            yield from _inside(name, child)
+
+
+def module_children(leaf: ModuleLeaf) -> Mapping[PathKey, Tree]:
+    """Return what a module's state dict holds, in its order."""
+    both: Mapping[str, Tree] = {**leaf.tensors, **leaf.extras}
+    return {name: both[name] for name in leaf.state.entries}
+
+
+def is_array(value: object) -> TypeGuard[np.ndarray]:
+    """Say whether a value is a numpy array, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def as_tensor(value: object, fqn: str, *, writable: bool) -> object:
+    """Return what `describe` takes for the value of a TensorLeaf: a numpy array as a tensor."""
+    if type(value) in PLAIN or not is_array(value):
+        return value
+    return from_numpy(value, fqn, writable=writable)
+
+
+def has_state(value: object) -> bool:
+    """Say whether a value is an object with `state_dict` and `load_state_dict`."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def state_of(value: object, fqn: str) -> object:
+    """Return an object's state dict, or the value itself."""
+    if not has_state(value):
+        return value
+    get: Callable[[], object] = value.state_dict  # type: ignore[attr-defined]  # checked above
+    with users_code(fqn, value, "state_dict"):
+        return get()
+
+
+@contextmanager
+def users_code(fqn: str, owner: object, what: str) -> Iterator[None]:
+    """Run code of the user's: what it raises becomes a CheckpointError that says where it was."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # anything may come out of it
+        raise CheckpointError(
+            f"{fqn}: {what} of {type(owner).__name__} raised {type(error).__name__} ({error}): "
+            "mend it and call again"
+        ) from error
+
+
+# A container of these alone is plain at a glance, however long.
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
+def _read(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
+    """Read one value; `above` are the id()s of what it lies in, so that a cycle is refused."""
+    if (leaf := _leaf(value, fqn)) is not None:
+        return leaf
+    entries = entries_of(value)
+    if entries is None and not has_state(value):
+        return PlainLeaf(value)
+    if id(value) in above:
+        raise ValueError(f"{fqn}: the state contains itself here: break the cycle")
+    if len(above) >= MAX_DEPTH:
+        raise ValueError(f"{fqn}: nested deeper than {MAX_DEPTH}: flatten the state")
+    above = (*above, id(value))
+    if isinstance(value, nn.Module):
+        return _read_module(module_state(value, fqn), fqn, above)
+    if entries is None:
+        return ObjectLeaf(value, _read(state_of(value, fqn), fqn, above))
+    return _read_container(value, entries, fqn, above)
+
+
+def _read_container(
+    value: object, entries: Mapping[PathKey, object], fqn: str, above: tuple[int, ...]
+) -> Branch | PlainLeaf:
+    if _ATOMS.issuperset(map(type, entries.values())):
+        return PlainLeaf(value)
+    children = _children(entries, fqn, above)
+    if all(isinstance(child, PlainLeaf) for child in children.values()):
+        return PlainLeaf(value)
+    return Branch(kind_of(value) or "dict", value, children)
+
+
+def _leaf(value: object, fqn: str) -> Tree | None:
+    if type(value) in PLAIN or is_tensor_leaf(value) or is_array(value):
+        return TensorLeaf(value)
+    if isinstance(value, PerRank | RNG):
+        return PerRankLeaf(value)
+    if isinstance(value, Named):
+        if not isinstance(value.optimizer, Optimizer):
+            raise TypeError(
+                f"{fqn}: Named holds a {type(value.optimizer).__name__}: give it an optimizer"
+            )
+        return OptimizerLeaf(value.optimizer, value.by_id())
+    if isinstance(value, Optimizer):
+        return OptimizerLeaf(value, None)
+    return None
+
+
+def _children(
+    entries: Mapping[PathKey, object], fqn: str, above: tuple[int, ...]
+) -> dict[PathKey, Tree]:
+    for key in entries:
+        _check_key(key, fqn or "the state")
+    return {key: _read(child, join(fqn, key), above) for key, child in entries.items()}
+
+
+def _check_key(key: object, where: str) -> None:
+    if type(key) is not str and type(key) is not int:
+        raise TypeError(
+            f"{where} has the key {key!r} of class {type(key).__name__}: use str or int keys"
+        )
+    if isinstance(key, int) and not -(1 << 63) <= key < 1 << 64:
+        raise ValueError(f"{where} has the key {f'{key:#x}'[:40]}, outside of 64 bits: use a str")
+    if key == "":
+        raise ValueError(f"{where} has an empty key: give it a name")
+    if isinstance(key, str) and not is_text(key):
+        raise ValueError(f"{where} has the key {key!r}, which is no text: rename it")
+
+
+def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> ModuleLeaf:
+    tensors: dict[str, TensorLeaf] = {}
+    extras: dict[str, Tree] = {}
+    for name, value in state.entries.items():
+        if name in state.live:
+            tensors[name] = TensorLeaf(value)
+        else:
+            extras[name] = _read(value, join(fqn, name), above)
+    return ModuleLeaf(state, tensors, extras)

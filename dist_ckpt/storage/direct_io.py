@@ -1,0 +1,278 @@
+"""Direct I/O: bytes go between memory and the disk, past the page cache.
+
+The page cache costs a copy of every byte and work for every page of it. Direct I/O asks for
+alignment instead, so a part of a write may go directly and the rest through the page cache. What
+is read comes directly only where the page cache does not hold it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import struct
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from mmap import PAGESIZE
+
+from dist_ckpt.format.geometry import Span
+from dist_ckpt.memory.buffers import Slots, address_of, copy
+from dist_ckpt.storage.descriptor import Descriptor
+from dist_ckpt.storage.page_cache import holds_all
+
+_log = logging.getLogger("dist_ckpt")
+
+# Smaller files gain less than the second descriptor costs.
+MIN_NBYTES = 4 << 20
+
+# Smaller reads gain nothing: the disk wants large ones, which reading ahead may make of them.
+MIN_READ_NBYTES = 512 << 10
+
+# Where whole blocks are larger than this, too much of a write would not be one.
+_MAX_BLOCK_NBYTES = 64 << 10
+
+# One call moves less than 2 GiB.
+_MAX_CALL_NBYTES = 1 << 30
+
+# The memory that reads go to: a huge page, and at most so much of it at once. Larger reads gain
+# nothing, and half of 2 MiB, which the reader asks for, fits wherever it begins in a block.
+READ_SLOT_NBYTES = 2 << 20
+_MAX_READ_NBYTES = (1 << 20) + _MAX_BLOCK_NBYTES
+
+# EFAULT: a device's own memory, mapped by its driver, cannot be read by another device.
+_REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EFAULT)
+
+# Linux before 6.1 does not tell how direct I/O is aligned: of these file systems it is known.
+_KNOWN_TYPES = {0xEF53: "ext4", 0x58465342: "xfs"}
+_KNOWN_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Memory begins at a multiple of `memory`; whole blocks of `block` bytes are moved."""
+
+    memory: int
+    block: int
+
+    def inner(self, address: int, offset: int, nbytes: int) -> Span:
+        """Return the part of a write from this memory to this place that can go directly."""
+        start = -offset % self.block
+        stop = (offset + nbytes) // self.block * self.block - offset
+        if (address - offset) % self.memory or start >= stop:
+            return Span(0, 0)
+        return Span(start, stop)
+
+
+class DirectIO:
+    """Which file systems take direct I/O, and how aligned. Threads may share it.
+
+    Each is asked once, for all its files, and no more after it has refused: that is said, once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._alignments: dict[int, Alignment | None] = {}  # by device; None: it takes none
+
+    def writes_of(self, path: str, fd: int, nbytes: int) -> DirectFile | None:
+        """Return the file of `fd`, which will have `nbytes`, to be written; None if no gain."""
+        if nbytes < MIN_NBYTES:
+            return None
+        status = os.fstat(fd)
+        if (alignment := self._alignment(fd, status.st_dev)) is None:
+            return None
+        if (direct := self.open(path, os.O_WRONLY, status)) is None:
+            return None
+        return DirectFile(self, path, direct, status.st_dev, alignment)
+
+    def reads_of(
+        self, path: str, fd: int, status: os.stat_result, slots: Slots
+    ) -> DirectReads | None:
+        """Return the file of `fd`, which has this status, to be read; None if no gain.
+
+        Its reads go to `slots`, of `READ_SLOT_NBYTES`.
+        """
+        if status.st_size < MIN_NBYTES:
+            return None
+        alignment = self._alignment(fd, status.st_dev)
+        return DirectReads(self, path, status, alignment.block, slots) if alignment else None
+
+    def takes(self, device: int) -> bool:
+        """Say whether the file system of some file takes direct I/O and has not refused it."""
+        return self._alignments.get(device) is not None
+
+    def open(self, path: str, access: int, status: os.stat_result) -> int | None:
+        """Open the file of this status once more; None if that fails, or its name is another's."""
+        # Nobody waits for the other end of a pipe that has taken the name.
+        flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_DIRECT
+        try:
+            fd = os.open(path, flags)
+        except OSError as error:
+            # Else the name has gone, or too many files are open: the file system did not refuse.
+            if error.errno in _REFUSALS:
+                self.refuse(path, status.st_dev, error)
+            return None
+        with suppress(OSError):
+            if os.path.samestat(status, os.fstat(fd)):
+                return fd
+        os.close(fd)
+        return None
+
+    def refuse(self, path: str, device: int, error: OSError) -> None:
+        """Do no more direct I/O with the file system of this file; raise any other error."""
+        if error.errno not in _REFUSALS:
+            raise error
+        with self._lock:
+            known, self._alignments[device] = self._alignments.get(device), None
+        if known is not None:
+            text = "%s takes no direct I/O (%s): going through the page cache"
+            _log.warning(text, path, error.strerror)
+
+    def _alignment(self, fd: int, device: int) -> Alignment | None:
+        if device not in self._alignments:
+            self._alignments.setdefault(device, alignment_of(fd))
+        return self._alignments[device]
+
+
+class DirectFile:
+    """A file that is open for direct writes besides its descriptor. Threads may share it."""
+
+    def __init__(
+        self, origin: DirectIO, path: str, fd: int, device: int, alignment: Alignment
+    ) -> None:
+        self._origin = origin
+        self._path = path
+        self._descriptor = Descriptor(path, fd)
+        self._device = device
+        self._alignment = alignment
+
+    @property
+    def alignment(self) -> int:
+        """See `WritableFile.alignment`."""
+        return self._alignment.memory if self._origin.takes(self._device) else 1
+
+    def write(self, data: memoryview, offset: int) -> Span:
+        """Write what can go directly; return which part of `data` that was, maybe none of it.
+
+        The caller writes the rest. After a write that fell short that may begin within a block,
+        which then no direct write touches any more. Raises OSError if the disk fails.
+        """
+        if data.readonly or not data or not self._origin.takes(self._device):
+            return Span(0, 0)
+        part = self._alignment.inner(address_of(data), offset, len(data))
+        done = part.start
+        with self._descriptor.lend() as fd:
+            while done < part.stop:
+                asked = data[done : min(part.stop, done + _MAX_CALL_NBYTES)]
+                try:
+                    count = os.pwrite(fd, asked, offset + done)
+                except OSError as error:
+                    self._origin.refuse(self._path, self._device, error)
+                    break
+                done += count
+                if count < len(asked):
+                    break
+        return Span(part.start, done)
+
+    def release(self) -> None:
+        """Close it, once no thread writes any more."""
+        self._descriptor.release()
+
+
+class DirectReads:
+    """Reads of one file that the page cache would have to fetch first. Threads may share it.
+
+    It is opened for each read: that takes tens of microseconds, and no descriptors of a process
+    that may keep hundreds of files open.
+    """
+
+    def __init__(
+        self, origin: DirectIO, path: str, status: os.stat_result, block: int, slots: Slots
+    ) -> None:
+        self._origin = origin
+        self._path = path
+        self._status = status
+        self._block = block
+        self._slots = slots
+
+    def read(self, fd: int, target: memoryview, offset: int) -> int:
+        """Fill `target` from the file of `fd`; return how many bytes came, maybe none.
+
+        The caller reads the rest through the page cache. What that holds only a part of comes
+        directly as a whole: to read the holes would have the system read ahead. Raises OSError if
+        the disk fails.
+        """
+        if len(target) < MIN_READ_NBYTES or not self._origin.takes(self._status.st_dev):
+            return 0
+        if holds_all(fd, offset, len(target)):
+            return 0
+        if (direct := self._origin.open(self._path, os.O_RDONLY, self._status)) is None:
+            return 0
+        try:
+            return self._fill(direct, target, offset)
+        finally:
+            os.close(direct)
+
+    def _fill(self, direct: int, target: memoryview, offset: int) -> int:
+        """Read whole blocks into memory of our own, and copy what is wanted of them.
+
+        torch's memory is hardly ever aligned as disks want it.
+        """
+        done = 0
+        with self._slots.one() as slot:
+            while done < len(target):
+                head = (offset + done) % self._block
+                blocks = -(-(head + len(target) - done) // self._block)
+                asked = slot[: min(blocks * self._block, _MAX_READ_NBYTES)]
+                try:
+                    count = os.preadv(direct, [asked], offset + done - head)
+                except OSError as error:
+                    self._origin.refuse(self._path, self._status.st_dev, error)
+                    break
+                came = asked[head:count][: len(target) - done]
+                copy(target[done : done + len(came)], came)
+                done += len(came)
+                if count < len(asked):
+                    break
+        return done
+
+
+def alignment_of(fd: int) -> Alignment | None:
+    """Return what direct I/O of a file asks for; None where there is none, or it is no gain.
+
+    File systems in memory and on the network are among those. Several calls, which the network
+    may have to answer: `DirectIO` makes them once.
+    """
+    if sys.platform != "linux":
+        return None
+    if (told := _told_alignment(fd)) is None:
+        told = (_KNOWN_ALIGNMENT,) * 2 if _type_of(fd) in _KNOWN_TYPES else (0, 0)
+    memory, offset = told
+    if not memory or not offset:
+        return None
+    # A page that goes through the page cache must not share a block with what goes directly.
+    block = max(offset, PAGESIZE, os.fstatvfs(fd).f_frsize)
+    if block > _MAX_BLOCK_NBYTES or any(block % size for size in (memory, offset)):
+        return None
+    return Alignment(memory, block)
+
+
+def _told_alignment(fd: int) -> tuple[int, int] | None:
+    """Return the alignment of memory and of offsets (STATX_DIOALIGN); None if it is not told."""
+    mask, empty_path = 0x2000, 0x1000
+    buffer = ctypes.create_string_buffer(256)
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    if statx is None or statx(fd, b"", empty_path, mask, buffer):
+        return None
+    (filled,) = struct.unpack_from("I", buffer)
+    memory, offset = struct.unpack_from("II", buffer, 0x98)
+    return (memory, offset) if filled & mask else None
+
+
+def _type_of(fd: int) -> int:
+    buffer = ctypes.create_string_buffer(256)
+    if ctypes.CDLL(None).fstatfs(fd, buffer):
+        return 0
+    return int(ctypes.c_long.from_buffer(buffer).value)

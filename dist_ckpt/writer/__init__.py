@@ -1,0 +1,1 @@
+"""The process that writes in the background: `python -m dist_ckpt.writer`."""

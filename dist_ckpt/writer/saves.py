@@ -1,0 +1,385 @@
+"""One save after another by a background writer: claim, write out of the arena, commit.
+
+All that a writer knows of a save lies in the arena. Whatever is wrong with it is raised within an
+exchange, so that the writers of all ranks count the same operations and are told the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from dist_ckpt.comm.collective import Bodies
+from dist_ckpt.comm.exchange import Alone, Channel, Doc, Failure, NoAnswerError, failure_of
+from dist_ckpt.comm.key_client import KeyClient
+from dist_ckpt.comm.store_exchange import StoreChannel
+from dist_ckpt.comm.store_thread import Wording
+from dist_ckpt.config import Config
+from dist_ckpt.errors import ConflictError, CorruptError
+from dist_ckpt.format.catalog_json import CatalogText
+from dist_ckpt.format.filenames import Attempt, parse_attempt
+from dist_ckpt.memory.buffers import Slots
+from dist_ckpt.phases import Phases
+from dist_ckpt.planning.plan import Receipt, SavePlan
+from dist_ckpt.saving.agreement import plan_of
+from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest, Verdict
+from dist_ckpt.saving.replica_samples import members_digest
+from dist_ckpt.snapshots.arena_layout import UNCLAIMED
+from dist_ckpt.storage import open_storage
+from dist_ckpt.storage.counting import CountingStorage
+from dist_ckpt.storage.pacing import Allowance, PacedStorage
+from dist_ckpt.tally import Tally
+from dist_ckpt.writer.messages import Done, Hello, Write
+from dist_ckpt.writer.save_queue import QueuedSave
+from dist_ckpt.writer.staged_save import StagedSave
+
+_log = logging.getLogger("dist_ckpt")
+
+# How many silences to wait for a writer that was never seen, as long as the trainer lives.
+_PATIENCE = 3
+
+OF_WRITERS = Wording(
+    gone="the store that the background writer of rank 0 serves is gone or cut off ({}). Look "
+    "into that writer's log, then save again",
+    lost="This is about background writers: look into that one's log, then save again. Training "
+    "can go on.",
+    absent="Its trainer may have ended, or be late: look into that rank's log, then save again.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WriterSettings:
+    """What a writer's saves have in common; `allowance` limits how fast they write."""
+
+    rank: int
+    world_size: int
+    config: Config
+    allowance: Allowance | None = None
+
+
+def settings_of(hello: Hello, check: Callable[[], None]) -> WriterSettings:
+    """Return the settings that a trainer asks for. ValueError or TypeError if they make no sense.
+
+    `check` ends waits for the allowance by raising.
+    """
+    if not 0 <= hello.rank < hello.world_size:
+        raise ValueError(f"rank {hello.rank} of {hello.world_size}")
+    config = Config(**hello.config)  # type: ignore[arg-type]  # checked by its constructor
+    cap = hello.max_bytes_per_s
+    allowance = None if cap is None else Allowance(cap, check)
+    return WriterSettings(hello.rank, hello.world_size, config, allowance)
+
+
+class Meetings:
+    """The channel to the other writers, for as long as saves name one and the same store."""
+
+    def __init__(self, settings: WriterSettings) -> None:
+        self._settings = settings
+        self._store: tuple[str, int, bytes] | None = None
+        self._client: KeyClient | None = None
+        self._channel: Channel | None = None
+        self._patience = _PATIENCE
+
+    def hurry(self) -> None:
+        """Wait less long for others that may never come: the trainer is gone. Any thread's."""
+        self._patience = 1
+        self._set_patience()
+
+    def _set_patience(self) -> None:
+        # All trainers tell their writers at once: one that was never seen was not told, or is dead.
+        if isinstance(channel := self._channel, StoreChannel):
+            channel.hurry(self._patience * self._settings.config.silence_s)
+
+    def linger(self) -> None:
+        """Keep the store that this writer may serve until the others know how the last save ended.
+
+        They may still be writing, and nobody is kept waiting: the trainer is gone.
+        """
+        if isinstance(channel := self._channel, StoreChannel):
+            channel.linger(self._settings.config.arrive_s)
+
+    @property
+    def token(self) -> bytes | None:
+        """The token of the store in which they meet now."""
+        return None if self._store is None else self._store[2]
+
+    def channel(self, write: Write) -> Channel:
+        """Return the channel of a save. NoAnswerError if its store cannot be reached."""
+        store = (write.host, write.port, write.token)
+        if self._channel is None or self._store != store:
+            self.close()
+            self._channel = self._connected(write)
+            self._store = store
+            self._set_patience()
+        return self._channel
+
+    def close(self) -> None:
+        """Leave: the others know at once."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._client is not None:
+            self._client.close()
+        self._channel = self._client = self._store = None
+
+    def _connected(self, write: Write) -> Channel:
+        settings = self._settings
+        if settings.world_size == 1:
+            return Alone()
+        config = settings.config
+        address = write.host, write.port
+        try:
+            self._client = KeyClient(
+                address, write.token, connect_s=config.silence_s, timeout_s=config.silence_s
+            )
+        except OSError as error:
+            raise NoAnswerError(OF_WRITERS.gone.format(error)) from error
+        return StoreChannel(
+            self._client,
+            settings.rank,
+            settings.world_size,
+            host=host_of(config),
+            config=config,
+            wording=OF_WRITERS,
+        )
+
+
+def host_of(config: Config) -> str:
+    """Return what a writer calls its host: errors tell it apart from the trainer of its rank."""
+    return f"{config.host or socket.gethostname()}, background writer"
+
+
+class BackgroundSaves:
+    """The saves of one writer, one after the other, in one thread. Another one may seal them.
+
+    `check` raises if a save that is not complete never will be; it is called by other threads too.
+    """
+
+    def __init__(
+        self, settings: WriterSettings, meetings: Meetings, check: Callable[[QueuedSave], None]
+    ) -> None:
+        self._settings = settings
+        self._meetings = meetings
+        self._check = check
+        self._slots = Slots()
+        # In one, for who seals may ask while another thread finds out.
+        self._planned: tuple[Bodies, tuple[SavePlan, CatalogText]] | None = None
+        self._last: _Save | None = None
+
+    def settle(self, save: QueuedSave) -> Done:
+        """Write a save and settle with the others whether it is committed.
+
+        Collective: the writer of every rank calls this. Raises only interrupts. Whatever the save
+        failed of, what is staged here is sealed on return: then the trainer may stage over it.
+        """
+        self._last = run = _Save(self, save)
+        try:
+            verdict = run.run(self._meetings.channel(save.write))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
+            _log.error("background save to %s failed: %s", save.write.path, error, exc_info=error)
+            run.seal()
+            return _done(save.write.snapshot, run, failure=self._failure_of(error))
+        _log.info("background save to %s is committed: %s", save.write.path, verdict)
+        return _done(save.write.snapshot, run, verdict=verdict)
+
+    def seal(self, saves: Sequence[QueuedSave]) -> None:
+        """Seal what is staged of saves that will not be settled: a restart can use it.
+
+        Any thread may do that, also while the one that settles hangs. Touches no storage.
+        """
+        for save in saves:
+            last = self._last
+            (last if last is not None and last.save is save else _Save(self, save)).seal()
+
+    def plan(self, bodies: Bodies) -> tuple[SavePlan, CatalogText]:
+        """Return the plan of a save, which is kept for as long as the inventories are the same."""
+        planned = self._planned
+        if planned is None or planned[0] != bodies:
+            plan = plan_of(bodies, self._settings.world_size)
+            self._planned = planned = bodies, (plan, CatalogText(plan.catalog))
+        return planned[1]
+
+    @property
+    def settings(self) -> WriterSettings:
+        """What all saves have in common."""
+        return self._settings
+
+    @property
+    def slots(self) -> Slots:
+        """Scratch memory that is used again."""
+        return self._slots
+
+    def check(self, save: QueuedSave) -> None:
+        """Raise if a save that is not complete never will be."""
+        self._check(save)
+
+    def _failure_of(self, error: Exception) -> Failure:
+        settings = self._settings
+        return failure_of(
+            error, rank=settings.rank, host=host_of(settings.config), phase="background save"
+        )
+
+
+class _Save:
+    """One rank's side of one save; the callbacks run inside the exchanges."""
+
+    def __init__(self, saves: BackgroundSaves, save: QueuedSave) -> None:
+        self._saves = saves
+        self.save = save
+        self._channel: Channel
+        self._began: Tally | None = None
+        # Set by the work of the first exchange, if it comes to that.
+        self._staged: StagedSave | None = None
+        self._storage: CountingStorage | None = None
+        self._run: AttemptRun | None = None
+        self._attempt = UNCLAIMED
+        quiet = saves.settings.rank != 0
+        self._phases = Phases("background save", save.write.path, quiet=quiet)
+
+    def run(self, channel: Channel) -> Verdict:
+        phases = self._phases
+        self._channel, self._began = channel, channel.exchanges
+        channel.enter(f"background save to {self.save.write.path}")
+        try:
+            with phases.phase("claim"):
+                attempt = self._claim()
+            self._attempt = attempt.name
+            assert self._run is not None
+            assert self._staged is not None
+            staged = self._staged
+            with phases.phase("write"):
+                verdict = self._run.settle(
+                    staged.text,
+                    attempt,
+                    lambda: self._write(staged),
+                    lambda group: dict(dict(staged.details.replicas).get(group, ())),
+                )
+            staged.mark_committed()
+            with phases.phase("clean up"):
+                self._run.clean_up()
+            return verdict
+        finally:
+            channel.leave()
+
+    def seal(self) -> None:
+        """Seal what is staged, after an error: maybe it has met the storage, but not the memory."""
+        path = self.save.write.path
+        try:
+            self._staged = staged = self._staged or self._look()
+            threads = self._saves.settings.config.threads
+            staged.seal(self._attempt, threads=threads, slots=self._saves.slots)
+        except Exception as error:  # noqa: BLE001 - what the trainer is told is the first error
+            _log.warning("what was staged for %s is not sealed: %s", path, error)
+        else:
+            _log.info("what was staged for %s is sealed, and stays in memory", path)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self._phases.seconds
+
+    @property
+    def exchanges(self) -> Tally:
+        return Tally() if self._began is None else self._channel.exchanges.since(self._began)
+
+    @property
+    def storage(self) -> CountingStorage | None:
+        return self._storage
+
+    @property
+    def nbytes_receipt(self) -> int:
+        return 0 if self._run is None else self._run.nbytes_receipt
+
+    def _claim(self) -> Attempt:
+        try:
+            answer = self._channel.exchange("claim", self._prepare, self._decide)
+        except BaseException as error:
+            run = self._run
+            if run is not None and run.claimed is not None:  # but the ranks could not be told
+                run.recover(run.claimed, error)
+            raise
+        attempt = parse_attempt(answer["attempt"])
+        assert attempt is not None
+        return attempt
+
+    def _look(self) -> StagedSave:
+        """Find out what is to be written. Raises what is wrong with it."""
+        saves, save = self._saves, self.save
+        followed = save.follow()
+        snapshot, settings = followed.snapshot, saves.settings
+        said = snapshot.path, snapshot.rank, snapshot.world_size
+        if said != (save.write.path, settings.rank, settings.world_size):
+            raise CorruptError(f"snapshot {snapshot.id} is of another save: {said}")
+        return StagedSave(followed, lambda: saves.check(save), saves.plan)
+
+    def _prepare(self) -> Doc:
+        self._staged = staged = self._look()
+        snapshot, details = staged.snapshot, staged.details
+        own, path = open_storage(snapshot.path)
+        self._storage = CountingStorage(own)
+        request = SaveRequest(
+            storage=self._storage,
+            path=path,
+            step=snapshot.step,
+            overwrite=details.overwrite,
+            metadata="",
+            mirrored=details.mirrored,
+            saved_by=details.saved_by,
+            # The state is of then; and who restores compares the times of saves.
+            saved_at=details.began_at,
+        )
+        self._run = AttemptRun(self._channel, self._saves.settings.config, request)
+        staged.staging.check()
+        return {"snapshot": snapshot.id}
+
+    def _decide(self, payloads: Sequence[Doc]) -> Doc:
+        found: Mapping[str, int] = {one["snapshot"]: rank for rank, one in enumerate(payloads)}
+        if len(found) > 1:
+            raise ConflictError(
+                f"the background writers do not write the same save: {found}; save again"
+            )
+        assert self._run is not None
+        return {"attempt": self._run.claim()}
+
+    def _write(self, staged: StagedSave) -> Receipt:
+        start = time.monotonic()
+        settings = self._saves.settings
+        assert self._storage is not None
+        staged.staging.give_way()
+        storage = PacedStorage(self._storage, settings.allowance) if settings.allowance else None
+        written = staged.write(
+            storage or self._storage,
+            f"{self.save.write.path}/{self._attempt}",
+            self._attempt,
+            threads=settings.config.threads,
+            slots=self._saves.slots,
+        )
+        replicas = tuple(
+            (group, members_digest(dict(members))) for group, members in staged.details.replicas
+        )
+        return Receipt(written, replicas, time.monotonic() - start)
+
+
+def _done(
+    snapshot: str,
+    save: _Save,
+    *,
+    verdict: Verdict | None = None,
+    failure: Failure | None = None,
+) -> Done:
+    storage = save.storage
+    return Done(
+        snapshot=snapshot,
+        verdict=None if verdict is None else asdict(verdict),
+        failure=None if failure is None else asdict(failure),
+        seconds=save.seconds,
+        reads=_pair(storage.reads if storage else Tally()),
+        writes=_pair(storage.writes if storage else Tally()),
+        exchanges=_pair(save.exchanges),
+        nbytes_receipt=save.nbytes_receipt,
+    )
+
+
+def _pair(tally: Tally) -> tuple[int, int]:
+    return tally.num, tally.nbytes

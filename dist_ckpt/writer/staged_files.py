@@ -1,0 +1,268 @@
+"""What a writer writes of a snapshot that may still be staged: the files in its arena's images.
+
+What is written is waited for; blocks go from the arena to the storage as they lie there. The
+headers, which the trainer does not stage, are put into the arena as well when they are written.
+"""
+
+# ruff: noqa: D102  # the protocols document the methods
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from dist_ckpt.errors import CheckpointError, CorruptError
+from dist_ckpt.format import filenames
+from dist_ckpt.format.checksums import Buffer
+from dist_ckpt.format.dtypes import DTYPES
+from dist_ckpt.format.geometry import Cell, Region
+from dist_ckpt.format.index import Catalog
+from dist_ckpt.memory.buffers import address_of
+from dist_ckpt.memory.host_array import ArraySource
+from dist_ckpt.memory.protocol import Source
+from dist_ckpt.planning.plan import FilePlan, WriteItem
+from dist_ckpt.shard_io.shard_writer import RankFiles, WritableStorage
+from dist_ckpt.snapshots.arena import Followed
+from dist_ckpt.storage import WritableFile
+
+# How rarely a wait looks whether more is staged: after this share of the time that it has waited.
+_SHARE = 0.05
+_LEAST_S = 0.0005
+_MOST_S = 0.02
+
+# So long the trainer has the memory and the processors for itself: it waits for its copy, and
+# nobody waits for what is written. What takes longer to stage is followed as it comes.
+_HEAD_START_S = 0.25
+
+
+class Staging:
+    """How far a snapshot is staged. Threads may share it.
+
+    `check` raises a CheckpointError if no more will be staged than is now; it is called whenever
+    something is waited for.
+    """
+
+    def __init__(self, followed: Followed, check: Callable[[], None]) -> None:
+        self._followed = followed
+        self._check = check
+        self._ready = 0
+
+    def await_ready(self, stop: int) -> None:
+        """Return when everything before this byte of the arena is staged.
+
+        Raises what `check` raises; ConflictError if the arena holds another snapshot by now.
+        """
+        if stop > self._ready:
+            self._wait(lambda: self._look() >= stop)
+
+    def give_way(self) -> None:
+        """Return when all is staged, or the trainer has had its head start. Raises as above."""
+        until = time.monotonic() + _HEAD_START_S
+        self._wait(lambda: self._followed.is_complete or time.monotonic() > until)
+
+    def await_complete(self) -> None:
+        """Return when all of it is staged. Raises as above, also if it has gone since."""
+        self._wait(lambda: self._followed.is_complete)
+
+    def check(self) -> None:
+        """Raise if it will never be complete."""
+        try:
+            self._check()
+        except CheckpointError:
+            # It may have become complete just before.
+            if not self._followed.is_complete:
+                raise
+
+    def _look(self) -> int:
+        self._ready = self._followed.ready
+        return self._ready
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        began_at = time.monotonic()
+        while not is_there():
+            self.check()
+            waited_s = time.monotonic() - began_at
+            time.sleep(min(max(_LEAST_S, _SHARE * waited_s), _MOST_S))
+
+
+def files_of(
+    followed: Followed,
+    staging: Staging,
+    catalog: Catalog,
+    plans: Sequence[FilePlan],
+) -> RankFiles:
+    """Return what the rank of a snapshot writes by its plans, out of the arena.
+
+    CorruptError unless the images are the files of the plans, and objects files after them.
+    """
+    snapshot = followed.snapshot
+    num = len(plans)
+    planned = [(plan.name, plan.nbytes) for plan in plans]
+    named = [(image.name, image.nbytes) for image in snapshot.images[:num]]
+    others = [image.name for image in snapshot.images[num:]]
+    if named != planned or not all(_is_objects_file(name) for name in others):
+        raise CorruptError(
+            f"snapshot {snapshot.id} of {snapshot.path} has other files than its plan says: "
+            "do trainer and writer run one version of dist_ckpt?"
+        )
+    spans = followed.placement.images
+    sources = tuple(
+        partial(_source_of, _Image(image, span.start, staging), plan)
+        for image, span, plan in zip(followed.images, spans, plans, strict=False)
+    )
+    objects = {
+        name: _Image(image, span.start, staging)
+        for name, image, span in zip(others, followed.images[num:], spans[num:], strict=True)
+    }
+    return RankFiles(catalog, snapshot.step, tuple(plans), sources, _Objects(objects))
+
+
+def _is_objects_file(name: str) -> bool:
+    return filenames.parse_objects_file(name) is not None
+
+
+class _Image:
+    """The memory of one file, which begins at byte `start` of the arena."""
+
+    def __init__(self, memory: memoryview, start: int, staging: Staging) -> None:
+        self._memory = memory
+        self._start = start
+        self._staging = staging
+        self._address = address_of(memory) if memory else 0
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return len(self._memory)
+
+    def bytes(self, start: int, stop: int) -> memoryview:
+        """Return bytes of the file, once they are staged."""
+        self._staging.await_ready(self._start + stop)
+        return self._memory[start:stop]
+
+    def address(self, start: int, stop: int) -> int:
+        """Return where bytes of the file begin, once they are staged."""
+        self._staging.await_ready(self._start + stop)
+        return self._address + start
+
+
+def _source_of(image: _Image, plan: FilePlan, number: int) -> Source:
+    return StagedSource(image, plan.items[number], plan.header_nbytes)
+
+
+class StagedSource:
+    """One shard in the image of its file (`memory.Source`). All calls but `nbytes` may wait."""
+
+    __slots__ = ("_image", "_item", "_start", "_stop")
+
+    def __init__(self, image: _Image, item: WriteItem, header_nbytes: int) -> None:
+        self._image = image
+        self._item = item
+        self._start = header_nbytes + item.span.start
+        self._stop = header_nbytes + item.span.stop
+
+    @property
+    def nbytes(self) -> int:
+        return self._stop - self._start
+
+    def part(self, cell: Cell) -> Source:
+        memory = self._image.bytes(self._start, self._stop)
+        whole = self._item.cell
+        shape = whole.shape if isinstance(whole, Region) else (whole.numel,)
+        return ArraySource(memory, shape, DTYPES[self._item.dtype].itemsize).part(cell)
+
+    def address(self) -> int:
+        return self._image.address(self._start, self._stop)
+
+    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+        return self._image.bytes(self._start + start, self._start + stop)
+
+
+class _Objects(Mapping[str, bytes]):
+    """The objects files: read when they are asked for, after the shard files."""
+
+    def __init__(self, images: Mapping[str, _Image]) -> None:
+        self._images = images
+
+    def __getitem__(self, name: str) -> bytes:
+        image = self._images[name]
+        return bytes(image.bytes(0, image.nbytes))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._images)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+
+class HeaderStorage:
+    """Hands every call to `inner`, and puts the headers of files into their images as well.
+
+    `rooms` are, by the name of the file, the memory that its header takes.
+    """
+
+    def __init__(self, inner: WritableStorage, rooms: Mapping[str, memoryview]) -> None:
+        self.inner = inner
+        self._rooms = rooms
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        file = self.inner.create(path, nbytes)
+        room = self._rooms.get(path.rpartition("/")[2])
+        return file if room is None else _WritableFile(file, room)
+
+    def sync(self, folder: str) -> None:
+        self.inner.sync(folder)
+
+
+class _WritableFile:
+    def __init__(self, inner: WritableFile, room: memoryview) -> None:
+        self._inner = inner
+        self._room = room
+
+    @property
+    def alignment(self) -> int:
+        return self._inner.alignment
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        if offset < len(self._room):
+            assert offset == 0, "a header is written as a whole"
+            self._room[:] = memoryview(data)
+        self._inner.write_at(offset, data)
+
+    def finish(self) -> int:
+        return self._inner.finish()
+
+    def discard(self) -> None:
+        self._inner.discard()
+
+
+class NoStorage:
+    """Takes every file, and keeps nothing: what is left of the writing are headers and digests."""
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        return _NoFile(nbytes)
+
+    def sync(self, folder: str) -> None: ...
+
+
+class _NoFile:
+    alignment = 1
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def write_at(self, offset: int, data: Buffer) -> None: ...
+
+    def finish(self) -> int:
+        return self._nbytes
+
+    def discard(self) -> None: ...
+
+
+def header_rooms(followed: Followed, plans: Sequence[FilePlan]) -> dict[str, memoryview]:
+    """Return the memory of the headers, by the names of their files."""
+    return {
+        plan.name: image[: plan.header_nbytes]
+        for plan, image in zip(plans, followed.images, strict=False)
+    }

@@ -1,0 +1,75 @@
+"""One save as its writer finds it in an arena: what it is, what is written of it, its seal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dist_ckpt.comm.collective import Bodies
+from dist_ckpt.errors import CorruptError
+from dist_ckpt.format.catalog_json import CatalogText
+from dist_ckpt.memory.buffers import Slots
+from dist_ckpt.planning.plan import FileReceipt, SavePlan
+from dist_ckpt.planning.save_planner import items_of
+from dist_ckpt.shard_io.shard_writer import WritableStorage, write_all
+from dist_ckpt.snapshots.arena import Followed
+from dist_ckpt.snapshots.arena_layout import Seal
+from dist_ckpt.snapshots.details import decode_details
+from dist_ckpt.writer.staged_files import HeaderStorage, NoStorage, Staging, files_of, header_rooms
+
+
+class StagedSave:
+    """A rank's part of one save. One thread writes it, and another one may seal it meanwhile.
+
+    Whatever is in the arena is the same then, whoever comes first: both put the same bytes there.
+    """
+
+    def __init__(
+        self,
+        followed: Followed,
+        check: Callable[[], None],
+        plan: Callable[[Bodies], tuple[SavePlan, CatalogText]],
+    ) -> None:
+        """Read what the arena says of it, by the `plan` of all ranks' inventories.
+
+        `check` raises if it is not complete and never will be. CorruptError if the arena makes no
+        sense.
+        """
+        self.snapshot = snapshot = followed.snapshot
+        try:
+            self.details = decode_details(snapshot.details)
+        except ValueError as error:
+            raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
+        saved, self.text = plan(self.details.bodies)
+        self.staging = Staging(followed, check)
+        plans = items_of(saved, snapshot.rank)
+        self._files = files_of(followed, self.staging, saved.catalog, plans)
+        self._followed = followed
+        self._is_sealed = False
+
+    def write(
+        self, storage: WritableStorage, folder: str, attempt: str, *, threads: int, slots: Slots
+    ) -> tuple[FileReceipt, ...]:
+        """Write its files as they are staged, as `write_all` does; seal it as this attempt.
+
+        So whoever is told that it is written finds the seal.
+        """
+        headers = HeaderStorage(storage, header_rooms(self._followed, self._files.plans))
+        written = write_all(headers, folder, self._files, threads=threads, slots=slots)
+        self.staging.await_complete()
+        self._followed.seal(Seal(attempt, written))
+        self._is_sealed = True
+        return written
+
+    def seal(self, attempt: str, *, threads: int, slots: Slots) -> None:
+        """Seal it once it is complete, though it was not written.
+
+        Only its bytes are digested: what is in memory is as good as before, and who restores it
+        asks whether anything else was committed. Raises if it is not complete and never will be.
+        """
+        if not self._is_sealed:
+            self.staging.await_complete()
+            self.write(NoStorage(), "", attempt, threads=threads, slots=slots)
+
+    def mark_committed(self) -> None:
+        """Say that it has become a checkpoint."""
+        self._followed.mark_committed()

@@ -1,0 +1,492 @@
+"""Every interleaving of savers, late ranks, deleters and collectors keeps the promises.
+
+The programs call the real `commit/commit.py`; `model.Model` visits every order of their calls, with
+deaths at any point and up to one failed call or lost reply. Each planted mistake is found.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pytest
+
+from commit_cases import PATH, content, index_of, save, sizes_of, write_rank
+from dist_ckpt.commit import attempts, commit, removal
+from dist_ckpt.commit.commit import Claim
+from dist_ckpt.errors import CheckpointError, NotFoundError
+from dist_ckpt.format import filenames, index_json
+from dist_ckpt.format.filenames import Attempt, parse_attempt
+from dist_ckpt.format.index import Index
+from dist_ckpt.storage import Storage
+from dist_ckpt.testing.memory_storage import MemoryStorage
+from model import Call, Files, Model, Outcome, Program, Replay, State
+
+EMPTY: Files = {"/runs": None}
+
+# --- programs; the last letter of a name is in all ids that it makes ----------------------------
+
+
+def saver(step: int, *, overwrite: bool = False) -> Program:
+    """Save as the coordinator does; what comes of it is the outcome."""
+
+    def claim(storage: Storage, _: None) -> Claim | Outcome:
+        try:
+            return commit.claim(storage, PATH, overwrite=overwrite, by=f"saver of {step}")
+        except CheckpointError:
+            return Outcome("refused")
+
+    def write(storage: Storage, claim: Claim) -> tuple[str, Claim]:
+        try:
+            write_rank(storage, claim.folder, step, 0)
+            commit.check_files(storage, claim.folder, sizes_of(step, 1))
+        except (CheckpointError, FileNotFoundError):
+            return "give up", claim
+        return "commit", claim
+
+    def put(storage: Storage, given: tuple[str, Claim]) -> tuple[str, Claim]:
+        what, claim = given
+        if what == "commit":
+            try:
+                commit.commit(storage, claim, index_of(claim.attempt, step, 1))
+            except CheckpointError:
+                return "settle", claim
+        return what, claim
+
+    def end(storage: Storage, given: tuple[str, Claim]) -> Outcome | Attempt:
+        what, claim = given
+        if what == "commit":
+            return claim.attempt
+        try:
+            if what == "settle" and not commit.abandon(
+                storage, PATH, claim.attempt, by=f"saver of {step}", reason="it failed"
+            ):
+                return Outcome("unknown", claim.attempt)
+            commit.give_up(storage, claim)
+        except CheckpointError:
+            return Outcome("unknown", claim.attempt)
+        return Outcome("failed", claim.attempt)
+
+    return claim, write, put, end, lambda _, attempt: Outcome("saved", attempt)
+
+
+def overwriter(step: int) -> Program:
+    """Save over what is there, and supersede it after the verdict."""
+
+    def supersede(storage: Storage, attempt: Attempt) -> Outcome:
+        with suppress(CheckpointError):
+            commit.supersede(storage, PATH, attempt)
+        return Outcome("saved", attempt)
+
+    return *saver(step, overwrite=True)[:-1], supersede
+
+
+def claimer() -> Program:
+    """Claim, and die."""
+    return saver(9)[0], lambda _, claim: Outcome("died", claim.attempt)
+
+
+def late_rank_of(name: str) -> Program:
+    """Settle what became of a save, as a rank does that got no verdict."""
+
+    def settle(storage: Storage, _: None) -> Outcome:
+        try:
+            for attempt in attempts.list_attempts(storage, PATH):
+                if attempt.id.startswith(prefix_of(name)):
+                    failed = commit.abandon(storage, PATH, attempt, by="a rank", reason="late")
+                    return Outcome("failed" if failed else "saved", attempt)
+        except CheckpointError:
+            pass
+        return Outcome("nothing")
+
+    return (settle,)
+
+
+def deleter() -> Program:
+    def delete(storage: Storage, _: None) -> Outcome:
+        try:
+            commit.delete(storage, PATH)
+        except CheckpointError:
+            return Outcome("nothing")
+        return Outcome("deleted")
+
+    return (delete,)
+
+
+def collector() -> Program:
+    """Collect without any grace: every open attempt looks dead."""
+
+    def collect(storage: Storage, _: None) -> Outcome:
+        with suppress(CheckpointError):
+            commit.collect(storage, PATH, grace_s=-1)
+        return Outcome("collected")
+
+    return (collect,)
+
+
+def reader() -> Program:
+    def find(storage: Storage, _: None) -> Outcome:
+        try:
+            return Outcome("found", commit.find(storage, PATH)[0])
+        except NotFoundError:
+            return Outcome("found nothing")
+
+    return (find,)
+
+
+def prefix_of(name: str) -> str:
+    return f"{ord(name[-1]):02x}"
+
+
+# --- the check -------------------------------------------------------------------------------
+
+
+@functools.cache
+def _decoded(data: bytes) -> object:
+    return index_json.decode(data)
+
+
+def committed_in(files: Files) -> dict[Attempt, Index]:
+    found = {}
+    for path, data in files.items():
+        folder, _, name = path.rpartition("/")
+        attempt = parse_attempt(folder.removeprefix(f"{PATH}/"))
+        if name == filenames.INDEX and attempt and data and isinstance(_decoded(data), Index):
+            found[attempt] = _decoded(data)
+    return found
+
+
+def note_deleted(name: str, call: Call, files: Files) -> object | None:
+    """Remember the committed attempts that a deleter takes away."""
+    attempt = parse_attempt(call[1].rpartition("/")[2])
+    return attempt if name.startswith("deleter") and attempt in committed_in(files) else None
+
+
+def wrong(state: State) -> str | None:
+    """Return which promise a state breaks, or None."""
+    committed = committed_in(state.files)
+    if committed:
+        highest = max(committed)
+        for file in committed[highest].files:
+            name = f"{PATH}/{highest}/{filenames.shard_file('model', file.rank)}"
+            if state.files.get(name) != content(committed[highest].step, file.rank):
+                return "a checkpoint shows that is not whole"
+    last = max([*committed, *state.notes], default=Attempt(0, ""))
+    for outcome in state.outcomes.values():
+        if outcome is None:
+            continue
+        if outcome.what == "saved" and last < outcome.attempt:
+            return "what was reported saved is gone, and nobody deleted it"
+        if outcome.what == "failed" and outcome.attempt in committed:
+            return "what was reported failed is committed"
+        if outcome.what == "found nothing" and not any("deleter" in n for n in state.outcomes):
+            return "a reader found nothing while there was a checkpoint all the time"
+    return None
+
+
+def one_saver_wins(state: State) -> str | None:
+    saved = {o.attempt for o in state.outcomes.values() if o is not None and o.what == "saved"}
+    return "two savers succeeded without overwrite" if len(saved) > 1 else wrong(state)
+
+
+# --- running ---------------------------------------------------------------------------------
+
+
+class _Ids:
+    """Ids that are the same whenever a program is run again from its start."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._count = 0
+
+    def begin(self, name: str, number: int) -> None:
+        self._name, self._count = name, 1000 * number
+
+    def new(self) -> str:
+        self._count += 1
+        return f"{prefix_of(self._name)}{self._count:014x}"
+
+
+@pytest.fixture
+def ids(monkeypatch) -> _Ids:
+    """Make the library deterministic, faster, and tell where a claim forgets what came before."""
+    made = _Ids()
+    for module in (attempts, commit, removal):
+        monkeypatch.setattr(module, "new_id", made.new)
+    encode = functools.cache(attempts.encode_abandoned)
+    monkeypatch.setattr(attempts, "encode_abandoned", encode)
+    monkeypatch.setattr(commit, "encode_abandoned", encode)
+    monkeypatch.setattr(index_json, "decode", functools.cache(index_json.decode))
+    for name in ("_fence", "_store_claim"):
+        monkeypatch.setattr(commit, name, _forgetting(getattr(commit, name)))
+    monkeypatch.setattr(removal, "attempts", _attempts)
+    return made
+
+
+def _attempts(storage: Storage, path: str) -> tuple[attempts.Status, ...]:
+    found = attempts.attempts(storage, path)
+    if isinstance(storage, Replay):
+        # Deleters and collectors begin with it, and do not ask for sizes.
+        storage.forget_answers(tuple((status.attempt, status.state) for status in found))
+    return found
+
+
+def _forgetting(step: Callable) -> Callable:
+    def run(storage, path, attempt, *rest, **options):
+        # Of what the claim has seen before, only these are used after.
+        made = tuple(sys._getframe(1).f_locals["made"])
+        if isinstance(storage, Replay):
+            storage.forget_answers((step.__name__, attempt, made))
+        return step(storage, path, attempt, *rest, **options)
+
+    return run
+
+
+def private(call: Call) -> bool:
+    """Say whether a call touches only temporary names and trash, which nobody else looks at.
+
+    Others can only take away the whole folder; scenarios with two programs interleave all.
+    """
+    method, path = call[:2]
+    if method == "rename":
+        return call[2].endswith(filenames.CLAIM)
+    return method == "create" or ".trash-" in path or ".tmp" in path
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Programs by name, and what is there when they begin; up to `num_faults` calls fail."""
+
+    programs: Mapping[str, Program]
+    begins_with: str = "nothing"
+    num_faults: int = 0
+    check: Callable[[State], str | None] = wrong
+    every_call: bool = False
+
+
+TWO_SAVERS = {"saver A": saver(2), "saver B": saver(3)}
+TWO_OVERWRITERS = {"saver A": overwriter(2), "saver B": overwriter(3)}
+
+SCENARIOS = {
+    "two savers": Scenario(TWO_SAVERS, check=one_saver_wins),
+    "two savers, every call": Scenario(TWO_SAVERS, "a folder", 0, one_saver_wins, every_call=True),
+    "two savers and a fault": Scenario(TWO_SAVERS, "a folder", 1, one_saver_wins),
+    "two savers and a claim": Scenario(
+        {**TWO_SAVERS, "claimer C": claimer()}, "a folder", 0, one_saver_wins
+    ),
+    "a save after a dead one": Scenario(TWO_SAVERS, "a dead save", 0, one_saver_wins),
+    "two overwriters": Scenario(TWO_OVERWRITERS, "a checkpoint"),
+    "an overwriter and a fault": Scenario({"saver A": overwriter(2)}, "a checkpoint", 1),
+    "a saver, a rank and a fault": Scenario(
+        {"saver A": saver(2), "rank B": late_rank_of("A")}, "a folder", 1, every_call=True
+    ),
+    "a saver, a rank and a collector": Scenario(
+        {"saver A": saver(2), "rank B": late_rank_of("A"), "collector C": collector()}
+    ),
+    "an overwriter, a rank and a collector": Scenario(
+        {"saver A": overwriter(2), "rank B": late_rank_of("A"), "collector C": collector()},
+        "a checkpoint",
+    ),
+    "an overwriter, a collector and a fault": Scenario(
+        {"saver A": overwriter(2), "collector C": collector()}, "a checkpoint", 1
+    ),
+    "an overwriter and a deleter": Scenario(
+        {"saver A": overwriter(2), "deleter B": deleter()}, "a checkpoint", 1
+    ),
+    "an overwriter, a rank and a deleter": Scenario(
+        {"saver A": overwriter(2), "rank B": late_rank_of("A"), "deleter C": deleter()},
+        "a checkpoint",
+    ),
+    "two overwriters and a deleter": Scenario(
+        {**TWO_OVERWRITERS, "deleter C": deleter()}, "a checkpoint"
+    ),
+    "two collectors and a rank": Scenario(
+        {"collector A": collector(), "collector B": collector(), "rank C": late_rank_of("there")},
+        "a dead save",
+    ),
+    "an overwriter and a reader": Scenario(
+        {"saver A": overwriter(2), "reader B": reader()}, "a checkpoint", every_call=True
+    ),
+    "a saver, a rank, a collector and a deleter": Scenario(
+        {
+            "saver A": saver(2),
+            "rank B": late_rank_of("A"),
+            "collector C": collector(),
+            "deleter D": deleter(),
+        }
+    ),
+    "a deleter and a saver": Scenario(
+        {"saver A": saver(2), "deleter B": deleter()}, "a checkpoint", 1
+    ),
+}
+
+
+@pytest.fixture
+def search(ids) -> Callable[[str], list[tuple[str, list[str]]]]:
+    def search(name: str) -> list[tuple[str, list[str]]]:
+        scenario = SCENARIOS[name]
+        files = _files(ids, scenario.begins_with)
+        older = {
+            f"older {attempt}": (lambda *_, attempt=attempt: Outcome("saved", attempt),)
+            for attempt in committed_in(files)
+        }
+        model = Model(
+            {**scenario.programs, **older},
+            files,
+            prepare=ids.begin,
+            note=note_deleted,
+            num_faults=scenario.num_faults,
+            private=(lambda _: False) if scenario.every_call else private,
+        )
+        return list(model.search(scenario.check))
+
+    return search
+
+
+def _files(ids: _Ids, what: str) -> Files:
+    storage = MemoryStorage({"/runs": None})
+    ids.begin("what was there", 0)
+    if what == "a folder":
+        storage.make_folder(PATH)
+    if what == "a checkpoint":
+        save(storage, 1)
+    if what == "a dead save":
+        claim = commit.claim(storage, PATH, overwrite=False, by="a saver that died")
+        write_rank(storage, claim.folder, 1, 0)
+    return storage.tree()
+
+
+SLOW = ("two savers and a claim", "two overwriters and a deleter", "two savers, every call")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SCENARIOS]
+)
+def test_no_order_of_steps_breaks_a_promise(name, search):
+    assert search(name) == []
+
+
+# --- planted mistakes ------------------------------------------------------------------------
+
+
+def no_abandon_before_collecting(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(removal, "_abandon_dead", lambda *_: True)
+
+
+def unlink_in_place(patch: pytest.MonkeyPatch) -> None:
+    def remove(storage: Storage, path: str, attempt: Attempt) -> None:
+        folder = f"{path}/{attempt}"
+        with suppress(FileNotFoundError):
+            for entry in storage.list(folder):
+                storage.remove(f"{folder}/{entry.name}")
+            storage.remove(folder)
+
+    patch.setattr(removal, "remove", remove)
+    patch.setattr(commit, "remove", remove)
+
+
+def claim_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(commit, "_fence", lambda *_, **__: None)
+
+
+def claim_ignores_higher_attempts(patch: pytest.MonkeyPatch) -> None:
+    fence = commit._fence
+
+    def fence_lower(storage: Storage, path: str, attempt: Attempt, **options: object) -> None:
+        lower = lambda *where: [a for a in attempts.list_attempts(*where) if a <= attempt]  # noqa: E731
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(commit, "list_attempts", lower)
+            made: list[str] = sys._getframe(1).f_locals["made"]  # noqa: F841  (the fence asks)
+            fence(storage, path, attempt, **options)
+
+    patch.setattr(commit, "_fence", fence_lower)
+
+
+def claim_leaves_lower_attempts_open(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(commit, "abandon", lambda *_, **__: False)
+
+
+def commit_replaces_the_index(patch: pytest.MonkeyPatch) -> None:
+    put = attempts.put_index
+
+    def replace(storage: Storage, path: str, attempt: Attempt, temporary: str) -> object:
+        with suppress(FileNotFoundError):
+            storage.remove(f"{path}/{attempt}/{filenames.INDEX}")
+        return put(storage, path, attempt, temporary)
+
+    patch.setattr(commit, "put_index", replace)
+
+
+def lost_replies_are_failures(patch: pytest.MonkeyPatch) -> None:
+    def put(storage: Storage, path: str, attempt: Attempt, temporary: str) -> None:
+        storage.rename(temporary, f"{path}/{attempt}/{filenames.INDEX}")
+
+    patch.setattr(commit, "put_index", put)
+    patch.setattr(commit, "abandon", lambda *_, **__: True)
+
+
+def ranks_look_instead_of_abandoning(patch: pytest.MonkeyPatch) -> None:
+    def look(storage: Storage, path: str, attempt: Attempt, **_: object) -> bool:
+        return not isinstance(attempts.read_index(storage, path, attempt), Index)
+
+    patch.setattr(commit, "abandon", look)
+
+
+def what_exists_counts_as_abandoned(patch: pytest.MonkeyPatch) -> None:
+    abandon = attempts.abandon
+    patch.setattr(commit, "abandon", lambda *where, **why: abandon(*where, **why) or True)
+
+
+def supersede_removes_higher_ones_too(patch: pytest.MonkeyPatch) -> None:
+    def supersede(storage: Storage, path: str, attempt: Attempt) -> None:
+        for other in attempts.list_attempts(storage, path):
+            if other != attempt:
+                commit.remove(storage, path, other)
+
+    patch.setattr(commit, "supersede", supersede)
+
+
+def supersede_comes_before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    put = attempts.put_index
+
+    def supersede_and_put(storage: Storage, path: str, attempt: Attempt, temporary: str) -> object:
+        removal.supersede(storage, path, attempt)
+        return put(storage, path, attempt, temporary)
+
+    patch.setattr(commit, "put_index", supersede_and_put)
+
+
+def readers_look_once(patch: pytest.MonkeyPatch) -> None:
+    def find(storage: Storage, path: str) -> tuple[Attempt, Index]:
+        for attempt in reversed(attempts.list_attempts(storage, path)):
+            if isinstance(index := attempts.read_index(storage, path, attempt), Index):
+                return attempt, index
+        raise NotFoundError(path)
+
+    patch.setattr(commit, "find", find)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "name"),
+    [
+        (no_abandon_before_collecting, "a saver, a rank and a collector"),
+        (unlink_in_place, "a saver, a rank and a collector"),
+        (claim_does_not_look_again, "two savers"),
+        (claim_ignores_higher_attempts, "two savers"),
+        (claim_leaves_lower_attempts_open, "two savers"),
+        (commit_replaces_the_index, "a saver, a rank and a fault"),
+        (lost_replies_are_failures, "a saver, a rank and a fault"),
+        (ranks_look_instead_of_abandoning, "a saver, a rank and a fault"),
+        (what_exists_counts_as_abandoned, "a saver, a rank and a fault"),
+        (supersede_removes_higher_ones_too, "two overwriters"),
+        (supersede_comes_before_the_commit, "an overwriter and a fault"),
+        (readers_look_once, "an overwriter and a reader"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_planted_mistake_is_found(mistake, name, search, monkeypatch):
+    mistake(monkeypatch)
+    assert search(name) != []

@@ -1,0 +1,595 @@
+import enum
+import math
+import pathlib
+import random
+import struct
+import subprocess
+import sys
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from zoneinfo import ZoneInfo
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
+from dist_ckpt.format import objects_file
+from dist_ckpt.format.index import Node
+from dist_ckpt.format.objects_file import (
+    Array,
+    Device,
+    DType,
+    NumpyScalar,
+    ObjectsFile,
+    Size,
+    check_plain,
+    decode,
+    decode_value,
+    encode,
+    encode_value,
+)
+
+
+def bits(value):
+    return struct.pack(">d", value)
+
+
+def same(a, b):  # noqa: PLR0911  # one kind a line
+    """Say whether two values are of the same types, order and bits all the way down."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return bits(a) == bits(b)
+    if isinstance(a, complex):
+        return bits(a.real) + bits(a.imag) == bits(b.real) + bits(b.imag)
+    if isinstance(a, dict):
+        if getattr(a, "default_factory", None) is not getattr(b, "default_factory", None):
+            return False
+        return same(list(a.items()), list(b.items()))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, datetime):
+        return (a, a.fold, a.tzname()) == (b, b.fold, b.tzname()) and a.tzinfo == b.tzinfo
+    return a == b
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(st.characters(), max_size=5)
+    | st.binary(max_size=5)
+    | st.datetimes(timezones=st.none() | st.timedeltas(
+        timedelta(hours=-23), timedelta(hours=23)).map(timezone))
+    | st.dates()
+    | st.timedeltas()
+    | st.sampled_from(["a/b", "/", ".", "\udc80"]).map(pathlib.Path)
+    | st.sampled_from(["a/b", "C:x"]).map(pathlib.PureWindowsPath)
+    | st.lists(st.integers(0, 9)).map(tuple).map(Size)
+    | st.sampled_from(["float32", "bfloat16"]).map(DType)
+    | st.just(Device("cuda:1"))
+    | st.just(NumpyScalar("<f4", b"abcd"))
+    | st.just(Array("int16", (2, 1), b"abcd", "numpy"))
+)  # fmt: skip
+HASHABLE = st.integers() | st.text(max_size=3) | st.tuples(st.booleans(), st.none()) | st.binary()
+KEYS = st.text(max_size=3) | st.integers(-(1 << 70), 1 << 70)
+PLAIN = st.recursive(
+    SCALARS | st.sets(HASHABLE, max_size=3) | st.frozensets(HASHABLE, max_size=3),
+    lambda below: (
+        st.lists(below, max_size=3)
+        | st.lists(below, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, below, max_size=3)
+        | st.dictionaries(KEYS, below, max_size=3).map(OrderedDict)
+        | st.dictionaries(KEYS, below, max_size=3).map(lambda d: defaultdict(list, d))
+        | st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter)
+    ),
+    max_leaves=8,
+)
+
+
+@given(PLAIN)
+def test_plain_data_comes_back_with_its_types_and_bits(value):
+    data = encode_value(value)
+    decoded = decode_value(data)
+    assert same(decoded, value)
+    assert encode_value(decoded) == data
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(0, -1, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63), -(1 << 63) - 1, 3**5000, -(3**5000)),
+        *(0.0, -0.0, math.inf, -math.inf, 5e-324, complex(-0.0, math.nan)),
+        *("", "ö", "\0", "\ud800", "\udc80\U0001f600", b"", b"\xff"),
+        *((), [], {}, set(), frozenset(), {"": None}, {0: 1, "0": 2, -1: 3}, {1 << 80: 1}),
+        *(OrderedDict(b=1, a=2), Counter("aab"), defaultdict(None, a=1), {"a": ({"b": [()]},)}),
+        *({frozenset({frozenset(), (1, "a")}), 2.5, None},),
+        *(datetime(2024, 1, 2, 3, 4, 5, 6), datetime(2024, 1, 1, fold=1), datetime.now(UTC)),
+        datetime(1, 1, 1, tzinfo=timezone(timedelta(microseconds=-1), "odd")),
+        datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=1), "UTC+02:00")),
+        *(datetime.max, datetime.min, date.max, timedelta.min, timedelta.max),
+        *(pathlib.Path("a") / "b", pathlib.PurePosixPath("/x"), pathlib.PureWindowsPath("C:/x")),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_the_edges_of_every_type_come_back(value):
+    assert same(decode_value(encode_value(value)), value)
+    assert same(decode_value(encode_value([value])), [value])
+
+
+@pytest.mark.parametrize("factory", [bool, int, float, complex, str, bytes, list, tuple, dict, set])
+def test_a_defaultdict_keeps_its_factory(factory):
+    decoded = decode_value(encode_value(defaultdict(factory, {1: factory()})))
+    assert decoded.default_factory is factory
+    assert decoded[2] == factory()
+
+
+@given(st.integers(0, (1 << 52) - 1), st.booleans())
+def test_a_nan_keeps_its_payload(payload, negative):
+    pattern = negative << 63 | 0x7FF << 52 | payload
+    (value,) = struct.unpack(">d", pattern.to_bytes(8, "big"))
+    assert bits(decode_value(encode_value(value))) == bits(value)
+
+
+def test_a_dicts_order_is_kept_and_a_sets_is_not_seen():
+    assert list(decode_value(encode_value({"b": 1, "a": 2}))) == ["b", "a"]
+    assert encode_value({"b": 1, "a": 2}) != encode_value({"a": 2, "b": 1})
+    members = [*range(0, 1 << 20, 1 << 14), "a", "b", (1, 2), None, 2.5]
+    first = encode_value(set(members))
+    random.Random(0).shuffle(members)
+    assert encode_value(set(members)) == first
+
+
+def test_the_same_data_is_the_same_bytes_in_another_process():
+    # Strings hash differently in every process, so their sets have another order.
+    code = (
+        "from dist_ckpt.format.objects_file import encode_value;"
+        "print(encode_value({'s': {str(n) for n in range(50)}}).hex())"
+    )
+    run = [sys.executable, "-c", code]
+    outputs = {
+        subprocess.run(run, capture_output=True, check=True, env={"PYTHONHASHSEED": seed}).stdout
+        for seed in "123"
+    }
+    assert len(outputs) == 1
+
+
+# --- torch and numpy -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "stand_in"),
+    [
+        (torch.Size([2, 3]), Size((2, 3))),
+        (torch.float8_e4m3fn, DType("float8_e4m3fn")),
+        (torch.device("cuda", 3), Device("cuda:3")),
+        (torch.device("cpu"), Device("cpu")),
+        (np.float64(1.5), NumpyScalar("<f8", np.float64(1.5).tobytes())),
+        (np.float16("nan"), NumpyScalar("<f2", np.float16("nan").tobytes())),
+        (np.int8(-1), NumpyScalar("|i1", b"\xff")),
+        (np.uint64(1), NumpyScalar("<u8", b"\1" + bytes(7))),
+        (np.bool_(True), NumpyScalar("|b1", b"\1")),
+        (np.complex64(1j), NumpyScalar("<c8", np.complex64(1j).tobytes())),
+        (np.str_("hé"), NumpyScalar("<U2", np.str_("hé").tobytes())),
+        (np.bytes_(b"hi"), NumpyScalar("|S2", b"hi")),
+        (np.datetime64("2024-01-01"), NumpyScalar("<M8[D]", np.datetime64("2024-01-01").tobytes())),
+        (np.timedelta64(3, "ms"), NumpyScalar("<m8[ms]", b"\3" + bytes(7))),
+        (np.datetime64("2024", "25s"), None),
+    ],
+    ids=repr,
+)
+def test_torch_and_numpy_values_are_stored_like_their_stand_ins(value, stand_in):
+    if stand_in is not None:
+        assert decode_value(encode_value(value)) == stand_in
+        assert encode_value(value) == encode_value(stand_in)
+    made = decode_value(encode_value([value, {value}]), make=real)
+    assert all(type(item) is type(value) for item in (made[0], *made[1]))
+    assert repr(made) == repr([value, {value}])
+
+
+def real(stand_in):
+    match stand_in:
+        case Size(shape):
+            return torch.Size(shape)
+        case DType(name):
+            return getattr(torch, name)
+        case Device(name):
+            return torch.device(name)
+        case NumpyScalar(dtype, data):
+            return np.frombuffer(data, dtype)[0]
+        case _:
+            return stand_in
+
+
+def test_what_cannot_be_made_is_damage():
+    def refuse(stand_in):
+        raise ValueError(f"no {stand_in}")
+
+    data = encode(ObjectsFile(values={"a": DType("float3")}))
+    with pytest.raises(CorruptError, match=r"objects.msgpack: no DType"):
+        decode(data, make=refuse)
+
+
+def test_neither_torch_nor_numpy_is_imported():
+    code = (
+        "import sys, dist_ckpt.format.objects_file as o;"
+        "v = o.decode_value(o.encode_value([o.DType('int8'), o.NumpyScalar('<f4', b'1234')]));"
+        "assert not {'torch', 'numpy'} & set(sys.modules), v"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- refusals --------------------------------------------------------------------------------
+
+Point = namedtuple("Point", "x")
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+class Name(str):
+    __slots__ = ()
+
+
+class Table(dict):
+    pass
+
+
+class Thing:
+    pass
+
+
+class LocalTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "fact", "remedy"),
+    [
+        (bytearray(b"a"), "builtins.bytearray", "store bytes"),
+        (memoryview(b"a"), "builtins.memoryview", "store bytes"),
+        (Color.RED, "Color", "store its .value"),
+        (lambda: 1, "builtins.function", "plain data"),
+        (Thing(), "Thing", "state_dict"),
+        (Thing, "builtins.type", "plain data"),
+        (Point(1), "Point", "convert it to tuple"),
+        (Name("a"), "Name", "convert it to str"),
+        (Table(), "Table", "convert it to dict"),
+        (object(), "builtins.object", "plain data"),
+        (range(3), "builtins.range", "plain data"),
+        (iter([]), "list_iterator", "plain data"),
+        ({}.keys(), "dict_keys", "plain data"),
+        (slice(1), "builtins.slice", "plain data"),
+        (time(1), "datetime.time", "plain data"),
+        (timezone.utc, "datetime.timezone", "plain data"),  # noqa: UP017
+        (Ellipsis, "ellipsis", "plain data"),
+        (ValueError("a"), "builtins.ValueError", "plain data"),
+        (np.zeros(2), "numpy.ndarray", "plain data"),
+        (np.dtype("f4"), "numpy", "plain data"),
+        (np.longdouble(1), "dtype float128", ".item()"),
+        (np.str_(""), "dtype <U", ".item()"),
+        (np.str_("a\0"), "dtype <U2", ".item()"),
+        (np.bytes_(b"\0"), "dtype |S1", ".item()"),
+        (np.void(b"ab"), "dtype |V2", ".item()"),
+        (torch.zeros(2), "torch.Tensor", "plain data"),
+        (torch.Generator(), "Generator", "plain data"),
+        (torch.strided, "torch.layout", "plain data"),
+        (defaultdict(lambda: 1), "defaultdict of <function", "or a dict"),
+        ({True: 1}, "the key True of class bool", "use str or int keys"),
+        ({1.0: 1}, "the key 1.0 of class float", "use str or int keys"),
+        ({(1,): 1}, "the key (1,) of class tuple", "use str or int keys"),
+        ({None: 1}, "the key None of class NoneType", "use str or int keys"),
+        (datetime(2024, 1, 1, tzinfo=ZoneInfo("UTC")), "zone zoneinfo", "astimezone"),
+    ],
+)
+def test_what_would_not_come_back_is_refused_with_its_place_class_and_remedy(value, fact, remedy):
+    for wrapped, place in [
+        (value, "my.state "),
+        ({"a": [0, value]}, "my.state['a'][1] "),
+        ((OrderedDict({7: value}),), "my.state[0][7] "),
+    ]:
+        with pytest.raises(TypeError) as raised:
+            check_plain(wrapped, "my.state")
+        message = str(raised.value)
+        assert message.startswith(place)
+        assert fact in message
+        assert remedy in message.rsplit(":", 1)[-1]
+
+
+def test_a_member_of_a_set_is_refused_with_itself():
+    with pytest.raises(TypeError, match=r"x\['s'\]\[.*Color.RED.*\] is a .*Color, which"):
+        check_plain({"s": {1.5, Color.RED}}, "x")
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_data_that_is_too_deep_or_contains_itself_is_refused():
+    loop = {"a": []}
+    loop["a"].append(loop)
+    for value in (nested(65), loop, nested(100_000)):
+        with pytest.raises(ValueError, match=r"x\[.*nested deeper than 64 levels, or contains it"):
+            check_plain(value, "x")
+    assert decode_value(encode_value(nested(64))) == nested(64)
+
+
+def test_the_deepest_value_that_is_taken_can_be_stored_everywhere():
+    deep = nested(64)
+    key = ("dp", 0)
+    file = ObjectsFile((), {"a": deep}, {"b": {key: deep}}, (), {"c": deep})
+    assert decode(encode(file)) == file
+
+
+def test_a_string_of_bytes_too_long_for_msgpack_is_refused(monkeypatch):
+    def too_long(*_, **__):
+        raise ValueError("bytes is too large")
+
+    monkeypatch.setattr(msgpack, "packb", too_long)
+    with pytest.raises(ValueError, match="x is too large for msgpack"):
+        check_plain(b"", "x")
+
+
+# --- files -----------------------------------------------------------------------------------
+
+FILE = ObjectsFile(
+    tree=(Node("", "dict", ("model", 3)), Node("model", "list", ())),
+    values={"lr": 0.5, "names": ["a", "b"], "betas": (0.9, 0.95)},
+    per_rank={"rng": {0: b"x", "a": 1, ("dp", (1, "b")): {"t": Array("bool", (1,), b"\1")}}},
+    numpy=("w",),
+    metadata={"run": "first", "tags": {"a"}},
+)
+
+
+def test_a_file_decodes_to_what_was_encoded():
+    data = encode(FILE)
+    assert decode(data) == FILE
+    assert encode(decode(data)) == data
+    assert decode(encode(ObjectsFile())) == ObjectsFile()
+
+
+def test_the_per_rank_values_of_a_file_are_made_too():
+    made = decode(encode(FILE), make=lambda stand_in: type(stand_in).__name__)
+    assert made.per_rank["rng"]["dp", (1, "b")] == {"t": "Array"}
+
+
+def test_every_prefix_of_a_file_is_damaged():
+    data = encode(FILE)
+    for length in range(len(data)):
+        with pytest.raises(CorruptError, match=r"^f: .*; restore it"):
+            decode(data[:length], what="f")
+
+
+def test_no_flipped_byte_raises_anything_but_our_errors():
+    # The digest in the index finds them all; here none may do harm.
+    data = encode(FILE)
+    for place in range(len(data)):
+        for mask in (0x01, 0x04, 0x20, 0x80, 0xFF):
+            flipped = bytearray(data)
+            flipped[place] ^= mask
+            try:
+                decode(bytes(flipped))
+            except CheckpointError:
+                continue
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_raise_anything_but_our_errors(data):
+    try:
+        decode(data)
+    except CheckpointError:
+        return
+
+
+def doc(**fields):
+    facts = {"format": {"version": 1, "requires": []}, "tree": [], "values": {}}
+    facts |= {"per_rank": {}, "numpy": [], "metadata": {}}
+    return msgpack.packb(facts | fields)
+
+
+def ext(code, payload):
+    data = payload if type(payload) is bytes else msgpack.packb(payload)
+    return msgpack.ExtType(code, data)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"more": 1},
+        {"tree": {}},
+        {"tree": [["", "dict"]]},
+        {"tree": [["", "dict", [1.5]]]},
+        {"tree": [["", "dict", [True]]]},
+        {"tree": [["", 1, []]]},
+        {"values": []},
+        {"values": {1: 2}},
+        {"per_rank": {"a": {}}},
+        {"per_rank": {"a": [[1]]}},
+        {"per_rank": {"a": [[1.5, 1]]}},
+        {"per_rank": {"a": [[True, 1]]}},
+        {"per_rank": {"a": [[1, 1], [1, 2]]}},
+        {"numpy": "w"},
+        {"numpy": [1]},
+        {"metadata": None},
+        {"format": {"version": 0, "requires": []}},
+        {"format": {}},
+    ],
+)
+def test_a_file_of_another_form_is_damaged(fields):
+    with pytest.raises(CorruptError, match=r"^objects.msgpack"):
+        decode(doc(**fields))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ext(2, b"\xff"),
+        ext(3, {}),
+        ext(3, 1),
+        ext(4, [[]]),
+        ext(4, [1, 1]),
+        ext(4, 1),
+        ext(5, [{}]),
+        ext(6, b"123"),
+        ext(7, []),
+        ext(8, []),
+        ext(9, ["eval", {}]),
+        ext(9, ["list"]),
+        ext(9, [[], {}]),
+        ext(10, [True]),
+        ext(10, "ab"),
+        ext(11, 1),
+        ext(12, ["O", b"12345678"]),
+        ext(12, ["<f16", bytes(16)]),
+        ext(12, ["<f4", b"123"]),
+        ext(12, ["<f4", "1234"]),
+        ext(12, ["<M8[s", bytes(8)]),
+        ext(12, ["<i8[s]", bytes(8)]),
+        ext(12, ["<U0", b""]),
+        ext(12, ["<U2", bytes(2)]),
+        ext(13, b""),
+        ext(14, [2024, 1, 1]),
+        ext(14, [2024, 13, 1, 0, 0, 0, 0, 0, None]),
+        ext(14, [2024, 1, 1, 0, 0, 0, 0, 2, None]),
+        ext(14, [2024, 1, 1, 0, 0, 0, 0, "0", None]),
+        ext(14, [1 << 63, 1, 1, 0, 0, 0, 0, 0, None]),
+        ext(14, [2024, 1, 1, 0, 0, 0, 0, 0, [2, 0, 0, None]]),
+        ext(14, [2024, 1, 1, 0, 0, 0, 0, 0, [0, 0, 0, 1]]),
+        ext(15, [0, 0, 0]),
+        ext(16, [1 << 40, 0, 0]),
+        ext(16, ["1", 0, 0]),
+        ext(17, ["Path", "a"]),
+        ext(17, ["PosixPath", 1]),
+        ext(17, [["PosixPath"], "a"]),
+        ext(17, ["PosixPath"]),
+        ext(18, ["float32", [2], b"1234", "tensor"]),
+        ext(18, ["float3", [1], b"1234", "tensor"]),
+        ext(18, ["float32", [-1], b"", "tensor"]),
+        ext(18, ["float32", [1 << 62, 0], b"", "tensor"]),
+        ext(18, ["float32", [1], "1234", "tensor"]),
+        ext(18, ["float32", [1], b"1234", "list"]),
+        {"a": {1.5: 2}},
+        {"a": {True: 2}},
+        {"a": {(1,): 2}},
+        {None: 2},
+    ],
+    ids=str,
+)
+def test_a_value_of_another_form_is_damaged(value):
+    with pytest.raises(CorruptError, match=r"^objects.msgpack: .*; restore it"):
+        decode(doc(values={"x": value}))
+
+
+def alike(count):
+    """Return values of each kind that all have one hash, as a file can choose them."""
+    return {
+        "integers": [n * ((1 << 61) - 1) for n in range(count)],
+        "complex": [complex(1 + 1000003 * n, -n) for n in range(2, 2 + count)],
+        "tuples": [(n * ((1 << 61) - 1),) for n in range(count)],
+    }
+
+
+@pytest.mark.parametrize("kind", alike(0))
+def test_a_set_that_would_take_for_ever_to_make_is_refused(kind):
+    few, many = alike(64)[kind], alike(65)[kind]
+    assert len(set(map(hash, many))) == 1
+    assert same(decode_value(encode_value(set(few))), set(few))
+    data = b"".join([b"\xdc\x00\x41", *map(encode_value, many)])
+    with pytest.raises(CorruptError, match="65 members or keys of one hash, where 64 is the limit"):
+        decode(doc(values={"x": ext(4, data)}))
+    with pytest.raises(ValueError, match=r"^x\[3\] cannot be stored: 65 members .* store a list"):
+        encode_value([0, 1, 2, frozenset(many)], "x")
+
+
+def test_a_dict_that_would_take_for_ever_to_make_is_refused():
+    many = alike(65)["integers"]
+    data = b"\xde\x00\x41" + b"".join(encode_value(n) + b"\xc0" for n in many)
+    with pytest.raises(ValueError, match="65 members or keys of one hash"):
+        decode_value(data)
+    with pytest.raises(ValueError, match="65 members or keys of one hash"):
+        encode_value(dict.fromkeys(many))
+
+
+def test_an_objects_file_has_a_limit(monkeypatch):
+    monkeypatch.setattr(objects_file, "MAX_NBYTES", 1000)
+    assert encode(ObjectsFile(values={"x": bytes(800)}))
+    with pytest.raises(ValueError, match="the limit is 1000: store large data as tensors"):
+        encode(ObjectsFile(per_rank={"x": {0: bytes(1000)}}))
+
+
+@pytest.mark.parametrize("key", [1 << 64, -(1 << 63) - 1, ("dp", 1 << 70)])
+def test_a_per_rank_key_beyond_64_bits_is_damaged(key):
+    data = encode_value(key)
+    with pytest.raises(CorruptError, match="beyond 64 bits"):
+        decode(doc(per_rank={"x": [[msgpack.unpackb(data), 1]]}))
+
+
+def test_a_key_twice_is_damaged():
+    twice = b"\x82" + 2 * (msgpack.packb("a") + msgpack.packb(1))
+    with pytest.raises(CorruptError, match="same key twice"):
+        decode(doc(values={"x": ext(7, twice)}))
+
+
+@pytest.mark.parametrize("code", [0, 19, 127])
+def test_a_type_of_a_newer_version_asks_for_an_upgrade(code):
+    with pytest.raises(IncompatibleError, match=f"^f: a value of type {code}.*upgrade"):
+        decode(doc(values={"x": ext(code, b"")}), what="f")
+
+
+def test_a_newer_version_asks_for_an_upgrade():
+    with pytest.raises(IncompatibleError, match="upgrade dist_ckpt"):
+        decode(doc(format={"version": 2}))
+
+
+def test_data_that_is_deep_on_purpose_is_damaged():
+    value = []
+    for _ in range(100):
+        value = ext(3, [value])
+    with pytest.raises(CorruptError, match="nested deeper"):
+        decode(doc(values={"x": value}))
+    for deep in (b"\x91" * 100_000 + b"\xc0", b"\x81\x01" * 100_000 + b"\xc0"):
+        with pytest.raises(CorruptError):
+            decode(deep)
+
+
+def test_lists_and_dicts_count_as_depth_when_they_are_read():
+    assert decode_value(msgpack.packb(nested(64))) == nested(64)
+    for deep in (nested(65), {"a": nested(64)}, nested(500)):
+        with pytest.raises(ValueError, match="nested deeper than 64 levels"):
+            decode_value(msgpack.packb(deep))
+        with pytest.raises(CorruptError, match="nested deeper than 64 levels"):
+            decode(doc(values={"x": [[[[[deep]]]]]}))
+
+
+@pytest.mark.parametrize("place", [lambda t: t, lambda t: [{"a": t}], lambda t: ext(3, [t])])
+def test_the_type_of_times_that_msgpack_has_is_as_unknown_as_any_other(place):
+    time = msgpack.Timestamp(1)
+    with pytest.raises(IncompatibleError, match=r"^f: a value of type -1, .*upgrade"):
+        decode(doc(values={"x": place(time)}), what="f")
+
+
+@pytest.mark.parametrize("shape", [(1,) * 65, (0, 1 << 62)])
+def test_an_array_that_would_not_be_read_back_is_refused(shape):
+    array = Array("float32", shape, bytes(4) if 0 not in shape else b"")
+    with pytest.raises(ValueError, match=r"^x\['a'\] is an array .*: store it in"):
+        check_plain({"a": array}, "x")
+
+
+@pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"])
+def test_a_length_that_the_data_has_not_allocates_nothing(head):
+    with pytest.raises(CorruptError):
+        decode(head + b"\xff" * 8)
+
+
+def test_all_that_others_need_is_in_one_place():
+    assert set(objects_file.__all__) >= {"ObjectsFile", "encode", "decode", "check_plain", "Array"}

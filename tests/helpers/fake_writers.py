@@ -1,0 +1,86 @@
+"""Writers that do nothing but answer: for tests of what a trainer makes of what they say."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from dataclasses import asdict
+from subprocess import Popen
+from threading import Thread
+
+from dist_ckpt.background.writer_client import Order, OwnWriter
+from dist_ckpt.comm.exchange import Failure
+from dist_ckpt.snapshots.job_folder import RankFolder
+from dist_ckpt.writer.messages import (
+    Close,
+    Done,
+    Held,
+    Hello,
+    Hold,
+    Link,
+    LinkClosedError,
+    Message,
+    Serve,
+    Serving,
+    Write,
+)
+
+SOON_S = 30.0
+
+
+class FakeWriter:
+    """The other end of a writer's link, and a process that does nothing. It keeps what it hears.
+
+    `is_begun`: it has begun every save, so that none can be held.
+    """
+
+    def __init__(self) -> None:
+        self.heard: list[Message] = []
+        self.is_begun = False
+        self.process = Popen(["sleep", "300"])
+        self._ours, self._end = socket.socketpair()
+        self._link = Link(self._end)
+        self._thread = Thread(target=self._answer, daemon=True)
+        self._thread.start()
+
+    def start(self, folder: RankFolder, hello: Hello) -> tuple[Link, Popen[bytes]]:
+        """See `writer_process.start`."""
+        return Link(self._ours), self.process
+
+    def settle(self, name: str, failure: Failure | None = None) -> None:
+        """Say that a save is committed, or why not."""
+        told = None if failure is None else asdict(failure)
+        verdict = {} if failure is None else None
+        self._link.send(Done(name, verdict, told, {}, (0, 0), (0, 0), (0, 0), 0))
+
+    def end(self) -> None:
+        """End it as a kill does: the process, and with it its end of the link."""
+        self.process.kill()
+        self.process.wait(SOON_S)
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._thread.join(SOON_S)
+        self._link.close()
+        self._ours.close()
+
+    def _answer(self) -> None:
+        try:
+            while (message := self._link.receive(SOON_S)) is not None:
+                self.heard.append(message)
+                match message:
+                    case Hold(snapshot):
+                        self._link.send(Held(snapshot, is_held=not self.is_begun))
+                    case Serve():
+                        self._link.send(Serving("new store", len(self.heard)))
+                    case Close():
+                        self.process.kill()
+        except LinkClosedError:
+            pass
+
+
+def order(writer: OwnWriter, name: str, store: tuple[str, int, bytes] = ("", 0, b"")) -> Order:
+    """Order a save that nobody stages, into the arena that is free."""
+    taken = {one.arena for one in writer.unsettled}
+    made = Order(name, 1 if 0 in taken else 0)
+    writer.order(made, Write(name, f"/ck/{name}", "/dev/shm/none", made.arena, *store))
+    return made

@@ -1,0 +1,124 @@
+"""Saves and loads states through the planners alone: no storage, no files, no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dist_ckpt.binding.bind import Binding, bind, saved_of, survey, unexpected_problem
+from dist_ckpt.binding.selection import selection_of
+from dist_ckpt.format import objects_file
+from dist_ckpt.format.dtypes import DTYPES
+from dist_ckpt.format.geometry import Region, pieces, row_major_strides
+from dist_ckpt.planning.plan import SavePlan
+from dist_ckpt.planning.save_planner import held_cells, plan_save
+from dist_ckpt.state.local_state import LocalState, take
+from dist_ckpt.state.plain_torch import MAKE
+
+
+class InMemory:
+    """A checkpoint whose bytes are copies of what each rank held."""
+
+    def __init__(self, plan: SavePlan, locals_: Sequence[LocalState]) -> None:
+        self.plan = plan
+        self.catalog = plan.catalog
+        self.bytes = {}
+        values: dict[str, Any] = {}
+        per_rank: dict[str, dict[Any, Any]] = {}
+        for rank, local in enumerate(locals_):
+            held = held_cells(local.inventory, rank, plan)
+            for fqn, parts in local.parts.items():
+                if fqn in held:
+                    assert len(held[fqn]) == len(parts)
+                    for number, cell in enumerate(held[fqn]):
+                        source = local.source(fqn, number)
+                        data = source.read(0, source.nbytes, memoryview(bytearray(source.nbytes)))
+                        self.bytes[fqn, cell] = bytes(data)
+            for fqn, value in local.values.items():
+                values.setdefault(fqn, value)
+            for fqn, (key, value) in local.per_rank.items():
+                per_rank.setdefault(fqn, {}).setdefault(key, value)
+        self.values = values
+        names = {names.fqn: list(names.names) for names in plan.name_lists}
+        self._main = objects_file.encode(
+            objects_file.ObjectsFile(plan.tree, {**values, **names}, {}, plan.numpy, {})
+        )
+        self._keyed = objects_file.encode(objects_file.ObjectsFile(per_rank=per_rank))
+
+    def bind(self, state: Any, rank: int = 0, world_size: int = 1, **options: Any) -> Binding:
+        template = survey(
+            state,
+            sharding=options.get("sharding"),
+            rank=rank,
+            world_size=world_size,
+            group_ranks=range(world_size),
+        )
+        return bind(
+            template,
+            saved_of(self.catalog, self._decoded(self._main), rename=options.get("rename")),
+            strict=options.get("strict", True),
+            selection=selection_of(options.get("include"), options.get("exclude")),
+            keys=options.get("keys", {name: (key,) for name, key in template.keys.items()}),
+        )
+
+    def finish(self, binding: Binding) -> None:
+        binding.check([self._decoded(self._keyed)])
+        targets = binding.allocate()
+        for wanted in binding.wanted:
+            for number, cell in enumerate(wanted.cells):
+                self._copy(wanted.fqn, wanted.shape, cell, targets[wanted.fqn, number])
+        binding.settle()
+        binding.place()
+        binding.load_objects()
+
+    def _decoded(self, data: bytes) -> objects_file.ObjectsFile:
+        return objects_file.decode(data, make=MAKE)
+
+    def _copy(self, fqn: str, shape: Any, cell: Any, target: Any) -> None:
+        for (stored_fqn, stored), data in self.bytes.items():
+            if stored_fqn != fqn:
+                continue
+            for source in pieces(stored, shape):
+                for piece in pieces(cell, shape):
+                    common = source.region.intersect(piece.region)
+                    if common is not None:
+                        itemsize = DTYPES[self.catalog.tensors[fqn].dtype].itemsize
+                        _place(data, itemsize, source, piece, common, target)
+
+
+def _place(
+    data: bytes, itemsize: int, source: Any, piece: Any, common: Region, target: Any
+) -> None:
+    strides = row_major_strides(source.region.shape)
+    at = common.relative_to(source.region.offset).offset
+    start = source.start + sum(o * s for o, s in zip(at, strides, strict=True))
+    target.place(piece, common, memoryview(data)[start * itemsize :], strides)
+
+
+def save(*states: Mapping[Any, Any], sharding: Any = None) -> InMemory:
+    """Save the states of as many ranks."""
+    world_size = len(states)
+    taken = [
+        take(
+            state,
+            sharding=sharding,
+            rank=rank,
+            world_size=world_size,
+            group_ranks=range(world_size),
+        )
+        for rank, state in enumerate(states)
+    ]
+    plan = plan_save([(local.inventory, (r,)) for r, local in enumerate(taken)], world_size)
+    return InMemory(plan, taken)
+
+
+def load(checkpoint: InMemory, state: Any, **options: Any) -> Binding:
+    """Load into a state of one rank; raises ValueError with the problems if there are any."""
+    binding = checkpoint.bind(state, **options)
+    problems = list(binding.problems)
+    if binding.unclaimed and options.get("strict", True):
+        problems.append(unexpected_problem(binding.unclaimed))
+    if problems:
+        raise ValueError("\n".join(problems))
+    checkpoint.finish(binding)
+    return binding

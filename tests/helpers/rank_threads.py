@@ -1,0 +1,77 @@
+"""Whole saves and loads by ranks that are threads, over any storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dist_ckpt.comm.session import Session
+from dist_ckpt.loading.load import LoadOptions, load_together
+from dist_ckpt.reports import LoadReport, SaveReport
+from dist_ckpt.saving.save import SaveOptions, save_together
+from dist_ckpt.storage import Storage
+from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, try_ranks
+
+PATH = "/runs/ck"
+
+StorageOf = Callable[[int], Storage]
+
+
+def try_save(
+    storage_of: StorageOf, states: Sequence[Any], path: str = PATH, **options: Any
+) -> list[Outcome[SaveReport]]:
+    """Save `states[rank]` on each rank, and return what each rank's call came to."""
+    return try_ranks(
+        len(states),
+        lambda rank, channel, bulk: save_together(
+            Session(channel, bulk, TEST_CONFIG),
+            states[rank],
+            path,
+            SaveOptions(**options),
+            storage_of(rank),
+        ),
+    )
+
+
+def try_load(
+    storage_of: StorageOf,
+    states: Sequence[Any],
+    path: str = PATH,
+    hosts: Sequence[str] | None = None,
+    **options: Any,
+) -> list[Outcome[LoadReport]]:
+    """Load into `states[rank]` on each rank, and return what each rank's call came to."""
+    return try_ranks(
+        len(states),
+        lambda rank, channel, bulk: load_together(
+            Session(channel, bulk, TEST_CONFIG),
+            states[rank],
+            path,
+            LoadOptions(**options),
+            storage_of(rank),
+        ),
+        hosts=hosts,
+    )
+
+
+def save(storage: Storage, states: Sequence[Any], path: str = PATH, **options: Any) -> SaveReport:
+    """Save on all ranks; raise the first error."""
+    return _values(try_save(lambda _: storage, states, path, **options))[0]
+
+
+def load(storage: Storage, states: Sequence[Any], path: str = PATH, **options: Any) -> LoadReport:
+    """Load on all ranks; raise the first error."""
+    return _values(try_load(lambda _: storage, states, path, **options))[0]
+
+
+def _values(outcomes: Sequence[Outcome[Any]]) -> list[Any]:
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in outcomes]
+
+
+def errors_of(outcomes: Sequence[Outcome[Any]]) -> list[BaseException]:
+    """Return the error of each rank; every rank must have one."""
+    assert all(outcome.error is not None for outcome in outcomes), outcomes
+    return [outcome.error for outcome in outcomes if outcome.error is not None]

@@ -1,0 +1,187 @@
+"""What a trainer does for a background save, by hand: arenas, snapshots and a writer's process."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from subprocess import Popen
+
+from dist_ckpt.background.writer_process import start
+from dist_ckpt.comm.collective import Bodies
+from dist_ckpt.config import Config
+from dist_ckpt.format import filenames, objects_file
+from dist_ckpt.format.geometry import Shape
+from dist_ckpt.format.index import Node
+from dist_ckpt.format.layout import Grid, Layout
+from dist_ckpt.planning import plan_msgpack
+from dist_ckpt.planning.plan import Inventory, Mesh, Placed, Shard, TensorEntry, Whole
+from dist_ckpt.planning.save_planner import items_of
+from dist_ckpt.saving.agreement import plan_of
+from dist_ckpt.snapshots.arena import Arena
+from dist_ckpt.snapshots.arena_layout import Image, Snapshot, arena_nbytes
+from dist_ckpt.snapshots.details import Details, encode_details
+from dist_ckpt.snapshots.job_folder import RankFolder
+from dist_ckpt.writer.messages import Hello, Link, Message, Serve, Serving, Write
+from written import Saved
+
+# A writer that says nothing for so long fails the test.
+ANSWER_S = 60.0
+STAGED_AT = 1.0
+CONFIG = Config(silence_s=1.5, arrive_s=20.0, warn_s=5.0, appear_s=10.0)
+
+
+class State:
+    """Tensors that all ranks cut by rows, one that all hold, and a value of rank 0."""
+
+    def __init__(self, world_size: int, shapes: dict[str, Shape], seed: int = 0) -> None:
+        self.world_size = world_size
+        mesh = Mesh(("dp",), (world_size,), tuple(range(world_size)))
+        entries = [
+            TensorEntry(f"model.{name}", "float32", shape, 0, 0) for name, shape in shapes.items()
+        ]
+        inventory = Inventory(
+            mesh=(("dp", world_size),),
+            components=("model",),
+            views=(Placed(mesh, (Shard(0),)), Whole()),
+            tensors=(*entries, TensorEntry("model.b", "float32", (5,), 1, 0)),
+            aliases=(),
+            values=("step",),
+            per_rank=(),
+            tree=(Node("", "dict", ("model", "step")), Node("model", "dict", (*shapes, "b"))),
+            name_lists=(),
+            numpy=(),
+        )
+        body = plan_msgpack.pack(inventory)
+        self.bodies: Bodies = ((body, tuple(range(world_size))),)
+        self.plan = plan_of(self.bodies, world_size)
+        self.tensors = {}
+        for entry in inventory.tensors:
+            data = random.Random(f"{seed} {entry.fqn}").randbytes(4 * prod(entry.shape))
+            whole = Layout(Grid(tuple((0, n) for n in entry.shape)), ((0,),))
+            self.tensors[entry.fqn] = Saved("float32", entry.shape, whole, data)
+
+    def files(self, rank: int, step: int) -> list[tuple[Image, int, bytes]]:
+        """Return a rank's files: the room of the header, and what is staged after it."""
+        found = []
+        for plan in items_of(self.plan, rank):
+            data = b"".join(self.tensors[item.fqn].of(item.cell) for item in plan.items)
+            found.append((Image(plan.name, plan.nbytes), plan.header_nbytes, data))
+        if rank == 0:
+            main = objects_file.encode(objects_file.ObjectsFile(self.plan.tree, {"step": step}))
+            found.append((Image(filenames.OBJECTS, len(main)), 0, main))
+        return found
+
+
+class Staged:
+    """One snapshot of one rank in an arena: begun, and then `stage`d and `complete`d."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        state: State,
+        path: Path,
+        *,
+        name: str,
+        rank: int = 0,
+        step: int = 7,
+        overwrite: bool = False,
+        replicas: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (),
+    ) -> None:
+        self.arena = arena
+        self._files = state.files(rank, step)
+        details = Details(
+            overwrite, {"note": 1}, {"dist_ckpt": "0"}, STAGED_AT, state.bodies, replicas
+        )
+        self.snapshot = Snapshot(
+            name,
+            str(path),
+            step,
+            rank,
+            state.world_size,
+            tuple(image for image, _, _ in self._files),
+            encode_details(details),
+        )
+        arena.reserve(arena_nbytes(self.snapshot))
+        self._images = arena.begin(self.snapshot)
+
+    def stage(self, num: int | None = None) -> None:
+        """Copy the first files, or all."""
+        spans = self.arena.placement.images
+        for (_, header, data), image, span in list(
+            zip(self._files, self._images, spans, strict=True)
+        )[:num]:
+            image[header:] = data
+            self.arena.advance(span.stop)
+
+    def complete(self) -> None:
+        self.stage()
+        self.arena.complete()
+
+
+class Trainer:
+    """One rank's writer in a process of its own, and the end of the link to it."""
+
+    def __init__(self, folder: RankFolder, link: Link, process: Popen[bytes]) -> None:
+        self.folder = folder
+        self.link = link
+        self.process = process
+
+    def hear(self, kind: type | None = None) -> Message:
+        message = self.link.receive(ANSWER_S)
+        assert message is not None, f"the writer says nothing: {self.log()}"
+        assert kind is None or isinstance(message, kind), message
+        return message
+
+    def serve(self, token: bytes) -> Serving:
+        self.link.send(Serve(token, ""))
+        answer = self.hear(Serving)
+        assert isinstance(answer, Serving)
+        return answer
+
+    def log(self) -> str:
+        return Path(self.folder.log_path).read_text()
+
+    def wait(self) -> int:
+        return self.process.wait(ANSWER_S)
+
+
+def write_of(
+    staged: Staged, number: int = 0, store: tuple[str, int, bytes] = ("", 0, b"")
+) -> Write:
+    shot = staged.snapshot
+    return Write(shot.id, shot.path, staged.arena.place, number, *store)
+
+
+def new_id() -> str:
+    return secrets.token_hex(16)
+
+
+def hello(
+    folder: RankFolder, world_size: int, config: Config = CONFIG, cap: float | None = None
+) -> Hello:
+    return Hello(folder.job, folder.rank, world_size, asdict(config), cap)
+
+
+@contextmanager
+def writers(folders: list[RankFolder], **options: object) -> Iterator[list[Trainer]]:
+    """Start a writer for each of these ranks; all have ended when this does."""
+    with ExitStack() as stack:
+        trainers = []
+        for folder in folders:
+            said = hello(folder, len(folders), **options)  # type: ignore[arg-type]
+            link, process = start(folder, said, timeout_s=ANSWER_S)
+            stack.callback(_end, link, process)
+            trainers.append(Trainer(folder, link, process))
+        yield trainers
+
+
+def _end(link: Link, process: Popen[bytes]) -> None:
+    link.close()
+    with suppress(ProcessLookupError):
+        process.kill()
+    process.wait(ANSWER_S)

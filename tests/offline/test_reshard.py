@@ -1,0 +1,47 @@
+"""Rewriting checkpoints for other ranks, against what a load makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import dist_ckpt as dc
+from dist_ckpt.format.objects_file import ObjectsFile
+from dist_ckpt.storage.local import LocalStorage
+
+torch = pytest.importorskip("torch")
+
+import rank_threads  # noqa: E402
+from written import catalog_of, one_cell, random_tensor, save  # noqa: E402
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_what_was_saved_on_a_mesh_is_resharded_to_fewer_and_to_more_ranks(world_size, tmp_path):
+    weight = torch.arange(16.0).reshape(4, 4)
+    states = [
+        {"model": {"w": weight[rank : rank + 1].clone()}, "loader": dc.PerRank({"position": rank})}
+        for rank in range(4)
+    ]
+    source, target = str(tmp_path / "source"), tmp_path / "target"
+    even = dc.ShardingConfig.even(4)
+    rank_threads.save(LocalStorage(), states, source, sharding=even)
+    dc.reshard(source, target, world_size=world_size)
+    assert dc.verify(target).ok
+    with dc.open(target) as checkpoint:
+        assert (checkpoint.world_size, checkpoint.mesh) == (world_size, {"dp": 4})
+        assert torch.equal(checkpoint["model.w"][...].torch(), weight)
+        assert dict(checkpoint.index.catalog.per_rank["loader"]) == {
+            rank: rank % world_size for rank in range(4)
+        }
+        assert checkpoint.per_rank["loader"] == {rank: {"position": rank} for rank in range(4)}
+
+
+def test_a_key_whose_value_is_gone_is_found_before_anything_is_written(tmp_path):
+    tensors = {"model.b": random_tensor((2,), one_cell((2,)))}
+    catalog = replace(catalog_of(tensors, 1), per_rank={"rng": ((("dp", 0), 0),)})
+    files = {0: {"objects.msgpack": ObjectsFile(), "objects-00000.msgpack": ObjectsFile()}}
+    save(tmp_path / "ck", tensors, catalog=catalog, objects=files)
+    with pytest.raises(dc.CorruptError, match=r"objects-00000\.msgpack lacks rng of \('dp', 0\)"):
+        dc.reshard(tmp_path / "ck", tmp_path / "target", world_size=2)
+    assert not (tmp_path / "target").exists()

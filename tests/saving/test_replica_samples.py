@@ -1,0 +1,51 @@
+"""Samples of replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist_ckpt.memory.host_array import ArraySource
+from dist_ckpt.saving.replica_samples import digest_sample
+
+MIB = 1 << 20
+
+
+def digest(data, name="model.w"):
+    return digest_sample(ArraySource(memoryview(data), (len(data) // 8,), 8), name)
+
+
+@pytest.mark.parametrize("nbytes", [8, 65536, 65544, MIB - 8, MIB])
+def test_every_byte_counts_up_to_one_mebibyte(nbytes):
+    data = bytearray(nbytes)
+    before = digest(data)
+    for place in (0, nbytes // 2, nbytes - 1):
+        data[place] ^= 1
+        assert digest(data) != before
+        data[place] ^= 1
+    assert digest(data) == before
+
+
+def test_one_mebibyte_is_read_of_a_large_tensor_spread_over_all_of_it():
+    class Counted(ArraySource):
+        spans = ()
+
+        def read(self, start, stop, scratch):
+            self.spans = (*self.spans, (start, stop))
+            return super().read(start, stop, scratch)
+
+    memory = memoryview(bytes(16 * MIB + 40))
+    source = Counted(memory, (memory.nbytes // 8,), 8)
+    digest_sample(source, "model.w")
+    assert sum(stop - start for start, stop in source.spans) == MIB
+    assert [start // MIB for start, _ in source.spans] == list(range(16))
+    assert all(start % 16 == 0 for start, _ in source.spans)
+    other = Counted(memory, (memory.nbytes // 8,), 8)
+    digest_sample(other, "model.v")
+    assert other.spans != source.spans
+
+
+def test_a_tensor_that_differs_throughout_has_another_digest():
+    assert digest(bytes(2 * MIB)) == digest(bytes(2 * MIB))
+    assert digest(bytes(2 * MIB)) != digest(b"\1" * (2 * MIB))
+    assert digest(bytes(2 * MIB)) != digest(bytes(2 * MIB + 8))
+    assert digest(b"") != digest(bytes(8))

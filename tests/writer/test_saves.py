@@ -1,0 +1,261 @@
+"""What a writer makes of one save, in this process: the report, the cap, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from dist_ckpt.comm.key_client import KeyClient
+from dist_ckpt.comm.store_exchange import StoreChannel
+from dist_ckpt.errors import CheckpointError
+from dist_ckpt.snapshots.arena import Follower
+from dist_ckpt.snapshots.arena_layout import HEADER_NBYTES
+from dist_ckpt.snapshots.arenas import Arenas
+from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.snapshots.kept_snapshots import KeptSnapshot, open_kept
+from dist_ckpt.storage.pacing import Allowance
+from dist_ckpt.testing.faulty_storage import FaultyStorage
+from dist_ckpt.testing.memory_storage import MemoryStorage
+from dist_ckpt.writer import saves as writer_saves
+from dist_ckpt.writer.messages import Done, Hello, Serve, Write
+from dist_ckpt.writer.process import Stores
+from dist_ckpt.writer.save_queue import QueuedSave
+from dist_ckpt.writer.saves import BackgroundSaves, Meetings, WriterSettings, settings_of
+from staged_saves import CONFIG, Staged, State, new_id, write_of
+
+STATE = State(1, {"w": (30, 40)})
+ALONE = WriterSettings(0, 1, CONFIG)
+
+
+@pytest.fixture
+def arenas(tmp_path: Path) -> Iterator[Arenas]:
+    made = Arenas(JobFolder("job", roots=[str(tmp_path)]).rank(0))
+    yield made
+    made.close()
+
+
+def nothing(save: QueuedSave) -> None:
+    """Say that a save may still come."""
+
+
+def settled(
+    arenas: Arenas,
+    where: Path,
+    settings: WriterSettings = ALONE,
+    state: State = STATE,
+    /,
+    **said: object,
+) -> Done:
+    staged = Staged(arenas.fitting(0, 1 << 16), state, where, name=new_id())
+    staged.complete()
+    follower = Follower(staged.arena.place, "job")
+    write = replace(write_of(staged), **said)
+    done = BackgroundSaves(settings, Meetings(settings), nothing).settle(
+        QueuedSave(write, follower)
+    )
+    follower.close()
+    return done
+
+
+def test_a_save_is_reported_with_its_costs(arenas, tmp_path):
+    done = settled(arenas, tmp_path / "ck")
+    assert done.failure is None
+    assert done.verdict["num_files"] == 2
+    assert (done.exchanges, done.nbytes_receipt) == ((2, 0), 0)
+    assert done.writes[1] > done.verdict["nbytes"] > 4800
+    assert done.reads[0] == 1
+
+
+def kept(arenas: Arenas) -> KeptSnapshot:
+    """Return what a restart would find."""
+    found = open_kept(arenas.fitting(0, 1).place, "job")
+    assert found is not None
+    found.close()
+    return found
+
+
+def wipe(arenas: Arenas) -> None:
+    """Forget the headers of what was staged before."""
+    memory = arenas.fitting(0, 1 << 16).memory
+    memory[HEADER_NBYTES:] = bytes(len(memory) - HEADER_NBYTES)
+
+
+def images_in(arenas: Arenas) -> list[bytes]:
+    memory, there = arenas.fitting(0, 1).memory, kept(arenas)
+    return [bytes(memory[span.start : span.stop]) for span in there.placement.images]
+
+
+def test_wherever_the_storage_fails_what_is_staged_is_sealed_as_if_it_had_been_written(
+    arenas, monkeypatch
+):
+    failed_at = None
+    storage: FaultyStorage
+    monkeypatch.setattr(writer_saves, "open_storage", lambda path: (storage, str(path)))
+    storage = FaultyStorage(MemoryStorage({"/root": None}))
+    assert settled(arenas, Path("/root/ck")).failure is None
+    assert kept(arenas).is_committed
+    seal, images = kept(arenas).seal, images_in(arenas)
+    attempts = set()
+    for failed_at in count(1):
+        inner = MemoryStorage({"/root": None})
+        storage = FaultyStorage(inner, fail_at_call=failed_at, sticky=True)
+        wipe(arenas)
+        done = settled(arenas, Path("/root/ck"))
+        found = kept(arenas)
+        assert found.is_committed == (done.failure is None)
+        assert found.seal.files == seal.files, failed_at
+        assert images_in(arenas) == images
+        attempts.add(found.seal.attempt[:3])
+        if not storage.failed:
+            break
+    assert failed_at > 15
+    assert attempts == {"", "a1-"}
+
+
+def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will_be(
+    arenas, monkeypatch, tmp_path
+):
+    (tmp_path / "file").write_text("no folder")
+    for is_aborted in (True, False):
+        staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
+        follower = Follower(staged.arena.place, "job")
+
+        def check(save: QueuedSave, staged: Staged = staged, is_aborted: bool = is_aborted) -> None:
+            if not save.write.token:  # the claim comes first
+                save.write = replace(save.write, token=b"seen")
+            elif is_aborted:
+                raise CheckpointError("the trainer could not stage it")
+            else:
+                staged.complete()
+
+        saves = BackgroundSaves(ALONE, Meetings(ALONE), check)
+        done = saves.settle(QueuedSave(write_of(staged), follower))
+        assert done.failure["kind"] == "ExistsError"
+        follower.close()
+        assert (kept(arenas).seal is None) == is_aborted
+
+
+def test_what_a_writer_is_interrupted_in_the_sealing_of_can_be_sealed_again(arenas, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
+    follower = Follower(staged.arena.place, "job")
+    calls = count()
+
+    def check(save: QueuedSave) -> None:
+        if next(calls) == 1:  # the claim came first
+            staged.complete()
+            raise SystemExit
+
+    saves = BackgroundSaves(ALONE, Meetings(ALONE), check)
+    save = QueuedSave(write_of(staged), follower)
+    with pytest.raises(SystemExit):
+        saves.settle(save)
+    assert kept(arenas).seal is None
+    saves.seal([save])
+    follower.close()
+    assert kept(arenas).seal is not None
+
+
+def test_a_cap_is_kept_by_all_that_is_written_to_files(arenas, tmp_path):
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    allowance = Allowance(1000, clock=lambda: now, sleep=sleep)
+    done = settled(arenas, tmp_path / "ck", WriterSettings(0, 1, CONFIG, allowance))
+    assert done.failure is None
+    written = sum(file.stat().st_size for file in (tmp_path / "ck").glob("*/*[ks]"))
+    last = (tmp_path / "ck" / done.verdict["attempt"] / "objects.msgpack").stat().st_size
+    assert written == done.verdict["nbytes"]
+    assert now == pytest.approx((written - last) / 1000)
+
+
+def test_a_snapshot_of_another_save_is_refused(arenas, tmp_path):
+    for said, kind in [
+        ({"path": "/other"}, "CorruptError"),
+        ({"snapshot": "0" * 32}, "ConflictError"),
+    ]:
+        done = settled(arenas, tmp_path / "ck", **said)
+        assert (done.verdict, done.failure["kind"]) == (None, kind)
+        assert done.failure["rank"] == 0
+        assert kept(arenas).seal is None
+    done = settled(arenas, tmp_path / "ck", ALONE, State(2, {"w": (30, 40)}))
+    assert "is of another save" in done.failure["message"]
+    assert kept(arenas).seal is None
+    assert not (tmp_path / "ck").exists()
+
+
+def test_a_store_that_cannot_be_reached_is_told_at_once(arenas, tmp_path):
+    config = replace(CONFIG, silence_s=0.1)
+    settings = WriterSettings(0, 2, config)
+    state = State(2, {"w": (30, 40)})
+    done = settled(
+        arenas, tmp_path / "ck", settings, state, host="127.0.0.1", port=9, token=b"t" * 32
+    )
+    assert done.failure["kind"] == "RankError"
+    assert "that the background writer of rank 0 serves is gone" in done.failure["message"]
+    assert kept(arenas).seal.attempt == ""
+
+
+def test_settings_are_checked():
+    hello = Hello("job", 0, 1, {"silence_s": 3.0}, 5e6)
+    settings = settings_of(hello, lambda: None)
+    assert settings.config.silence_s == 3.0
+    assert settings.allowance is not None
+    assert settings_of(replace(hello, max_bytes_per_s=None), lambda: None).allowance is None
+
+
+def reaches(token: bytes, port: int) -> bool:
+    try:
+        KeyClient(("127.0.0.1", port), token, connect_s=0.05, timeout_s=10.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_store_is_served_until_no_save_needs_it():
+    stores = Stores()
+    tokens = [bytes([number]) * 32 for number in range(3)]
+    ports = [stores.serve(Serve(token, "")).port for token in tokens]
+    assert all(map(reaches, tokens, ports))
+    stores.close_unused({tokens[1]})
+    assert [*map(reaches, tokens, ports)] == [False, True, True]
+    stores.close_unused(set())
+    assert [*map(reaches, tokens, ports)] == [False, False, True]
+    stores.close()
+    assert not any(map(reaches, tokens, ports))
+
+
+def test_a_store_for_other_hosts_is_reached_from_them():
+    stores = Stores()
+    serving = stores.serve(Serve(b"t" * 32, "127.0.0.1"))
+    assert serving.host == "127.0.0.1"
+    assert reaches(b"t" * 32, serving.port)
+    stores.close()
+    with pytest.raises(ValueError, match="token"):
+        stores.serve(Serve(b"short", ""))
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_writer_without_trainer_waits_less_long_for_others(is_early):
+    stores = Stores()
+    serving = stores.serve(Serve(b"t" * 32, ""))
+    meetings = Meetings(WriterSettings(0, 2, CONFIG))
+    write = Write("0" * 32, "/ck", "", 0, serving.host, serving.port, b"t" * 32)
+    if is_early:
+        meetings.hurry()
+    channel = meetings.channel(write)
+    assert isinstance(channel, StoreChannel)
+    expected = CONFIG.silence_s if is_early else 3 * CONFIG.silence_s
+    assert channel._control.unseen_s == expected
+    meetings.hurry()
+    assert channel._control.unseen_s == CONFIG.silence_s
+    assert meetings.channel(write) is channel
+    meetings.close()
+    stores.close()
