@@ -1,4 +1,4 @@
-"""What a save and a load tell their caller.
+"""What a save and a load tell their caller, and the log.
 
 Units: seconds, bytes, and GB/s with 1e9 bytes to the GB. `seconds` are this rank's, by phase, and
 add up to the call. Four tallies say what the call has cost this rank (`num` calls, `nbytes`):
@@ -10,10 +10,35 @@ the call; it is 0.0 where nothing was measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dist_ckpt.tally import Tally
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """How many calls of one kind there were on this rank, and how many bytes went with them."""
+
+    num: int = 0
+    nbytes: int = 0
+
+    def plus(self, nbytes: int) -> Tally:
+        """Return this with one more call."""
+        return Tally(self.num + 1, self.nbytes + nbytes)
+
+    def plus_all(self, more: Tally) -> Tally:
+        """Return this with more calls."""
+        return Tally(self.num + more.num, self.nbytes + more.nbytes)
+
+    def since(self, earlier: Tally) -> Tally:
+        """Return what was added after `earlier`, when this was that."""
+        return Tally(self.num - earlier.num, self.nbytes - earlier.nbytes)
+
+
+# Called with (bytes done so far, bytes to do in all), from the thread that made the call.
+Progress = Callable[[int, int], None]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -158,3 +183,35 @@ def _ranks(world_size: int) -> str:
 
 def _slowest(world_size: int, rank: int) -> str:
     return "" if world_size == 1 else f", slowest rank {rank}"
+
+
+_log = logging.getLogger("dist_ckpt")
+
+
+class Phases:
+    """Measures the phases of one operation; `quiet` ranks measure without logging.
+
+    One operation on one thread: not shared.
+    """
+
+    def __init__(self, operation: str, where: str, *, quiet: bool) -> None:
+        self.seconds: dict[str, float] = {}
+        self._what = f"{operation} {where}"
+        self._quiet = quiet
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure one phase; a phase that is entered twice adds up. Logs when it ends well."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if not self._quiet:
+            _log.info("%s: %s took %.3f s", self._what, name, seconds)
+
+    def done(self, report: object) -> None:
+        """Log what the operation came to."""
+        if not self._quiet:
+            _log.info("%s: %s", self._what, report)

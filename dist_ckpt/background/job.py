@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from weakref import finalize
 
 from dist_ckpt.background.survivors import settle_survivors
-from dist_ckpt.background.writer_client import OwnWriter, first_of
+from dist_ckpt.background.writer_client import OwnWriter, first_error
 from dist_ckpt.errors import CheckpointError, ConflictError
 from dist_ckpt.memory.cuda import Fence, PinnedArenas, SideStreams
 from dist_ckpt.runtime.lock_files import LockFile
@@ -96,7 +96,7 @@ class Job:
                 self._give_back()
         finally:
             if errors := [order.failure for order in failed if order.failure]:
-                raise first_of(errors)
+                raise first_error(errors)
 
     def _give_back(self) -> None:
         if self.writer.is_last_committed is not None:  # something was saved

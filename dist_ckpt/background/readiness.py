@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from dist_ckpt.background.writer_client import Order, OwnWriter, error_in, first_of
+from dist_ckpt.background.writer_client import Order, OwnWriter, error_in, first_error
 from dist_ckpt.comm.exchange import Doc, check_alike, failure_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS
@@ -29,7 +29,7 @@ class Start:
     """How a background save begins: where the writers meet, and when it begins.
 
     That is the coordinator's clock, but later than the newest save that any rank knows. `queued` is
-    a save that this one is to supersede on all ranks, once they agree on it: it is held until then.
+    a save that this one is to supersede on all ranks, once they agree on it: paused until then.
     """
 
     store: tuple[str, int, bytes]
@@ -45,7 +45,7 @@ class Readiness:
         self._begin = begin
         self._writer: OwnWriter
         self._when_busy = when_busy
-        self._held: Order | None = None
+        self._paused: Order | None = None
 
     def agree(self) -> Start | None:
         """Return how the save begins, or None if it is skipped. Collective: every rank calls this.
@@ -56,8 +56,8 @@ class Readiness:
         try:
             start = self._agreed()
         finally:
-            if self._held is not None and (start is None or start.queued is None):
-                self._writer.go(self._held, drop=False)
+            if self._paused is not None and (start is None or start.queued is None):
+                self._writer.go(self._paused, drop=False)
         return start
 
     def _agreed(self) -> Start | None:
@@ -71,8 +71,8 @@ class Readiness:
             return None
         host, port, token = answer["store"]
         self._writer.newest_at = answer["began_at"]
-        is_superseded = self._held is not None and self._held.snapshot == answer["queued"]
-        queued = self._held if is_superseded else None
+        is_superseded = self._paused is not None and self._paused.snapshot == answer["queued"]
+        queued = self._paused if is_superseded else None
         return Start((host, port, token), answer["began_at"], queued)
 
     def _report(self) -> Doc:
@@ -92,7 +92,7 @@ class Readiness:
             "failed": failed,
             "committed": [order.snapshot for order in writer.orders if order.is_committed],
             "busy": self._is_busy,
-            "held": self._held.snapshot if self._held is not None else "",
+            "paused": self._paused.snapshot if self._paused is not None else "",
             "joined": writer.joined,
             "host": self._ranks.channel.host,
             "newest_at": writer.newest_at,
@@ -109,8 +109,8 @@ class Readiness:
 
     def _hold(self) -> None:
         unsettled = self._writer.unsettled
-        if self._when_busy == "supersede" and unsettled and self._writer.hold(unsettled[-1]):
-            self._held = unsettled[-1]
+        if self._when_busy == "supersede" and unsettled and self._writer.pause(unsettled[-1]):
+            self._paused = unsettled[-1]
 
     def _failure_doc(self, order: Order) -> Doc:
         assert order.failure is not None
@@ -127,14 +127,14 @@ class Readiness:
             if snapshot not in committed
         }
         is_busy = any(payload["busy"] for payload in payloads)
-        held = {payload["held"] for payload in payloads}
+        paused = {payload["paused"] for payload in payloads}
         goes_on = not failed and not (is_busy and self._when_busy == "skip")
         return {
             "failed": failed,
             "committed": sorted(committed),
             "skipped": not goes_on,
             # All ranks or none: else the writers of some would wait for those of others.
-            "queued": held.pop() if is_busy and len(held) == 1 else "",
+            "queued": paused.pop() if is_busy and len(paused) == 1 else "",
             "store": self._store(payloads) if goes_on else _NOWHERE,
             "began_at": max(
                 time.time(), max(payload["newest_at"] for payload in payloads) + _LATER_S
@@ -167,7 +167,7 @@ class Readiness:
             if order.snapshot in failed:
                 order.is_told = True
         self._writer.forget_told()
-        error = first_of([error_in(one) for one in failed.values()])
+        error = first_error([error_in(one) for one in failed.values()])
         error.add_note("That was an earlier save. This one was not begun: save again.")
         raise error
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass
 
-from dist_ckpt import __version__
+from dist_ckpt import __version__, commit
 from dist_ckpt.comm.exchange import Doc
 from dist_ckpt.comm.session import Session
-from dist_ckpt.commit import commit
 from dist_ckpt.commit.receipts import check_receipts, differing_groups
 from dist_ckpt.errors import (
     CheckpointError,
@@ -26,13 +25,13 @@ from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.planning.plan import Receipt
 from dist_ckpt.reports import LoadReport
-from dist_ckpt.runtime.parallel import each
+from dist_ckpt.runtime.threads import each
 from dist_ckpt.saving.agreement import plan_of
 from dist_ckpt.saving.replica_samples import members_digest
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
+from dist_ckpt.snapshots.kept import KeptSave, KeptSaves, kept_saves
 from dist_ckpt.snapshots.kept_files import KeptCommitted, KeptFiles, KeptUncommitted
-from dist_ckpt.snapshots.kept_saves import KeptSave, KeptSaves, kept_saves
 from dist_ckpt.storage import Storage, open_storage
 
 _log = logging.getLogger("dist_ckpt")

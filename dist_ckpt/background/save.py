@@ -18,9 +18,8 @@ from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.exchange import Doc
 from dist_ckpt.comm.session import Session
 from dist_ckpt.memory.cuda import check_no_capture
-from dist_ckpt.phases import Phases
 from dist_ckpt.planning.plan import SavePlan
-from dist_ckpt.reports import SaveReport
+from dist_ckpt.reports import Phases, SaveReport, Tally
 from dist_ckpt.saving.agreement import CachedPlan, PlanAgreement
 from dist_ckpt.saving.attempt_run import SaveRequest
 from dist_ckpt.saving.held_state import HeldState
@@ -31,7 +30,6 @@ from dist_ckpt.snapshots.arena_layout import Snapshot, arena_nbytes
 from dist_ckpt.snapshots.details import Details, encode_details
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS
 from dist_ckpt.storage import open_storage
-from dist_ckpt.tally import Tally
 from dist_ckpt.writer.messages import Done, Write
 
 # As long as the real one, which is not known before all ranks have agreed.

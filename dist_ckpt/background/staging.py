@@ -13,11 +13,11 @@ from threading import Lock
 from typing import NamedTuple
 
 from dist_ckpt.memory.buffers import address_of, copy, move
-from dist_ckpt.memory.cuda import Beside
+from dist_ckpt.memory.cuda import BesideCopies
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.plan import FilePlan
-from dist_ckpt.planning.write_batches import Batch, Part
-from dist_ckpt.runtime.parallel import each
+from dist_ckpt.planning.write_batches import Batch, BatchPart
+from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.shard_writer import RankFiles, SourceOf
 from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import Image
@@ -47,7 +47,7 @@ def stage(arena: Arena, images: Sequence[memoryview], files: RankFiles) -> None:
     ValueError if a tensor has another size than when the save began.
     """
     units = list(_units(arena, images, files, _UNIT_NBYTES))
-    progress = _Progress(arena, units)
+    progress = _Copying(arena, units)
     each(progress.copy, range(len(units)), threads=_THREADS)
     _copy_objects(images, files)
     arena.complete()
@@ -57,7 +57,7 @@ def stage_beside(
     arena: Arena,
     images: Sequence[memoryview],
     files: RankFiles,
-    beside: Beside,
+    beside: BesideCopies,
     late: Container[str],
 ) -> Callable[[], None]:
     """Do what `stage` does, but for what is on some devices: have these copy it.
@@ -80,7 +80,7 @@ def stage_beside(
             if part.fqn in late:
                 beside.send(part.source, part.start, part.stop, part.room)
         marks.append(beside.mark())
-    each(partial(_Unit.copy, beside=beside), units, threads=_THREADS)
+    each(partial(_CopyUnit.copy, beside=beside), units, threads=_THREADS)
     _copy_objects(images, files)
 
     def follow() -> None:
@@ -98,7 +98,7 @@ def _copy_objects(images: Sequence[memoryview], files: RankFiles) -> None:
         image[:] = data
 
 
-class _Placed(NamedTuple):
+class _PlacedPart(NamedTuple):
     """A part of a tensor, and its room in the image."""
 
     fqn: str
@@ -109,7 +109,7 @@ class _Placed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class _CopyUnit:
     """Batches of a file that one thread copies: `memory` is their room, which ends at `stop`."""
 
     plan: FilePlan
@@ -118,22 +118,22 @@ class _Unit:
     memory: memoryview
     stop: int
 
-    def copy(self, beside: Beside | None = None) -> None:
+    def copy(self, beside: BesideCopies | None = None) -> None:
         """Copy it, but for what others take."""
         first = self.batches[0].start
         for batch in self.batches:
             self._copy(batch, self.memory[batch.start - first :], beside)
 
-    def parts(self) -> Iterator[_Placed]:
+    def parts(self) -> Iterator[_PlacedPart]:
         """Yield everything in it, in order."""
         filled = 0
         for part in (part for batch in self.batches for part in batch.parts):
             room = self.memory[filled : filled + part.stop - part.start]
             fqn = self.plan.items[part.item].fqn
-            yield _Placed(fqn, self._source(part), part.start, part.stop, room)
+            yield _PlacedPart(fqn, self._source(part), part.start, part.stop, room)
             filled += room.nbytes
 
-    def _source(self, part: Part) -> Source:
+    def _source(self, part: BatchPart) -> Source:
         source = self.source_of(part.item)
         if source.nbytes != part.nbytes:
             raise ValueError(
@@ -142,7 +142,7 @@ class _Unit:
             )
         return source
 
-    def _copy(self, batch: Batch, room: memoryview, beside: Beside | None) -> None:
+    def _copy(self, batch: Batch, room: memoryview, beside: BesideCopies | None) -> None:
         to, filled = address_of(room), 0
         for part in batch.parts:
             source, start, stop = self._source(part), part.start, part.stop
@@ -158,10 +158,10 @@ class _Unit:
             filled += size
 
 
-class _Progress:
+class _Copying:
     """Copies units, and tells the arena up to where everything is staged. Threads share it."""
 
-    def __init__(self, arena: Arena, units: Sequence[_Unit]) -> None:
+    def __init__(self, arena: Arena, units: Sequence[_CopyUnit]) -> None:
         self._arena = arena
         self._units = units
         self._lock = Lock()
@@ -181,7 +181,7 @@ class _Progress:
 
 def _units(
     arena: Arena, images: Sequence[memoryview], files: RankFiles, nbytes: int
-) -> Iterator[_Unit]:
+) -> Iterator[_CopyUnit]:
     spans = arena.placement.images
     for plan, source_of, image, span in zip(
         files.plans, files.sources, images, spans, strict=False
@@ -190,7 +190,7 @@ def _units(
             last = batches[-1]
             start = plan.header_nbytes + batches[0].start
             stop = plan.header_nbytes + last.start + _nbytes(last)
-            yield _Unit(plan, source_of, batches, image[start:stop], span.start + stop)
+            yield _CopyUnit(plan, source_of, batches, image[start:stop], span.start + stop)
 
 
 def _runs(batches: Sequence[Batch], most: int) -> Iterator[tuple[Batch, ...]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from dist_ckpt.background.writer_process import PROGRAM
+from dist_ckpt.background.writer_process import PROGRAMS
 from dist_ckpt.errors import ConflictError, StorageError, ranks_text
 from dist_ckpt.runtime.lock_files import Owner
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
@@ -147,7 +147,7 @@ def _is_writer(pid: int, folder: RankFolder) -> bool:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read(_MAX_WORDS_NBYTES).split(b"\0")
         lock = os.stat(folder.lock_path("writer"))
-        return PROGRAM.encode() in words and any(
+        return any(name.encode() in words for name in PROGRAMS) and any(
             os.path.samestat(status, lock) for status in _opened_by(pid)
         )
     except OSError:

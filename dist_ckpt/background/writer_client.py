@@ -23,12 +23,12 @@ from dist_ckpt.writer.messages import (
     Close,
     Done,
     Go,
-    Held,
     Hello,
-    Hold,
     Link,
     LinkClosedError,
     Message,
+    Pause,
+    Paused,
     Ping,
     Pong,
     Refused,
@@ -206,12 +206,12 @@ class OwnWriter:
         answer = self._asked(Serve(token, towards), Serving)
         return answer.host, answer.port, token
 
-    def hold(self, order: Order) -> bool:
+    def pause(self, order: Order) -> bool:
         """Keep a save from beginning; say whether it had not begun."""
-        return self._asked(Hold(order.snapshot), Held).is_held
+        return self._asked(Pause(order.snapshot), Paused).is_paused
 
     def go(self, order: Order, *, drop: bool) -> None:
-        """Let a save that is held begin, or drop it."""
+        """Let a save that is paused begin, or drop it."""
         if drop and not order.is_settled:  # else its writer has died over it
             order.is_dropped = True
             self.num_dropped += 1
@@ -329,7 +329,7 @@ def error_in(failure: Mapping[str, Any]) -> Exception:
     return error_of(Failure(**{**failure, "touched": tuple(failure["touched"])}))
 
 
-def first_of(errors: Sequence[Exception]) -> Exception:
+def first_error(errors: Sequence[Exception]) -> Exception:
     """Return the first error of some saves, which tells of the others: nobody else does."""
     first, *others = errors
     for other in others:

@@ -15,6 +15,9 @@ from dist_ckpt.writer.messages import Hello, Link, LinkClosedError, Ready, Refus
 # The program of a writer, by which it is told from any other process as well.
 PROGRAM = "dist_ckpt.writer"
 
+# Writers of the version before, which an upgrade of a running job has left, have the second name.
+PROGRAMS = (PROGRAM, "dist_ckpt.background_writer")
+
 # To start takes a quarter of a second; on a host where all ranks start at once, some more.
 START_S = 60.0
 _END_S = 5.0

@@ -20,7 +20,7 @@ from typing import assert_never
 
 from dist_ckpt.binding.bind_modules import bind_module
 from dist_ckpt.binding.bind_optimizers import bind_optimizer
-from dist_ckpt.binding.requests import Asks, Contents, Get
+from dist_ckpt.binding.requests import Contents, Deferred, Requests
 from dist_ckpt.binding.saved_tree import Saved, saved_of
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.template import Template, survey
@@ -60,9 +60,9 @@ def bind(
 
     `keys` are the keys of all ranks' per-rank templates; None where this rank is alone.
     """
-    asks = Asks(template, saved, selection, keys)
-    _Binder(asks, template, strict=strict).bind_root()
-    return Binding(asks, strict=strict)
+    requests = Requests(template, saved, selection, keys)
+    _Binder(requests, template, strict=strict).bind_root()
+    return Binding(requests, strict=strict)
 
 
 class Binding:
@@ -75,40 +75,40 @@ class Binding:
     out. `needs`: the ranks whose `objects-<rank>.msgpack` must be read for `check`.
     """
 
-    def __init__(self, asks: Asks, *, strict: bool) -> None:
-        self._asks = asks
+    def __init__(self, requests: Requests, *, strict: bool) -> None:
+        self._requests = requests
         self._contents = Contents.of([])
-        saved = asks.saved
-        self.missing = tuple(asks.missing)
-        self.dropped = tuple(asks.dropped)
-        self.restored = tuple(asks.restored)
-        self.resharded = tuple(asks.wants.resharded)
-        self.wanted: tuple[Wanted, ...] = asks.wants.wanted()
-        self.needs = tuple(sorted(asks.needs))
+        saved = requests.saved
+        self.missing = tuple(requests.missing)
+        self.dropped = tuple(requests.dropped)
+        self.restored = tuple(requests.restored)
+        self.resharded = tuple(requests.targets.resharded)
+        self.wanted: tuple[Wanted, ...] = requests.targets.wanted()
+        self.needs = tuple(sorted(requests.needs))
         self.unclaimed = tuple(
             fqn
             for name, fqn in saved.leaves.items()
-            if fqn not in asks.claimed and asks.selected(name)
+            if fqn not in requests.claimed and requests.selected(name)
         )
-        self.problems = (*saved.problems, *asks.problems)
+        self.problems = (*saved.problems, *requests.problems)
         if strict:
-            self.problems += asks.unmatched()
+            self.problems += requests.unmatched()
             self.problems += (missing_problem(self.missing),) if self.missing else ()
 
     @property
     def makes_memory(self) -> bool:
         """Whether `allocate` makes tensors; else it only says where those of the state are."""
-        return self._asks.wants.makes_memory
+        return self._requests.targets.makes_memory
 
     @property
     def places(self) -> bool:
         """Whether `place` has anything to do."""
-        return bool(self._asks.effects)
+        return bool(self._requests.effects)
 
     @property
     def loads_objects(self) -> bool:
         """Whether `load_objects` has anything to do."""
-        return bool(self._asks.loads or self._asks.last)
+        return bool(self._requests.loads or self._requests.last)
 
     def check(self, files: Sequence[ObjectsFile]) -> None:
         """Take what is asked for out of `files`, those of `needs`. Changes nothing.
@@ -116,34 +116,34 @@ class Binding:
         Raises CorruptError if a value is in none of them, IncompatibleError if a state of the
         generators cannot be set here.
         """
-        main = ObjectsFile(values=self._asks.saved.values)
+        main = ObjectsFile(values=self._requests.saved.values)
         self._contents = Contents.of([main, *files])
-        self._contents.check(self._asks.needed)
-        for generators, get in self._asks.last:
+        self._contents.check(self._requests.needed)
+        for generators, get in self._requests.last:
             generators.check(get(self._contents))
 
     def allocate(self) -> Mapping[tuple[str, int], Target]:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
-        return self._asks.wants.allocate()
+        return self._requests.targets.allocate()
 
     def settle(self) -> None:
         """Fill the tensors that share memory, once all is read, and wait for accelerators.
 
         Raises IncompatibleError if what was saved differs where they share it.
         """
-        self._asks.wants.settle()
-        self._asks.wants.synchronize()
+        self._requests.targets.settle()
+        self._requests.targets.synchronize()
 
     def place(self) -> None:
         """Put plain values and new tensors where they belong."""
-        for effect in self._asks.effects:
+        for effect in self._requests.effects:
             effect(self._contents)
 
     def load_objects(self) -> None:
         """Call load_state_dict and set_extra_state of the state's objects; generators last."""
-        for load in self._asks.loads:
+        for load in self._requests.loads:
             load(self._contents)
-        for generators, get in self._asks.last:
+        for generators, get in self._requests.last:
             generators.restore(get(self._contents))
 
 
@@ -187,14 +187,14 @@ def _them(names: Sequence[str]) -> str:
 class _Binder:
     """One walk over a template; each leaf asks for what was saved under its name."""
 
-    def __init__(self, asks: Asks, template: Template, *, strict: bool) -> None:
-        self._asks = asks
+    def __init__(self, requests: Requests, template: Template, *, strict: bool) -> None:
+        self._requests = requests
         self._template = template
         self._strict = strict
 
     def bind_root(self) -> None:
-        root, asks = self._template.root, self._asks
-        get = self._branch("", root) if root.children else asks.subtree("")
+        root, requests = self._template.root, self._requests
+        get = self._branch("", root) if root.children else requests.subtree("")
         if get is None:
             return
 
@@ -205,9 +205,9 @@ class _Binder:
                 assert isinstance(made, Mapping)
                 root.live.update(made)
 
-        asks.effects.append(put)
+        requests.effects.append(put)
 
-    def _bind(self, name: str, tree: Tree) -> Get | None:
+    def _bind(self, name: str, tree: Tree) -> Deferred | None:
         """Bind what is at a name; return what to put there instead, or None to leave it."""
         match tree:
             case Branch():
@@ -219,10 +219,10 @@ class _Binder:
             case PerRankLeaf():
                 self._per_rank(name, tree)
             case ModuleLeaf():
-                bind_module(self._asks, name, tree)
+                bind_module(self._requests, name, tree)
             case OptimizerLeaf():
                 names = self._template.parameters[name]
-                bind_optimizer(self._asks, name, tree.optimizer, names, strict=self._strict)
+                bind_optimizer(self._requests, name, tree.optimizer, names, strict=self._strict)
             case ObjectLeaf():
                 self._object(name, tree)
             case GroupLeaf():
@@ -231,9 +231,9 @@ class _Binder:
                 assert_never(tree)
         return None
 
-    def _branch(self, name: str, tree: Branch) -> Get | None:
-        self._asks.split(name)
-        self._asks.check_keys(name, tree.children)
+    def _branch(self, name: str, tree: Branch) -> Deferred | None:
+        self._requests.split(name)
+        self._requests.check_keys(name, tree.children)
         bound = {key: self._bind(join(name, key), child) for key, child in tree.children.items()}
         found = {key: get for key, get in bound.items() if get is not None}
         live, kind = tree.live, tree.kind
@@ -249,38 +249,38 @@ class _Binder:
 
         return put if found else None
 
-    def _tensor(self, name: str, leaf: TensorLeaf) -> Get | None:
-        if not self._asks.takes(name):
+    def _tensor(self, name: str, leaf: TensorLeaf) -> Deferred | None:
+        if not self._requests.takes(name):
             return None
-        value = self._asks.wants.fill(name, leaf)
+        value = self._requests.targets.fill(name, leaf)
         return None if value is leaf.value else lambda _: value
 
-    def _plain(self, name: str, value: object) -> Get | None:
-        asks = self._asks
+    def _plain(self, name: str, value: object) -> Deferred | None:
+        requests = self._requests
         if value is None or (isinstance(value, Mapping) and not value):
             return self._open(name, value)
-        if not asks.selected(name) and not asks.chosen(name):
+        if not requests.selected(name) and not requests.chosen(name):
             return None
-        get = asks.value(name) if asks.selected(name) else None
+        get = requests.value(name) if requests.selected(name) else None
         if get is not None:
             return get
         entries = entries_of(value)
-        if entries is None or not asks.is_container(name):
-            asks.misfit(name, "a value without tensors")
+        if entries is None or not requests.is_container(name):
+            requests.misfit(name, "a value without tensors")
             return None
         children = {key: PlainLeaf(item) for key, item in entries.items()}
         return self._branch(name, Branch(kind_of(value) or "dict", value, children))
 
-    def _open(self, name: str, value: object) -> Get | None:
+    def _open(self, name: str, value: object) -> Deferred | None:
         """Take what was saved at and below a name."""
-        asks = self._asks
-        if not asks.has(name):
-            if asks.selected(name):
-                asks.missing[name] = None
+        requests = self._requests
+        if not requests.has(name):
+            if requests.selected(name):
+                requests.missing[name] = None
             return None
-        return self._filled(value, asks.subtree(name))
+        return self._filled(value, requests.subtree(name))
 
-    def _filled(self, live: object, get: Get | None) -> Get | None:
+    def _filled(self, live: object, get: Deferred | None) -> Deferred | None:
         """Fill the user's own empty mapping, if the saved one is of the same class."""
 
         def fill(contents: Contents) -> object:
@@ -294,42 +294,44 @@ class _Binder:
         return None if get is None else fill
 
     def _per_rank(self, name: str, leaf: PerRankLeaf) -> None:
-        asks, wrapper = self._asks, leaf.wrapper
-        if not asks.selected(name):
+        requests, wrapper = self._requests, leaf.wrapper
+        if not requests.selected(name):
             return
-        get = asks.per_rank(name, wrapper)
+        get = requests.per_rank(name, wrapper)
         if get is None:
             return
         if isinstance(wrapper, RNG):
-            asks.last.append((wrapper, get))
+            requests.last.append((wrapper, get))
         elif has_state(wrapper.value):
             self._load(name, wrapper.value, get)
         else:
-            asks.effects.append(lambda contents: setattr(wrapper, "value", get(contents)))
+            requests.effects.append(lambda contents: setattr(wrapper, "value", get(contents)))
 
     def _object(self, name: str, leaf: ObjectLeaf) -> None:
         """Ask for all of an object's state: it says itself what it takes of it."""
-        asks = self._asks
-        if not asks.has(name):
-            if asks.selected(name):
-                asks.missing[name] = None
+        requests = self._requests
+        if not requests.has(name):
+            if requests.selected(name):
+                requests.missing[name] = None
             return
-        get = asks.subtree(name, leaf.content)
+        get = requests.subtree(name, leaf.content)
         if get is None:
             return
-        saved = [name, *asks.saved.below(name)]
-        left_out = [leaf for leaf in saved if leaf in asks.saved.leaves and not asks.selected(leaf)]
+        saved = [name, *requests.saved.below(name)]
+        left_out = [
+            leaf for leaf in saved if leaf in requests.saved.leaves and not requests.selected(leaf)
+        ]
         if left_out:
-            asks.problems.append(
+            requests.problems.append(
                 f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
                 f"{left_out[0]!r} is left out: exclude all of it"
             )
         self._load(name, leaf.owner, get)
 
-    def _load(self, name: str, owner: object, get: Get) -> None:
+    def _load(self, name: str, owner: object, get: Deferred) -> None:
         def load(contents: Contents) -> None:
             state = get(contents)
             with users_code(name, owner, "load_state_dict"):
                 owner.load_state_dict(state)  # type: ignore[attr-defined]
 
-        self._asks.loads.append(load)
+        self._requests.loads.append(load)

@@ -6,43 +6,43 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from dist_ckpt.binding.requests import Asks, Contents, Get
+from dist_ckpt.binding.requests import Contents, Deferred, Requests
 from dist_ckpt.state.containers import join
 from dist_ckpt.state.tensors import is_meta
 from dist_ckpt.state.tree import ModuleLeaf, TensorLeaf, users_code
 
 
-def bind_module(asks: Asks, fqn: str, leaf: ModuleLeaf) -> None:
+def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
     """Ask for what a module's state dict holds. Modules are closed."""
     state = leaf.state
     made: dict[int, tuple[str, object]] = {}
     assigned: dict[str, object] = {}
     for name, live in state.live.items():
         full = join(fqn, name)
-        if not asks.takes(full):
+        if not requests.takes(full):
             continue
         if not is_meta(live):
             # The live tensor, not what the state dict returned: a hook may have copied that.
-            asks.wants.fill(full, TensorLeaf(live))
+            requests.targets.fill(full, TensorLeaf(live))
             continue
         if id(live) not in made:
-            made[id(live)] = full, asks.wants.fill(full, TensorLeaf(live))
+            made[id(live)] = full, requests.targets.fill(full, TensorLeaf(live))
         # Tied parameters stay one object.
         first, assigned[state.raw[name]] = made[id(live)]
-        asks.wants.check_tied(first, full)
+        requests.targets.check_tied(first, full)
     if assigned:
-        asks.effects.append(lambda _: _load(state.module, assigned, assign=True))
-    _bind_extras(asks, fqn, leaf)
+        requests.effects.append(lambda _: _load(state.module, assigned, assign=True))
+    _bind_extras(requests, fqn, leaf)
 
 
-def _bind_extras(asks: Asks, fqn: str, leaf: ModuleLeaf) -> None:
-    extras: dict[str, Get] = {}
+def _bind_extras(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
+    extras: dict[str, Deferred] = {}
     for name, tree in leaf.extras.items():
         full = join(fqn, name)
-        if not asks.has(full):
-            if asks.selected(full):
-                asks.missing[full] = None
-        elif (get := asks.subtree(full, tree)) is not None:
+        if not requests.has(full):
+            if requests.selected(full):
+                requests.missing[full] = None
+        elif (get := requests.subtree(full, tree)) is not None:
             extras[leaf.state.raw.get(name, name)] = get
 
     def load(contents: Contents) -> None:
@@ -51,7 +51,7 @@ def _bind_extras(asks: Asks, fqn: str, leaf: ModuleLeaf) -> None:
             _load(leaf.state.module, values, assign=False)
 
     if extras:
-        asks.loads.append(load)
+        requests.loads.append(load)
 
 
 def _load(module: nn.Module, values: Mapping[str, object], *, assign: bool) -> None:

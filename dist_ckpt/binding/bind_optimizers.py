@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dist_ckpt.binding.requests import Asks, Contents, Get
+from dist_ckpt.binding.requests import Contents, Deferred, Requests
 from dist_ckpt.binding.targets import Beside
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.state.containers import PathKey, join
@@ -24,7 +24,7 @@ _STEP = "step"
 
 
 def bind_optimizer(
-    asks: Asks,
+    requests: Requests,
     fqn: str,
     optimizer: Optimizer,
     names: Mapping[int, ParameterName],
@@ -37,48 +37,50 @@ def bind_optimizer(
     without any, as before its first step, is dropped; other state in memory that the checkpoint
     lacks is missing. Under `strict` a parameter must be in the group in which it was saved.
     """
-    if asks.chosen(fqn) and any(map(is_meta, _parameters(optimizer))):
-        asks.problems.append(
+    if requests.chosen(fqn) and any(map(is_meta, _parameters(optimizer))):
+        requests.problems.append(
             f"{fqn}: the optimizer holds meta parameters, which a load of the module replaces: "
             "materialize the module (`to_empty`) and make the optimizer then"
         )
         return
     state, groups = join(fqn, "state"), join(fqn, "param_groups")
-    asks.split(groups)
-    saved = _saved_groups(asks, groups)
+    requests.split(groups)
+    saved = _saved_groups(requests, groups)
     for number, group in enumerate(optimizer.param_groups):
         on_host = not (group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             name = names[id(parameter)]
             beside = Beside(parameter, name.rule, on_host)
             full = join(state, name.stored)
-            if name.stored in saved and not asks.has(full):
-                _drop_state(asks, full, optimizer, parameter)
+            if name.stored in saved and not requests.has(full):
+                _drop_state(requests, full, optimizer, parameter)
             else:
-                _bind_state(asks, full, optimizer, beside)
-        _bind_group(asks, join(groups, number), group)
+                _bind_state(requests, full, optimizer, beside)
+        _bind_group(requests, join(groups, number), group)
     if strict:
-        _check_groups(asks, groups, optimizer, names, saved)
+        _check_groups(requests, groups, optimizer, names, saved)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _saved_groups(asks: Asks, groups: str) -> dict[str, int]:
+def _saved_groups(requests: Requests, groups: str) -> dict[str, int]:
     """Return the group in which each parameter was saved, by its name."""
     saved: dict[str, int] = {}
     number = 0
-    while asks.has(name := join(groups, number)):
-        saved.update(dict.fromkeys(asks.params(name), number))
+    while requests.has(name := join(groups, number)):
+        saved.update(dict.fromkeys(requests.params(name), number))
         number += 1
     return saved
 
 
-def _drop_state(asks: Asks, fqn: str, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+def _drop_state(
+    requests: Requests, fqn: str, optimizer: Optimizer, parameter: torch.Tensor
+) -> None:
     """Go back to before the parameter's first step."""
-    live = [key for key in optimizer.state.get(parameter, {}) if asks.selected(join(fqn, key))]
-    asks.dropped += [join(fqn, key) for key in live]
+    live = [key for key in optimizer.state.get(parameter, {}) if requests.selected(join(fqn, key))]
+    requests.dropped += [join(fqn, key) for key in live]
 
     def drop(_: Contents) -> None:
         state = optimizer.state[parameter]
@@ -88,63 +90,65 @@ def _drop_state(asks: Asks, fqn: str, optimizer: Optimizer, parameter: torch.Ten
             del optimizer.state[parameter]
 
     if live:
-        asks.effects.append(drop)
+        requests.effects.append(drop)
 
 
-def _bind_state(asks: Asks, fqn: str, optimizer: Optimizer, beside: Beside) -> None:
+def _bind_state(requests: Requests, fqn: str, optimizer: Optimizer, beside: Beside) -> None:
     parameter = beside.parameter
     under = beside.rule, tuple(parameter.shape)
     live = state_branch(optimizer.state.get(parameter, {}), fqn, under).children
-    asks.split(fqn)
-    saved = asks.children(fqn)
-    gets: dict[PathKey, Get] = {}
+    requests.split(fqn)
+    saved = requests.children(fqn)
+    gets: dict[PathKey, Deferred] = {}
     for key, name in saved:
-        if asks.chosen(name) and (get := _entry(asks, name, key, live.get(key), beside)):
+        if requests.chosen(name) and (get := _entry(requests, name, key, live.get(key), beside)):
             gets[key] = get
     absent = live.keys() - {key for key, _ in saved}
     names = (join(fqn, key) for key in live if key in absent)
-    asks.missing.update((name, None) for name in names if asks.selected(name))
+    requests.missing.update((name, None) for name in names if requests.selected(name))
 
     def assign(contents: Contents) -> None:
         entries = {key: get(contents) for key, get in gets.items()}
         optimizer.state[parameter].update(entries)
 
     if gets:
-        asks.effects.append(assign)
+        requests.effects.append(assign)
 
 
-def _entry(asks: Asks, name: str, key: PathKey, live: Tree | None, beside: Beside) -> Get | None:
+def _entry(
+    requests: Requests, name: str, key: PathKey, live: Tree | None, beside: Beside
+) -> Deferred | None:
     """Ask for one entry of a parameter's state; what is there must be of the saved kind."""
-    if asks.saved.tensor(name) is None:
+    if requests.saved.tensor(name) is None:
         if isinstance(live, TensorLeaf):
-            asks.misfit(name, "a tensor")
+            requests.misfit(name, "a tensor")
             return None
-        return asks.subtree(name, live, Beside(beside.parameter, beside.rule))
+        return requests.subtree(name, live, Beside(beside.parameter, beside.rule))
     if isinstance(live, TensorLeaf):
-        asks.restore(name)
-        value = asks.wants.fill(name, live)
+        requests.restore(name)
+        value = requests.targets.fill(name, live)
         return lambda _: value
     if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
-        asks.misfit(name, "no tensor")
+        requests.misfit(name, "no tensor")
         return None
     on_host = beside.on_host and key == _STEP
-    return asks.subtree(name, None, Beside(beside.parameter, beside.rule, on_host))
+    return requests.subtree(name, None, Beside(beside.parameter, beside.rule, on_host))
 
 
-def _bind_group(asks: Asks, fqn: str, group: dict[str, Any]) -> None:
-    if not asks.selected(fqn):
+def _bind_group(requests: Requests, fqn: str, group: dict[str, Any]) -> None:
+    if not requests.selected(fqn):
         return
     # One that is no optimizer's own but a dict of tensors and values was saved as a container.
-    container = asks.is_container(fqn)
-    get = asks.subtree(fqn, _group_tree(fqn, group)) if container else asks.value(fqn)
+    container = requests.is_container(fqn)
+    get = requests.subtree(fqn, _group_tree(fqn, group)) if container else requests.value(fqn)
     if get is None:
-        asks.misfit(fqn, "a parameter group")
+        requests.misfit(fqn, "a parameter group")
         return
     values = get
-    tensors: dict[PathKey, Get] = {}
-    for key, name in () if container else asks.children(fqn):
+    tensors: dict[PathKey, Deferred] = {}
+    for key, name in () if container else requests.children(fqn):
         live = read_value(group.get(str(key)), name)
-        if (tensor := asks.subtree(name, live)) is not None:
+        if (tensor := requests.subtree(name, live)) is not None:
             tensors[key] = tensor
 
     def assign(contents: Contents) -> None:
@@ -157,7 +161,7 @@ def _bind_group(asks: Asks, fqn: str, group: dict[str, Any]) -> None:
         group.update((key, value) for key, value in saved.items() if key not in LOCAL_KEYS)
         group.update((str(key), get(contents)) for key, get in tensors.items())
 
-    asks.effects.append(assign)
+    requests.effects.append(assign)
 
 
 def _group_tree(fqn: str, group: Mapping[str, Any]) -> Branch:
@@ -170,7 +174,7 @@ def _group_tree(fqn: str, group: Mapping[str, Any]) -> Branch:
 
 
 def _check_groups(
-    asks: Asks,
+    requests: Requests,
     groups: str,
     optimizer: Optimizer,
     names: Mapping[int, ParameterName],
@@ -179,8 +183,8 @@ def _check_groups(
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[id(parameter)].stored
-            if saved.get(name, number) != number and asks.selected(join(groups, number)):
-                asks.problems.append(
+            if saved.get(name, number) != number and requests.selected(join(groups, number)):
+                requests.problems.append(
                     f"{groups}: {name} was saved in group {saved[name]} and is in group {number} "
                     "here: group the parameters as they were, or exclude the groups to keep the "
                     "present hyperparameters"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dist_ckpt.binding.saved_tree import Saved
 from dist_ckpt.binding.selection import Selection
-from dist_ckpt.binding.targets import Beside, Fresh, Wants
+from dist_ckpt.binding.targets import Beside, Fresh, Targets
 from dist_ckpt.binding.template import Template
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format.index import Key
@@ -56,10 +56,10 @@ class Contents:
 
 
 # Returns what was asked for, once it has been read.
-Get = Callable[[Contents], object]
+Deferred = Callable[[Contents], object]
 
 
-class Asks:
+class Requests:
     """What one rank asks for. Each method claims the saved names that it serves.
 
     `needs` are the ranks whose objects file is needed, `needed` the values and keys in them.
@@ -76,8 +76,8 @@ class Asks:
     ) -> None:
         self.template = template
         self.saved = saved
-        self.wants = Wants(template, saved)
-        self.problems = self.wants.problems
+        self.targets = Targets(template, saved)
+        self.problems = self.targets.problems
         self.missing: dict[str, None] = {}
         self.dropped: list[str] = [*saved.dropped]
         self.restored: dict[str, None] = {}
@@ -86,7 +86,7 @@ class Asks:
         self.needed: list[tuple[str, Key | None]] = []
         self.effects: list[Callable[[Contents], None]] = []
         self.loads: list[Callable[[Contents], None]] = []
-        self.last: list[tuple[RNG, Get]] = []
+        self.last: list[tuple[RNG, Deferred]] = []
         self._selection = selection
         self._keys = keys or {}
         self._split: dict[str, object] = {}
@@ -167,7 +167,7 @@ class Asks:
 
     # --- values ------------------------------------------------------------------------------
 
-    def value(self, name: str) -> Get | None:
+    def value(self, name: str) -> Deferred | None:
         """Ask for a value; None if the name is no value."""
         if name in self._split:
             self.restored[name] = None
@@ -227,7 +227,7 @@ class Asks:
 
     # --- per-rank values ---------------------------------------------------------------------
 
-    def per_rank(self, name: str, wrapper: PerRank | RNG) -> Get | None:
+    def per_rank(self, name: str, wrapper: PerRank | RNG) -> Deferred | None:
         """Ask for the value of this rank's key, by the policy of the wrapper."""
         saved = self.saved.keys_of(name)
         if saved is None:
@@ -241,7 +241,7 @@ class Asks:
         self.claim(name)
         return self._resharded(name, key, now, wrapper.on_reshard)
 
-    def open_per_rank(self, name: str) -> Get | None:
+    def open_per_rank(self, name: str) -> Deferred | None:
         """Ask for a per-rank value where the state says nothing of it, if the keys are ranks."""
         saved = self.saved.keys_of(name)
         assert saved is not None
@@ -253,14 +253,16 @@ class Asks:
         self.dropped.append(name)
         return None
 
-    def _keyed(self, name: str, key: Key) -> Get:
+    def _keyed(self, name: str, key: Key) -> Deferred:
         self.restore(name)
         fqn = self.saved.leaves[name]
         self.needed.append((fqn, key))
         self.needs.update(rank for k, rank in self.saved.catalog.per_rank[fqn] if k == key)
         return lambda contents: contents.per_rank[fqn][key]
 
-    def _resharded(self, name: str, key: Key, now: Sequence[Key], policy: OnReshard) -> Get | None:
+    def _resharded(
+        self, name: str, key: Key, now: Sequence[Key], policy: OnReshard
+    ) -> Deferred | None:
         fqn = self.saved.leaves[name]
         saved = self.saved.catalog.per_rank[fqn]
         if policy == "error":
@@ -307,7 +309,7 @@ class Asks:
 
     def subtree(
         self, name: str, tree: Tree | None = None, beside: Beside | None = None
-    ) -> Get | None:
+    ) -> Deferred | None:
         """Ask for all that is saved at and below a name, as new containers of the saved kinds.
 
         A tensor of `tree` that fits is filled in place and put there; else a new one is, whole in
@@ -315,7 +317,7 @@ class Asks:
         """
         own = self._leaf(name, _leaf_at(tree), beside) if self._is_leaf(name) else None
         children = _children_of(tree)
-        found: list[tuple[PathKey, Get]] = []
+        found: list[tuple[PathKey, Deferred]] = []
         for key, child in self.saved.children(name):
             get = self.subtree(child, children.get(key), beside)
             if get is not None:
@@ -331,7 +333,9 @@ class Asks:
     def _is_leaf(self, name: str) -> bool:
         return name in self._split or name in self.saved.leaves
 
-    def _assembled(self, name: str, own: Get | None, found: Sequence[tuple[PathKey, Get]]) -> Get:
+    def _assembled(
+        self, name: str, own: Deferred | None, found: Sequence[tuple[PathKey, Deferred]]
+    ) -> Deferred:
         kind = self.saved.kinds.get(name, "dict")
 
         def get(contents: Contents) -> object:
@@ -341,7 +345,7 @@ class Asks:
 
         return get
 
-    def _leaf(self, name: str, leaf: Tree | None, beside: Beside | None) -> Get | None:
+    def _leaf(self, name: str, leaf: Tree | None, beside: Beside | None) -> Deferred | None:
         if not self.selected(name):
             return None
         if self.saved.tensor(name) is not None:
@@ -352,16 +356,16 @@ class Asks:
             return self.open_per_rank(name)
         return self.value(name)
 
-    def _tensor(self, name: str, leaf: Tree | None, beside: Beside | None) -> Get:
+    def _tensor(self, name: str, leaf: Tree | None, beside: Beside | None) -> Deferred:
         self.restore(name)
-        if isinstance(leaf, TensorLeaf) and self.wants.fits(name, leaf):
-            value = self.wants.fill(name, leaf)
+        if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
+            value = self.targets.fill(name, leaf)
             return lambda _: value
-        fresh = self.wants.whole(name) if beside is None else self.wants.beside(name, beside)
+        fresh = self.targets.whole(name) if beside is None else self.targets.beside(name, beside)
         return _value_of(fresh)
 
 
-def _value_of(fresh: Fresh) -> Get:
+def _value_of(fresh: Fresh) -> Deferred:
     return lambda _: fresh.value
 
 

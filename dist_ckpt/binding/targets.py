@@ -19,7 +19,7 @@ from dist_ckpt.planning.plan import Flattened, Ruled, Wanted, Whole
 from dist_ckpt.state.local_tensors import is_ordinary, torch_dtype
 from dist_ckpt.state.sharding_rules import target_cells
 from dist_ckpt.state.tensors import (
-    Held,
+    HeldTensor,
     describe_target,
     empty_like_saved,
     is_meta,
@@ -31,7 +31,7 @@ from dist_ckpt.state.tree import TensorLeaf, as_tensor, is_array
 
 @dataclass(slots=True, eq=False)
 class Fresh:
-    """A tensor that a load makes; `value` is there once `Wants.allocate` has run."""
+    """A tensor that a load makes; `value` is there once `Targets.allocate` has run."""
 
     make: Callable[[], object]
     value: object = None
@@ -59,7 +59,7 @@ class _Fill(NamedTuple):
     parts: tuple[torch.Tensor, ...] | Fresh
 
 
-class Wants:
+class Targets:
     """The tensors that a rank wants, added one after another.
 
     What does not fit goes to `problems`, in words. `resharded` are the names whose cells here are
@@ -238,7 +238,7 @@ class Wants:
         assert found is not None, name
         return found
 
-    def _held(self, value: object, name: str) -> Held:
+    def _held(self, value: object, name: str) -> HeldTensor:
         return describe_target(
             as_tensor(value, name, writable=True),
             name,
@@ -253,7 +253,7 @@ class Wants:
         return value.dtype, value.shape, record.dtype, record.shape, record.layout
 
     def _cells_of(
-        self, name: str, held: Held, leaf: TensorLeaf, shape: Shape
+        self, name: str, held: HeldTensor, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Cell, ...] | None:
         """Return the cells that a leaf is of the saved tensor, or None if its shape is another."""
         found = self._ruled(name, held, leaf)
@@ -262,13 +262,13 @@ class Wants:
         return held.cells if held.shape == shape else None
 
     def _ruled(
-        self, name: str, held: Held, leaf: TensorLeaf
+        self, name: str, held: HeldTensor, leaf: TensorLeaf
     ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
         if not isinstance(held.view, Whole):
             return None
         return self._template.rules.view(name, leaf, held.shape)
 
-    def _misfit(self, name: str, held: Held, leaf: TensorLeaf) -> str:
+    def _misfit(self, name: str, held: HeldTensor, leaf: TensorLeaf) -> str:
         shape = self._tensor(name)[1].shape
         if self._ruled(name, held, leaf) is None:
             return (

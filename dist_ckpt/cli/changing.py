@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 from filelock import FileLock, Timeout
 
+from dist_ckpt import commit
 from dist_ckpt.cli import output
-from dist_ckpt.commit import commit
 from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.offline.reshard import reshard as rewrite
@@ -93,7 +93,7 @@ def reshard(
 def rm(path: str, *, yes: bool) -> None:
     """Delete the checkpoint at PATH. There is no way back."""
     storage, where = open_storage(path)
-    if not commit.attempts(storage, where):
+    if not commit.statuses(storage, where):
         raise NotFoundError(f"{where} is no checkpoint; nothing is deleted")
     if not yes:
         if not sys.stdin.isatty():

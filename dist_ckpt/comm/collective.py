@@ -11,7 +11,7 @@ from typing import Protocol
 
 import xxhash
 
-from dist_ckpt.tally import Tally
+from dist_ckpt.reports import Tally
 
 # A body's name among all ranks' bodies: its xxh3-128 and its size, 8 bytes.
 NAME_NBYTES = 24

@@ -7,18 +7,19 @@ one answer, and all ranks return it or raise the same error.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
 import msgpack
 
 from dist_ckpt import errors
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
-from dist_ckpt.tally import Tally
+from dist_ckpt.reports import Tally
 
 # A plain tree: None, bool, int of 64 bits, float, str, bytes, list, dict[str, Doc]. `Any`, since
 # who takes a document apart is who made it, in another process of the same job.
@@ -158,7 +159,7 @@ def decision_failure_of(error: BaseException, *, phase: str) -> Failure:
     )
 
 
-def first_of(failures: Mapping[int, Failure]) -> Failure:
+def first_failure(failures: Mapping[int, Failure]) -> Failure:
     """Return the failure of the lowest rank, which tells who else failed."""
     first, *others = sorted(failures, key=lambda rank: (failures[rank].fallout, rank))
     failure = failures[first]
@@ -257,3 +258,84 @@ def check_alike(operation: str, payloads: Sequence[Doc], names: Sequence[str]) -
                 f"the ranks call {operation} with different {name}: {told}. "
                 f"Every rank must pass the same {name}."
             )
+
+
+NONCE_NBYTES = 4
+NO_NONCE = bytes(NONCE_NBYTES)
+
+
+def new_nonce() -> bytes:
+    """Return random bytes by which a rank knows that an answer is to this envelope of its."""
+    return (int.from_bytes(os.urandom(NONCE_NBYTES), "big") | 1).to_bytes(NONCE_NBYTES, "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What one rank's part of a phase came to: a packed document, or a failure.
+
+    `operation` is the token of the operation, "" until its first answer has told it. `gave_up`:
+    the rank waits for the answer no more.
+    """
+
+    what: str
+    operation: str
+    nonce: bytes
+    body: bytes
+    failure: Failure | None
+    gave_up: bool = False
+
+    def encode(self) -> bytes:
+        """Return the envelope as bytes."""
+        failure = _encode_failure(self.failure)
+        return pack([self.what, self.operation, self.nonce, self.body, failure, self.gave_up])
+
+    @staticmethod
+    def decode(data: bytes) -> Envelope:
+        """Return the envelope that `encode` made these bytes of."""
+        what, operation, nonce, body, failure, gave_up = unpack(data)
+        return Envelope(what, operation, nonce, body, _decode_failure(failure), gave_up)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was decided: a packed document, or a failure.
+
+    `nonces`, in an operation's first answer, are those of all envelopes that were decided on, in
+    rank order; later answers are known by their `operation`, a token that the first one told.
+    """
+
+    what: str
+    operation: str
+    nonces: bytes
+    body: bytes
+    failure: Failure | None
+
+    def encode(self) -> bytes:
+        """Return the answer as bytes."""
+        failure = _encode_failure(self.failure)
+        return pack([self.what, self.operation, self.nonces, self.body, failure])
+
+    @staticmethod
+    def decode(data: bytes) -> Answer:
+        """Return the answer that `encode` made these bytes of."""
+        what, operation, nonces, body, failure = unpack(data)
+        return Answer(what, operation, nonces, body, _decode_failure(failure))
+
+    def is_to(self, rank: int, own: Envelope) -> bool:
+        """Say whether this rank's envelope was decided on."""
+        if own.operation:
+            return own.operation == self.operation
+        return self.nonces[rank * NONCE_NBYTES :][:NONCE_NBYTES] == own.nonce
+
+
+def _encode_failure(failure: Failure | None) -> Doc:
+    if failure is None:
+        return None
+    return astuple(failure)
+
+
+def _decode_failure(doc: Doc) -> Failure | None:
+    if doc is None:
+        return None
+    kind, message, rank, phase, touched, fallout = doc
+    return Failure(kind, message, rank, phase, tuple(touched), fallout)

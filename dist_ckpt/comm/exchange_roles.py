@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from dist_ckpt.comm.envelope import NO_NONCE, Answer, Envelope
 from dist_ckpt.comm.exchange import (
     COORDINATOR,
+    NO_NONCE,
+    Answer,
     Doc,
+    Envelope,
     Failure,
     NoAnswerError,
     decision_failure_of,
     error_of,
     failure_of,
-    first_of,
+    first_failure,
     is_interrupt,
     pack,
     unpack,
@@ -44,7 +46,7 @@ class Coordinator:
             body = b""
             if not failures:
                 body = pack(decide([unpack(envelopes[rank].body) for rank in sorted(envelopes)]))
-            answer = self._answer(body, first_of(failures) if failures else None)
+            answer = self._answer(body, first_failure(failures) if failures else None)
         except NoAnswerError:
             raise
         except BaseException as error:

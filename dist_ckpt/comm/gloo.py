@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from dist_ckpt.comm.collective import NAME_NBYTES, Bodies, Transfer, distinct, name_of, nbytes_of
 from dist_ckpt.comm.exchange import FalloutError
 from dist_ckpt.config import STALL_S
-from dist_ckpt.tally import Tally
+from dist_ckpt.reports import Tally
 
 T = TypeVar("T")
 
@@ -87,11 +87,11 @@ class GlooCollective:
 
     def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """See `Collective.send`."""
-        return _Transfer(lambda group: group.send([_tensor(data)], rank, tag), self._group)
+        return _GlooTransfer(lambda group: group.send([_tensor(data)], rank, tag), self._group)
 
     def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """See `Collective.receive`."""
-        return _Transfer(lambda group: group.recv([_tensor(data)], rank, tag), self._group)
+        return _GlooTransfer(lambda group: group.recv([_tensor(data)], rank, tag), self._group)
 
     def break_off(self) -> None:
         """See `Collective.break_off`."""
@@ -171,7 +171,7 @@ class GlooCollective:
         work.wait(self._timeout)
 
 
-class _Transfer:
+class _GlooTransfer:
     def __init__(self, begin: Callable[[_Group], Work], group: _Group | None) -> None:
         try:
             if group is None:

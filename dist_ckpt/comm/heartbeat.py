@@ -61,7 +61,7 @@ class _Pulse:
 
 
 @dataclass(slots=True)
-class Watch:
+class Pulses:
     """What an observer has seen of other ranks' heartbeats, by its own clock.
 
     Silence counts only while the observer looks, at most `step_s` for each look: a rank is not

@@ -110,12 +110,12 @@ def _listen(host: str, port: int) -> socket.socket:
 # --- the keys ------------------------------------------------------------------------------------
 
 
-class RefusedError(Exception):
+class LimitError(Exception):
     """A limit that a request would break; nothing has changed."""
 
 
 class KeyTable:
-    """Keys and their values. Raises RefusedError beyond the limits."""
+    """Keys and their values. Raises LimitError beyond the limits."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -125,12 +125,12 @@ class KeyTable:
     def set(self, key: str, value: bytes) -> bool:
         """Store a value."""
         if len(key) > MAX_KEY_CHARS:
-            raise RefusedError(f"a key of {len(key)} characters, the limit is {MAX_KEY_CHARS}")
+            raise LimitError(f"a key of {len(key)} characters, the limit is {MAX_KEY_CHARS}")
         nbytes = self._nbytes - self._cost(key) + KEY_NBYTES + len(key) + len(value)
         if nbytes > self._limits.nbytes:
-            raise RefusedError(f"it would hold {nbytes} bytes, the limit is {self._limits.nbytes}")
+            raise LimitError(f"it would hold {nbytes} bytes, the limit is {self._limits.nbytes}")
         if key not in self._values and len(self._values) >= self._limits.num_keys:
-            raise RefusedError(f"it holds {len(self._values)} keys, which is the limit")
+            raise LimitError(f"it holds {len(self._values)} keys, which is the limit")
         self._nbytes = nbytes
         self._values[key] = value
         return True
@@ -156,9 +156,9 @@ class KeyTable:
         try:
             value = int(self._values.get(key, b"0")) + amount
         except ValueError:
-            raise RefusedError("what is added to is no counter") from None
+            raise LimitError("what is added to is no counter") from None
         if abs(value) >= 1 << 63:
-            raise RefusedError("a counter beyond 64 bits")
+            raise LimitError("a counter beyond 64 bits")
         self.set(key, str(value).encode())
         return value
 
@@ -176,7 +176,7 @@ def answer(table: KeyTable, body: bytes) -> bytes:
     """Do what a message asks for. ValueError if it is none of ours."""
     try:
         return pack(["done", _do(table, unpack(body))])
-    except RefusedError as refusal:
+    except LimitError as refusal:
         return pack(["refused", str(refusal)])
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from dist_ckpt.comm import store_thread
-from dist_ckpt.comm.heartbeat import Watch
+from dist_ckpt.comm.heartbeat import Pulses
 from dist_ckpt.comm.store_thread import StoreLine
 from dist_ckpt.config import Config
 from dist_ckpt.errors import ranks_text
@@ -24,7 +24,7 @@ class Peers:
         self._beat_key = beat_key
         self._silence_s = config.silence_s
         self._grace_s = min(GRACE_S, config.silence_s / 4)
-        self._watch = Watch(step_s=config.silence_s / 4)
+        self._watch = Pulses(step_s=config.silence_s / 4)
 
     def look(self, ranks: Sequence[int]) -> None:
         """Take one look at the heartbeats of some ranks."""

@@ -11,7 +11,7 @@ from dist_ckpt.comm.exchange import Channel
 from dist_ckpt.comm.host_links import CommonMemory
 from dist_ckpt.config import Config
 from dist_ckpt.memory.buffers import Slots
-from dist_ckpt.tally import Tally
+from dist_ckpt.reports import Tally
 
 
 class Session:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from dist_ckpt.comm.envelope import Envelope, new_nonce
 from dist_ckpt.comm.exchange import (
     COORDINATOR,
     Doc,
+    Envelope,
     FalloutError,
     error_of,
     failure_of,
     is_interrupt,
+    new_nonce,
     pack,
     unpack,
     with_touched,
@@ -21,7 +22,7 @@ from dist_ckpt.comm.exchange_roles import Coordinator, Follower
 from dist_ckpt.comm.operation import Control
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, Wording
 from dist_ckpt.config import Config
-from dist_ckpt.tally import Tally
+from dist_ckpt.reports import Tally
 
 # How long the coordinator's process puts off its end for the sake of the others.
 LINGER_S = 2.0

@@ -1,1 +1,26 @@
-"""When a checkpoint exists: attempts, claim, commit, removal."""
+"""When a checkpoint exists: attempts, claim, commit, removal.
+
+What callers need is here: `from dist_ckpt import commit`, then `commit.claim(...)`.
+"""
+
+from dist_ckpt.commit.attempts import Status, abandon, find, statuses
+from dist_ckpt.commit.order import Claim, await_claim, check_files, claim, commit, give_up
+from dist_ckpt.commit.removal import collect, collect_all, delete, remove, supersede
+
+__all__ = [
+    "Claim",
+    "Status",
+    "abandon",
+    "await_claim",
+    "check_files",
+    "claim",
+    "collect",
+    "collect_all",
+    "commit",
+    "delete",
+    "find",
+    "give_up",
+    "remove",
+    "statuses",
+    "supersede",
+]

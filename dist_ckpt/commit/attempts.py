@@ -79,7 +79,7 @@ def find(storage: Storage, path: str) -> tuple[Attempt, Index]:
     raise StorageError(f"{path}: its attempts change faster than they can be read: try again")
 
 
-def attempts(storage: Storage, path: str) -> tuple[Status, ...]:
+def statuses(storage: Storage, path: str) -> tuple[Status, ...]:
     """Return what every attempt at `path` is, lowest first; none if there is no such folder."""
     found = []
     for entry in _entries(storage, path):
@@ -194,7 +194,7 @@ def _what_is_at(storage: Storage, path: str) -> str:
         return "there is no such folder, or a link that leads nowhere. Check the path"
     except NotADirectoryError:
         return "it is a file. Pass the folder that was given to save"
-    states = [status.state for status in attempts(storage, path)]
+    states = [status.state for status in statuses(storage, path)]
     told = [
         f"{number} {what}"
         for number, what in (

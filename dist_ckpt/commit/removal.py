@@ -13,11 +13,11 @@ from contextlib import suppress
 from dist_ckpt.commit.attempts import (
     Status,
     abandon,
-    attempts,
     has_index,
     list_attempts,
     new_id,
     nothing_found,
+    statuses,
 )
 from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.format.filenames import Attempt, is_in_attempt, is_trash, trash_name
@@ -61,7 +61,7 @@ def delete(storage: Storage, path: str) -> None:
     What was claimed before the call can never be committed after it, but for an attempt that was
     committed during it: that one stays. Raises NotFoundError if there is no checkpoint.
     """
-    found = attempts(storage, path)
+    found = statuses(storage, path)
     if not any(status.state in _KEEPS_DATA for status in found):
         raise nothing_found(storage, path)
     doomed = [
@@ -86,7 +86,7 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     while there are any, older checkpoints too.
     """
     names = _empty_all(storage, path)
-    found = attempts(storage, path)
+    found = statuses(storage, path)
     committed = [status.attempt for status in found if status.state == "committed"]
     readable = all(status.state not in ("damaged", "incompatible") for status in found)
     superseded = committed[:-1] if readable else []

@@ -16,12 +16,12 @@ from dist_ckpt.format.index import Key, Node
 from dist_ckpt.format.json_fields import VERSION, check_version
 from dist_ckpt.format.plain_decoder import decode_value
 from dist_ckpt.format.plain_encoder import check_plain, encode_value
-from dist_ckpt.format.plain_types import Array, Device, DType, NumpyScalar, Size, StandIn
+from dist_ckpt.format.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar, Size, StandIn
 from dist_ckpt.format.strict_json import Json, corrupt, fields
 
 __all__ = [
-    "Array",
-    "DType",
+    "ArrayValue",
+    "DTypeValue",
     "Device",
     "NumpyScalar",
     "ObjectsFile",

@@ -20,9 +20,9 @@ from dist_ckpt.format.plain_types import (
     FACTORIES,
     MAX_DEPTH,
     PATHS,
-    Array,
+    ArrayValue,
     Device,
-    DType,
+    DTypeValue,
     Ext,
     NumpyScalar,
     Size,
@@ -179,7 +179,7 @@ def _unpack_numpy(payload: Any) -> NumpyScalar:
     return NumpyScalar(code, data)
 
 
-def _unpack_array(payload: Any) -> Array:
+def _unpack_array(payload: Any) -> ArrayValue:
     dtype, sizes, data, kind = _typed(payload, list)
     shape = _integers(sizes)
     itemsize = DTYPES[_member(dtype, DTYPES)].itemsize
@@ -188,7 +188,7 @@ def _unpack_array(payload: Any) -> Array:
     check_shape(shape, itemsize)
     if len(_typed(data, bytes)) != prod(shape) * itemsize:
         raise ValueError(f"{len(data)} bytes for an array of shape {shape} and dtype {dtype}")
-    return Array(dtype, shape, data, _member(kind, ("tensor", "numpy")))
+    return ArrayValue(dtype, shape, data, _member(kind, ("tensor", "numpy")))
 
 
 def _member(value: Any, names: Iterable[str]) -> Any:
@@ -211,7 +211,7 @@ _DECODERS: Mapping[int, Callable[[Any], object]] = {
     Ext.COUNTER: lambda payload: Counter(_typed(payload, dict)),
     Ext.DEFAULTDICT: _unpack_defaultdict,
     Ext.SIZE: lambda payload: Size(_integers(payload)),
-    Ext.DTYPE: lambda payload: DType(_typed(payload, str)),
+    Ext.DTYPE: lambda payload: DTypeValue(_typed(payload, str)),
     Ext.NUMPY_SCALAR: _unpack_numpy,
     Ext.DEVICE: lambda payload: Device(_typed(payload, str)),
     Ext.DATETIME: _unpack_datetime,

@@ -17,9 +17,9 @@ from dist_ckpt.format.plain_types import (
     FACTORIES,
     MAX_DEPTH,
     PATHS,
-    Array,
+    ArrayValue,
     Device,
-    DType,
+    DTypeValue,
     Ext,
     NumpyScalar,
     Size,
@@ -213,7 +213,7 @@ def _wire_numpy(value: Any) -> object:
     return _ext(Ext.NUMPY_SCALAR, [code, value.tobytes()])
 
 
-def _wire_array(value: Array) -> object:
+def _wire_array(value: ArrayValue) -> object:
     try:
         check_shape(value.shape, DTYPES[value.dtype].itemsize)
     except ValueError as error:
@@ -253,10 +253,10 @@ _ENCODERS: Mapping[type, _Encoder] = {
         for cls in PATHS
     },
     Size: lambda value, _: _ext(Ext.SIZE, list(value.shape)),
-    DType: lambda value, _: _ext(Ext.DTYPE, value.name),
+    DTypeValue: lambda value, _: _ext(Ext.DTYPE, value.name),
     NumpyScalar: lambda value, _: _ext(Ext.NUMPY_SCALAR, [value.dtype, value.data]),
     Device: lambda value, _: _ext(Ext.DEVICE, value.name),
-    Array: lambda value, _: _wire_array(value),
+    ArrayValue: lambda value, _: _wire_array(value),
 }
 
 _ENCODERS_BY_NAME: Mapping[tuple[str, str], _Encoder] = {

@@ -44,7 +44,7 @@ class Ext(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class DType:
+class DTypeValue:
     """Stands for a torch.dtype: "float32"."""
 
     name: str
@@ -73,7 +73,7 @@ class NumpyScalar:
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class ArrayValue:
     """Stands for a tensor or numpy array inside a per-rank value: row-major bytes of a dtype."""
 
     dtype: str
@@ -82,7 +82,7 @@ class Array:
     kind: Literal["tensor", "numpy"] = "tensor"
 
 
-StandIn = DType | Device | Size | NumpyScalar | Array
+StandIn = DTypeValue | Device | Size | NumpyScalar | ArrayValue
 
 _NUMPY_CODE = re.compile(r"[<>|]([biufcmMSU])([1-9][0-9]{0,5})(\[[0-9A-Za-z]+\])?")
 

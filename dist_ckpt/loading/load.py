@@ -25,11 +25,10 @@ from dist_ckpt.loading.read_once import read_shared, verify_shared
 from dist_ckpt.loading.read_once_agreement import Agreeing, Agreement
 from dist_ckpt.loading.read_once_units import runs_of
 from dist_ckpt.memory.protocol import Target
-from dist_ckpt.phases import Phases
 from dist_ckpt.planning.load_planner import plan_load, problems_of
-from dist_ckpt.planning.read_sharing import Wants, encode
+from dist_ckpt.planning.read_sharing import BlockWants, encode
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.reports import LoadReport
+from dist_ckpt.reports import LoadReport, Phases
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.shard_io.block_reader import Nowhere, Reading, ReadTotals, read, reading_of
 from dist_ckpt.shard_io.open_files import OpenFiles, open_files, read_objects
@@ -261,7 +260,7 @@ class _Load:
             self._ranks, self._files, between_hosts=between_hosts, stack=self._stack
         )
         self._agreeing.listen(meeting)
-        return encode(Wants(self._ranks.channel.host, runs_of(self._files, self._plan)))
+        return encode(BlockWants(self._ranks.channel.host, runs_of(self._files, self._plan)))
 
     def _word_unexpected(self, unexpected: Sequence[str]) -> Sequence[str]:
         return (unexpected_problem(unexpected),) if unexpected and self._options.strict else ()

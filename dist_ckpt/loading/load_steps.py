@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dist_ckpt import commit
 from dist_ckpt.comm.exchange import Doc, check_alike
 from dist_ckpt.comm.session import Session
-from dist_ckpt.commit import commit
 from dist_ckpt.commit.attempts import is_there, while_it_is_there
 from dist_ckpt.errors import IncompatibleError, NotFoundError, StorageError, listed, ranks_text
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, Key
 from dist_ckpt.planning import plan_msgpack
-from dist_ckpt.planning.read_sharing import Wants, decode, want_the_same
+from dist_ckpt.planning.read_sharing import BlockWants, decode, want_the_same
 from dist_ckpt.shard_io.block_reader import ReadTotals
 from dist_ckpt.storage import Storage
 
@@ -87,7 +87,7 @@ class Passed:
     unexpected: tuple[str, ...]
     steps: frozenset[str]
     shares: bool
-    wants: Mapping[int, Wants]
+    wants: Mapping[int, BlockWants]
     from_memory: bool
 
 

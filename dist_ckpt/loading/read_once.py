@@ -33,10 +33,9 @@ from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError, RankError, StorageError
 from dist_ckpt.format.geometry import Span
 from dist_ckpt.loading.read_once_agreement import Agreement
-from dist_ckpt.loading.read_once_units import Part, SharedWork, num_slots
+from dist_ckpt.loading.read_once_units import SharedWork, UnitPart, num_slots
 from dist_ckpt.planning.plan import LoadPlan
-from dist_ckpt.runtime.parallel import WORK_STALL_S, each
-from dist_ckpt.runtime.threads import DaemonThreads, Watch
+from dist_ckpt.runtime.threads import WORK_STALL_S, DaemonThreads, Watch, each
 from dist_ckpt.shard_io.block_reader import Reading, ReadTotals
 from dist_ckpt.shard_io.block_reads import BlockRead
 from dist_ckpt.shard_io.open_files import OpenFiles
@@ -110,8 +109,8 @@ class SharedReading:
         self._fetched = deque(work.fetched())
         self._relayed = deque(work.relayed())
         self._untold = work.told_by()
-        self._told: deque[tuple[int, int, Part]] = deque()  # which rank has it in which slot
-        self._to_send: deque[tuple[int, Part]] = deque()
+        self._told: deque[tuple[int, int, UnitPart]] = deque()  # which rank has it in which slot
+        self._to_send: deque[tuple[int, UnitPart]] = deque()
         self._num_slots = slots = num_slots(between_hosts=agreement.between_hosts)
         offsets = range(0, 2 * slots * work.slot_nbytes, work.slot_nbytes)
         self._free = list(offsets[:slots])
@@ -197,7 +196,7 @@ class SharedReading:
             return _Call(partial(self._receive, offset, part), done, (part.unit.fetcher,))
         return None
 
-    def _copy(self, rank: int, offset: int, part: Part) -> None:
+    def _copy(self, rank: int, offset: int, part: UnitPart) -> None:
         """Take what a rank hands on. At once: to have a thread do it would take as long again."""
         data = self._links.memory_of(rank)[offset : offset + part.span.nbytes]
         for read in part.reads:
@@ -210,18 +209,18 @@ class SharedReading:
 
     # --- what other threads do -------------------------------------------------------------------
 
-    def _fetch(self, offset: int, part: Part) -> None:
+    def _fetch(self, offset: int, part: UnitPart) -> None:
         data = self._slot(offset, part)
         for read in part.reads:
             self._reading.fetch(part.file, read, _of(read, part, data))
 
-    def _send(self, offset: int, part: Part) -> None:
+    def _send(self, offset: int, part: UnitPart) -> None:
         data = self._slot(offset, part)
         sent = [self._collective.send(agent, data, tag) for agent, tag in part.tags.items()]
         for transfer in sent:
             transfer.wait()
 
-    def _receive(self, offset: int, part: Part) -> None:
+    def _receive(self, offset: int, part: UnitPart) -> None:
         tag = part.tags[self._work.rank]
         fetcher, data = part.unit.fetcher, self._slot(offset, part)
         self._collective.receive(fetcher, data, tag).wait()
@@ -237,12 +236,12 @@ class SharedReading:
                 rank=fetcher,
             ) from error
 
-    def _slot(self, offset: int, part: Part) -> memoryview:
+    def _slot(self, offset: int, part: UnitPart) -> memoryview:
         return self._links.memory_of(self._work.rank)[offset : offset + part.span.nbytes]
 
     # --- what follows ----------------------------------------------------------------------------
 
-    def _is_here(self, offset: int, part: Part) -> None:
+    def _is_here(self, offset: int, part: UnitPart) -> None:
         """Hand on a unit that has been fetched or received."""
         unit, rank = part.unit, self._work.rank
         if unit.fetcher == rank:
@@ -255,7 +254,7 @@ class SharedReading:
             self._users[offset].add(_OTHER_HOSTS)
             self._to_send.append((offset, part))
 
-    def _is_received(self, offset: int, part: Part) -> None:
+    def _is_received(self, offset: int, part: UnitPart) -> None:
         self.nbytes_received += part.span.nbytes
         self._is_here(offset, part)
 
@@ -309,7 +308,7 @@ class SharedReading:
         self._next_look = time.monotonic() + LOOK_S
 
 
-def _of(read: Row | BlockRead, part: Part, data: memoryview) -> memoryview:
+def _of(read: Row | BlockRead, part: UnitPart, data: memoryview) -> memoryview:
     """Return what one read brings of a part, all of which is `data`."""
     start, stop = read.span.start - part.span.start, read.span.stop - part.span.start
     return data[start:stop]

@@ -13,7 +13,7 @@ from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import ranks_text
 from dist_ckpt.loading.read_once_units import common_nbytes
-from dist_ckpt.planning.read_sharing import Unit, Wants, decode, partners_of, units_of
+from dist_ckpt.planning.read_sharing import BlockWants, Unit, decode, partners_of, units_of
 from dist_ckpt.shard_io.open_files import OpenFiles
 
 _log = logging.getLogger("dist_ckpt")
@@ -62,7 +62,7 @@ class Agreeing:
         self._between_hosts = between_hosts
         self._stack = stack
         self._links: HostLinks | None = None
-        self._wants: dict[int, Wants] = {}
+        self._wants: dict[int, BlockWants] = {}
         self._found: dict[int, tuple[Unit, ...]] = {}
 
     def listen(self, meeting: str) -> None:
@@ -76,7 +76,7 @@ class Agreeing:
             )
             self._stack.callback(self._links.close)
 
-    def meet(self, wants: Mapping[int, Wants], own: bytes) -> Doc:
+    def meet(self, wants: Mapping[int, BlockWants], own: bytes) -> Doc:
         """Link this rank with those of its host; return which are out of reach.
 
         `wants` are those of all ranks, or empty: then each tells its `own`. Returns None if there
@@ -138,7 +138,7 @@ class Agreeing:
         own = self._ranks.channel.rank
         if own not in self._wants:
             return {}
-        by_file: dict[int, dict[int, Wants]] = {file: {} for file in self._wants[own].runs}
+        by_file: dict[int, dict[int, BlockWants]] = {file: {} for file in self._wants[own].runs}
         for rank, want in sorted(self._wants.items()):
             if self._between_hosts or want.host == self._wants[own].host:
                 for file in want.runs.keys() & by_file.keys():

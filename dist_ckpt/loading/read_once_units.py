@@ -9,14 +9,14 @@ from itertools import pairwise
 
 from dist_ckpt.format.geometry import Span
 from dist_ckpt.planning.plan import LoadPlan, ReadItem
-from dist_ckpt.planning.read_sharing import UNIT_NBYTES, Name, Runs, Unit, joined
+from dist_ckpt.planning.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit, joined
 from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_runs, reads_of
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
-from dist_ckpt.shard_io.reading_work import Targets, needs_of
+from dist_ckpt.shard_io.reading_work import CellTargets, needs_of
 from dist_ckpt.shard_io.small_shards import Row, divide
 
 
-def runs_of(files: OpenFiles, plan: LoadPlan) -> dict[int, Runs]:
+def runs_of(files: OpenFiles, plan: LoadPlan) -> dict[int, BlockRuns]:
     """Return which blocks of each file a plan needs, by the file's number in the index."""
     found = {}
     for reads in plan.files:
@@ -61,7 +61,7 @@ def common_nbytes(files: OpenFiles, *, between_hosts: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UnitPart:
     """A unit, and the reads that bring it; this rank needs all its blocks.
 
     `tags` number it among what its fetcher sends to each agent.
@@ -86,7 +86,7 @@ class SharedWork:
         rank: int,
         files: OpenFiles,
         plan: LoadPlan,
-        targets: Targets,
+        targets: CellTargets,
         units: Mapping[int, Sequence[Unit]],
     ) -> None:
         self.rank = rank
@@ -96,7 +96,7 @@ class SharedWork:
         self._targets = targets
         self._units = units
         self._tags = _tags_of(unit for file in sorted(units) for unit in units[file])
-        self._known: dict[int, tuple[list[Row | BlockRead], dict[int, Part]]] = {}
+        self._known: dict[int, tuple[list[Row | BlockRead], dict[int, UnitPart]]] = {}
 
     def own_reads(self) -> Iterator[tuple[OpenFile, Row | BlockRead]]:
         """Return the reads of what no other rank wants."""
@@ -121,7 +121,7 @@ class SharedWork:
                 names.setdefault(first, set()).add(unit.name)
         return names
 
-    def part(self, name: Name) -> Part:
+    def part(self, name: Name) -> UnitPart:
         """Return what there is to do with a unit."""
         file, block = name
         return self._of(file)[1][block]
@@ -129,12 +129,12 @@ class SharedWork:
     def _all(self) -> Iterator[Unit]:
         return (unit for file in sorted(self._units) for unit in self._units[file])
 
-    def _of(self, number: int) -> tuple[list[Row | BlockRead], dict[int, Part]]:
+    def _of(self, number: int) -> tuple[list[Row | BlockRead], dict[int, UnitPart]]:
         if number not in self._known:
             self._known[number] = self._divide(number)
         return self._known[number]
 
-    def _divide(self, number: int) -> tuple[list[Row | BlockRead], dict[int, Part]]:
+    def _divide(self, number: int) -> tuple[list[Row | BlockRead], dict[int, UnitPart]]:
         """Divide the needed blocks of a file into reads of this rank's own, and units."""
         file = self._files.files[number]
         starts = file.block_starts
@@ -153,7 +153,7 @@ class SharedWork:
             place = _place(need.start, bounds)
             (own if place is None else pieces[place]).needs.append(need)
         parts = {
-            unit.blocks.start: Part(unit, file, of.filling(), self._tags[unit.name])
+            unit.blocks.start: UnitPart(unit, file, of.filling(), self._tags[unit.name])
             for unit, of in zip(units, pieces, strict=True)
         }
         return [*own.rows, *reads_of(own.needs)], parts

@@ -69,7 +69,7 @@ class Mark:
             torch.cuda.current_stream(device).wait_event(event)
 
 
-class Beside:
+class BesideCopies:
     """Copies on streams of their own, which begin when the training's have come as far as now."""
 
     def __init__(
@@ -109,7 +109,7 @@ class SideStreams:
         self._streams: dict[torch.device, Stream] = {}
 
     @contextmanager
-    def beside(self, devices: Iterable[torch.device]) -> Iterator[Beside]:
+    def beside(self, devices: Iterable[torch.device]) -> Iterator[BesideCopies]:
         """Copy beside the training in the block. If that fails, nothing is copied any more after.
 
         No graph is captured here: see `check_no_capture`.
@@ -124,7 +124,7 @@ class SideStreams:
                 own[device].wait_stream(training[device])
                 stack.enter_context(torch.cuda.stream(own[device]))
             try:
-                yield Beside(training, own)
+                yield BesideCopies(training, own)
             except BaseException:
                 for stream in own.values():
                     stream.synchronize()

@@ -142,7 +142,7 @@ class ArraySource:
 
     def __init__(self, memory: memoryview, shape: Shape, itemsize: int) -> None:
         """Make the source of a tensor of `shape`; for `Elements`, that is one number."""
-        self._view = _View(memory.cast("B"), 0, row_major_strides(shape))
+        self._view = _StridedBox(memory.cast("B"), 0, row_major_strides(shape))
         self._shape = shape
         self._itemsize = itemsize
         self._within = Elements(0, prod(shape))
@@ -179,7 +179,7 @@ class ArraySource:
         first = self._within.start + start // size
         done = 0
         for box in boxes_of(Elements(first, first + filled.nbytes // size), self._shape):
-            target = _View(filled, done, row_major_strides(box.shape))
+            target = _StridedBox(filled, done, row_major_strides(box.shape))
             copy(target, self._view.at(box.offset), box.shape, size)
             done += box.numel
         return filled
@@ -200,9 +200,9 @@ class ArrayTarget:
 
     def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
         """Copy the elements of `box` out of `data`."""
-        target = _View(self._memory, piece.start, row_major_strides(piece.region.shape))
+        target = _StridedBox(self._memory, piece.start, row_major_strides(piece.region.shape))
         within = box.relative_to(piece.region.offset)
-        copy(target.at(within.offset), _View(data, 0, strides), box.shape, self._itemsize)
+        copy(target.at(within.offset), _StridedBox(data, 0, strides), box.shape, self._itemsize)
 
 
 # --- copying boxes ---------------------------------------------------------------------------
@@ -214,20 +214,20 @@ _LONG_ROW = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _StridedBox:
     """A box in memory: where its first element is, and its strides, in elements."""
 
     memory: memoryview
     start: int
     strides: Shape
 
-    def at(self, offset: Shape) -> _View:
+    def at(self, offset: Shape) -> _StridedBox:
         """Return the box that begins at `offset` of this one."""
         steps = sum(o * s for o, s in zip(offset, self.strides, strict=True))
-        return _View(self.memory, self.start + steps, self.strides)
+        return _StridedBox(self.memory, self.start + steps, self.strides)
 
 
-def copy(target: _View, source: _View, shape: Shape, itemsize: int) -> None:
+def copy(target: _StridedBox, source: _StridedBox, shape: Shape, itemsize: int) -> None:
     """Copy a box of items, bit for bit, between any two layouts."""
     if 0 in shape:
         return

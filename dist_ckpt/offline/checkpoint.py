@@ -15,7 +15,7 @@ from threading import Lock
 from types import EllipsisType
 from typing import SupportsIndex
 
-from dist_ckpt.commit import commit
+from dist_ckpt import commit
 from dist_ckpt.commit.attempts import State, while_it_is_there
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
@@ -32,7 +32,7 @@ from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import LoadPlan, Wanted
 from dist_ckpt.shard_io.block_reader import read
 from dist_ckpt.shard_io.open_files import OpenFile, open_files, read_objects
-from dist_ckpt.shard_io.reading_work import Targets
+from dist_ckpt.shard_io.reading_work import CellTargets
 from dist_ckpt.storage import Storage, open_storage
 
 # So many shard files stay open between reads: enough for a tensor's shards on one host.
@@ -199,7 +199,7 @@ class Checkpoint:
     def _while_it_is_there(self) -> AbstractContextManager[None]:
         return while_it_is_there(self._storage, self.path, self._attempt)
 
-    def _read(self, plan: LoadPlan, targets: Targets) -> None:
+    def _read(self, plan: LoadPlan, targets: CellTargets) -> None:
         if self._files is None:
             raise ValueError(f"{self.path} was closed; open it again")
         known, threads = self._files, self._threads
@@ -309,7 +309,7 @@ def _bounds(entry: Slice, size: int, dim: int) -> range:
 
 def _made(stand_in: StandIn) -> object:
     """Return what we have ourselves for a stand-in."""
-    if isinstance(stand_in, objects.Array):
+    if isinstance(stand_in, objects.ArrayValue):
         return Array(stand_in.dtype, stand_in.shape, memoryview(stand_in.data))
     return stand_in
 
@@ -382,7 +382,7 @@ def _summary(storage: Storage, path: str) -> CheckpointSummary | None:
     except IncompatibleError as error:
         return CheckpointSummary(name, path, "incompatible", problem=str(error))
     except NotFoundError as error:
-        statuses = commit.attempts(storage, path)
+        statuses = commit.statuses(storage, path)
         if not statuses:
             return None
         return CheckpointSummary(name, path, statuses[-1].state, problem=str(error))

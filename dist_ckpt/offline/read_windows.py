@@ -17,10 +17,10 @@ from dist_ckpt.memory.host_array import ArrayTarget
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import FilePlan, SavePlan, Wanted, WriteItem
+from dist_ckpt.reports import Tally
 from dist_ckpt.shard_io.block_reader import read
 from dist_ckpt.shard_io.open_files import open_files, read_objects
 from dist_ckpt.storage.counting import CountingStorage
-from dist_ckpt.tally import Tally
 
 
 class Stored:
@@ -82,7 +82,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ItemBytes:
     """The bytes `start` to `stop` of an item."""
 
     item: WriteItem
@@ -166,16 +166,16 @@ class Windows:
         self._tell(offset)
 
 
-def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[list[_Part]]:
+def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[list[_ItemBytes]]:
     """Cut items into windows of at most `window_nbytes`, which is a multiple of a block."""
-    window: list[_Part] = []
+    window: list[_ItemBytes] = []
     free = window_nbytes
     for item in (item for file in files for item in file.items):
         for span in blocks(item.span.nbytes, window_nbytes):
             if window and span.nbytes > free:
                 yield window
                 window, free = [], window_nbytes
-            window.append(_Part(item, span.start, span.stop))
+            window.append(_ItemBytes(item, span.start, span.stop))
             free -= span.nbytes
     if window:
         yield window

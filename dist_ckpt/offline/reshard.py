@@ -10,11 +10,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from dist_ckpt import __version__
-from dist_ckpt.commit import commit
+from dist_ckpt import __version__, commit
 from dist_ckpt.commit.receipts import check_receipts, sizes_of
 from dist_ckpt.errors import CheckpointError, StorageError
 from dist_ckpt.format import filenames, objects_file
@@ -22,7 +21,6 @@ from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.checksums import BLOCK_NBYTES
 from dist_ckpt.format.index import Index
 from dist_ckpt.offline.read_windows import Stored, Windows
-from dist_ckpt.phases import Phases
 from dist_ckpt.planning.plan import (
     FilePlan,
     FileReceipt,
@@ -35,14 +33,10 @@ from dist_ckpt.planning.plan import (
 from dist_ckpt.planning.save_planner import items_of_ranks, plan_save, stored_nbytes
 from dist_ckpt.planning.sharded_views import target_views
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.reports import SaveReport
+from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
-from dist_ckpt.tally import Tally
-
-# Called with (bytes done so far, bytes to do in all).
-Progress = Callable[[int, int], None]
 
 _log = logging.getLogger("dist_ckpt")
 

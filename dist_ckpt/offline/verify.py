@@ -20,7 +20,8 @@ from dist_ckpt.format.geometry import Cell, Elements, Shape, Span
 from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.format.shard_file import ShardFile
 from dist_ckpt.memory.buffers import Slots
-from dist_ckpt.runtime.parallel import each
+from dist_ckpt.reports import Progress
+from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import READ_NBYTES, BlockRead, every_block, reads_of
 from dist_ckpt.shard_io.open_files import (
     MAX_BLOCK_NBYTES,
@@ -38,9 +39,6 @@ from dist_ckpt.shard_io.open_files import (
 from dist_ckpt.storage import Storage, open_storage
 
 Level = Literal["full", "quick"]
-
-# Called with (bytes checked so far, bytes to check in all), from the thread that called `verify`.
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,13 @@ _LEAF_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _BoxNode:
     """The numbers of some boxes, all of which lie between two corners; or two such nodes."""
 
     start: Shape
     stop: Shape
     numbers: tuple[int, ...]
-    halves: tuple[_Node, ...]
+    halves: tuple[_BoxNode, ...]
 
 
 class BoxTree:
@@ -52,12 +52,12 @@ class BoxTree:
                         found.append(number)
         return sorted(found)
 
-    def _node(self, numbers: list[int]) -> _Node:
+    def _node(self, numbers: list[int]) -> _BoxNode:
         starts, stops = zip(*(self._corners[number] for number in numbers), strict=True)
         start = tuple(map(min, zip(*starts, strict=True)))
         stop = tuple(map(max, zip(*stops, strict=True)))
         if len(numbers) <= _LEAF_SIZE or not start:
-            return _Node(start, stop, tuple(numbers), ())
+            return _BoxNode(start, stop, tuple(numbers), ())
         # How many boxes of the usual size stand side by side, but for a factor that all share.
         lengths = map(sub, map(sum, zip(*stops, strict=True)), map(sum, zip(*starts, strict=True)))
         abreast = list(map(truediv, map(sub, stop, start), lengths))
@@ -65,4 +65,4 @@ class BoxTree:
         ordered = sorted(numbers, key=lambda number: self._corners[number][0][dim])
         middle = len(ordered) // 2
         halves = self._node(ordered[:middle]), self._node(ordered[middle:])
-        return _Node(start, stop, (), halves)
+        return _BoxNode(start, stop, (), halves)

@@ -3,6 +3,11 @@
 Placements apply from left to right: each cuts the list of indices that the placements before it
 have left of its dimension. A rank holds the product, over the dimensions, of what is left. The
 indices of a dimension are kept as ascending runs, so that a strided shard is a few runs.
+
+torch defines `_StridedShard` axis by axis, like that. FSDP2 over TP, for which it was made, cuts
+the other way round: TP first, then FSDP what TP left. Both give the same cells where sizes divide
+evenly; where they do not, torch's placements still say the first while the memory holds the second.
+Which it is shows only in the shape of the local tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from dist_ckpt.planning.plan import (
 )
 
 # Ascending, disjoint, not empty, and not touching: (start, stop) of each.
-Runs = tuple[tuple[int, int], ...]
+IndexRuns = tuple[tuple[int, int], ...]
 
 
 def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
@@ -66,7 +71,7 @@ def layout_of(view: Placed | Flattened, shape: Shape) -> Layout:
     strides = row_major_strides(view.mesh.shape)
     cutting = axes_of(view.placements, len(shape))
     for size, axes in zip(shape, cutting, strict=True):
-        parts: list[Runs] = [((0, size),)]
+        parts: list[IndexRuns] = [((0, size),)]
         for axis in axes:
             placement, count = view.placements[axis], view.mesh.shape[axis]
             parts = [part for runs in parts for part in _split(runs, placement, count)]
@@ -114,9 +119,9 @@ def _placed_cells(view: Placed, rank: int, shape: Shape) -> tuple[Cell, ...]:
         return ()
     if 0 in shape:
         return (Region.whole(shape),)
-    left: list[Runs] = []
+    left: list[IndexRuns] = []
     for size, axes in zip(shape, axes_of(view.placements, len(shape)), strict=True):
-        runs: Runs = ((0, size),)
+        runs: IndexRuns = ((0, size),)
         for axis in axes:
             runs = _split(runs, view.placements[axis], view.mesh.shape[axis])[coordinate[axis]]
         left.append(runs)
@@ -126,7 +131,7 @@ def _placed_cells(view: Placed, rank: int, shape: Shape) -> tuple[Cell, ...]:
     )
 
 
-def _split(runs: Runs, placement: Placement, count: int) -> list[Runs]:
+def _split(runs: IndexRuns, placement: Placement, count: int) -> list[IndexRuns]:
     """Return what each of `count` ranks along a mesh axis has of the indices in `runs`."""
     if isinstance(placement, Shard):
         return _chunk(runs, count)
@@ -137,7 +142,7 @@ def _split(runs: Runs, placement: Placement, count: int) -> list[Runs]:
     return [_joined(run for chunk in chunks for run in chunk[n]) for n in range(count)]
 
 
-def _chunk(runs: Runs, count: int) -> list[Runs]:
+def _chunk(runs: IndexRuns, count: int) -> list[IndexRuns]:
     """Cut a list of indices into `count` parts as `torch.chunk` does; the last may be empty."""
     total = sum(stop - start for start, stop in runs)
     size = -(-total // count)
@@ -154,7 +159,7 @@ def _chunk(runs: Runs, count: int) -> list[Runs]:
     return [tuple(part) for part in parts]
 
 
-def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+def _joined(runs: Iterable[tuple[int, int]]) -> IndexRuns:
     joined: list[tuple[int, int]] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:
@@ -196,3 +201,73 @@ def _flat_layout(mesh: Mesh, shape: Shape) -> Layout:
     size = -(-numel // len(mesh.ranks))
     cuts = (*range(0, numel, size), numel)
     return Layout(Flat(cuts), tuple((rank,) for rank in mesh.ranks[: len(cuts) - 1]))
+
+
+@lru_cache(maxsize=4096)
+def readings(view: Placed, shape: Shape) -> tuple[Placed, ...]:
+    """Return the views that these placements may stand for: one, or two that differ.
+
+    FSDP2's comes first.
+    """
+    if _is_even(view, shape) or (reordered := as_applied(view)) is None:
+        return (view,)
+    if layout_of(view, shape) == layout_of(reordered, shape):
+        return (view,)
+    return reordered, view
+
+
+def as_applied(view: Placed) -> Placed | None:
+    """Return the same placements with the mesh axes in the order in which they cut, or None.
+
+    `split_factor` is the number of cuts made before on the dimension, by later axes: each strided
+    axis comes right after the axes whose sizes make up that number. None if nothing is strided or
+    no order explains the number.
+    """
+    orders: dict[int, list[int]] = {}
+    for axis in reversed(range(len(view.placements))):
+        placement = view.placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        order = orders.setdefault(placement.dim, [])
+        place = _place(placement, [view.mesh.shape[a] for a in order])
+        if place is None:
+            return None
+        order.insert(place, axis)
+    if not any(isinstance(placement, StridedShard) for placement in view.placements):
+        return None
+    cutting = [axis for order in orders.values() for axis in order]
+    axes = cutting + [a for a in range(len(view.placements)) if a not in cutting]
+    placements = (view.placements[axis] for axis in axes)
+    return Placed(
+        _transposed(view.mesh, axes),
+        tuple(p if isinstance(p, Replicate) else Shard(p.dim) for p in placements),
+    )
+
+
+def _place(placement: Shard | StridedShard, sizes: list[int]) -> int | None:
+    if isinstance(placement, Shard):
+        return 0
+    for place in range(len(sizes) + 1):
+        if prod(sizes[:place]) == placement.split_factor:
+            return place
+    return None
+
+
+def _is_even(view: Placed, shape: Shape) -> bool:
+    cuts = [1] * len(shape)
+    for placement, size in zip(view.placements, view.mesh.shape, strict=True):
+        if not isinstance(placement, Replicate):
+            cuts[placement.dim] *= size
+    return all(size % cut == 0 for size, cut in zip(shape, cuts, strict=True))
+
+
+def _transposed(mesh: Mesh, axes: list[int]) -> Mesh:
+    """Return the mesh with its axes in another order."""
+    shape = tuple(mesh.shape[axis] for axis in axes)
+    strides = [prod(mesh.shape[axis + 1 :]) for axis in axes]
+    ranks = [0]
+    for size, stride in zip(shape, strides, strict=True):
+        ranks = [place + i * stride for place in ranks for i in range(size)]
+    return Mesh(
+        tuple(mesh.names[axis] for axis in axes), shape, tuple(mesh.ranks[r] for r in ranks)
+    )

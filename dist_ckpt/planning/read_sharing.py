@@ -19,18 +19,18 @@ from dist_ckpt.planning import plan_msgpack
 UNIT_NBYTES = 4 << 20
 
 # Runs of block numbers, ascending; between any two is a block that is not in them.
-Runs = tuple[range, ...]
+BlockRuns = tuple[range, ...]
 
 # What names a unit: its file and its first block.
 Name = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class BlockWants:
     """What one rank needs: runs of blocks of each file, by the file's number in the index."""
 
     host: str
-    runs: Mapping[int, Runs]
+    runs: Mapping[int, BlockRuns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def joined(runs: Iterable[range]) -> Iterator[range]:
         yield last
 
 
-def encode(wants: Wants) -> bytes:
+def encode(wants: BlockWants) -> bytes:
     """Return what a rank wants as a message: the gaps before its runs, and their lengths."""
     files = []
     for file, runs in sorted(wants.runs.items()):
@@ -91,7 +91,7 @@ def encode(wants: Wants) -> bytes:
     return plan_msgpack.pack((wants.host, files))
 
 
-def decode(data: bytes) -> Wants:
+def decode(data: bytes) -> BlockWants:
     """Return what `encode` made these bytes of."""
     host, files = plan_msgpack.unpack(data, tuple)
     found = {}
@@ -101,10 +101,10 @@ def decode(data: bytes) -> Wants:
             runs.append(range(end + gap, end + gap + length))
             end = runs[-1].stop
         found[file] = tuple(runs)
-    return Wants(host, found)
+    return BlockWants(host, found)
 
 
-def want_the_same(wants: Iterable[Wants], *, between_hosts: bool) -> bool:
+def want_the_same(wants: Iterable[BlockWants], *, between_hosts: bool) -> bool:
     """Say whether some block is wanted by several ranks that share with each other.
 
     Those are the ranks of one host, or `between_hosts` all.
@@ -119,7 +119,7 @@ def want_the_same(wants: Iterable[Wants], *, between_hosts: bool) -> bool:
     return any(a[:2] == b[:2] and a[3] > b[2] for a, b in pairwise(runs))
 
 
-def units_of(file: int, starts: Sequence[int], wants: Mapping[int, Wants]) -> tuple[Unit, ...]:
+def units_of(file: int, starts: Sequence[int], wants: Mapping[int, BlockWants]) -> tuple[Unit, ...]:
     """Return the units of a file that several ranks want, in its order.
 
     `wants` are those of the ranks that share with each other, by rank; `starts` is where each
@@ -143,7 +143,7 @@ def partners_of(rank: int, units: Iterable[Unit]) -> list[int]:
     return sorted(found - {rank})
 
 
-def _segments(wants: Mapping[int, Runs]) -> Iterator[tuple[range, tuple[int, ...]]]:
+def _segments(wants: Mapping[int, BlockRuns]) -> Iterator[tuple[range, tuple[int, ...]]]:
     """Cut the blocks of a file where the ranks that want them change; each part with its ranks."""
     changes: dict[int, list[int]] = {}
     for rank, runs in wants.items():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 SMALL_NBYTES = 1 << 20
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """One block: the bytes `start` to `stop` of item number `item`, which has `nbytes`."""
 
     item: int
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
     first_block: int
     start: int
-    parts: tuple[Part, ...]
+    parts: tuple[BatchPart, ...]
 
 
 def batches_of(sizes: Iterable[int], block_nbytes: int) -> tuple[Batch, ...]:
@@ -41,8 +41,8 @@ def batches_of(sizes: Iterable[int], block_nbytes: int) -> tuple[Batch, ...]:
     return tuple(batches) or (Batch(0, 0, ()),)
 
 
-def _cut(sizes: Iterable[int], block_nbytes: int) -> Iterator[Sequence[Part]]:
-    batch: list[Part] = []
+def _cut(sizes: Iterable[int], block_nbytes: int) -> Iterator[Sequence[BatchPart]]:
+    batch: list[BatchPart] = []
     nbytes = 0
     for item, item_nbytes in enumerate(sizes):
         for start in range(0, item_nbytes, block_nbytes):
@@ -50,7 +50,7 @@ def _cut(sizes: Iterable[int], block_nbytes: int) -> Iterator[Sequence[Part]]:
             if batch and nbytes + stop - start > block_nbytes:
                 yield batch
                 batch, nbytes = [], 0
-            part = Part(item, item_nbytes, start, stop)
+            part = BatchPart(item, item_nbytes, start, stop)
             if stop - start < SMALL_NBYTES:
                 batch.append(part)
                 nbytes += stop - start

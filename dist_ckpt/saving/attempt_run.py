@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dist_ckpt import commit
 from dist_ckpt.comm.exchange import COORDINATOR, Channel, Doc, NoAnswerError
-from dist_ckpt.commit import commit
 from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text

@@ -31,7 +31,7 @@ from dist_ckpt.state.local_state import LocalState, take
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PlannedPart:
     """What a plan comes to on this rank: its files, its replicas, and the cells that it holds.
 
     `origins` say of each item of each file where this rank holds it; `held` numbers its cells.
@@ -124,13 +124,13 @@ class HeldState:
                 return self._digests(group, part.held)
         return {}
 
-    def _part(self, plan: SavePlan) -> _Part:
+    def _part(self, plan: SavePlan) -> _PlannedPart:
         """Return this rank's part of a plan: kept for the next save, like the plan."""
-        known: _Part | None = self._ranks.part_cache
+        known: _PlannedPart | None = self._ranks.part_cache
         if known is None or known.plan is not plan:
             files = items_of(plan, self._rank)
             held = numbered(held_cells(self._local.inventory, self._rank, plan))
-            known = self._ranks.part_cache = _Part(
+            known = self._ranks.part_cache = _PlannedPart(
                 plan,
                 files,
                 replica_groups_of(plan, self._rank),

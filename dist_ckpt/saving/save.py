@@ -20,10 +20,9 @@ from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.strict_json import Json, is_text
-from dist_ckpt.phases import Phases
 from dist_ckpt.planning.plan import Receipt, SavePlan
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.reports import SaveReport
+from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.saving.agreement import CachedPlan, PlanAgreement
 from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest, Verdict
 from dist_ckpt.saving.held_state import HeldState

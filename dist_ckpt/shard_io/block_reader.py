@@ -29,7 +29,7 @@ from dist_ckpt.format.geometry import (
 from dist_ckpt.memory.buffers import Slots, copy
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.planning.plan import LoadPlan
-from dist_ckpt.runtime.parallel import each
+from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import (
     READ_NBYTES,
     BlockRead,
@@ -38,7 +38,7 @@ from dist_ckpt.shard_io.block_reads import (
     every_block,
 )
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles, damage, digest_problem
-from dist_ckpt.shard_io.reading_work import Targets, nbytes_placed_by, work_of
+from dist_ckpt.shard_io.reading_work import CellTargets, nbytes_placed_by, work_of
 from dist_ckpt.shard_io.small_shards import Row
 from dist_ckpt.storage import ReadableFile
 
@@ -77,7 +77,7 @@ class ReadTotals:
 def read(
     open_files: OpenFiles,
     plan: LoadPlan,
-    targets: Targets,
+    targets: CellTargets,
     *,
     verify: bool,
     threads: int,
@@ -104,7 +104,7 @@ def read(
 def reading_of(
     open_files: OpenFiles,
     plan: LoadPlan,
-    targets: Targets,
+    targets: CellTargets,
     *,
     verify: bool,
     slots: Slots | None = None,
@@ -118,7 +118,7 @@ def reading_of(
 class Reading:
     """One load's reading: threads bring different blocks of it to their targets."""
 
-    def __init__(self, targets: Targets, *, verify: bool, slots: Slots) -> None:
+    def __init__(self, targets: CellTargets, *, verify: bool, slots: Slots) -> None:
         self.touched: set[str] = set()
         self.targets = targets
         self._verify = verify

@@ -20,7 +20,7 @@ from dist_ckpt.format.shard_file import (
     decode_header,
 )
 from dist_ckpt.planning.plan import FileReads, LoadPlan, ReadItem
-from dist_ckpt.runtime.parallel import each
+from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import Need
 from dist_ckpt.storage import ReadableFile, Storage
 

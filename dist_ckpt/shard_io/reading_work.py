@@ -22,7 +22,7 @@ MAX_ROWS = 16
 WORK_NBYTES = 32 << 20
 
 # The memory of each wanted cell, by tensor and number of the cell.
-Targets = Mapping[tuple[str, int], Target]
+CellTargets = Mapping[tuple[str, int], Target]
 
 
 def nbytes_placed_by(plan: LoadPlan) -> int:
@@ -35,7 +35,7 @@ def nbytes_placed_by(plan: LoadPlan) -> int:
 
 
 def work_of(
-    open_files: OpenFiles, plan: LoadPlan, targets: Targets, threads: int
+    open_files: OpenFiles, plan: LoadPlan, targets: CellTargets, threads: int
 ) -> Iterator[list[tuple[OpenFile, Row | BlockRead]]]:
     """Return the reads of a plan, those of one thread at a time together: many rows, or reads.
 
@@ -74,7 +74,7 @@ def shards_of(
     yield from sorted(by_shard.values(), key=lambda one: one[0].span.start)
 
 
-def needs_of(file: OpenFile, items: Iterable[ReadItem], targets: Targets) -> Iterator[Need]:
+def needs_of(file: OpenFile, items: Iterable[ReadItem], targets: CellTargets) -> Iterator[Need]:
     """Return the blocks of a file that items need, in the file's order."""
 
     def has_memory(item: ReadItem) -> bool:
@@ -85,7 +85,7 @@ def needs_of(file: OpenFile, items: Iterable[ReadItem], targets: Targets) -> Ite
 
 
 def _reads_of(
-    file: OpenFile, items: Sequence[ReadItem], targets: Targets
+    file: OpenFile, items: Sequence[ReadItem], targets: CellTargets
 ) -> Iterator[Row | BlockRead]:
     rows, others = divide(file, items)
     yield from rows

@@ -23,8 +23,8 @@ from dist_ckpt.format.index import Catalog
 from dist_ckpt.memory.buffers import Slots, address_of, copy, move
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.plan import FilePlan, FileReceipt
-from dist_ckpt.planning.write_batches import Batch, Part
-from dist_ckpt.runtime.parallel import WORK_STALL_S, each, results_of
+from dist_ckpt.planning.write_batches import Batch, BatchPart
+from dist_ckpt.runtime.threads import WORK_STALL_S, each, results_of
 from dist_ckpt.storage import WritableFile
 
 # So many batches are ready and wait for a thread that writes, so that the disk never waits.
@@ -186,7 +186,7 @@ class _Writing:
             is_last = not self._left
         return self._finish() if is_last else None
 
-    def _gather(self, parts: Sequence[Part], slot: memoryview, offset: int) -> memoryview:
+    def _gather(self, parts: Sequence[BatchPart], slot: memoryview, offset: int) -> memoryview:
         """Return the bytes of a batch in one piece, in memory that the file takes as it is."""
         alignment = self._file.alignment
         room = slot[offset % alignment :]

@@ -1,6 +1,6 @@
 """An arena: shared memory that a snapshot is staged into, and that its writer writes it from.
 
-The trainer stages (`Arena`), the writer follows (`Follower`); `kept_snapshots.py` reads what is
+The trainer stages (`Arena`), the writer follows (`ArenaReader`); `kept.py` reads what is
 left. Words tell how far it has come: `sequence`, odd while a snapshot is staged and even when it is
 complete; `ready`, up to where the file is staged; `committed`, the sequence of the last one that
 became a checkpoint.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from dist_ckpt.errors import ConflictError, CorruptError
 from dist_ckpt.memory.shared import leave_to_parent, map_writable, open_existing, reserve
 from dist_ckpt.snapshots import arena_layout as layout
-from dist_ckpt.snapshots.arena_layout import Placement, Record, Seal, Snapshot
+from dist_ckpt.snapshots.arena_layout import Record, Seal, Snapshot, SnapshotSpans
 
 # More saves than anybody makes; a word holds more.
 _MAX_SEQUENCE = 1 << 62
@@ -98,7 +98,7 @@ class Arena:
         except BaseException:
             os.close(fd)
             raise
-        self._placement: Placement | None = None
+        self._placement: SnapshotSpans | None = None
         _leave_in_children(weakref.ref(self))
 
     @property
@@ -138,7 +138,7 @@ class Arena:
         return tuple(mapped.view[span.start : span.stop] for span in placement.images)
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> SnapshotSpans:
         """Where the snapshot that is staged lies."""
         assert self._placement is not None, "nothing was begun"
         return self._placement
@@ -177,7 +177,7 @@ class Followed:
     """
 
     snapshot: Snapshot
-    placement: Placement
+    placement: SnapshotSpans
     images: tuple[memoryview, ...]
     sequence: int
     _mapped: _Mapped
@@ -220,7 +220,7 @@ class Followed:
         self._mapped.words.store(layout.COMMITTED_WORD, self.sequence)
 
 
-class Follower:
+class ArenaReader:
     """The writer's side of an arena, which it maps once. One thread uses it at a time."""
 
     def __init__(self, place: str, job: str) -> None:
@@ -265,7 +265,7 @@ class Follower:
             self._fd = -1
             del self._mapped
 
-    def _document(self, record: Record) -> tuple[Snapshot, Placement]:
+    def _document(self, record: Record) -> tuple[Snapshot, SnapshotSpans]:
         nbytes = os.fstat(self._fd).st_size
         span = layout.document_span(record, self._place)
         document = os.pread(self._fd, span.nbytes, span.start)

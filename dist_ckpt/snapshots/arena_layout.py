@@ -111,7 +111,7 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class SnapshotSpans:
     """Where everything of a snapshot lies in its arena, which has `nbytes` at least."""
 
     document: Span
@@ -120,7 +120,7 @@ class Placement:
     nbytes: int
 
 
-def place(snapshot: Snapshot, document_nbytes: int) -> Placement:
+def place(snapshot: Snapshot, document_nbytes: int) -> SnapshotSpans:
     """Say where a snapshot's parts lie: it follows from their sizes."""
     document = Span(HEADER_NBYTES, HEADER_NBYTES + document_nbytes)
     start = _on_page(document.stop)
@@ -130,7 +130,7 @@ def place(snapshot: Snapshot, document_nbytes: int) -> Placement:
     for image in snapshot.images:
         images.append(Span(start, start + image.nbytes))
         start = _on_page(start + image.nbytes)
-    return Placement(document, seal, tuple(images), start)
+    return SnapshotSpans(document, seal, tuple(images), start)
 
 
 def arena_nbytes(snapshot: Snapshot) -> int:
@@ -219,7 +219,7 @@ def document_span(record: Record, what: str) -> Span:
 
 def open_document(
     data: Buffer, record: Record, nbytes: int, what: str
-) -> tuple[Snapshot, Placement]:
+) -> tuple[Snapshot, SnapshotSpans]:
     """Return the snapshot in an arena of `nbytes`, and where its parts are: all are in it.
 
     CorruptError if the document is not the one that the record tells of.

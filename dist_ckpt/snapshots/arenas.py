@@ -13,7 +13,7 @@ from dist_ckpt.memory.shared import create_named, create_nameless, lacks_room, o
 from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.details import decode_details
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS, RankFolder, check_file
-from dist_ckpt.snapshots.kept_snapshots import open_kept
+from dist_ckpt.snapshots.kept import open_kept
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -135,7 +135,7 @@ class Arenas:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundSnapshot:
     """A complete snapshot that an earlier run has left; `is_whole` if it is sealed as well."""
 
     snapshot: str
@@ -170,14 +170,14 @@ def _newest_in(folder: RankFolder) -> tuple[int, float]:
     return newest, began_at[newest]
 
 
-def _known_in(folder: RankFolder, number: int) -> _Found | None:
+def _known_in(folder: RankFolder, number: int) -> _FoundSnapshot | None:
     """Return the complete snapshot in an arena, if this version knows of one."""
     with suppress(IncompatibleError):
         return _found_in(folder, number)
     return None
 
 
-def _found_in(folder: RankFolder, number: int) -> _Found | None:
+def _found_in(folder: RankFolder, number: int) -> _FoundSnapshot | None:
     """Return the complete snapshot in an arena, if there is one.
 
     IncompatibleError if another version of dist_ckpt has left what is there.
@@ -191,7 +191,7 @@ def _found_in(folder: RankFolder, number: int) -> _Found | None:
                 if not kept.is_complete:
                     break
                 snapshot = kept.snapshot
-                return _Found(
+                return _FoundSnapshot(
                     snapshot=snapshot.id,
                     name=snapshot.path
                     if snapshot.step is None

@@ -14,7 +14,7 @@ from dist_ckpt.format.filenames import INDEX
 from dist_ckpt.format.index import Index
 from dist_ckpt.planning.plan import FileReceipt
 from dist_ckpt.snapshots.job_folder import JobFolder, job_id
-from dist_ckpt.snapshots.kept_saves import KeptSave, kept_saves
+from dist_ckpt.snapshots.kept import KeptSave, kept_saves
 from dist_ckpt.snapshots.overlay_storage import KeptFile, Served
 
 _log = logging.getLogger("dist_ckpt")

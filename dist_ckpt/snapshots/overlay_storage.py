@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.errors import CorruptError, StorageError
-from dist_ckpt.snapshots.kept_snapshots import KeptSnapshot
+from dist_ckpt.reports import Tally
+from dist_ckpt.snapshots.kept import KeptSnapshot
 from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
-from dist_ckpt.tally import Tally
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ from dist_ckpt.state.local_tensors import is_ordinary
 from dist_ckpt.state.optimizers import ParameterName, name_parameters, optimizer_tree
 from dist_ckpt.state.plain_torch import without_tensors
 from dist_ckpt.state.sharding_rules import Rules
-from dist_ckpt.state.tensors import Held, describe, tie_key
+from dist_ckpt.state.tensors import HeldTensor, describe, tie_key
 from dist_ckpt.state.tree import (
     LOOSE,
     Branch,
@@ -145,7 +145,7 @@ class _Taker:
         self._kinds: dict[tuple[torch.dtype, Shape], tuple[str, Shape, int]] = {}
         self._starts: dict[int, tuple[str, TensorLeaf]] = {}
         # What was found out of a tensor, but for those that are like another of their kind.
-        self._seen: dict[str, tuple[Held, View, Shape]] = {}
+        self._seen: dict[str, tuple[HeldTensor, View, Shape]] = {}
         self._ties: dict[Hashable, str] = {}
         self._tensors: list[TensorEntry] = []
         self._aliases: list[tuple[str, str]] = []
@@ -270,7 +270,7 @@ class _Taker:
                 return
         self._tensors.append(TensorEntry(fqn, dtype, shape, view, component))
 
-    def _see(self, fqn: str, leaf: TensorLeaf) -> tuple[Held, View, Shape]:
+    def _see(self, fqn: str, leaf: TensorLeaf) -> tuple[HeldTensor, View, Shape]:
         """Return what is held of a tensor, how its entry says so, and the shape of that entry."""
         held = describe(
             as_tensor(leaf.value, fqn, writable=False),

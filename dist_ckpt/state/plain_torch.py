@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.format.objects_file import Array, Device, DType, NumpyScalar, Size, StandIn
+from dist_ckpt.format.objects_file import ArrayValue, Device, DTypeValue, NumpyScalar, Size, StandIn
 from dist_ckpt.memory.torch_tensor import TensorSource
 from dist_ckpt.state.containers import MAX_DEPTH, join
 from dist_ckpt.state.local_tensors import dtype_name, from_numpy, plain, torch_dtype
@@ -19,7 +19,7 @@ from dist_ckpt.state.tree import is_array
 
 def _make(value: StandIn) -> object:
     match value:
-        case DType(name):
+        case DTypeValue(name):
             return torch_dtype(name)
         case Device(name):
             try:
@@ -30,7 +30,7 @@ def _make(value: StandIn) -> object:
             return torch.Size(shape)
         case NumpyScalar(code, data):
             return _numpy_scalar(code, data)
-        case Array():
+        case ArrayValue():
             return _array(value)
 
 
@@ -39,7 +39,7 @@ MAKE: Callable[[StandIn], object] = _make
 
 
 def without_tensors(value: Any, fqn: str, depth: int = 0) -> object:
-    """Return plain data with `Array` in place of each tensor and numpy array.
+    """Return plain data with `ArrayValue` in place of each tensor and numpy array.
 
     Raises TypeError for a tensor that has no bytes of its own, such as a DTensor, ValueError for
     one without data and for what contains itself.
@@ -63,16 +63,16 @@ def without_tensors(value: Any, fqn: str, depth: int = 0) -> object:
     return value
 
 
-def _stand_in(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"]) -> Array:
+def _stand_in(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"]) -> ArrayValue:
     local = plain(tensor, fqn)
     if local.is_meta:
         raise ValueError(f"{fqn}: a meta tensor has no data to save: materialize it first")
     source = TensorSource(local)
     data = source.read(0, source.nbytes, memoryview(bytearray(source.nbytes)))
-    return Array(dtype_name(local.dtype, fqn), tuple(local.shape), bytes(data), kind)
+    return ArrayValue(dtype_name(local.dtype, fqn), tuple(local.shape), bytes(data), kind)
 
 
-def _array(value: Array) -> object:
+def _array(value: ArrayValue) -> object:
     tensor = torch.empty(value.shape, dtype=torch_dtype(value.dtype), device="cpu")
     if value.data:
         # A copy, so that it can be written to.

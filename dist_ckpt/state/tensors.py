@@ -23,15 +23,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
 from dist_ckpt.memory.torch_tensor import overlaps_itself, slices_of
 from dist_ckpt.planning import plan
-from dist_ckpt.planning.mesh import cells_of
-from dist_ckpt.planning.strided import readings
+from dist_ckpt.planning.mesh import cells_of, readings
 from dist_ckpt.runtime.torch_private import ShardedTensor, StridedShard
 from dist_ckpt.state.local_tensors import PLAIN, class_name, dtype_name, plain, torch_dtype
 from dist_ckpt.state.wrappers import FlatShard, LocalShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class HeldTensor:
     """One tensor as this rank holds it: `parts[i]` is the local memory of `cells[i]`.
 
     A part has the shape of its Region; that of Elements has one dimension. It shares memory with
@@ -62,7 +61,7 @@ def is_tensor_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor | LocalShard | FlatShard) or _is_chunked(value)
 
 
-def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> Held:
+def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> HeldTensor:
     """Return what this rank would save of a leaf.
 
     `group[r]` is the global rank of rank r of the group, `rank` our own in it. Moves no data.
@@ -79,7 +78,7 @@ def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> Hel
     return held
 
 
-def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> Held:
+def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> HeldTensor:
     """Return what a load would fill of a leaf; like `describe`, but it must be writable.
 
     Memory that overlaps itself (`expand`) is refused. So are meta tensors: who wants them
@@ -139,7 +138,7 @@ def empty_like_saved(value: torch.Tensor, dtype: str) -> torch.Tensor:
     return _empty_like(value, torch_dtype(dtype))
 
 
-def tie_key(held: Held) -> Hashable | None:
+def tie_key(held: HeldTensor) -> Hashable | None:
     """Return a key that two leaves share if they are the same memory, seen the same way.
 
     None where that cannot be said: nothing held, empty, or meta.
@@ -158,7 +157,7 @@ def tie_key(held: Held) -> Hashable | None:
 # --- one leaf after another ------------------------------------------------------------------
 
 
-def _held(value: object, fqn: str, rank: int, group: tuple[int, ...]) -> Held:
+def _held(value: object, fqn: str, rank: int, group: tuple[int, ...]) -> HeldTensor:
     if type(value) in PLAIN:  # most are, and the questions below take longer than the answer
         return _whole(value, fqn)  # type: ignore[arg-type]
     if isinstance(value, LocalShard | FlatShard):
@@ -177,13 +176,13 @@ def _held(value: object, fqn: str, rank: int, group: tuple[int, ...]) -> Held:
 _whole_cell = lru_cache(maxsize=1024)(Region.whole)  # thousands of tensors have a few shapes
 
 
-def _whole(value: torch.Tensor, fqn: str) -> Held:
+def _whole(value: torch.Tensor, fqn: str) -> HeldTensor:
     local = plain(value, fqn)
     cell = _whole_cell(tuple(local.shape))
-    return Held(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
+    return HeldTensor(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
 
 
-def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> Held:
+def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> HeldTensor:
     if not isinstance(shard.tensor, torch.Tensor):
         raise TypeError(
             f"{fqn}: {type(shard).__name__} holds a {class_name(shard.tensor)}: give it a tensor, "
@@ -202,10 +201,12 @@ def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> Held:
             f"{local.stride()}, has no flat view: make it contiguous"
         ) from None
     cells = (Elements(shard.start, shard.start + flat.numel()),)
-    return Held(dtype_name(local.dtype, fqn), shard.global_shape, plan.Parts(cells), cells, (flat,))
+    return HeldTensor(
+        dtype_name(local.dtype, fqn), shard.global_shape, plan.Parts(cells), cells, (flat,)
+    )
 
 
-def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> Held:
+def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> HeldTensor:
     shape = tuple(value.shape)
     placements = tuple(_placement(placement, value, fqn) for placement in value.placements)
     local = _local(value)
@@ -214,15 +215,15 @@ def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> Hel
     mesh = _mesh_of(value.device_mesh, group, fqn)
     view = plan.Placed(mesh, placements) if mesh else plan.Parts(())
     if mesh is None or rank not in mesh.ranks:
-        return Held(dtype_name(value.dtype, fqn), shape, view, (), ())
+        return HeldTensor(dtype_name(value.dtype, fqn), shape, view, (), ())
     local = plain(local, fqn)
     dtype = dtype_name(local.dtype, fqn)
     if 0 in shape:
-        return Held(dtype, shape, view, (Region.whole(shape),), (local.new_empty(shape),))
+        return HeldTensor(dtype, shape, view, (Region.whole(shape),), (local.new_empty(shape),))
     possible = readings(plan.Placed(mesh, placements), shape)
     cells = _cells_that_fit([cells_of(r, rank, shape) for r in possible], local, value, fqn)
     # Ranks that read the placements in two ways say which cells they mean.
-    return Held(
+    return HeldTensor(
         dtype,
         shape,
         view if len(possible) == 1 else plan.Parts(cells),
@@ -231,7 +232,7 @@ def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> Hel
     )
 
 
-def _sharded(value: ShardedTensor, fqn: str) -> Held:
+def _sharded(value: ShardedTensor, fqn: str) -> HeldTensor:
     metadata = value.metadata()
     shards = [
         (tuple(shard.metadata.shard_offsets), plain(shard.tensor, fqn))
@@ -264,7 +265,7 @@ def _shards_of(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
 
 def _parts(
     fqn: str, dtype: torch.dtype, shape: Shape, shards: Iterable[tuple[Shape, torch.Tensor]]
-) -> Held:
+) -> HeldTensor:
     """Return what a rank holds that has these boxes, given by where they begin.
 
     `dtype` counts only where there are none: torch's LocalShardsWrapper says float32 always.
@@ -283,7 +284,7 @@ def _parts(
                 f"tensor's shape {shape}: wrap it in dist_ckpt.LocalShard with the true shape"
             )
     name = dtype_name(dtype, fqn)
-    return Held(name, shape, plan.Parts(cells), cells, tuple(tensor for _, tensor in shards))
+    return HeldTensor(name, shape, plan.Parts(cells), cells, tuple(tensor for _, tensor in shards))
 
 
 # --- DTensor ---------------------------------------------------------------------------------

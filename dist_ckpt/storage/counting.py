@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from dist_ckpt.format.checksums import Buffer
+from dist_ckpt.reports import Tally
 from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
-from dist_ckpt.tally import Tally
 
 
 class CountingStorage:
@@ -27,10 +27,10 @@ class CountingStorage:
         self.inner.make_folder(folder)
 
     def create(self, path: str, nbytes: int) -> WritableFile:
-        return _WritableFile(self.inner.create(path, nbytes), self._wrote)
+        return _CountingWritableFile(self.inner.create(path, nbytes), self._wrote)
 
     def open(self, path: str) -> ReadableFile:
-        return _ReadableFile(self.inner.open(path), self._did_read)
+        return _CountingReadableFile(self.inner.open(path), self._did_read)
 
     def rename(self, old: str, new: str) -> None:
         self.inner.rename(old, new)
@@ -50,7 +50,7 @@ class CountingStorage:
             self.reads = self.reads.plus(nbytes)
 
 
-class _WritableFile:
+class _CountingWritableFile:
     def __init__(self, inner: WritableFile, count: Callable[[int], None]) -> None:
         self._inner = inner
         self._count = count
@@ -70,7 +70,7 @@ class _WritableFile:
         self._inner.discard()
 
 
-class _ReadableFile:
+class _CountingReadableFile:
     def __init__(self, inner: ReadableFile, count: Callable[[int], None]) -> None:
         self._inner = inner
         self._count = count

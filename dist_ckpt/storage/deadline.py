@@ -59,13 +59,13 @@ class DeadlineStorage:
         )
         with self._lock:
             self._nbytes_created += nbytes
-        return _WritableFile(self._calls, path, file, lambda: self._nbytes_created)
+        return _DeadlineWritableFile(self._calls, path, file, lambda: self._nbytes_created)
 
     def open(self, path: str) -> ReadableFile:
         file = self._calls.make(
             f"open {path}", lambda: self.inner.open(path), release=lambda late: late.close()
         )
-        return _ReadableFile(self._calls, path, file)
+        return _DeadlineReadableFile(self._calls, path, file)
 
     def rename(self, old: str, new: str) -> None:
         self._calls.make(f"rename {old} to {new}", lambda: self.inner.rename(old, new))
@@ -77,7 +77,7 @@ class DeadlineStorage:
         self._calls.make(f"sync {folder}", lambda: self.inner.sync(folder))
 
 
-class _WritableFile:
+class _DeadlineWritableFile:
     def __init__(
         self, calls: _Calls, path: str, inner: WritableFile, nbytes_created: Callable[[], int]
     ) -> None:
@@ -103,7 +103,7 @@ class _WritableFile:
         self._calls.close(self._inner.discard)
 
 
-class _ReadableFile:
+class _DeadlineReadableFile:
     def __init__(self, calls: _Calls, path: str, inner: ReadableFile) -> None:
         self._calls = calls
         self._path = path

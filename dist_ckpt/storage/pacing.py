@@ -67,7 +67,7 @@ class PacedStorage:
         self.inner.make_folder(folder)
 
     def create(self, path: str, nbytes: int) -> WritableFile:
-        return _WritableFile(self.inner.create(path, nbytes), self._allowance)
+        return _PacedWritableFile(self.inner.create(path, nbytes), self._allowance)
 
     def open(self, path: str) -> ReadableFile:
         return self.inner.open(path)
@@ -82,7 +82,7 @@ class PacedStorage:
         self.inner.sync(folder)
 
 
-class _WritableFile:
+class _PacedWritableFile:
     def __init__(self, inner: WritableFile, allowance: Allowance) -> None:
         self._inner = inner
         self._allowance = allowance

@@ -1,6 +1,6 @@
 """The storage protocol: seven methods that a backend keeps.
 
-Paths are absolute and use "/". The commit order stands in `commit/commit.py`, in these methods; a
+Paths are absolute and use "/". The commit order stands in `commit/order.py`, in these methods; a
 backend promises what each one says and nothing more.
 """
 

@@ -13,10 +13,10 @@ from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.storage import Entry, ReadableFile, WritableFile
 
 # Path to content; None is a folder. The root "/" is always there and not in it.
-Tree = Mapping[str, bytes | None]
+FileTree = Mapping[str, bytes | None]
 
 
-class _Node:
+class _FileNode:
     """A file, or a folder if `data` is None. A node outlives its name while it is open."""
 
     __slots__ = ("data", "modified_at")
@@ -34,7 +34,7 @@ class MemoryStorage:
 
     def __init__(
         self,
-        tree: Tree | None = None,
+        tree: FileTree | None = None,
         *,
         clock: Callable[[], float] = time.time,
         alignment: int = 1,
@@ -42,7 +42,7 @@ class MemoryStorage:
         self.alignment = alignment
         self._clock = clock
         self._lock = threading.RLock()
-        self._nodes = {"/": _Node(None, clock())}
+        self._nodes = {"/": _FileNode(None, clock())}
         for path, data in sorted((tree or {}).items()):
             self._add(path, None if data is None else bytearray(data))
 
@@ -108,7 +108,7 @@ class MemoryStorage:
         with self._lock:
             self._folder(folder)
 
-    def write(self, node: _Node, offset: int, data: Buffer) -> None:
+    def write(self, node: _FileNode, offset: int, data: Buffer) -> None:
         """Write into an open file; its name may be gone."""
         view = memoryview(data).cast("B")
         with self._lock:
@@ -119,7 +119,7 @@ class MemoryStorage:
             content[offset : offset + len(view)] = view
             node.modified_at = self._clock()
 
-    def _node(self, path: str) -> _Node:
+    def _node(self, path: str) -> _FileNode:
         try:
             return self._nodes[path]
         except KeyError:
@@ -133,11 +133,11 @@ class MemoryStorage:
             raise NotADirectoryError(path)
         self._node(path)
 
-    def _add(self, path: str, data: bytearray | None) -> _Node:
+    def _add(self, path: str, data: bytearray | None) -> _FileNode:
         self._folder(parent_of(path))
         if path in self._nodes:
             raise FileExistsError(path)
-        node = self._nodes[path] = _Node(data, self._clock())
+        node = self._nodes[path] = _FileNode(data, self._clock())
         self._touch(parent_of(path))
         return node
 
@@ -146,10 +146,10 @@ class MemoryStorage:
 
 
 class _MemoryWritableFile:
-    def __init__(self, storage: MemoryStorage, path: str, node: _Node) -> None:
+    def __init__(self, storage: MemoryStorage, path: str, node: _FileNode) -> None:
         self._storage = storage
         self._path = path
-        self._node: _Node | None = node
+        self._node: _FileNode | None = node
 
     @property
     def alignment(self) -> int:

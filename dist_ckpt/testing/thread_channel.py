@@ -13,7 +13,7 @@ from dist_ckpt.comm.exchange import FalloutError
 from dist_ckpt.comm.store_exchange import StoreChannel
 from dist_ckpt.config import Config
 from dist_ckpt.errors import RankError
-from dist_ckpt.tally import Tally
+from dist_ckpt.reports import Tally
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
+class _ThreadTransfer:
     wait: Callable[[], None]
 
 
@@ -186,7 +186,7 @@ class ThreadCollective:
         """See `Collective.send`."""
         way = (self.epoch, self.rank, rank, tag)
         self._meeting.give(way, bytes(data))
-        return _Transfer(lambda: self._meeting.wait_until_taken(way))
+        return _ThreadTransfer(lambda: self._meeting.wait_until_taken(way))
 
     def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """See `Collective.receive`."""
@@ -195,7 +195,7 @@ class ThreadCollective:
         def take() -> None:
             data[:] = self._meeting.take(way)
 
-        return _Transfer(take)
+        return _ThreadTransfer(take)
 
     def break_off(self) -> None:
         """See `Collective.break_off`."""

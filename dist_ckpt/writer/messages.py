@@ -90,15 +90,15 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """Do not begin a save, if it has not begun; answered by `Held`."""
+class Pause:
+    """Do not begin a save, if it has not begun; answered by `Paused`."""
 
     snapshot: str
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Go on with a save that is held, or drop it: it is not even begun, and nobody answers."""
+    """Go on with a save that is paused, or drop it: it is not even begun, and nobody answers."""
 
     snapshot: str
     drop: bool
@@ -145,11 +145,11 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Whether a save is held; else it had begun, or is settled."""
+class Paused:
+    """Whether a save is paused; else it had begun, or is settled."""
 
     snapshot: str
-    is_held: bool
+    is_paused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +176,14 @@ Message = (
     | Serve
     | Write
     | Abort
-    | Hold
+    | Pause
     | Go
     | Ping
     | Close
     | Ready
     | Refused
     | Serving
-    | Held
+    | Paused
     | Pong
     | Done
 )
@@ -192,14 +192,14 @@ _KINDS: tuple[type[Message], ...] = (
     Serve,
     Write,
     Abort,
-    Hold,
+    Pause,
     Go,
     Ping,
     Close,
     Ready,
     Refused,
     Serving,
-    Held,
+    Paused,
     Pong,
     Done,
 )

@@ -34,13 +34,13 @@ from dist_ckpt.writer.messages import (
     Abort,
     Close,
     Go,
-    Held,
     Hello,
-    Hold,
     Link,
     LinkClosedError,
     Message,
     NonsenseError,
+    Pause,
+    Paused,
     Ping,
     Pong,
     Ready,
@@ -260,8 +260,8 @@ class BackgroundWriter:
                 self._link.send(self._served(message))
             case Abort(snapshot, reason):
                 queue.abort(snapshot, reason)
-            case Hold(snapshot):
-                self._link.send(Held(snapshot, queue.hold(snapshot)))
+            case Pause(snapshot):
+                self._link.send(Paused(snapshot, queue.pause(snapshot)))
             case Go(snapshot, drop):
                 queue.go(snapshot, drop=drop)
             case Ping():

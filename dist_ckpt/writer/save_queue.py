@@ -1,4 +1,4 @@
-"""What a background writer has to do: saves in order, which its trainer may hold, drop or abort."""
+"""What a background writer has to do: saves in order, which its trainer may pause, drop, abort."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
-from dist_ckpt.snapshots.arena import Followed, Follower
+from dist_ckpt.snapshots.arena import ArenaReader, Followed
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS, RankFolder
 from dist_ckpt.writer.messages import NonsenseError, Write
 
@@ -24,8 +24,8 @@ class QueuedSave:
     """A save that is to be written; `arena` is where it is staged, or why it cannot be opened."""
 
     write: Write
-    arena: Follower | CheckpointError
-    is_held: bool = False
+    arena: ArenaReader | CheckpointError
+    is_paused: bool = False
     aborted: str = ""
 
     def follow(self) -> Followed:
@@ -61,38 +61,38 @@ class WriterQueue:
                 if save is not None and save.write.snapshot == snapshot:
                     save.aborted = reason or "no reason was given"
 
-    def hold(self, snapshot: str) -> bool:
+    def pause(self, snapshot: str) -> bool:
         """Keep a save from being taken; say whether it had not been."""
         with self._changed:
-            held = [save for save in self._saves if save.write.snapshot == snapshot]
-            for save in held:
-                save.is_held = True
-            return bool(held)
+            paused = [save for save in self._saves if save.write.snapshot == snapshot]
+            for save in paused:
+                save.is_paused = True
+            return bool(paused)
 
     def go(self, snapshot: str, *, drop: bool) -> None:
-        """Let a save that is held be taken, or drop it."""
+        """Let a save that is paused be taken, or drop it."""
         with self._changed:
             for save in [*self._saves]:
-                if save.write.snapshot == snapshot and save.is_held:
-                    save.is_held = False
+                if save.write.snapshot == snapshot and save.is_paused:
+                    save.is_paused = False
                     if drop:
                         self._saves.remove(save)
             self._changed.notify_all()
 
     def end(self, *, is_trainer_gone: bool) -> None:
-        """Take nothing more in. A save that is held can be taken: nobody will say so."""
+        """Take nothing more in. A save that is paused can be taken: nobody will say so."""
         with self._changed:
             self._is_ended = True
             self._is_trainer_gone = self._is_trainer_gone or is_trainer_gone
             for save in self._saves:
-                save.is_held = False
+                save.is_paused = False
             self._changed.notify_all()
 
     def take(self) -> QueuedSave | None:
-        """Return the next save, once there is one that is not held; None when there is no more."""
+        """Return the next save, once there is one not paused; None when there is no more."""
         with self._changed:
             self._current = None
-            while not (self._saves and not self._saves[0].is_held):
+            while not (self._saves and not self._saves[0].is_paused):
                 if self._is_ended and not self._saves:
                     return None
                 self._changed.wait(_STEP_S)
@@ -146,10 +146,10 @@ class KnownArenas:
 
     def __init__(self, folder: RankFolder) -> None:
         self._folder = folder
-        self._known: dict[int, tuple[str, Follower]] = {}
-        self._replaced: deque[Follower] = deque()
+        self._known: dict[int, tuple[str, ArenaReader]] = {}
+        self._replaced: deque[ArenaReader] = deque()
 
-    def open(self, write: Write) -> Follower | CheckpointError:
+    def open(self, write: Write) -> ArenaReader | CheckpointError:
         """Return the arena of a save, or why there is none; others are told where it is."""
         number, place = write.number, write.place
         try:
@@ -161,7 +161,7 @@ class KnownArenas:
                     return known[1]
                 self._replaced.append(known[1])
                 del self._known[number]
-            follower = Follower(place, self._folder.job)
+            follower = ArenaReader(place, self._folder.job)
             self._known[number] = place, follower
             if place.startswith("/proc/"):
                 self._folder.tell("writer", number, follower.fd)

@@ -22,8 +22,8 @@ from dist_ckpt.errors import ConflictError, CorruptError
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.memory.buffers import Slots
-from dist_ckpt.phases import Phases
 from dist_ckpt.planning.plan import Receipt, SavePlan
+from dist_ckpt.reports import Phases, Tally
 from dist_ckpt.saving.agreement import plan_of
 from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest, Verdict
 from dist_ckpt.saving.replica_samples import members_digest
@@ -31,7 +31,6 @@ from dist_ckpt.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.storage.pacing import Allowance, PacedStorage
-from dist_ckpt.tally import Tally
 from dist_ckpt.writer.messages import Done, Hello, Write
 from dist_ckpt.writer.save_queue import QueuedSave
 from dist_ckpt.writer.staged_save import StagedSave
@@ -166,7 +165,7 @@ class BackgroundSaves:
         self._slots = Slots()
         # In one, for who seals may ask while another thread finds out.
         self._planned: tuple[Bodies, tuple[SavePlan, CatalogText]] | None = None
-        self._last: _Save | None = None
+        self._last: _WriterSave | None = None
 
     def settle(self, save: QueuedSave) -> Done:
         """Write a save and settle with the others whether it is committed.
@@ -174,7 +173,7 @@ class BackgroundSaves:
         Collective: the writer of every rank calls this. Raises only interrupts. Whatever the save
         failed of, what is staged here is sealed on return: then the trainer may stage over it.
         """
-        self._last = run = _Save(self, save)
+        self._last = run = _WriterSave(self, save)
         try:
             verdict = run.run(self._meetings.channel(save.write))
         except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
@@ -191,7 +190,7 @@ class BackgroundSaves:
         """
         for save in saves:
             last = self._last
-            (last if last is not None and last.save is save else _Save(self, save)).seal()
+            (last if last is not None and last.save is save else _WriterSave(self, save)).seal()
 
     def plan(self, bodies: Bodies) -> tuple[SavePlan, CatalogText]:
         """Return the plan of a save, which is kept for as long as the inventories are the same."""
@@ -222,7 +221,7 @@ class BackgroundSaves:
         )
 
 
-class _Save:
+class _WriterSave:
     """One rank's side of one save; the callbacks run inside the exchanges."""
 
     def __init__(self, saves: BackgroundSaves, save: QueuedSave) -> None:
@@ -363,7 +362,7 @@ class _Save:
 
 def _done(
     snapshot: str,
-    save: _Save,
+    save: _WriterSave,
     *,
     verdict: Verdict | None = None,
     failure: Failure | None = None,

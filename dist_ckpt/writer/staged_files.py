@@ -108,11 +108,11 @@ def files_of(
         )
     spans = followed.placement.images
     sources = tuple(
-        partial(_source_of, _Image(image, span.start, staging), plan)
+        partial(_source_of, _MappedImage(image, span.start, staging), plan)
         for image, span, plan in zip(followed.images, spans, plans, strict=False)
     )
     objects = {
-        name: _Image(image, span.start, staging)
+        name: _MappedImage(image, span.start, staging)
         for name, image, span in zip(others, followed.images[num:], spans[num:], strict=True)
     }
     return RankFiles(catalog, snapshot.step, tuple(plans), sources, _Objects(objects))
@@ -122,7 +122,7 @@ def _is_objects_file(name: str) -> bool:
     return filenames.parse_objects_file(name) is not None
 
 
-class _Image:
+class _MappedImage:
     """The memory of one file, which begins at byte `start` of the arena."""
 
     def __init__(self, memory: memoryview, start: int, staging: Staging) -> None:
@@ -147,7 +147,7 @@ class _Image:
         return self._address + start
 
 
-def _source_of(image: _Image, plan: FilePlan, number: int) -> Source:
+def _source_of(image: _MappedImage, plan: FilePlan, number: int) -> Source:
     return StagedSource(image, plan.items[number], plan.header_nbytes)
 
 
@@ -156,7 +156,7 @@ class StagedSource:
 
     __slots__ = ("_image", "_item", "_start", "_stop")
 
-    def __init__(self, image: _Image, item: WriteItem, header_nbytes: int) -> None:
+    def __init__(self, image: _MappedImage, item: WriteItem, header_nbytes: int) -> None:
         self._image = image
         self._item = item
         self._start = header_nbytes + item.span.start
@@ -182,7 +182,7 @@ class StagedSource:
 class _Objects(Mapping[str, bytes]):
     """The objects files: read when they are asked for, after the shard files."""
 
-    def __init__(self, images: Mapping[str, _Image]) -> None:
+    def __init__(self, images: Mapping[str, _MappedImage]) -> None:
         self._images = images
 
     def __getitem__(self, name: str) -> bytes:
@@ -209,13 +209,13 @@ class HeaderStorage:
     def create(self, path: str, nbytes: int) -> WritableFile:
         file = self.inner.create(path, nbytes)
         room = self._rooms.get(path.rpartition("/")[2])
-        return file if room is None else _WritableFile(file, room)
+        return file if room is None else _HeaderWritableFile(file, room)
 
     def sync(self, folder: str) -> None:
         self.inner.sync(folder)
 
 
-class _WritableFile:
+class _HeaderWritableFile:
     def __init__(self, inner: WritableFile, room: memoryview) -> None:
         self._inner = inner
         self._room = room

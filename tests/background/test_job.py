@@ -21,7 +21,7 @@ from dist_ckpt.comm.exchange import Failure
 from dist_ckpt.config import Config
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.snapshots import job_folder
-from dist_ckpt.snapshots.arena import Follower
+from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.details import Details, encode_details
@@ -82,7 +82,7 @@ def leave(
     memory.begin(what)
     memory.complete()
     if is_sealed:
-        follower = Follower(memory.place, folder.job)
+        follower = ArenaReader(memory.place, folder.job)
         followed = follower.follow(what.id)
         followed.seal(Seal("a1-0123456789abcdef", (("model.safetensors", 100, 50, "f" * 32),)))
         if is_committed:

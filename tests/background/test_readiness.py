@@ -207,7 +207,7 @@ def test_a_save_is_superseded_on_all_ranks_or_on_none(run, begun_on):
         assert start is not None
         one.writer.serve("")  # answered after all that was said before
         said = [told for told in one.fake.heard if isinstance(told, Go)]
-        # What is superseded stays held, until all agree on what takes its place.
+        # What is superseded stays paused, until all agree on what takes its place.
         is_let_go = begun_on not in (None, one.number)
         assert said == [Go("b", drop=False)] * is_let_go
         return [start.queued is one for one in orders]
@@ -215,7 +215,7 @@ def test_a_save_is_superseded_on_all_ranks_or_on_none(run, begun_on):
     assert run(rank) == [[False, begun_on is None]] * 2
 
 
-def test_what_is_held_goes_on_if_nobody_is_busy(run):
+def test_what_is_paused_goes_on_if_nobody_is_busy(run):
     def rank(one: Rank) -> bool:
         order(one.writer, "a")
         start = one.agree("supersede")

@@ -23,7 +23,7 @@ from dist_ckpt.snapshots import job_folder  # noqa: E402
 from dist_ckpt.snapshots.arena_layout import Snapshot  # noqa: E402
 from dist_ckpt.snapshots.arenas import Arenas  # noqa: E402
 from dist_ckpt.snapshots.job_folder import JobFolder, job_id  # noqa: E402
-from dist_ckpt.snapshots.kept_snapshots import KeptSnapshot  # noqa: E402
+from dist_ckpt.snapshots.kept import KeptSnapshot  # noqa: E402
 from dist_ckpt.storage import open_storage  # noqa: E402
 
 

@@ -21,7 +21,7 @@ from dist_ckpt.memory.shared import create_named
 from dist_ckpt.saving.agreement import PlanAgreement
 from dist_ckpt.saving.held_state import HeldState
 from dist_ckpt.shard_io.shard_writer import RankFiles
-from dist_ckpt.snapshots.arena import Arena, Follower
+from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import Snapshot, arena_nbytes
 
 JOB = "a job"
@@ -68,7 +68,7 @@ def staged(arena: Arena, files: RankFiles) -> dict[str, bytes]:
     snapshot = Snapshot(ID, "/a", 1, 0, 1, images_of(files))
     arena.reserve(arena_nbytes(snapshot))
     stage(arena, arena.begin(snapshot), files)
-    follower = Follower(arena.place, JOB)
+    follower = ArenaReader(arena.place, JOB)
     followed = follower.follow(ID)
     assert followed.is_complete
     found = {
@@ -124,7 +124,7 @@ def test_a_writer_is_told_only_of_what_is_staged_without_a_gap(arena: Arena) -> 
     first, second = files.sources
 
     def read_second(number: int) -> Any:
-        seen.append(Follower(arena.place, JOB).follow(ID).ready)
+        seen.append(ArenaReader(arena.place, JOB).follow(ID).ready)
         may.set()
         return second(number)
 
@@ -139,4 +139,4 @@ def test_a_tensor_that_has_changed_its_size_is_named_and_nothing_is_complete(are
     tensor.resize_(20)
     with pytest.raises(ValueError, match="w: 40 bytes when the save began, and 80 now"):
         staged(arena, files)
-    assert not Follower(arena.place, JOB).follow(ID).is_complete
+    assert not ArenaReader(arena.place, JOB).follow(ID).is_complete

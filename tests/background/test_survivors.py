@@ -13,7 +13,8 @@ import pytest
 
 from arena_processes import ROOT, Program, program
 from dist_ckpt.background import survivors
-from dist_ckpt.background.survivors import PROGRAM, Settled, settle_survivors
+from dist_ckpt.background.survivors import Settled, settle_survivors
+from dist_ckpt.background.writer_process import PROGRAM
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.snapshots.job_folder import JobFolder
 
@@ -115,6 +116,12 @@ def test_a_trainer_settles_with_the_writer_that_its_predecessor_has_left(folder)
         lock = folder.rank(0).lock("trainer")
         assert settle_survivors(folder, 0) == Settled(stopped=[0])
         lock.release()
+
+
+def test_a_writer_of_the_version_before_is_known_by_its_name(folder):
+    with writer(folder, 0, "told", name="dist_ckpt.background_writer") as former:
+        assert settle_survivors(folder, 0) == Settled(stopped=[0])
+        assert former.process.wait(60) == -signal.SIGTERM
 
 
 def test_a_process_that_is_no_writer_is_never_ended(folder):

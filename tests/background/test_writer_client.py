@@ -20,7 +20,7 @@ from dist_ckpt.comm.exchange import Failure
 from dist_ckpt.config import Config
 from dist_ckpt.errors import RankError, StorageError
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.writer.messages import Done, Go, Held, Hello, Hold, Link, Message, Refused, Write
+from dist_ckpt.writer.messages import Done, Go, Hello, Link, Message, Pause, Paused, Refused, Write
 
 SOON_S = 30.0
 FAILURE = Failure("StorageError", "rank 2 (host a): the disk is full", 2, "write")
@@ -176,16 +176,16 @@ def test_a_writer_that_refuses_to_serve_says_why_and_lives_on(writer, fakes):
 
 def test_a_save_is_dropped_only_if_it_has_not_begun(writer, fakes):
     queued = order(writer, "a")
-    fakes.ends[0].send(Held("a", is_held=False))
-    assert not writer.hold(queued)
-    fakes.ends[0].send(Held("a", is_held=True))
-    assert writer.hold(queued)
+    fakes.ends[0].send(Paused("a", is_paused=False))
+    assert not writer.pause(queued)
+    fakes.ends[0].send(Paused("a", is_paused=True))
+    assert writer.pause(queued)
     writer.go(queued, drop=True)
     assert queued.is_settled
     assert queued.failure is None
     assert writer.num_dropped == 1
     said = [fakes.ends[0].receive(SOON_S) for _ in range(4)]
-    assert said == [write("a"), Hold("a"), Hold("a"), Go("a", drop=True)]
+    assert said == [write("a"), Pause("a"), Pause("a"), Go("a", drop=True)]
 
 
 def test_a_writer_that_is_frozen_is_ended(writer, fakes, monkeypatch):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dist_ckpt.comm import heartbeat
-from dist_ckpt.comm.heartbeat import Beat, Heart, Watch
+from dist_ckpt.comm.heartbeat import Beat, Heart, Pulses
 
 
 class Clock:
@@ -36,7 +36,7 @@ def test_no_two_beats_are_equal():
 
 
 def test_a_rank_that_was_never_seen_is_not_silent(clock):
-    watch = Watch(step_s=10)
+    watch = Pulses(step_s=10)
     watch.see(1, None)
     clock.now = 100
     watch.see(1, None)
@@ -45,7 +45,7 @@ def test_a_rank_that_was_never_seen_is_not_silent(clock):
 
 
 def test_silence_counts_from_the_last_change_that_was_seen(clock):
-    watch, heart = Watch(step_s=10), Heart("a")
+    watch, heart = Pulses(step_s=10), Heart("a")
     watch.see(1, beat := heart.beat())
     for clock.now in (1, 2, 3):
         watch.see(1, beat)
@@ -56,7 +56,7 @@ def test_silence_counts_from_the_last_change_that_was_seen(clock):
 
 
 def test_a_pause_of_the_observer_is_not_silence_of_the_others(clock):
-    watch, heart = Watch(step_s=5), Heart("a")
+    watch, heart = Pulses(step_s=5), Heart("a")
     watch.see(1, beat := heart.beat())
     clock.now = 3600
     watch.see(1, beat)

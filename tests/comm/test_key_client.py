@@ -30,7 +30,7 @@ from dist_ckpt.comm.key_client import (
     pack,
     unpack,
 )
-from dist_ckpt.comm.key_server import KeyServer, KeyTable, Limits, RefusedError, answer
+from dist_ckpt.comm.key_server import KeyServer, KeyTable, LimitError, Limits, answer
 from dist_ckpt.testing import thread_channel
 from dist_ckpt.testing.thread_channel import ThreadStore
 
@@ -506,7 +506,7 @@ def test_a_table_has_room_again_when_something_is_deleted_or_made_smaller():
         table.set("a", bytes(1000))
         table.set("a", bytes(10))
         table.set("b", bytes(1000))
-        with pytest.raises(RefusedError):
+        with pytest.raises(LimitError):
             table.set("a", bytes(1000))
         assert table.get(["a"]) == [bytes(10)]
         table.delete("b")

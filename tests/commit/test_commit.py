@@ -20,8 +20,8 @@ from commit_cases import (
     with_root,
     write_rank,
 )
-from dist_ckpt.commit import attempts, commit
-from dist_ckpt.commit.commit import Claim
+from dist_ckpt import commit
+from dist_ckpt.commit import Claim, attempts, order
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -439,7 +439,7 @@ class _Slow(MemoryStorage):
 
 
 def test_files_of_other_hosts_may_take_a_while_to_appear(monkeypatch):
-    monkeypatch.setattr(commit, "_POLL_S", 0)
+    monkeypatch.setattr(order, "_POLL_S", 0)
     storage = _Slow()
     claim = claimed(storage)
     storage.asked = 0
@@ -674,7 +674,7 @@ def test_every_attempt_is_told_with_its_state_age_and_size():
     put(storage, Attempt(4, "0" * 16), index_json.encode(Abandoned(f"a4-{'0' * 16}", "a", "b")))
     put(storage, Attempt(5, "0" * 16), b'{"format":{"version":2,"requires":[]}}')
     storage.make_folder(f"{PATH}/{HIGHEST}")
-    found = commit.attempts(storage, PATH)
+    found = commit.statuses(storage, PATH)
     states = ["committed", "damaged", "abandoned", "incompatible", "open"]
     assert [status.state for status in found] == states
     assert [status.attempt.number for status in found] == [1, 3, 4, 5, 9]
@@ -682,7 +682,7 @@ def test_every_attempt_is_told_with_its_state_age_and_size():
     assert found[0].nbytes == sum(entry.nbytes for entry in storage.list(folder))
     ages = [status.modified_at for status in found]
     assert ages == sorted(ages)
-    assert commit.attempts(storage, "/nowhere") == ()
+    assert commit.statuses(storage, "/nowhere") == ()
 
 
 # --- removing --------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Every interleaving of savers, late ranks, deleters and collectors keeps the promises.
 
-The programs call the real `commit/commit.py`; `model.Model` visits every order of their calls, with
+The programs call the real `commit/order.py`; `model.Model` visits every order of their calls, with
 deaths at any point and up to one failed call or lost reply. Each planted mistake is found.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import pytest
 
 from commit_cases import PATH, content, index_of, save, sizes_of, write_rank
-from dist_ckpt.commit import attempts, commit, removal
-from dist_ckpt.commit.commit import Claim
+from dist_ckpt import commit
+from dist_ckpt.commit import Claim, attempts, order, removal
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt, parse_attempt
@@ -214,20 +214,20 @@ class _Ids:
 def ids(monkeypatch) -> _Ids:
     """Make the library deterministic, faster, and tell where a claim forgets what came before."""
     made = _Ids()
-    for module in (attempts, commit, removal):
+    for module in (attempts, order, removal):
         monkeypatch.setattr(module, "new_id", made.new)
     encode = functools.cache(attempts.encode_abandoned)
     monkeypatch.setattr(attempts, "encode_abandoned", encode)
-    monkeypatch.setattr(commit, "encode_abandoned", encode)
+    monkeypatch.setattr(order, "encode_abandoned", encode)
     monkeypatch.setattr(index_json, "decode", functools.cache(index_json.decode))
     for name in ("_fence", "_store_claim"):
-        monkeypatch.setattr(commit, name, _forgetting(getattr(commit, name)))
-    monkeypatch.setattr(removal, "attempts", _attempts)
+        monkeypatch.setattr(order, name, _forgetting(getattr(order, name)))
+    monkeypatch.setattr(removal, "statuses", _attempts)
     return made
 
 
 def _attempts(storage: Storage, path: str) -> tuple[attempts.Status, ...]:
-    found = attempts.attempts(storage, path)
+    found = attempts.statuses(storage, path)
     if isinstance(storage, Replay):
         # Deleters and collectors begin with it, and do not ask for sizes.
         storage.forget_answers(tuple((status.attempt, status.state) for status in found))
@@ -385,28 +385,28 @@ def unlink_in_place(patch: pytest.MonkeyPatch) -> None:
             storage.remove(folder)
 
     patch.setattr(removal, "remove", remove)
-    patch.setattr(commit, "remove", remove)
+    patch.setattr(order, "remove", remove)
 
 
 def claim_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commit, "_fence", lambda *_, **__: None)
+    patch.setattr(order, "_fence", lambda *_, **__: None)
 
 
 def claim_ignores_higher_attempts(patch: pytest.MonkeyPatch) -> None:
-    fence = commit._fence
+    fence = order._fence
 
     def fence_lower(storage: Storage, path: str, attempt: Attempt, **options: object) -> None:
         lower = lambda *where: [a for a in attempts.list_attempts(*where) if a <= attempt]  # noqa: E731
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(commit, "list_attempts", lower)
+            inner.setattr(order, "list_attempts", lower)
             made: list[str] = sys._getframe(1).f_locals["made"]  # noqa: F841  (the fence asks)
             fence(storage, path, attempt, **options)
 
-    patch.setattr(commit, "_fence", fence_lower)
+    patch.setattr(order, "_fence", fence_lower)
 
 
 def claim_leaves_lower_attempts_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commit, "abandon", lambda *_, **__: False)
+    patch.setattr(order, "abandon", lambda *_, **__: False)
 
 
 def commit_replaces_the_index(patch: pytest.MonkeyPatch) -> None:
@@ -417,27 +417,27 @@ def commit_replaces_the_index(patch: pytest.MonkeyPatch) -> None:
             storage.remove(f"{path}/{attempt}/{filenames.INDEX}")
         return put(storage, path, attempt, temporary)
 
-    patch.setattr(commit, "put_index", replace)
+    patch.setattr(order, "put_index", replace)
 
 
 def lost_replies_are_failures(patch: pytest.MonkeyPatch) -> None:
     def put(storage: Storage, path: str, attempt: Attempt, temporary: str) -> None:
         storage.rename(temporary, f"{path}/{attempt}/{filenames.INDEX}")
 
-    patch.setattr(commit, "put_index", put)
-    patch.setattr(commit, "abandon", lambda *_, **__: True)
+    patch.setattr(order, "put_index", put)
+    patch.setattr(order, "abandon", lambda *_, **__: True)
 
 
 def ranks_look_instead_of_abandoning(patch: pytest.MonkeyPatch) -> None:
     def look(storage: Storage, path: str, attempt: Attempt, **_: object) -> bool:
         return not isinstance(attempts.read_index(storage, path, attempt), Index)
 
-    patch.setattr(commit, "abandon", look)
+    patch.setattr(order, "abandon", look)
 
 
 def what_exists_counts_as_abandoned(patch: pytest.MonkeyPatch) -> None:
     abandon = attempts.abandon
-    patch.setattr(commit, "abandon", lambda *where, **why: abandon(*where, **why) or True)
+    patch.setattr(order, "abandon", lambda *where, **why: abandon(*where, **why) or True)
 
 
 def supersede_removes_higher_ones_too(patch: pytest.MonkeyPatch) -> None:
@@ -446,7 +446,7 @@ def supersede_removes_higher_ones_too(patch: pytest.MonkeyPatch) -> None:
             if other != attempt:
                 commit.remove(storage, path, other)
 
-    patch.setattr(commit, "supersede", supersede)
+    patch.setattr(order, "supersede", supersede)
 
 
 def supersede_comes_before_the_commit(patch: pytest.MonkeyPatch) -> None:
@@ -456,7 +456,7 @@ def supersede_comes_before_the_commit(patch: pytest.MonkeyPatch) -> None:
         removal.supersede(storage, path, attempt)
         return put(storage, path, attempt, temporary)
 
-    patch.setattr(commit, "put_index", supersede_and_put)
+    patch.setattr(order, "put_index", supersede_and_put)
 
 
 def readers_look_once(patch: pytest.MonkeyPatch) -> None:
@@ -466,7 +466,7 @@ def readers_look_once(patch: pytest.MonkeyPatch) -> None:
                 return attempt, index
         raise NotFoundError(path)
 
-    patch.setattr(commit, "find", find)
+    patch.setattr(order, "find", find)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from commit_cases import (
     step_at,
     write_rank,
 )
-from dist_ckpt.commit import attempts, commit, removal
-from dist_ckpt.commit.commit import Claim
+from dist_ckpt import commit
+from dist_ckpt.commit import Claim, attempts, removal
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.format import filenames
 from dist_ckpt.storage import Storage
@@ -372,7 +372,7 @@ def test_the_same_steps_in_their_order_do_no_harm():
 
 
 def test_deleting_the_newest_first_would_bring_back_an_older_one(monkeypatch):
-    monkeypatch.setattr(removal, "attempts", lambda *where: attempts.attempts(*where)[::-1])
+    monkeypatch.setattr(removal, "statuses", lambda *where: attempts.statuses(*where)[::-1])
     assert any(violations(delete_where_two_are_committed, CrashStorage()))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist_ckpt.commit import commit
+from dist_ckpt import commit
 from dist_ckpt.commit.attempts import find
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.format import filenames

@@ -14,12 +14,12 @@ from dist_ckpt.snapshots.job_folder import RankFolder
 from dist_ckpt.writer.messages import (
     Close,
     Done,
-    Held,
     Hello,
-    Hold,
     Link,
     LinkClosedError,
     Message,
+    Pause,
+    Paused,
     Serve,
     Serving,
     Write,
@@ -68,8 +68,8 @@ class FakeWriter:
             while (message := self._link.receive(SOON_S)) is not None:
                 self.heard.append(message)
                 match message:
-                    case Hold(snapshot):
-                        self._link.send(Held(snapshot, is_held=not self.is_begun))
+                    case Pause(snapshot):
+                        self._link.send(Paused(snapshot, is_paused=not self.is_begun))
                     case Serve():
                         self._link.send(Serving("new store", len(self.heard)))
                     case Close():

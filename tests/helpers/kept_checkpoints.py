@@ -13,12 +13,12 @@ import dist_ckpt as dc
 from dist_ckpt.background.restore import restore_together
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.session import Session
-from dist_ckpt.commit.commit import find
+from dist_ckpt.commit import find
 from dist_ckpt.format.filenames import parse_objects_file, parse_shard_file
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.saving.save import SaveOptions, save_together
-from dist_ckpt.snapshots.arena import Arena, Follower
+from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED, Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.details import Details, encode_details
@@ -123,7 +123,7 @@ def keep(
         memory = arenas.fitting(arena, arena_nbytes(what))
         stage(memory, saved, what)
         if seal is None or rank in seal:
-            follower = Follower(memory.place, folder.job)
+            follower = ArenaReader(memory.place, folder.job)
             receipts = tuple(saved.receipts[image.name] for image in what.images)
             followed = follower.follow(what.id)
             followed.seal(Seal(UNCLAIMED if rank in unclaimed else saved.attempt, receipts))

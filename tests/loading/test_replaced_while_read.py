@@ -6,7 +6,7 @@ import pytest
 
 import dist_ckpt as dc
 import rank_threads
-from dist_ckpt.commit import commit
+from dist_ckpt import commit
 from dist_ckpt.errors import CorruptError, NotFoundError
 from dist_ckpt.offline import verify
 from dist_ckpt.storage import Storage

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_ckpt as dc
-from dist_ckpt.commit import commit
+from dist_ckpt import commit
 from dist_ckpt.loading import load
 from dist_ckpt.saving import save as saver
 from dist_ckpt.storage.local import LocalStorage
@@ -91,7 +91,7 @@ def value_at(path: str) -> int:
 
 def assert_stands(path: str, value: int, *, rows: int = ROWS) -> None:
     """See that there is just one checkpoint, complete, of this value, and nothing else."""
-    statuses = commit.attempts(LocalStorage(), path)
+    statuses = commit.statuses(LocalStorage(), path)
     assert [status.state for status in statuses] == ["committed"]
     assert os.listdir(path) == [statuses[0].attempt.name]
     assert_loads(path, value, rows=rows)
@@ -428,7 +428,7 @@ def lose_one(rank: int, victim: int, moment: str, path: str) -> Any:
     group = dist.new_group(living, use_local_synchronization=True)
     dist.barrier(group)
     found = value_at(path) if rank == living[0] else None
-    states = [status.state for status in commit.attempts(LocalStorage(), path)]
+    states = [status.state for status in commit.statuses(LocalStorage(), path)]
     dist.barrier(group)
     dc.save(large(living.index(rank), 2, 3), path, overwrite=True, group=group)
     return came_to, seconds, found, states
@@ -501,7 +501,7 @@ def interrupt_one(rank: int, victim: int, moment: str, path: str) -> Any:
     else:
         came_to = outcome_of(lambda: dc.save(large(rank, 3, 2), path, overwrite=True))
     dist.barrier()
-    states = [status.state for status in commit.attempts(LocalStorage(), path)]
+    states = [status.state for status in commit.statuses(LocalStorage(), path)]
     found = value_at(path)
     dist.barrier()
     use_own_groups(rank, 3)
@@ -555,7 +555,7 @@ def freeze_one(rank: int, victim: int, moment: str, path: str) -> Any:
         if rank == others[0]:
             os.kill(int(pids[victim].item()), signal.SIGCONT)
     dist.barrier()
-    states = [status.state for status in commit.attempts(LocalStorage(), path)]
+    states = [status.state for status in commit.statuses(LocalStorage(), path)]
     found = value_at(path) if rank == 0 else None
     use_own_groups(rank, 3)
     dc.save(large(rank, 3, 3), path, overwrite=True)
@@ -653,7 +653,7 @@ def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
     with at("after the claim", cut_off) if rank == 0 else contextlib.nullcontext():
         error = tuple(told(lambda: dc.save(parts(rank, 2), path, overwrite=True)))
     dist.barrier()
-    return error, [status.state for status in commit.attempts(LocalStorage(), path)]
+    return error, [status.state for status in commit.statuses(LocalStorage(), path)]
 
 
 def test_a_coordinator_that_cannot_tell_of_its_claim_leaves_no_attempt(tmp_path):
@@ -895,7 +895,7 @@ def test_whatever_moment_all_ranks_are_killed_at_what_was_reported_saved_loads(t
         value = value_at(path)
         assert reported <= value <= reported + 1
         assert_loads(path, value)
-        states |= {status.state for status in commit.attempts(LocalStorage(), path)}
+        states |= {status.state for status in commit.statuses(LocalStorage(), path)}
         if number % 2:
             commit.collect(LocalStorage(), path, grace_s=0)
             assert_stands(path, value)

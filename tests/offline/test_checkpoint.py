@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt.commit.commit import claim
+from dist_ckpt.commit import claim
 from dist_ckpt.errors import CorruptError, NotFoundError
 from dist_ckpt.format import objects_file
 from dist_ckpt.format.filenames import Attempt

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dist_ckpt.planning.read_sharing import (
     UNIT_NBYTES,
-    Runs,
+    BlockRuns,
+    BlockWants,
     Unit,
-    Wants,
     decode,
     encode,
     joined,
@@ -23,7 +23,7 @@ from dist_ckpt.planning.read_sharing import (
 MIB = 1 << 20
 
 
-def runs_of(numbers: set[int]) -> Runs:
+def runs_of(numbers: set[int]) -> BlockRuns:
     return tuple(joined(range(number, number + 1) for number in sorted(numbers)))
 
 
@@ -32,7 +32,7 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, Wants]]:
+def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, BlockWants]]:
     """Return a file's number, its blocks and what some ranks want of it."""
     sizes = draw(st.lists(st.integers(1, 6 * MIB), min_size=1, max_size=24))
     numbers = st.sets(st.integers(0, len(sizes) - 1))
@@ -40,11 +40,13 @@ def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, Wants]]:
     wants = {}
     for rank in draw(st.sets(st.integers(0, 9), min_size=1, max_size=6)):
         blocks, host = draw(numbers), draw(st.sampled_from("abc"))
-        wants[rank] = Wants(host, {file: runs_of(blocks)} if blocks else {file + 1: (range(3),)})
+        wants[rank] = BlockWants(
+            host, {file: runs_of(blocks)} if blocks else {file + 1: (range(3),)}
+        )
     return file, starts_of(sizes), wants
 
 
-def wanters(wants: Mapping[int, Wants], file: int, block: int) -> set[int]:
+def wanters(wants: Mapping[int, BlockWants], file: int, block: int) -> set[int]:
     return {
         rank for rank, want in wants.items() if any(block in run for run in want.runs.get(file, ()))
     }
@@ -129,7 +131,7 @@ def fetched(units: Sequence[Unit], starts: Sequence[int]) -> dict[int, int]:
 )
 def test_what_all_want_is_fetched_in_equal_parts_but_for_one_unit(sizes, world_size, file):
     starts = starts_of(sizes)
-    all_of_it = {rank: Wants("a", {file: (range(len(sizes)),)}) for rank in range(world_size)}
+    all_of_it = {rank: BlockWants("a", {file: (range(len(sizes)),)}) for rank in range(world_size)}
     nbytes = fetched(units_of(file, starts, all_of_it), starts)
     parts = [nbytes.get(rank, 0) for rank in range(world_size)]
     assert sum(parts) == starts[-1]
@@ -138,20 +140,20 @@ def test_what_all_want_is_fetched_in_equal_parts_but_for_one_unit(sizes, world_s
 
 def test_a_rank_with_much_to_read_alone_fetches_less_for_others():
     starts = starts_of([4 * MIB] * 9)
-    wants = {0: Wants("a", {0: (range(9),)}), 1: Wants("a", {0: (range(6, 9),)})}
+    wants = {0: BlockWants("a", {0: (range(9),)}), 1: BlockWants("a", {0: (range(6, 9),)})}
     units = units_of(0, starts, wants)
     assert [unit.fetcher for unit in units] == [1, 1, 1]
 
 
 def test_small_files_are_fetched_by_different_ranks():
-    wants = {rank: Wants("a", {file: (range(1),) for file in range(8)}) for rank in range(4)}
+    wants = {rank: BlockWants("a", {file: (range(1),) for file in range(8)}) for rank in range(4)}
     units = [unit for file in range(8) for unit in units_of(file, [0, 10], wants)]
     assert sorted(unit.fetcher for unit in units) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_between_hosts_each_rank_of_a_host_brings_its_part():
     starts = starts_of([4 * MIB] * 12)
-    wants = {rank: Wants("ab"[rank // 2], {0: (range(12),)}) for rank in range(4)}
+    wants = {rank: BlockWants("ab"[rank // 2], {0: (range(12),)}) for rank in range(4)}
     units = units_of(0, starts, wants)
     brought = [host[0] for unit in units for host in unit.hosts]
     assert {rank: brought.count(rank) for rank in range(4)} == dict.fromkeys(range(4), 6)
@@ -165,7 +167,7 @@ def test_partners_are_the_ranks_of_the_same_host_only():
 
 
 def test_the_message_of_a_rank_that_wants_all_of_a_large_file_is_short():
-    assert len(encode(Wants("host", {7: (range(1_000_000),)}))) < 30
+    assert len(encode(BlockWants("host", {7: (range(1_000_000),)}))) < 30
 
 
 @pytest.mark.parametrize(

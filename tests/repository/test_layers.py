@@ -48,7 +48,7 @@ TORCH_FREE = (
     "dist_ckpt.comm.key_server",
     "dist_ckpt.writer.process",
     "dist_ckpt.background.writer_process",
-    "dist_ckpt.snapshots.kept_saves",
+    "dist_ckpt.snapshots.kept",
     "dist_ckpt.snapshots.overlay_storage",
     "dist_ckpt.background.survivors",
 )

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import rank_threads
-from dist_ckpt import LocalShard
-from dist_ckpt.commit import commit
+from dist_ckpt import LocalShard, commit
 from dist_ckpt.commit.attempts import find
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.storage import Storage

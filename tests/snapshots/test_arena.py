@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from arena_processes import program
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError
 from dist_ckpt.snapshots import arena_layout as layout
-from dist_ckpt.snapshots.arena import Arena, Follower
+from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.snapshots.kept_snapshots import KeptSnapshot, kept_in, open_kept
+from dist_ckpt.snapshots.kept import KeptSnapshot, kept_in, open_kept
 
 FILES = (Image("model-00000.safetensors", 10_000), Image("objects.msgpack", 0), Image("b", 4096))
 SNAPSHOT = Snapshot("0" * 31 + "1", "/run/step-7", 7, 1, 4, FILES, b"details")
@@ -75,7 +75,7 @@ def steps_in(folder: RankFolder) -> list[tuple[int | None, bool]]:
 def test_the_writer_sees_what_is_staged_as_it_comes(arenas):
     arena = arena_for(arenas, SNAPSHOT)
     images = arena.begin(SNAPSHOT)
-    writer = Follower(arena.place, "job")
+    writer = ArenaReader(arena.place, "job")
     followed = writer.follow(SNAPSHOT.id)
     assert followed.snapshot == SNAPSHOT
     assert followed.ready == 0
@@ -101,7 +101,7 @@ def test_images_begin_on_pages_and_have_their_sizes(arenas):
 def test_what_was_sealed_is_found_with_its_bytes_and_digests(arenas, folder):
     arena = arena_for(arenas, SNAPSHOT)
     stage(arena, SNAPSHOT)
-    writer = Follower(arena.place, "job")
+    writer = ArenaReader(arena.place, "job")
     followed = writer.follow(SNAPSHOT.id)
     followed.images[0][:6] = b"header"
     followed.seal(SEAL)
@@ -117,7 +117,7 @@ def test_what_was_sealed_is_found_with_its_bytes_and_digests(arenas, folder):
 def test_a_seal_is_of_one_snapshot_only(arenas, folder):
     arena = arena_for(arenas, SNAPSHOT)
     stage(arena, SNAPSHOT)
-    writer = Follower(arena.place, "job")
+    writer = ArenaReader(arena.place, "job")
     writer.follow(SNAPSHOT.id).seal(SEAL)
     stage(arena, replace(SNAPSHOT, id="2" * 32, step=8))
     writer.close()
@@ -130,7 +130,7 @@ def test_a_seal_of_as_many_files_as_there_may_be_fits(arenas):
     many = replace(SNAPSHOT, images=files)
     arena = arena_for(arenas, many)
     stage(arena, many)
-    writer = Follower(arena.place, "job")
+    writer = ArenaReader(arena.place, "job")
     big = tuple((one.name, 2**63, 2**40, "f" * 32) for one in files)
     writer.follow(many.id).seal(Seal("a999999999-7f3c2a9e0b1d4c55", big))
     writer.close()
@@ -139,7 +139,7 @@ def test_a_seal_of_as_many_files_as_there_may_be_fits(arenas):
 def test_a_writer_that_is_late_is_told_that_its_snapshot_is_gone(arenas):
     arena = arena_for(arenas, SNAPSHOT)
     stage(arena, SNAPSHOT)
-    writer = Follower(arena.place, "job")
+    writer = ArenaReader(arena.place, "job")
     followed = writer.follow(SNAPSHOT.id)
     arena.begin(replace(SNAPSHOT, id="2" * 32))
     for late in (lambda: followed.ready, lambda: followed.is_complete, lambda: followed.seal(SEAL)):
@@ -155,7 +155,7 @@ def test_an_arena_grows_under_a_writer_that_has_it_mapped(arenas):
     small, large = snapshot(1, 5000), snapshot(2, 50_000, 1 << 20)
     arena = arena_for(arenas, small)
     stage(arena, small)
-    writer = Follower(arena.place, "job")
+    writer = ArenaReader(arena.place, "job")
     old = writer.follow(small.id)
     assert arena_for(arenas, large) is arena
     assert bytes(old.images[0]) == b"\1\0" * 2500
@@ -280,7 +280,7 @@ def check_whole(kept: KeptSnapshot) -> None:
 
 
 FOLLOW = """
-writer = Follower(args[0], "job")
+writer = ArenaReader(args[0], "job")
 say("open")
 for number in range(1, int(args[1]) + 1):
     wait()
@@ -328,7 +328,7 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     arenas = Arenas(folder)
     arena = arena_for(arenas, SNAPSHOT)
     stage(arena, SNAPSHOT)
-    writer = Follower(arena.place, "job")
+    writer = ArenaReader(arena.place, "job")
     writer.follow(SNAPSHOT.id).seal(SEAL)
     writer.close()
     arenas.close()
@@ -354,7 +354,7 @@ def check_that_nothing_else_is_believed(path: str) -> None:
             assert kept.seal in (None, SEAL)
             kept.close()
     try:
-        writer = Follower(path, "job")
+        writer = ArenaReader(path, "job")
     except (CorruptError, IncompatibleError):
         return
     try:
@@ -452,14 +452,14 @@ def test_no_bytes_crash_who_decodes_a_document(data):
 
 def test_a_link_to_an_arena_is_not_followed(sealed, folder):
     os.symlink(sealed[0], folder.arena_path(0))
-    for reader in (open_kept, Follower):
+    for reader in (open_kept, ArenaReader):
         with pytest.raises(CorruptError, match="cannot be opened"):
             reader(folder.arena_path(0), "job")
 
 
 def test_another_jobs_arena_is_not_read_and_not_staged_into(sealed):
     path = str(sealed[0])
-    for reader in (open_kept, Follower):
+    for reader in (open_kept, ArenaReader):
         with pytest.raises(CorruptError, match="of another job than 'other'"):
             reader(path, "other")
     with pytest.raises(CorruptError, match="of another job"):
@@ -512,7 +512,7 @@ def test_an_arena_in_which_nothing_was_staged_yet_is_empty(arenas, folder):
     arena = arenas.fitting(0, 10_000)
     assert open_kept(arena.place, "job") is None
     assert steps_in(folder) == []
-    writer = Follower(arena.place, "job")
+    writer = ArenaReader(arena.place, "job")
     with pytest.raises(CorruptError, match="holds no snapshot"):
         writer.follow("0" * 32)
     writer.close()
@@ -569,7 +569,7 @@ def resident_nbytes() -> int:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not count them")
 def test_a_thousand_snapshots_leave_nothing_behind(arenas, folder):
     sizes = (1 << 20, 5000)
-    writers: dict[int, Follower] = {}
+    writers: dict[int, ArenaReader] = {}
 
     def save(number: int) -> None:
         what = snapshot(number, *sizes)
@@ -577,7 +577,7 @@ def test_a_thousand_snapshots_leave_nothing_behind(arenas, folder):
         arena.begin(what)[1][:] = b"x" * 5000
         arena.complete()
         if number % 2 not in writers:
-            writers[number % 2] = Follower(arena.place, "job")
+            writers[number % 2] = ArenaReader(arena.place, "job")
         writers[number % 2].follow(what.id).seal(Seal("a", ()))
         with kept_in(folder) as (found, _):
             assert number in [kept.snapshot.step for kept in found]

@@ -17,11 +17,11 @@ import pytest
 from arena_processes import START, program
 from dist_ckpt.errors import StorageError
 from dist_ckpt.memory import shared
-from dist_ckpt.snapshots.arena import Arena, Follower
+from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.snapshots.kept_snapshots import kept_in
+from dist_ckpt.snapshots.kept import kept_in
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no memory without a name"
@@ -133,7 +133,7 @@ wait()
 @pytest.mark.multi_process
 def test_memory_without_a_name_lives_as_long_as_its_writer(tmp_path, elsewhere):
     with program(TRAIN, tmp_path) as trainer:
-        writer = Follower(trainer.hear(), "job")
+        writer = ArenaReader(trainer.hear(), "job")
         elsewhere.tell("writer", 0, writer.fd)
         trainer.kill()
     assert kept_steps(elsewhere) == [7]

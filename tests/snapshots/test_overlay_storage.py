@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt.errors import CorruptError, StorageError
-from dist_ckpt.snapshots.arena import Arena, Follower
+from dist_ckpt.reports import Tally
+from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.kept_snapshots import KeptSnapshot, kept_in
+from dist_ckpt.snapshots.kept import KeptSnapshot, kept_in
 from dist_ckpt.snapshots.overlay_storage import KeptFile, SnapshotStorage
 from dist_ckpt.storage import ReadableFile, Storage
-from dist_ckpt.tally import Tally
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract
 
@@ -52,7 +52,7 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
     made = arenas.fitting(0, arena_nbytes(what))
     made.begin(what)[0][:] = DATA
     made.complete()
-    follower = Follower(made.place, "job")
+    follower = ArenaReader(made.place, "job")
     follower.follow(what.id).seal(Seal("a1-0123456789abcdef", (("one", len(DATA), 0, "f" * 32),)))
     follower.close()
     yield made

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dist_ckpt.reports import Tally
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.counting import CountingStorage
-from dist_ckpt.tally import Tally
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract
 

@@ -14,7 +14,7 @@ import pytest
 
 from dist_ckpt import config
 from dist_ckpt.errors import StorageError
-from dist_ckpt.runtime.parallel import each
+from dist_ckpt.runtime.threads import each
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.deadline import DeadlineStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -198,7 +198,7 @@ def test_the_storage_that_a_path_lies_on_has_deadlines(tmp_path):
 STUCK = """
 import sys, threading
 from dist_ckpt.errors import StorageError
-from dist_ckpt.runtime.parallel import each
+from dist_ckpt.runtime.threads import each
 from dist_ckpt.storage.deadline import DeadlineStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 

@@ -19,7 +19,7 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.errors import StorageError
 from dist_ckpt.memory.buffers import scratch
-from dist_ckpt.storage import ReadableFile, Storage, direct_io, page_cache
+from dist_ckpt.storage import ReadableFile, Storage, direct_io
 from dist_ckpt.storage.direct_io import (
     MIN_NBYTES,
     MIN_READ_NBYTES,
@@ -128,7 +128,7 @@ def cool(path: str) -> None:
 def is_cached(path: str, start: int, stop: int) -> bool:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return page_cache.holds_all(fd, start, stop - start)
+        return direct_io.holds_all(fd, start, stop - start)
     finally:
         os.close(fd)
 
@@ -377,7 +377,7 @@ def test_who_did_not_ask_for_direct_reads_gets_none(path: str, calls: Calls) -> 
 def test_where_nobody_can_tell_what_it_holds_the_page_cache_is_read(
     path: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_cache, "_CACHESTAT", 100_000)  # as before Linux 6.5
+    monkeypatch.setattr(direct_io, "_CACHESTAT", 100_000)  # as before Linux 6.5
     data = made(path, MIN_NBYTES)
     cool(path)
     assert read(reading(path), 0, MIN_NBYTES) == data

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from commit_cases import save, step_at, write_rank
-from dist_ckpt.commit import attempts, commit
+from dist_ckpt import commit
+from dist_ckpt.commit import attempts
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 from dist_ckpt.format.index import Abandoned
 from dist_ckpt.storage import Storage, local, open_storage
@@ -437,7 +438,7 @@ def test_a_read_only_disk_is_read_and_not_written(storage, small_disk):
     save(storage, 1, path=path)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], timeout=60, check=True)
     assert step_at(storage, path) == 1
-    assert [status.state for status in commit.attempts(storage, path)] == ["committed"]
+    assert [status.state for status in commit.statuses(storage, path)] == ["committed"]
     for where in (path, f"{small_disk}/new/ck"):
         with pytest.raises(StorageError, match=r"EROFS.*mount the file system writable"):
             commit.claim(storage, where, overwrite=True, by="me")

@@ -21,10 +21,10 @@ import rank_threads  # noqa: E402
 from dist_ckpt.comm.session import Session  # noqa: E402
 from dist_ckpt.loading import load_steps  # noqa: E402
 from dist_ckpt.loading.load import LoadOptions, load_together  # noqa: E402
+from dist_ckpt.reports import Tally  # noqa: E402
 from dist_ckpt.saving import save as saver  # noqa: E402
 from dist_ckpt.saving.save import SaveOptions, save_together  # noqa: E402
 from dist_ckpt.storage.counting import CountingStorage  # noqa: E402
-from dist_ckpt.tally import Tally  # noqa: E402
 from dist_ckpt.testing.memory_storage import MemoryStorage  # noqa: E402
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, run_ranks  # noqa: E402
 from sharded_checkpoints import Counting, rank_state, save_small  # noqa: E402

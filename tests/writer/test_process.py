@@ -27,8 +27,8 @@ from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.snapshots.kept_snapshots import kept_in
-from dist_ckpt.writer.messages import Abort, Close, Done, Go, Held, Hold, LinkClosedError, Ready
+from dist_ckpt.snapshots.kept import kept_in
+from dist_ckpt.writer.messages import Abort, Close, Done, Go, LinkClosedError, Pause, Paused, Ready
 from dist_ckpt.writer.process import MAX_LOG_NBYTES
 from staged_saves import (
     ANSWER_S,
@@ -376,7 +376,7 @@ def test_writers_that_were_told_different_saves_commit_neither(job):
         assert not (job.path / "ck").exists()
 
 
-def test_a_save_is_held_then_dropped_or_released(job):
+def test_a_save_is_paused_then_dropped_or_released(job):
     state = State(1, SHAPES)
     with writers(job.ranks(1)) as (trainer,):
         # As long as the first is not complete, nothing after it begins.
@@ -387,11 +387,11 @@ def test_a_save_is_held_then_dropped_or_released(job):
             staged = job.staged(state, number=1, path=path)
             staged.complete()
             trainer.link.send(write_of(staged, 1))
-            trainer.link.send(Hold(staged.snapshot.id))
-            assert trainer.hear() == Held(staged.snapshot.id, is_held=True)
+            trainer.link.send(Pause(staged.snapshot.id))
+            assert trainer.hear() == Paused(staged.snapshot.id, is_paused=True)
             trainer.link.send(Go(staged.snapshot.id, drop=drop))
-        trainer.link.send(Hold(first.snapshot.id))
-        assert trainer.hear() == Held(first.snapshot.id, is_held=False)
+        trainer.link.send(Pause(first.snapshot.id))
+        assert trainer.hear() == Paused(first.snapshot.id, is_paused=False)
         first.complete()
         for one in (first, staged):
             answer = done(trainer)
@@ -401,7 +401,7 @@ def test_a_save_is_held_then_dropped_or_released(job):
         assert trainer.wait() == 0
 
 
-def test_a_save_that_is_held_when_the_trainer_dies_is_committed(job):
+def test_a_save_that_is_paused_when_the_trainer_dies_is_committed(job):
     state = State(1, SHAPES)
     with writers(job.ranks(1)) as (trainer,):
         first = job.staged(state, path="first")
@@ -409,8 +409,8 @@ def test_a_save_that_is_held_when_the_trainer_dies_is_committed(job):
         second = job.staged(state, number=1)
         second.complete()
         trainer.link.send(write_of(second, 1))
-        trainer.link.send(Hold(second.snapshot.id))
-        assert trainer.hear() == Held(second.snapshot.id, is_held=True)
+        trainer.link.send(Pause(second.snapshot.id))
+        assert trainer.hear() == Paused(second.snapshot.id, is_paused=True)
         trainer.link.close()
         assert trainer.wait() == 0
         check(job.path / "ck", state)
@@ -531,8 +531,8 @@ def test_a_writer_without_work_ends_when_it_is_told_to(job):
     with writers(job.ranks(1)) as (trainer,):
         for number in (signal.SIGINT, signal.SIGHUP):
             os.kill(trainer.process.pid, number)
-        trainer.link.send(Hold("0" * 32))
-        assert trainer.hear() == Held("0" * 32, is_held=False)
+        trainer.link.send(Pause("0" * 32))
+        assert trainer.hear() == Paused("0" * 32, is_paused=False)
         trainer.process.terminate()
         assert trainer.wait() == 128 + signal.SIGTERM
 

@@ -12,7 +12,7 @@ import pytest
 
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError
 from dist_ckpt.memory.shared import create_nameless
-from dist_ckpt.snapshots.arena import Arena, Follower
+from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.writer.messages import NonsenseError, Write
@@ -22,7 +22,7 @@ from staged_saves import Staged, State, new_id, write_of
 STATE = State(1, {"w": (3, 4)})
 
 
-def save(name: str, arena: Follower | None = None) -> QueuedSave:
+def save(name: str, arena: ArenaReader | None = None) -> QueuedSave:
     write = Write(name, f"/ck/{name}", "/dev/shm/none", 0, "", 0, b"")
     return QueuedSave(write, arena or ConflictError("no arena"))
 
@@ -53,19 +53,19 @@ def test_there_are_no_more_saves_than_anybody_has(queue):
         queue.put(save("more"))
 
 
-def test_only_what_has_not_begun_can_be_held(queue):
+def test_only_what_has_not_begun_can_be_paused(queue):
     queue.put(save("a"))
     queue.put(save("b"))
     first = queue.take()
     assert names(first) == ["a"]
-    assert not queue.hold("a")
-    assert queue.hold("b")
-    assert not queue.hold("c")
+    assert not queue.pause("a")
+    assert queue.pause("b")
+    assert not queue.pause("c")
     queue.go("a", drop=True)
     queue.go("b", drop=True)
     assert queue.saves == []
     queue.put(save("c"))
-    queue.go("c", drop=True)  # it is not held
+    queue.go("c", drop=True)  # it is not paused
     assert names(*queue.saves) == ["c"]
 
 
@@ -85,10 +85,10 @@ def test_unsettled_is_the_save_taken_last_and_what_is_queued(queue):
     assert queue.unsettled == []
 
 
-def test_a_save_that_is_held_keeps_those_after_it_back(queue):
+def test_a_save_that_is_paused_keeps_those_after_it_back(queue):
     queue.put(save("a"))
     queue.put(save("b"))
-    assert queue.hold("a")
+    assert queue.pause("a")
     taken: list[QueuedSave | None] = []
     thread = threading.Thread(target=lambda: taken.append(queue.take()))
     thread.start()
@@ -97,9 +97,9 @@ def test_a_save_that_is_held_keeps_those_after_it_back(queue):
     assert names(*taken) == ["a"]
 
 
-def test_the_end_lets_what_is_held_go(queue):
+def test_the_end_lets_what_is_paused_go(queue):
     queue.put(save("a"))
-    assert queue.hold("a")
+    assert queue.pause("a")
     queue.end(is_trainer_gone=True)
     assert names(queue.take(), queue.take()) == ["a"]
 
@@ -145,10 +145,10 @@ def open_fds() -> int:
 def test_an_arena_is_opened_once_and_closed_at_the_end(arenas, folder):
     known = KnownArenas(folder)
 
-    def follow(number: int) -> Follower:
+    def follow(number: int) -> ArenaReader:
         staged = Staged(arenas.fitting(number, 1 << 16), STATE, Path("/ck"), name=new_id())
         follower = known.open(write_of(staged, number))
-        assert isinstance(follower, Follower)
+        assert isinstance(follower, ArenaReader)
         assert follower.follow(staged.snapshot.id).snapshot == staged.snapshot
         known.close_replaced([])
         return follower
@@ -171,7 +171,7 @@ def test_an_arena_that_was_replaced_is_closed_once_no_save_needs_it(arenas, fold
     again = Arenas(folder)
     second = Staged(again.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
     follower = known.open(write_of(second))
-    assert isinstance(follower, Follower)
+    assert isinstance(follower, ArenaReader)
     assert follower.follow(second.snapshot.id).snapshot == second.snapshot
     known.close_replaced([queued])
     assert queued.follow().snapshot == first.snapshot
@@ -191,7 +191,7 @@ def test_memory_without_a_name_is_told_and_outlives_who_made_it(folder):
         arena = Arena(place, fd, folder.job)
         staged = Staged(arena, STATE, Path(f"/ck{turn}"), name=new_id())
         follower = known.open(write_of(staged, 1))
-        assert isinstance(follower, Follower)
+        assert isinstance(follower, ArenaReader)
         arena.close()
         arenas.close()
         assert f"/proc/{os.getpid()}/fd/{follower.fd}" in folder.places(1)

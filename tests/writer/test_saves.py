@@ -12,11 +12,11 @@ import pytest
 from dist_ckpt.comm.key_client import KeyClient
 from dist_ckpt.comm.store_exchange import StoreChannel
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.snapshots.arena import Follower
+from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arena_layout import HEADER_NBYTES
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.kept_snapshots import KeptSnapshot, open_kept
+from dist_ckpt.snapshots.kept import KeptSnapshot, open_kept
 from dist_ckpt.storage.pacing import Allowance
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -52,7 +52,7 @@ def settled(
 ) -> Done:
     staged = Staged(arenas.fitting(0, 1 << 16), state, where, name=new_id())
     staged.complete()
-    follower = Follower(staged.arena.place, "job")
+    follower = ArenaReader(staged.arena.place, "job")
     write = replace(write_of(staged), **said)
     done = BackgroundSaves(settings, Meetings(settings), nothing).settle(
         QueuedSave(write, follower)
@@ -122,7 +122,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
     (tmp_path / "file").write_text("no folder")
     for is_aborted in (True, False):
         staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
-        follower = Follower(staged.arena.place, "job")
+        follower = ArenaReader(staged.arena.place, "job")
 
         def check(save: QueuedSave, staged: Staged = staged, is_aborted: bool = is_aborted) -> None:
             if not save.write.token:  # the claim comes first
@@ -142,7 +142,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
 def test_what_a_writer_is_interrupted_in_the_sealing_of_can_be_sealed_again(arenas, tmp_path):
     (tmp_path / "file").write_text("no folder")
     staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
-    follower = Follower(staged.arena.place, "job")
+    follower = ArenaReader(staged.arena.place, "job")
     calls = count()
 
     def check(save: QueuedSave) -> None:

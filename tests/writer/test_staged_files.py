@@ -15,7 +15,7 @@ from dist_ckpt.memory.buffers import address_of
 from dist_ckpt.planning.plan import FileReceipt
 from dist_ckpt.planning.save_planner import items_of
 from dist_ckpt.shard_io.shard_writer import WritableStorage, write_all
-from dist_ckpt.snapshots.arena import Followed, Follower
+from dist_ckpt.snapshots.arena import ArenaReader, Followed
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.storage.protocol import WritableFile
@@ -55,7 +55,7 @@ class Case:
     def __init__(self, arenas: Arenas, state: State = STATE) -> None:
         self.state = state
         self.staged = Staged(arenas.fitting(0, 1 << 16), state, Path("/ck"), name=new_id())
-        self.follower = Follower(self.staged.arena.place, "job")
+        self.follower = ArenaReader(self.staged.arena.place, "job")
         self.followed = self.follower.follow(self.staged.snapshot.id)
         # Its files want memory aligned, as direct I/O does.
         self.storage = Recording({FOLDER: None}, alignment=4096)

@@ -134,7 +134,7 @@ def _make_gpt(spec: Spec, seed: int) -> Workload:
 
 def example() -> Any:
     """Return the example in launch/ as a module."""
-    folder = str(Path(__file__).parents[2] / "launch")
+    folder = str(Path(__file__).parents[1] / "launch")
     if folder not in sys.path:
         sys.path.append(folder)
     import train_gpt  # noqa: PLC0415  (not on the path before)

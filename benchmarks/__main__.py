@@ -1,9 +1,9 @@
 """Measure dist_ckpt, other libraries and the hardware, side by side, and print tables.
 
-    .venv/bin/python scripts/bench.py                               # everything; takes a while
-    .venv/bin/python scripts/bench.py --only large small --rounds 3
-    .venv/bin/python scripts/bench.py --only large:save --contenders DCP
-    .venv/bin/python scripts/bench.py --json bench.json --chart bench.svg
+    .venv/bin/python -m benchmarks                               # everything; takes a while
+    .venv/bin/python -m benchmarks --only large small --rounds 3
+    .venv/bin/python -m benchmarks --only large:save --contenders DCP
+    .venv/bin/python -m benchmarks --json bench.json --chart bench.svg
 
 All take turns within each round, after one round that does not count. Whatever was loaded is
 compared bit for bit, outside of the timing; who brings back anything else gets no figure. All
@@ -93,7 +93,9 @@ def _scenarios() -> Iterable[Scenario]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = ", ".join(contender.name for contender in CONTENDERS)
     parser.add_argument("--list", action="store_true", help="name the scenarios and end")

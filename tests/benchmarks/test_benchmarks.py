@@ -1,4 +1,4 @@
-"""scripts/bench.py, at its smallest, with real ranks and without other libraries."""
+"""`python -m benchmarks`, at its smallest, with real ranks and without other libraries."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts"))
+import dist_ckpt as dc
+from benchmarks import gpu
+from benchmarks.background import NO_SAVE, PLAIN_COPY, Trainers, stall, steps
+from benchmarks.checkpoints import run_cases
+from benchmarks.contenders import DistCkpt
+from benchmarks.limits import SLOT_NBYTES, Limits, Share, cool, warm
+from benchmarks.pool import Pools, RanksError
+from benchmarks.savers import DcpAsync, DcpSaver
+from benchmarks.scenario import OURS, Absent, Figure, Settings, turns
+from benchmarks.trials import Case, Load
+from benchmarks.workload import Spec, Workload, make
 
-import dist_ckpt as dc  # noqa: E402
-from benchmarks import gpu  # noqa: E402
-from benchmarks.background import NO_SAVE, PLAIN_COPY, Trainers, stall, steps  # noqa: E402
-from benchmarks.checkpoints import run_cases  # noqa: E402
-from benchmarks.contenders import DistCkpt  # noqa: E402
-from benchmarks.limits import SLOT_NBYTES, Limits, Share, cool, warm  # noqa: E402
-from benchmarks.pool import Pools, RanksError  # noqa: E402
-from benchmarks.savers import DcpAsync, DcpSaver  # noqa: E402
-from benchmarks.scenario import OURS, Absent, Figure, Settings, turns  # noqa: E402
-from benchmarks.trials import Case, Load  # noqa: E402
-from benchmarks.workload import Spec, Workload, make  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 slow = pytest.mark.slow
 multi_process = pytest.mark.multi_process
@@ -129,8 +128,10 @@ class LateSave:
 def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     words = ["--quick", "--only", "small", "--contenders", "--dir", tmp_path, "--json", out]
-    command = [sys.executable, ROOT / "scripts" / "bench.py", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "benchmarks", *words]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(out.read_text())
     assert document["schema"] == "dist-ckpt-bench/1"
@@ -148,8 +149,10 @@ def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -
 def test_a_quick_run_measures_background_saves(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     words = ["--quick", "--only", "background", "--contenders", "--dir", tmp_path, "--json", out]
-    command = [sys.executable, ROOT / "scripts" / "bench.py", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "benchmarks", *words]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     there_is_one = hasattr(dc, "AsyncSaver")
     assert done.returncode == int(not there_is_one), done.stdout + done.stderr
     measures = {measure["name"]: measure for measure in json.loads(out.read_text())["measures"]}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.snapshots.arena import Follower
+from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED, Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.details import Details, encode_details
 from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.kept_saves import KeptSaves, kept_saves
+from dist_ckpt.snapshots.kept import KeptSaves, kept_saves
 
 DETAILS = Details(False, {}, {"dist_ckpt": "1"}, 5.0, (), ())
 ATTEMPT = "a1-0123456789abcdef"
@@ -48,7 +48,7 @@ def keep(
         memory.complete()
         if is_sealed:
             files = tuple((image.name, image.nbytes, 100, "f" * 32) for image in what.images)
-            follower = Follower(memory.place, folder.job)
+            follower = ArenaReader(memory.place, folder.job)
             follower.follow(what.id).seal(seal or Seal(ATTEMPT, files))
             follower.close()
     arenas.close()

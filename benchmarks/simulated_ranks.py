@@ -1,7 +1,7 @@
 """Jobs of thousands of ranks of which one is real: what the others would send is made up.
 
-The inventories are those that `state.take` makes of a transformer with AdamW under FSDP2, HSDP,
-tensor parallelism and so on; the coordinator that gets them is the real one.
+The inventories are those that `local_state.take` makes of a transformer with AdamW under FSDP2,
+HSDP, tensor parallelism and so on; the coordinator that gets them is the real one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+from dist_ckpt import commit
 from dist_ckpt.comm.collective import AloneCollective, Bodies, distinct, name_of
-from dist_ckpt.comm.envelope import Envelope, new_nonce
-from dist_ckpt.comm.exchange import Alone, Doc, pack, unpack
+from dist_ckpt.comm.exchange import Alone, Doc, Envelope, new_nonce, pack, unpack
 from dist_ckpt.comm.session import Session
-from dist_ckpt.commit import commit
 from dist_ckpt.commit.receipts import sizes_of
 from dist_ckpt.format import filenames
 from dist_ckpt.format.geometry import Shape

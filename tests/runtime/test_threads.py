@@ -11,9 +11,8 @@ from typing import TypeVar
 import pytest
 
 from dist_ckpt.errors import StorageError
-from dist_ckpt.runtime import parallel
-from dist_ckpt.runtime.parallel import each, results_of
-from dist_ckpt.runtime.threads import DaemonThreads
+from dist_ckpt.runtime import threads
+from dist_ckpt.runtime.threads import DaemonThreads, each, results_of
 
 T = TypeVar("T")
 
@@ -148,7 +147,7 @@ def test_a_call_that_an_interrupt_has_let_begin_is_waited_for(
         assert may_end.wait(10)
         ended.append(item)
 
-    monkeypatch.setattr(parallel, "DaemonThreads", Interrupted)
+    monkeypatch.setattr(threads, "DaemonThreads", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         each(work, [7], threads=1)
     assert ended == [7]

@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import log2
 from random import Random
 
+from benchmarks import simulated_ranks as simulated
 from benchmarks.scenario import Figure, Row
 from dist_ckpt.comm.collective import distinct
 from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
@@ -39,7 +40,6 @@ from dist_ckpt.planning.plan import (
     Whole,
 )
 from dist_ckpt.planning.save_planner import items_of, items_of_ranks, plan_save, replica_groups_of
-from dist_ckpt.testing import simulated_ranks as simulated
 
 Work = Callable[[], object]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dist_ckpt.format.geometry import Region
-from dist_ckpt.planning.mesh import cells_of
+from dist_ckpt.planning.mesh import as_applied, cells_of, readings
 from dist_ckpt.planning.plan import Mesh, Placed, Replicate, Shard, StridedShard
-from dist_ckpt.planning.strided import as_applied, readings
 
 DP_TP = Mesh(("dp", "tp"), (3, 2), (0, 1, 2, 3, 4, 5))
 FSDP_OVER_TP = Placed(DP_TP, (StridedShard(0, 2), Shard(0)))

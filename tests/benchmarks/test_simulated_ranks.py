@@ -14,6 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dist_ckpt as dc
+from benchmarks import simulated_ranks as simulated
+from benchmarks.simulated_ranks import Job, SimulatedSave
 from dist_ckpt.format import index_json
 from dist_ckpt.format.index import Index
 from dist_ckpt.planning import plan_msgpack
@@ -21,8 +23,6 @@ from dist_ckpt.planning.plan import Inventory, Placed
 from dist_ckpt.planning.plan import Shard as PlannedShard
 from dist_ckpt.planning.save_planner import items_of, items_of_ranks, replica_groups_of
 from dist_ckpt.state.local_state import take
-from dist_ckpt.testing import simulated_ranks as simulated
-from dist_ckpt.testing.simulated_ranks import Job, SimulatedSave
 
 JOBS: dict[str, Callable[[], Job]] = {
     "fsdp": lambda: simulated.fsdp(32, 12),

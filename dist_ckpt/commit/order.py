@@ -1,8 +1,8 @@
 """The commit order: claim, commit, give up. What survives a crash is decided here.
 
 A saver claims a new attempt, its ranks write into the attempt's folder, and the coordinator
-commits by giving it an index. `attempts` says which attempt is the checkpoint, `removal` how
-attempts go; their functions are callable from here.
+commits by giving it an index. `attempts.py` says which attempt is the checkpoint, `removal.py` how
+attempts go.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from dataclasses import dataclass
 
 from dist_ckpt.commit.attempts import (
     ROUNDS,
-    Status,
     abandon,
-    attempts,
     attempts_in,
     encode_abandoned,
-    find,
     has_index,
     list_attempts,
     new_id,
@@ -29,7 +26,7 @@ from dist_ckpt.commit.attempts import (
     store,
     was_removed,
 )
-from dist_ckpt.commit.removal import collect, collect_all, delete, remove, supersede
+from dist_ckpt.commit.removal import remove
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -52,24 +49,6 @@ from dist_ckpt.format.filenames import (
 )
 from dist_ckpt.format.index import Abandoned, Index
 from dist_ckpt.storage import Entry, Storage
-
-__all__ = [
-    "Claim",
-    "Status",
-    "abandon",
-    "attempts",
-    "await_claim",
-    "check_files",
-    "claim",
-    "collect",
-    "collect_all",
-    "commit",
-    "delete",
-    "find",
-    "give_up",
-    "remove",
-    "supersede",
-]
 
 _POLL_S = 0.05
 

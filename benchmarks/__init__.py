@@ -1,0 +1,1 @@
+"""dist_ckpt beside other libraries and the hardware: `python -m benchmarks`."""

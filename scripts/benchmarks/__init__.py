@@ -1,1 +1,0 @@
-"""What scripts/bench.py runs: contenders, scenarios, raw limits, reports."""
