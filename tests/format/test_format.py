@@ -83,10 +83,14 @@ RANK_0 = ObjectsFile(per_rank={"rng": {("dp", 0): b"abc"}})
 EVERY_TYPE = [
     *(None, True, -1, 1 << 64, 0.1, "ö", "\udc80", b"\0", (), [()], {1: {"a": ()}}, 1 - 0j),
     *({1, "a", (2,)}, frozenset({b"a"}), OrderedDict(a=1), Counter("aab"), defaultdict(list, a=1)),
-    *(objects_file.Size((2, 3)), objects_file.DType("bfloat16"), objects_file.Device("cuda:1")),
+    *(
+        objects_file.Size((2, 3)),
+        objects_file.DTypeValue("bfloat16"),
+        objects_file.Device("cuda:1"),
+    ),
     *(
         objects_file.NumpyScalar("<f4", b"abcd"),
-        objects_file.Array("int16", (2,), b"abcd", "numpy"),
+        objects_file.ArrayValue("int16", (2,), b"abcd", "numpy"),
     ),
     *(datetime(2024, 2, 29, 12, tzinfo=UTC), datetime(2024, 1, 1, fold=1)),
     *(date(2024, 2, 29), timedelta(-1, 2, 3), PurePosixPath("/a/b"), PureWindowsPath("C:/a")),

@@ -20,9 +20,9 @@ from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.format import objects_file
 from dist_ckpt.format.index import Node
 from dist_ckpt.format.objects_file import (
-    Array,
+    ArrayValue,
     Device,
-    DType,
+    DTypeValue,
     NumpyScalar,
     ObjectsFile,
     Size,
@@ -72,10 +72,10 @@ SCALARS = (
     | st.sampled_from(["a/b", "/", ".", "\udc80"]).map(pathlib.Path)
     | st.sampled_from(["a/b", "C:x"]).map(pathlib.PureWindowsPath)
     | st.lists(st.integers(0, 9)).map(tuple).map(Size)
-    | st.sampled_from(["float32", "bfloat16"]).map(DType)
+    | st.sampled_from(["float32", "bfloat16"]).map(DTypeValue)
     | st.just(Device("cuda:1"))
     | st.just(NumpyScalar("<f4", b"abcd"))
-    | st.just(Array("int16", (2, 1), b"abcd", "numpy"))
+    | st.just(ArrayValue("int16", (2, 1), b"abcd", "numpy"))
 )  # fmt: skip
 HASHABLE = st.integers() | st.text(max_size=3) | st.tuples(st.booleans(), st.none()) | st.binary()
 KEYS = st.text(max_size=3) | st.integers(-(1 << 70), 1 << 70)
@@ -167,7 +167,7 @@ def test_the_same_data_is_the_same_bytes_in_another_process():
     ("value", "stand_in"),
     [
         (torch.Size([2, 3]), Size((2, 3))),
-        (torch.float8_e4m3fn, DType("float8_e4m3fn")),
+        (torch.float8_e4m3fn, DTypeValue("float8_e4m3fn")),
         (torch.device("cuda", 3), Device("cuda:3")),
         (torch.device("cpu"), Device("cpu")),
         (np.float64(1.5), NumpyScalar("<f8", np.float64(1.5).tobytes())),
@@ -197,7 +197,7 @@ def real(stand_in):
     match stand_in:
         case Size(shape):
             return torch.Size(shape)
-        case DType(name):
+        case DTypeValue(name):
             return getattr(torch, name)
         case Device(name):
             return torch.device(name)
@@ -211,15 +211,15 @@ def test_what_cannot_be_made_is_damage():
     def refuse(stand_in):
         raise ValueError(f"no {stand_in}")
 
-    data = encode(ObjectsFile(values={"a": DType("float3")}))
-    with pytest.raises(CorruptError, match=r"objects.msgpack: no DType"):
+    data = encode(ObjectsFile(values={"a": DTypeValue("float3")}))
+    with pytest.raises(CorruptError, match=r"objects.msgpack: no DTypeValue"):
         decode(data, make=refuse)
 
 
 def test_neither_torch_nor_numpy_is_imported():
     code = (
         "import sys, dist_ckpt.format.objects_file as o;"
-        "v = o.decode_value(o.encode_value([o.DType('int8'), o.NumpyScalar('<f4', b'1234')]));"
+        "v = o.decode_value(o.encode_value([o.DTypeValue('int8'), o.NumpyScalar('<f4', b'1234')]));"
         "assert not {'torch', 'numpy'} & set(sys.modules), v"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -345,7 +345,7 @@ def test_a_string_of_bytes_too_long_for_msgpack_is_refused(monkeypatch):
 FILE = ObjectsFile(
     tree=(Node("", "dict", ("model", 3)), Node("model", "list", ())),
     values={"lr": 0.5, "names": ["a", "b"], "betas": (0.9, 0.95)},
-    per_rank={"rng": {0: b"x", "a": 1, ("dp", (1, "b")): {"t": Array("bool", (1,), b"\1")}}},
+    per_rank={"rng": {0: b"x", "a": 1, ("dp", (1, "b")): {"t": ArrayValue("bool", (1,), b"\1")}}},
     numpy=("w",),
     metadata={"run": "first", "tags": {"a"}},
 )
@@ -360,7 +360,7 @@ def test_a_file_decodes_to_what_was_encoded():
 
 def test_the_per_rank_values_of_a_file_are_made_too():
     made = decode(encode(FILE), make=lambda stand_in: type(stand_in).__name__)
-    assert made.per_rank["rng"]["dp", (1, "b")] == {"t": "Array"}
+    assert made.per_rank["rng"]["dp", (1, "b")] == {"t": "ArrayValue"}
 
 
 def test_every_prefix_of_a_file_is_damaged():
@@ -580,7 +580,7 @@ def test_the_type_of_times_that_msgpack_has_is_as_unknown_as_any_other(place):
 
 @pytest.mark.parametrize("shape", [(1,) * 65, (0, 1 << 62)])
 def test_an_array_that_would_not_be_read_back_is_refused(shape):
-    array = Array("float32", shape, bytes(4) if 0 not in shape else b"")
+    array = ArrayValue("float32", shape, bytes(4) if 0 not in shape else b"")
     with pytest.raises(ValueError, match=r"^x\['a'\] is an array .*: store it in"):
         check_plain({"a": array}, "x")
 
@@ -592,4 +592,10 @@ def test_a_length_that_the_data_has_not_allocates_nothing(head):
 
 
 def test_all_that_others_need_is_in_one_place():
-    assert set(objects_file.__all__) >= {"ObjectsFile", "encode", "decode", "check_plain", "Array"}
+    assert set(objects_file.__all__) >= {
+        "ObjectsFile",
+        "encode",
+        "decode",
+        "check_plain",
+        "ArrayValue",
+    }

@@ -287,7 +287,7 @@ def full_checkpoint(path: Path) -> Path:
         values={"lr": 0, "late": 1},
         per_rank={"rng": ((0, 0), (1, 1))},
     )
-    small = objects_file.Array("float32", (2,), bytes(8))
+    small = objects_file.ArrayValue("float32", (2,), bytes(8))
     files = {
         0: {
             "objects.msgpack": ObjectsFile(values={"lr": 0.5}, metadata={"note": ("a", 1)}),
@@ -295,7 +295,7 @@ def full_checkpoint(path: Path) -> Path:
         },
         1: {
             "objects-00001.msgpack": ObjectsFile(
-                values={"late": objects_file.DType("bfloat16")}, per_rank={"rng": {1: "one"}}
+                values={"late": objects_file.DTypeValue("bfloat16")}, per_rank={"rng": {1: "one"}}
             )
         },
     }
@@ -308,7 +308,7 @@ def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
         assert (ck.path, ck.step, ck.world_size) == (str(tmp_path / "ck"), 7, 2)
         assert ck.mesh == {"dp": 1, "tp": 2}
         assert ck.metadata == {"note": ("a", 1)}
-        assert ck.objects == {"lr": 0.5, "late": objects_file.DType("bfloat16")}
+        assert ck.objects == {"lr": 0.5, "late": objects_file.DTypeValue("bfloat16")}
         assert ck.per_rank == {"rng": {0: Array("float32", (2,), memoryview(bytes(8))), 1: "one"}}
         assert list(ck) == ["model.w", "model.b", "model.tied"]
         assert len(ck) == 3

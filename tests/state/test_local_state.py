@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dist_ckpt.format.index import Node
-from dist_ckpt.format.objects_file import Array
+from dist_ckpt.format.objects_file import ArrayValue
 from dist_ckpt.planning import plan
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.local_state import LocalState, take
@@ -238,10 +238,10 @@ def test_per_rank_values_have_a_key_and_no_tensors() -> None:
         rank=3,
         world_size=4,
     )
-    array = Array("int16", (2,), b"\0\0\1\0")
+    array = ArrayValue("int16", (2,), b"\0\0\1\0")
     assert local.per_rank["a"] == (3, {"x": (array, 1)})
     one = np.ones(1).tobytes()
-    assert local.per_rank["b"] == (("dp", 2), [Array("float64", (1,), one, "numpy")])
+    assert local.per_rank["b"] == (("dp", 2), [ArrayValue("float64", (1,), one, "numpy")])
     assert local.per_rank["r"][0] == 3
     assert local.inventory.per_rank == (("a", None), ("b", ("dp", 2)), ("r", None))
 

@@ -6,9 +6,9 @@ import torch
 
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format.objects_file import (
-    Array,
+    ArrayValue,
     Device,
-    DType,
+    DTypeValue,
     NumpyScalar,
     decode_value,
     encode_value,
@@ -72,8 +72,8 @@ def test_stand_ins_that_cannot_be_made_are_errors() -> None:
     with pytest.raises(ValueError, match="no device"):
         MAKE(Device("toaster:1"))
     with pytest.raises(IncompatibleError, match="float1"):
-        MAKE(DType("float1"))
+        MAKE(DTypeValue("float1"))
     with pytest.raises(ValueError, match="size"):
         MAKE(NumpyScalar("<f4", b"123"))
     with pytest.raises(IncompatibleError, match="dtype"):
-        MAKE(Array("float1", (0,), b""))
+        MAKE(ArrayValue("float1", (0,), b""))
