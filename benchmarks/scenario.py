@@ -5,7 +5,7 @@ is one table: the same work done by several contenders, a row each. A row is a `
 `Absent` that says why there is no figure; no contender is left out in silence.
 
 To add scenarios, write a module with a function `scenarios() -> list[Scenario]` and name it in
-`bench.py`.
+`python -m benchmarks`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`dc.AsyncSaver`: saves in the background, and restores; the trainer's side."""
+"""`dc.AsyncSaver`: the trainer's side of background saves, and restore."""

@@ -1,1 +1,1 @@
-"""Which live memory each saved name goes to."""
+"""Which live memory each saved name goes to, and whether it fits."""

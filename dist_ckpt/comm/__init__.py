@@ -1,1 +1,1 @@
-"""How ranks agree: exchange, liveness, the store of the job, collectives."""
+"""How ranks agree: exchanges with deadlines, who is alive, bulk collectives."""

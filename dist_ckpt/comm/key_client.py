@@ -21,7 +21,7 @@ from dist_ckpt.comm.store_thread import PART_NBYTES
 TOKEN_NBYTES = 32
 GREETING = b"dist_ckpt keys 1"
 
-# A value is at most a part of a larger one, or as much, and what `store_line` puts before it.
+# A value is at most a part of a larger one, or as much, and what `store_thread` puts before it.
 MAX_VALUE_NBYTES = PART_NBYTES + 64
 # A message is a value, or the keys of many ranks.
 MAX_MESSAGE_NBYTES = PART_NBYTES + (1 << 20)

@@ -1,1 +1,1 @@
-"""What the bytes on disk mean; pure."""
+"""What the bytes on disk mean: values, and how they are encoded."""

@@ -42,7 +42,7 @@ MAX_CELLS = 1 << 24
 
 _MAX_KEY_DEPTH = 8
 
-Holders = tuple[tuple[int, ...], ...]
+HolderTable = tuple[tuple[int, ...], ...]
 
 
 # --- encoding --------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class CatalogText:
 
 def encode_catalog(catalog: Catalog) -> dict[str, Json]:
     """Return the fields of a catalog; tables of holders that are equal become one."""
-    tables: dict[Holders, int] = {}
+    tables: dict[HolderTable, int] = {}
     layouts: list[Json] = []
     for layout in catalog.layouts:
         number = tables.setdefault(layout.holders, len(tables))
@@ -104,7 +104,7 @@ def _encode_cut(cut: Cut) -> dict[str, Json]:
     return {"regions": [[list(region.offset), list(region.shape)] for region in cut.regions]}
 
 
-def _encode_holders(holders: Holders) -> Json:
+def _encode_holders(holders: HolderTable) -> Json:
     # One rank a cell, in order: the usual sharding, whose table grows with the job.
     first = holders[0][0]
     if len(holders) > 1 and holders == tuple((first + c,) for c in range(len(holders))):
@@ -181,10 +181,10 @@ def _decode_components(value: Json, what: str) -> tuple[Component, ...]:
     return components
 
 
-def _decode_holders(value: Json, world_size: int, what: str) -> list[Holders]:
+def _decode_holders(value: Json, world_size: int, what: str) -> list[HolderTable]:
     what = f"{what}, holders"
     single = [(rank,) for rank in range(world_size)]
-    tables: list[Holders] = []
+    tables: list[HolderTable] = []
     num_cells = 0
     for table in array(value, what):
         if type(table) is dict:
@@ -192,7 +192,7 @@ def _decode_holders(value: Json, world_size: int, what: str) -> list[Holders]:
             first, count = row(each, 2, what)
             first = integer(first, 0, world_size - 1, what)
             stop = first + integer(count, 1, world_size - first, what)
-            holders: Holders = tuple(single[first:stop])
+            holders: HolderTable = tuple(single[first:stop])
         else:
             holders = tuple(_decode_ranks(ranks, world_size, what) for ranks in array(table, what))
         tables.append(holders)
@@ -209,7 +209,7 @@ def _decode_ranks(value: Json, world_size: int, what: str) -> tuple[int, ...]:
     return ranks
 
 
-def _decode_layouts(value: Json, tables: list[Holders], what: str) -> tuple[Layout, ...]:
+def _decode_layouts(value: Json, tables: list[HolderTable], what: str) -> tuple[Layout, ...]:
     layouts = []
     for number, entry in enumerate(array(value, f"{what}, layouts")):
         here = f"{what}, layout {number}"

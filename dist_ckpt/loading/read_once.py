@@ -62,7 +62,7 @@ def read_shared(
 ) -> ReadTotals:
     """Fill the targets of a reading as the plan says; what is shared is fetched once.
 
-    Collective: every rank of `agreement` calls this. It raises what `reader.read` does, and
+    Collective: every rank of `agreement` calls this. It raises what `block_reader.read` does, and
     FalloutError if another rank gives up or is lost.
     """
     work = SharedWork(ranks.channel.rank, files, plan, reading.targets, agreement.units)

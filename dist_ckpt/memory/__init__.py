@@ -1,1 +1,1 @@
-"""Where bytes come from and go to: host, torch, CUDA, shared."""
+"""Where bytes come from and go to: host memory, torch, CUDA, shared memory."""

@@ -136,7 +136,7 @@ class Array:
 
 
 class ArraySource:
-    """Row-major host bytes of a cell (`memory.Source`), or a part of them."""
+    """Row-major host bytes of a cell (`Source`), or a part of them."""
 
     __slots__ = ("_itemsize", "_shape", "_view", "_within")
 
@@ -186,7 +186,7 @@ class ArraySource:
 
 
 class ArrayTarget:
-    """Row-major host bytes that hold a cell (`memory.Target`)."""
+    """Row-major host bytes that hold a cell (`Target`)."""
 
     __slots__ = ("_itemsize", "_memory")
 

@@ -30,7 +30,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 class TensorSource:
-    """The bytes of a local tensor in row-major order (`memory.Source`).
+    """The bytes of a local tensor in row-major order (`Source`).
 
     A contiguous CPU tensor is read in place; anything else is copied as it is asked for, and
     conjugate and negative views are resolved then.
@@ -112,7 +112,7 @@ class TensorSource:
 
 
 class TensorTarget:
-    """The local tensor that holds `cell` (`memory.Target`): of the cell's shape, or 1-d if flat.
+    """The local tensor that holds `cell` (`Target`): of the cell's shape, or 1-d if flat.
 
     The tensor must not overlap itself.
     """

@@ -1,1 +1,1 @@
-"""`dc.open`, `dc.verify`, `dc.reshard`, `dc.delete`: without ranks and without torch."""
+"""`dc.open`, `dc.verify`, `dc.reshard`, `dc.delete`: without ranks or torch."""

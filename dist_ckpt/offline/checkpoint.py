@@ -19,8 +19,7 @@ from dist_ckpt import commit
 from dist_ckpt.commit.attempts import State, while_it_is_there
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.format import filenames
-from dist_ckpt.format import objects_file as objects
+from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.geometry import Region, Shape
@@ -230,7 +229,7 @@ class Checkpoint:
             if record.name == name:
                 with self._while_it_is_there():
                     data = read_objects(self._storage, self._folder, record)
-                return objects.decode(data, make=_made, what=f"{self._folder}/{name}")
+                return objects_file.decode(data, make=_made, what=f"{self._folder}/{name}")
         return None
 
 
@@ -309,7 +308,7 @@ def _bounds(entry: Slice, size: int, dim: int) -> range:
 
 def _made(stand_in: StandIn) -> object:
     """Return what we have ourselves for a stand-in."""
-    if isinstance(stand_in, objects.ArrayValue):
+    if isinstance(stand_in, objects_file.ArrayValue):
         return Array(stand_in.dtype, stand_in.shape, memoryview(stand_in.data))
     return stand_in
 

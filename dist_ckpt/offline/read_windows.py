@@ -182,7 +182,7 @@ def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[list[
 
 
 class _ItemSource:
-    """A stored item as a `memory.Source`: its bytes come out of the windows."""
+    """A stored item as a `Source`: its bytes come out of the windows."""
 
     def __init__(self, windows: Windows, item: WriteItem) -> None:
         self._windows = windows

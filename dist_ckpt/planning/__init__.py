@@ -1,1 +1,1 @@
-"""Who writes and reads which bytes; pure."""
+"""Who writes and reads which bytes: decided, not done."""

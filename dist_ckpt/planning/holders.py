@@ -105,10 +105,10 @@ def _united(layouts: Sequence[Layout]) -> Layout:
 
 # --- parts that ranks name themselves --------------------------------------------------------
 
-_Holders = Mapping[Cell, tuple[int, ...]]
+_RanksByCell = Mapping[Cell, tuple[int, ...]]
 
 
-def _holders_of_cells(layouts: Sequence[Layout], parts: Mapping[Parts, list[int]]) -> _Holders:
+def _holders_of_cells(layouts: Sequence[Layout], parts: Mapping[Parts, list[int]]) -> _RanksByCell:
     holders: dict[Cell, set[int]] = {}
     for layout in layouts:
         for number, who in enumerate(layout.holders):
@@ -119,7 +119,7 @@ def _holders_of_cells(layouts: Sequence[Layout], parts: Mapping[Parts, list[int]
     return {cell: tuple(sorted(who)) for cell, who in holders.items()}
 
 
-def _tiled(cells: _Holders, shape: Shape) -> Layout:
+def _tiled(cells: _RanksByCell, shape: Shape) -> Layout:
     for cell, ranks in cells.items():
         try:
             check_cell(cell, shape)
@@ -143,11 +143,11 @@ def _tiled(cells: _Holders, shape: Shape) -> Layout:
     return layout_of_cells({cell: cells[cell] for cell in flat or boxes})
 
 
-def _all_ranks(cells: Iterable[Cell], holders: _Holders) -> str:
+def _all_ranks(cells: Iterable[Cell], holders: _RanksByCell) -> str:
     return ranks_text(rank for cell in cells for rank in holders[cell])
 
 
-def layout_of_cells(holders: _Holders) -> Layout:
+def layout_of_cells(holders: _RanksByCell) -> Layout:
     """Return the layout of cells that tile a tensor: flat, a grid, or else a list of regions."""
     if flat := sorted(cell for cell in holders if isinstance(cell, Elements)):
         cuts = (*(cell.start for cell in flat), flat[-1].stop)
@@ -173,7 +173,7 @@ def _grid(ordered: Sequence[Region]) -> Grid | None:
     return None
 
 
-def _check_flat(ordered: Sequence[Elements], holders: _Holders, numel: int) -> None:
+def _check_flat(ordered: Sequence[Elements], holders: _RanksByCell, numel: int) -> None:
     for before, after in pairwise([Elements(0, 0), *ordered, Elements(numel, numel)]):
         if before.stop > after.start:
             raise ValueError(_overlap(before, after, holders))
@@ -184,7 +184,7 @@ def _check_flat(ordered: Sequence[Elements], holders: _Holders, numel: int) -> N
             )
 
 
-def _check_boxes(ordered: Sequence[Region], holders: _Holders, shape: Shape) -> None:
+def _check_boxes(ordered: Sequence[Region], holders: _RanksByCell, shape: Shape) -> None:
     try:
         check_tiling(ordered, shape)
     except ValueError as error:
@@ -194,7 +194,7 @@ def _check_boxes(ordered: Sequence[Region], holders: _Holders, shape: Shape) -> 
         ) from error
 
 
-def _overlaps(ordered: Sequence[Region], holders: _Holders) -> list[str]:
+def _overlaps(ordered: Sequence[Region], holders: _RanksByCell) -> list[str]:
     found: list[str] = []
     tree = BoxTree(ordered)
     for number, region in enumerate(ordered):
@@ -206,7 +206,7 @@ def _overlaps(ordered: Sequence[Region], holders: _Holders) -> list[str]:
     return found
 
 
-def _overlap(one: Cell, other: Cell, holders: _Holders) -> str:
+def _overlap(one: Cell, other: Cell, holders: _RanksByCell) -> str:
     return (
         f"[{one}] on {ranks_text(holders[one])} overlaps [{other}] on {ranks_text(holders[other])}"
     )

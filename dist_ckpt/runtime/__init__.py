@@ -1,1 +1,1 @@
-"""What Python lacks: threads, locks, the collector paused, measures."""
+"""What Python lacks: threads to leave, locks of processes, the collector paused."""

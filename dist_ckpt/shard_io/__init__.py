@@ -1,1 +1,1 @@
-"""Shards in and out of files, block by block, checked: without ranks, without torch."""
+"""Shards in and out of files, block by block, checked; without ranks or torch."""

@@ -15,7 +15,7 @@ from dist_ckpt.planning.plan import ReadItem
 from dist_ckpt.shard_io.block_reads import DIRECT_NBYTES
 from dist_ckpt.shard_io.open_files import OpenFile
 
-# So much is read at once, and used while a processor still has it cached: see `reader.BITE_NBYTES`.
+# So much is read at once, and used while a processor still has it cached: see `BITE_NBYTES`.
 ROW_NBYTES = 2 << 20
 
 # Fewer are left to be read with what lies beside them, across holes.

@@ -1,1 +1,1 @@
-"""What background saves leave in shared memory, and how it is read again."""
+"""What background saves leave in shared memory, and how it is found and read again."""

@@ -1,1 +1,1 @@
-"""What a rank holds: tensors, modules, optimizers, wrappers."""
+"""What a rank holds: tensors, modules, optimizers, and the wrappers around them."""

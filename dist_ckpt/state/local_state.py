@@ -51,7 +51,7 @@ class LocalState:
     `parts` has the local memory of each cell that the rank holds of a tensor, in the order in
     which the plan numbers them; an alias, which is no tensor of the inventory, has them too.
     `values` and `per_rank` hold checked plain data; a per-rank value is (key, value), its tensors
-    are `objects.Array`s. `owners` are the modules and optimizers of the state, by name.
+    are `ArrayValue`s. `owners` are the modules and optimizers of the state, by name.
     """
 
     inventory: Inventory

@@ -201,9 +201,8 @@ def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> HeldTensor:
             f"{local.stride()}, has no flat view: make it contiguous"
         ) from None
     cells = (Elements(shard.start, shard.start + flat.numel()),)
-    return HeldTensor(
-        dtype_name(local.dtype, fqn), shard.global_shape, plan.Parts(cells), cells, (flat,)
-    )
+    dtype = dtype_name(local.dtype, fqn)
+    return HeldTensor(dtype, shard.global_shape, plan.Parts(cells), cells, (flat,))
 
 
 def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> HeldTensor:

@@ -1,4 +1,4 @@
-"""The storage seam: the protocol, and `open_storage`."""
+"""Where checkpoints lie: the protocol, and `open_storage`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The process that writes in the background: `python -m dist_ckpt.writer`."""
+"""The other process of a background save: `python -m dist_ckpt.writer`."""

@@ -152,7 +152,7 @@ def _source_of(image: _MappedImage, plan: FilePlan, number: int) -> Source:
 
 
 class StagedSource:
-    """One shard in the image of its file (`memory.Source`). All calls but `nbytes` may wait."""
+    """One shard in the image of its file (`Source`). All calls but `nbytes` may wait."""
 
     __slots__ = ("_image", "_item", "_start", "_stop")
 

@@ -1,7 +1,7 @@
 """Whatever a crash leaves behind, what was reported saved loads, and nothing else shows.
 
-Every scenario runs the real `commit` on a `CrashStorage`, whose recording tells each state in
-which a file system may come back. The marks in it say what was reported to whom; `allowed` says
+Every scenario runs the real `commit/order.py` on a `CrashStorage`, whose recording tells each state
+in which a file system may come back. The marks in it say what was reported to whom; `allowed` says
 which checkpoints may then be seen. That the check is sharp is shown by taking things away: each
 finish and each sync, and the order of the steps.
 """

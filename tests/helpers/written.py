@@ -106,7 +106,7 @@ def rows(shape: Shape, *cuts: int, ranks: Iterable[int] | None = None) -> Layout
 
 
 class BytesSource:
-    """The bytes of a cell, lent as they are or copied into the scratch (`memory.Source`)."""
+    """The bytes of a cell, lent as they are or copied into the scratch (`Source`)."""
 
     def __init__(self, saved: Saved, cell: Cell, *, copies: bool = False) -> None:
         self._saved = saved
@@ -140,7 +140,7 @@ class BytesSource:
 
 
 class BytesTarget:
-    """The memory of a wanted cell (`memory.Target`); without `lends` it is only placed into."""
+    """The memory of a wanted cell (`Target`); without `lends` it is only placed into."""
 
     def __init__(self, itemsize: int, cell: Cell, shape: Shape, *, lends: bool = True) -> None:
         self.data = bytearray(b"\xee" * (cell.numel * itemsize))

@@ -16,12 +16,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "dist_ckpt"
 
-# A package imports itself and those after it; what lies beside them is the top.
+# A package imports itself and those after it; the rooms for `checkpointer`, `integrations` and
+# `interop` are kept free. All may import the top (errors, options, reports), which imports itself.
 ORDER = (
     "cli",
+    "checkpointer",
+    "integrations",
     "background",
     "writer",
     "offline",
+    "interop",
     "loading",
     "saving",
     "snapshots",
@@ -37,24 +41,38 @@ ORDER = (
     "runtime",
     "top",
 )
-PURE = ("planning", "format", "top")
+
+# What a reader can take in: `dist_ckpt` itself, one folder of it, one module.
+MOST_FOLDERS = 18
+MOST_FILES_BESIDE_THEM = 6
+MOST_MODULES = 17
+MOST_LINES = 400
+
+# They decide, and touch nothing: whoever calls them hands in values and gets values.
+PURE = ("planning", "format")
 THIRD_PARTY_OF_PURE = {"msgpack", "xxhash"}
-TORCH_FREE = (
-    "dist_ckpt",
-    "dist_ckpt.offline.checkpoint",
-    "dist_ckpt.offline.verify",
-    "dist_ckpt.cli",
-    "dist_ckpt.comm.store_exchange",
-    "dist_ckpt.comm.key_server",
-    "dist_ckpt.writer.process",
-    "dist_ckpt.background.writer_process",
-    "dist_ckpt.snapshots.kept",
-    "dist_ckpt.snapshots.overlay_storage",
-    "dist_ckpt.background.survivors",
+TOUCHES_THE_WORLD = {
+    *("fcntl", "io", "mmap", "select", "selectors", "shutil", "signal", "socket", "subprocess"),
+    *("tempfile", "threading"),
+}
+OPENING = r"\bopen\(|\.(read|write)_(text|bytes)\("
+OPENS_A_FILE = {"dist_ckpt.planning.sharding_config"}  # `ShardingConfig.from_file`
+
+# Whoever looks at a checkpoint, checks it or writes it in the background needs no torch.
+WITHOUT_TORCH = (
+    *("cli", "writer", "offline", "snapshots", "commit", "comm", "shard_io", "storage"),
+    *("planning", "format", "runtime", "top"),
 )
+WITH_TORCH = {
+    "dist_ckpt.comm.gloo",
+    "dist_ckpt.comm.process_group",
+    "dist_ckpt.runtime.torch_private",
+}
+# Of other packages, what starts and ends writers: it runs before a trainer has anything to save.
+WITHOUT_TORCH_TOO = ("dist_ckpt.background.survivors", "dist_ckpt.background.writer_process")
 
 # The front door imports what is asked of it; nothing else is lazy without saying why.
-LAZY_MODULE = "dist_ckpt"
+FRONT_DOORS = (PACKAGE, f"{PACKAGE}.__main__")
 LAZY_BECAUSE = re.compile(r"# noqa: PLC0415\s+\(.{10,}\)")
 
 
@@ -110,16 +128,17 @@ def modules_of_package() -> dict[str, str]:
     return sources
 
 
+FOLDERS = {path.parent.name: path for path in sorted((ROOT / PACKAGE).glob("*/__init__.py"))}
 SOURCES = modules_of_package()
 IMPORTS = [i for name, source in SOURCES.items() for i in imports_of(name, source, SOURCES)]
 
 
 def package_of(module: str) -> str:
-    """Return the folder of a module; the front doors are of the first one."""
-    if module in (PACKAGE, f"{PACKAGE}.__main__"):
+    """Return the folder of a module; the front doors, which import anything, are of the first."""
+    if module in FRONT_DOORS:
         return ORDER[0]
     folder = module.split(".")[1]
-    return folder if (ROOT / PACKAGE / folder).is_dir() else "top"
+    return folder if folder in FOLDERS else "top"
 
 
 def is_ours(module: str) -> bool:
@@ -127,7 +146,7 @@ def is_ours(module: str) -> bool:
 
 
 def wrong_arrows(imports: list[Import]) -> list[str]:
-    """Return the imports that point from a lower group to a higher one."""
+    """Return the imports that point from a lower package to a higher one."""
     return [
         f"{i}: {package_of(i.importer)} -> {package_of(i.module)}"
         for i in imports
@@ -164,7 +183,7 @@ def lazy_imports(imports: list[Import]) -> list[str]:
     return [
         str(i)
         for i in imports
-        if i.where == "function" and i.importer != LAZY_MODULE and not LAZY_BECAUSE.search(i.text)
+        if i.where == "function" and i.importer != PACKAGE and not LAZY_BECAUSE.search(i.text)
     ]
 
 
@@ -181,10 +200,53 @@ def an_import(importer: str, module: str, lazily: str = "") -> Import:
     return Import(f"{PACKAGE}.{importer}", module, 1, lazily, where)
 
 
-def test_every_folder_has_its_place_and_says_what_it_is() -> None:
-    folders = {p.parent.name: p for p in (ROOT / PACKAGE).glob("*/__init__.py")}
-    assert sorted(folders) == sorted({*ORDER, "testing"} - {"top"})
-    assert [n for n, p in folders.items() if not ast.get_docstring(ast.parse(p.read_text()))] == []
+def line_of(package: str) -> str:
+    """Return what a package says that it is: the first line of its docstring."""
+    doc = ast.get_docstring(ast.parse(FOLDERS[package].read_text())) or ""
+    return doc.split("\n")[0]
+
+
+def reached_from(module: str, graph: Mapping[str, set[str]]) -> set[str]:
+    """Return all that is imported with a module: a package comes with each of its modules."""
+    reached: set[str] = set()
+    new = {module}
+    while new:
+        reached |= new
+        folders = {m.rpartition(".")[0] for m in new if is_ours(m) and m != PACKAGE}
+        new = ({other for m in new for other in graph.get(m, ())} | folders) - reached
+    return reached
+
+
+def test_every_folder_is_a_package_that_has_its_place_and_says_what_it_is() -> None:
+    inside = {p.name for p in (ROOT / PACKAGE).iterdir() if p.is_dir()} - {"__pycache__"}
+    assert inside == FOLDERS.keys()
+    assert FOLDERS.keys() <= {*ORDER, "testing"} - {"top"}
+    assert [name for name in FOLDERS if not line_of(name).endswith(".")] == []
+
+
+def test_no_folder_and_no_module_is_more_than_a_reader_can_take_in() -> None:
+    files = {p.name for p in (ROOT / PACKAGE).iterdir() if p.is_file()}
+    assert len(FOLDERS) <= MOST_FOLDERS
+    assert len(files) <= MOST_FILES_BESIDE_THEM, files
+    for name, path in FOLDERS.items():
+        assert [p for p in path.parent.iterdir() if p.is_dir() and p.name != "__pycache__"] == []
+        modules = {p.stem for p in path.parent.glob("*.py")} - {"__init__", "__main__"}
+        assert len(modules) <= MOST_MODULES, name
+    long = {name: text.count("\n") for name, text in SOURCES.items()}
+    assert {name: lines for name, lines in long.items() if lines > MOST_LINES} == {}
+
+
+def test_the_architecture_lists_the_packages_in_the_order_of_their_imports() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", text, flags=re.M)
+    order = [name for name in (*ORDER, "testing") if name in FOLDERS]
+    assert rows == [(name, line_of(name).rstrip(".")) for name in order]
+
+
+def test_the_tests_mirror_the_packages() -> None:
+    folders = {p.name for p in (ROOT / "tests").iterdir() if p.is_dir()} - {"__pycache__"}
+    of_no_package = {"benchmarks", "golden", "gpu", "helpers", "multi_process", "repository", "top"}
+    assert folders == FOLDERS.keys() | of_no_package
 
 
 def test_imports_point_one_way() -> None:
@@ -192,9 +254,16 @@ def test_imports_point_one_way() -> None:
 
 
 def test_an_arrow_the_wrong_way_is_found() -> None:
-    assert wrong_arrows([an_import("plan", "dist_ckpt.shard_io.block_reader")])
+    assert wrong_arrows([an_import("planning.plan", "dist_ckpt.shard_io.block_reader")])
     assert wrong_arrows([an_import("format.geometry", "dist_ckpt.planning.plan")])
-    assert not wrong_arrows([an_import("loading.block_reader", "dist_ckpt.planning.plan")])
+    assert wrong_arrows([an_import("errors", "dist_ckpt.format.geometry")])
+    assert not wrong_arrows([an_import("shard_io.block_reader", "dist_ckpt.planning.plan")])
+    assert not wrong_arrows([an_import("format.geometry", "dist_ckpt.errors")])
+
+
+def test_of_the_front_door_others_take_only_the_version() -> None:
+    users = [i for i in IMPORTS if i.module == PACKAGE and i.importer not in FRONT_DOORS]
+    assert {i.text for i in users} <= {"from dist_ckpt import __version__"}
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
@@ -208,7 +277,7 @@ def test_nothing_in_the_package_imports_testing() -> None:
     assert [str(i) for i in users if package_of(i.importer) != "testing"] == []
 
 
-def test_pure_modules_import_no_third_party_but_msgpack_and_xxhash() -> None:
+def test_pure_packages_import_no_third_party_but_msgpack_and_xxhash() -> None:
     foreign = [
         str(i)
         for i in IMPORTS
@@ -217,6 +286,14 @@ def test_pure_modules_import_no_third_party_but_msgpack_and_xxhash() -> None:
         and i.module.split(".")[0] not in sys.stdlib_module_names | THIRD_PARTY_OF_PURE
     ]
     assert foreign == []
+
+
+def test_pure_packages_do_not_touch_the_world() -> None:
+    pure = {name: text for name, text in SOURCES.items() if package_of(name) in PURE}
+    hands = [str(i) for i in IMPORTS if i.importer in pure and i.module in TOUCHES_THE_WORLD]
+    assert hands == []
+    opens = {name for name, text in pure.items() if re.search(OPENING, text)}
+    assert opens == OPENS_A_FILE
 
 
 def test_imports_are_absolute_and_at_the_top() -> None:
@@ -230,21 +307,23 @@ def test_a_lazy_import_is_found_unless_it_says_why() -> None:
     assert not lazy_imports([an_import("reader", "torch", said)])
 
 
-@pytest.mark.parametrize("front_door", TORCH_FREE)
-def test_neither_torch_nor_numpy_is_reached_from(front_door: str) -> None:
+def test_torch_and_numpy_are_reached_only_where_tensors_are() -> None:
     graph = top_level_graph(IMPORTS)
-    reached: set[str] = set()
-    assert front_door in list(SOURCES)
-    new = {front_door}
-    while new:
-        reached |= new
-        new = {other for m in new for other in graph.get(m, ())} - reached
-    assert [m for m in sorted(reached) if m.split(".")[0] in ("torch", "numpy")] == []
+    with_torch = {
+        name
+        for name in SOURCES
+        if any(m.split(".")[0] in ("torch", "numpy") for m in reached_from(name, graph))
+    }
+    bound = [name for name in SOURCES if package_of(name) in WITHOUT_TORCH]
+    assert with_torch >= WITH_TORCH
+    assert with_torch & {*bound, *WITHOUT_TORCH_TOO} - WITH_TORCH == set()
 
 
 @pytest.mark.multi_process
-def test_importing_the_package_and_its_command_line_does_not_import_torch() -> None:
-    code = f"import sys, {', '.join(TORCH_FREE)}; print(*sys.modules)"
+def test_importing_what_needs_no_torch_does_not_import_it() -> None:
+    bound = [name for name in SOURCES if package_of(name) in WITHOUT_TORCH]
+    free = sorted({*bound, *WITHOUT_TORCH_TOO} - WITH_TORCH - {f"{PACKAGE}.__main__"})
+    code = f"import sys, {', '.join(free)}; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

@@ -1,7 +1,7 @@
 """The whole of `dc.save`, overwrite and delete, crashed everywhere, on one to three ranks.
 
-`test_crash_states.py` proves the commit order on small files; here the real saver, planner and
-writer run, so that no fsync is missing between them either.
+`tests/commit/test_crash_states.py` proves the commit order on small files; here the real save,
+planner and shard writer run, so that no fsync is missing between them either.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_taking_away_any_one_fsync_of_a_save_is_found(ranks):
 
         if not any(violations(CrashStorage(forget=forget), ranks, limit=20)):
             unharmed += dropped
-    # The claim's bytes matter on a full disk only; `test_crash_states.py` has that case.
+    # The claim's bytes matter on a full disk only: see `tests/commit/test_crash_states.py`.
     assert [what for what in unharmed if ".claim-" not in what] == []
 
 

@@ -1,0 +1,147 @@
+"""One idea, one word: the glossary, names of classes, and names of places in texts are true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "dist_ckpt"
+TREES = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): ast.parse(
+        path.read_text()
+    )
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+# How a writer that the version before has left is told from any other process.
+FORMER = "dist_ckpt.background_writer"
+SAYS_NOTHING = {"manager", "handler", "helper", "helpers", "util", "utils", "misc"}
+
+
+def defined_in(module: str) -> set[str]:
+    """Return the names that stand at the top of a module of the package."""
+    names: set[str] = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def exists(dotted: str) -> bool:
+    """Say whether the package has a module, or a name in a module or package, of this name."""
+    place, _, name = dotted.rpartition(".")
+    known = set(TREES) | {module.removesuffix(".__init__") for module in TREES}
+    if dotted in known:
+        return True
+    inside = [module for module in (place, f"{place}.__init__".lstrip(".")) if module in TREES]
+    return any(name in defined_in(module) for module in inside)
+
+
+def named() -> Iterator[tuple[str, str]]:
+    """Yield every name that somebody gave: of modules, classes, functions, arguments."""
+    for module, tree in TREES.items():
+        yield module, module.rpartition(".")[2]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                yield module, node.name
+            elif isinstance(node, ast.arg):
+                yield module, node.arg
+
+
+def words_of(name: str) -> set[str]:
+    """Return the words in a name, and the singular of those that end in s."""
+    words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+    return words | {word[:-1] for word in words if word.endswith("s")}
+
+
+def glossary() -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield of each row of the glossary its word, its names in code, and the words to leave out."""
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    for row in re.findall(r"^\| (?!Word|---)(.*) \|$", text, flags=re.M):
+        word, _, code, left_out = (cell.strip() for cell in row.split("|"))
+        yield word, re.findall(r"`([\w.]+)`", code), re.findall(r"`(\w+)`", left_out)
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yield every text of the repository in which a place may be named, but the history."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    for name in listed.split("\n"):
+        path = ROOT / name
+        is_text = path.suffix in {".md", ".py", ".sh", ".toml", ".yaml", ".yml", ".sbatch", ""}
+        is_history = name.startswith(("CHANGELOG", "changes/", ".git-blame"))
+        if is_text and path.is_file() and not is_history:
+            yield name, path.read_text()
+
+
+def test_the_glossary_names_what_is_in_the_code() -> None:
+    rows = list(glossary())
+    assert len(rows) > 40
+    assert [name for _, names, _ in rows for name in names if not exists(name)] == []
+
+
+def test_words_that_the_glossary_leaves_out_are_in_no_name() -> None:
+    left_out = {word for _, _, words in glossary() for word in words}
+    assert {"iteration", "manifest", "src"} <= left_out
+    used = [f"{module}: {name}" for module, name in named() if words_of(name) & left_out]
+    assert used == []
+
+
+def test_no_name_says_nothing() -> None:
+    assert [f"{m}: {name}" for m, name in named() if words_of(name) & SAYS_NOTHING] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places = defaultdict(list)
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(module)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name):  # a name for a type
+                    places[name.lstrip("_")].append(module)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_every_dotted_name_of_the_package_is_one() -> None:
+    stale = [
+        f"{name}: {found}"
+        for name, text in texts()
+        for found in re.findall(r"(?<![\w./-])dist_ckpt(?:\.[A-Za-z_]\w*)+", text)
+        if found != FORMER and not exists(known_part(found.partition(".")[2]))
+    ]
+    assert stale == []
+
+
+def known_part(dotted: str) -> str:
+    """Cut off what follows a name in a module: a method, a field, an attribute of a value."""
+    parts = dotted.split(".")
+    for number in range(len(parts), 0, -1):
+        if ".".join(parts[:number]) in set(TREES) | {m.removesuffix(".__init__") for m in TREES}:
+            return ".".join(parts[: number + 1])
+    return parts[0]
+
+
+def test_every_file_in_backquotes_is_there() -> None:
+    stale = []
+    for name, text in texts():
+        beside = (ROOT / name).parent
+        for found in set(re.findall(r"`([\w/.-]+\.(?:py|md|sh|toml|yaml|svg|jsonl))`", text)):
+            if not any((place / found).exists() for place in (ROOT, PACKAGE, beside)):
+                stale.append(f"{name}: {found}")
+    assert stale == []
