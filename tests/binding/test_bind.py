@@ -677,7 +677,7 @@ def test_a_value_that_no_file_has_is_found_before_anything_is_touched() -> None:
     saved = save({"v": 1, "p": PerRank(2)})
     for state in ({"a": 0, "v": 0}, {"a": 0, "p": PerRank(0)}):
         binding = saved.bind(state, include=["v", "p"])
-        object.__setattr__(binding._asks.saved, "values", {})
+        object.__setattr__(binding._requests.saved, "values", {})
         with pytest.raises(CorruptError, match="no objects file has it"):
             binding.check([])
         assert state["a"] == 0
