@@ -32,7 +32,7 @@ end_processes() {
         wait "$job" 2>/dev/null || true
     fi
     if [ -n "$viewer" ]; then kill "$viewer" 2>/dev/null || true; fi
-    job= frozen= viewer=
+    job='' frozen='' viewer=''
 }
 trap end_processes EXIT
 trap 'exit 130' INT TERM

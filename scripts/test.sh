@@ -6,8 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup_venv.sh
 
 bin=.venv/bin
-$bin/ruff check .
-$bin/ruff format --check .
+scripts/lint.sh
 $bin/mypy
 if [ $# -gt 0 ]; then exec $bin/python -m pytest "$@"; fi
 
