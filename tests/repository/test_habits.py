@@ -1,0 +1,111 @@
+"""What CONTRIBUTING.md tells a developer is there: recipes, fragments, pages, the API reference."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dist_ckpt
+import dist_ckpt.storage
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+API = (ROOT / "docs" / "api.md").read_text()
+# What is in changes/ besides fragments.
+OF_CHANGES_ITSELF = {"README.md", "template.md.jinja"}
+
+
+def kinds_of_change() -> set[str]:
+    return {kind["directory"] for kind in PYPROJECT["tool"]["towncrier"]["type"]}
+
+
+def is_fragment(name: str) -> bool:
+    found = re.fullmatch(r"[a-z0-9]+(?:-[a-z0-9]+)*\.([a-z]+)\.md", name)
+    return found is not None and found[1] in kinds_of_change()
+
+
+def documented(module: str) -> set[str]:
+    """Return the names of a module that the API reference takes from its docstrings."""
+    return set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", API, flags=re.M))
+
+
+def pinned() -> set[str]:
+    text = (ROOT / "constraints.txt").read_text()
+    return {normal(name) for name in re.findall(r"^([\w.-]+)==", text, flags=re.M)}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_justfile_has_the_recipes_that_contributing_names() -> None:
+    recipes = set(re.findall(r"^(\w+)(?: \*args)?:", (ROOT / "justfile").read_text(), flags=re.M))
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`just (\w+)", text))
+    assert named == recipes - {"default"}
+    assert {"setup", "lint", "types", "test", "bench", "docs"} <= named
+
+
+def test_what_the_recipes_call_is_there() -> None:
+    scripts = re.findall(r"^    (scripts/\S+)", (ROOT / "justfile").read_text(), flags=re.M)
+    assert scripts
+    assert [name for name in scripts if not (ROOT / name).stat().st_mode & 0o100] == []
+
+
+def test_a_fragment_is_a_slug_and_a_known_kind() -> None:
+    names = {path.name for path in (ROOT / "changes").iterdir()}
+    assert names >= OF_CHANGES_ITSELF
+    assert [name for name in names - OF_CHANGES_ITSELF if not is_fragment(name)] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["faster.improved.md", "faster.md", "Faster.added.md", "faster.added.rst", "12.fixed"]
+)
+def test_another_name_is_no_fragment(name: str) -> None:
+    assert not is_fragment(name)
+
+
+def test_the_kinds_that_are_explained_are_those_that_towncrier_knows() -> None:
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "changes" / "README.md").read_text(), flags=re.M)
+    assert set(table) == kinds_of_change()
+
+
+def test_every_page_of_the_docs_is_in_the_menu_of_the_site() -> None:
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    menu = re.findall(
+        r"^ +- (?:[\w ]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M
+    )
+    assert len(menu) == len(set(menu))
+    assert set(menu) == pages
+
+
+def test_every_decision_is_in_the_list_of_decisions() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"^(\d+)\. \[(.*)\]\((.*)\)$", (folder / "README.md").read_text(), re.M)
+    headings = {
+        (number, title, path.name)
+        for path in folder.glob("0*.md")
+        for number, title in re.findall(r"\A# (\d+)\. (.*)\n", path.read_text())
+    }
+    assert set(listed) == headings
+    assert len(listed) == len(list(folder.glob("0*.md")))
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    assert documented("dist_ckpt") == set(dist_ckpt.__all__)
+    assert documented("dist_ckpt.storage") == set(dist_ckpt.storage.__all__)
+
+
+def test_the_api_reference_has_every_module_of_testing() -> None:
+    modules = {path.stem for path in (ROOT / "dist_ckpt" / "testing").glob("*.py")} - {"__init__"}
+    assert documented("dist_ckpt.testing") == modules
+
+
+def test_what_the_extras_name_is_pinned() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    names = {normal(re.split(r"[\[<>=]", one)[0]) for some in extras.values() for one in some}
+    assert names - pinned() == set()
