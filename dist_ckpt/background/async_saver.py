@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -28,6 +28,7 @@ from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.saving.save import SaveOptions
 from dist_ckpt.snapshots.job_folder import check_job, job_id
+from dist_ckpt.state.containers import MutableState, State
 from dist_ckpt.storage import open_storage
 from dist_ckpt.writer.messages import Hello
 
@@ -143,7 +144,7 @@ class AsyncSaver:
 
     def save(
         self,
-        state: Mapping[str | int, object],
+        state: State,
         path: str | os.PathLike[str],
         *,
         step: int | None = None,
@@ -182,7 +183,7 @@ class AsyncSaver:
 
     def restore(
         self,
-        state: MutableMapping[str | int, object],
+        state: MutableState,
         *,
         sharding: ShardingConfig | None = None,
         strict: bool = True,

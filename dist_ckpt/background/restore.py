@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass
 
@@ -32,6 +32,7 @@ from dist_ckpt.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.snapshots.kept import KeptSave, KeptSaves, kept_saves
 from dist_ckpt.snapshots.kept_files import KeptCommitted, KeptFiles, KeptUncommitted
+from dist_ckpt.state.containers import MutableState
 from dist_ckpt.storage import Storage, open_storage
 
 _log = logging.getLogger("dist_ckpt")
@@ -40,7 +41,7 @@ _log = logging.getLogger("dist_ckpt")
 def restore_together(
     ranks: Session,
     folder: JobFolder,
-    state: MutableMapping[str | int, object],
+    state: MutableState,
     options: LoadOptions,
     storage: Storage | None = None,
 ) -> tuple[str, LoadReport] | None:

@@ -29,6 +29,7 @@ from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import Snapshot, arena_nbytes
 from dist_ckpt.snapshots.details import Details, encode_details
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS
+from dist_ckpt.state.containers import State
 from dist_ckpt.storage import open_storage
 from dist_ckpt.writer.messages import Done, Write
 
@@ -46,7 +47,7 @@ class BackgroundSave:
         self,
         ranks: Session,
         job: Callable[[], Job],
-        state: Mapping[str | int, object],
+        state: State,
         path: str | os.PathLike[str],
         options: SaveOptions,
     ) -> None:

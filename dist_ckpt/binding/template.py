@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dist_ckpt.format.index import Key
 from dist_ckpt.planning.plan import View
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.state.containers import PathKey
+from dist_ckpt.state.containers import State
 from dist_ckpt.state.local_state import mesh_of
 from dist_ckpt.state.optimizers import ParameterName, name_parameters
 from dist_ckpt.state.sharding_rules import Rules
@@ -49,7 +49,7 @@ class Template:
 
 
 def survey(
-    state: Mapping[PathKey, object],
+    state: State,
     *,
     sharding: ShardingConfig | None,
     rank: int,

@@ -33,7 +33,7 @@ MAX_TEXT = 2000
 # How often the attempts at a path may change while somebody looks for the highest.
 ROUNDS = 16
 
-State = Literal["open", "committed", "abandoned", "damaged", "incompatible"]
+AttemptState = Literal["open", "committed", "abandoned", "damaged", "incompatible"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Status:
     """
 
     attempt: Attempt
-    state: State
+    state: AttemptState
     modified_at: float
     nbytes: int
 
@@ -218,7 +218,7 @@ def _status(storage: Storage, path: str, attempt: Attempt, made_at: float) -> St
     try:
         document = read_index(storage, path, attempt)
     except CorruptError:
-        state: State = "damaged"
+        state: AttemptState = "damaged"
     except IncompatibleError:
         state = "incompatible"
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from torch.distributed import ProcessGroup
@@ -34,6 +34,7 @@ from dist_ckpt.shard_io.block_reader import Nowhere, Reading, ReadTotals, read, 
 from dist_ckpt.shard_io.open_files import OpenFiles, open_files, read_objects
 from dist_ckpt.snapshots.kept_files import KeptFiles, KeptOnHost, NoneKept
 from dist_ckpt.snapshots.overlay_storage import SnapshotStorage
+from dist_ckpt.state.containers import MutableState
 from dist_ckpt.state.plain_torch import MAKE
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
@@ -49,7 +50,7 @@ OBJECTS = "objects"
 
 
 def load(
-    state: MutableMapping[str | int, object],
+    state: MutableState,
     path: str | os.PathLike[str],
     *,
     sharding: ShardingConfig | None = None,
@@ -94,7 +95,7 @@ def load(
 
 def load_together(
     ranks: Session,
-    state: MutableMapping[str | int, object],
+    state: MutableState,
     path: str | os.PathLike[str],
     options: LoadOptions,
     storage: Storage | None = None,
@@ -122,7 +123,7 @@ class _Load:
     def __init__(
         self,
         ranks: Session,
-        state: MutableMapping[str | int, object],
+        state: MutableState,
         path: str | os.PathLike[str],
         options: LoadOptions,
         storage: Storage | None,

@@ -16,7 +16,7 @@ from types import EllipsisType
 from typing import SupportsIndex
 
 from dist_ckpt import commit
-from dist_ckpt.commit.attempts import State, while_it_is_there
+from dist_ckpt.commit.attempts import AttemptState, while_it_is_there
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.format import filenames, objects_file
@@ -341,7 +341,7 @@ class CheckpointSummary:
 
     name: str
     path: str
-    state: State
+    state: AttemptState
     step: int | None = None
     world_size: int | None = None
     num_tensors: int | None = None

@@ -27,6 +27,7 @@ from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.saving.agreement import CachedPlan
 from dist_ckpt.saving.replica_samples import digest_sample, members_digest
 from dist_ckpt.shard_io.shard_writer import RankFiles
+from dist_ckpt.state.containers import State
 from dist_ckpt.state.local_state import LocalState, take
 
 
@@ -50,7 +51,7 @@ class HeldState:
     def __init__(
         self,
         ranks: Session,
-        state: Mapping[str | int, object],
+        state: State,
         sharding: ShardingConfig | None,
     ) -> None:
         self._ranks = ranks

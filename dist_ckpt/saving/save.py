@@ -27,6 +27,7 @@ from dist_ckpt.saving.agreement import CachedPlan, PlanAgreement
 from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest, Verdict
 from dist_ckpt.saving.held_state import HeldState
 from dist_ckpt.shard_io.shard_writer import write_all
+from dist_ckpt.state.containers import State
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
 
@@ -61,7 +62,7 @@ class SaveOptions:
 
 
 def save(
-    state: Mapping[str | int, object],
+    state: State,
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
@@ -87,7 +88,7 @@ def save(
 
 def save_together(
     ranks: Session,
-    state: Mapping[str | int, object],
+    state: State,
     path: str | os.PathLike[str],
     options: SaveOptions,
     storage: Storage | None = None,
@@ -103,7 +104,7 @@ class _Save:
     def __init__(
         self,
         ranks: Session,
-        state: Mapping[str | int, object],
+        state: State,
         path: str | os.PathLike[str],
         options: SaveOptions,
         storage: Storage | None,

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
 
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format.plain_types import FACTORIES
 
 PathKey = str | int
+
+# What is saved, and what is loaded into. Its keys are `PathKey`s, which `tree.read_state` checks,
+# but are not typed so: to a type checker no `dict[str, Any]` is a mapping with keys `str | int`,
+# and no `dict[str, nn.Module]` is one that anything may be put into.
+State = Mapping[Any, object]
+MutableState = MutableMapping[Any, Any]
 
 # Of containers in containers, in a state and in a checkpoint.
 MAX_DEPTH = 100

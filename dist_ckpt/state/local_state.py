@@ -17,7 +17,7 @@ from dist_ckpt.memory.protocol import Source
 from dist_ckpt.memory.torch_tensor import TensorSource, synchronize
 from dist_ckpt.planning.plan import Flattened, Inventory, NameList, Placed, TensorEntry, View, Whole
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.state.containers import PathKey, join
+from dist_ckpt.state.containers import PathKey, State, join
 from dist_ckpt.state.local_tensors import is_ordinary
 from dist_ckpt.state.optimizers import ParameterName, name_parameters, optimizer_tree
 from dist_ckpt.state.plain_torch import without_tensors
@@ -93,7 +93,7 @@ class LocalState:
 
 
 def take(
-    state: Mapping[PathKey, object],
+    state: State,
     *,
     sharding: ShardingConfig | None,
     rank: int,

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.strict_json import is_text
-from dist_ckpt.state.containers import MAX_DEPTH, PathKey, entries_of, join, kind_of
+from dist_ckpt.state.containers import MAX_DEPTH, PathKey, State, entries_of, join, kind_of
 from dist_ckpt.state.local_tensors import PLAIN, from_numpy
 from dist_ckpt.state.modules import ModuleState, module_state
 from dist_ckpt.state.tensors import is_tensor_leaf
@@ -116,7 +116,7 @@ Tree = (
 )
 
 
-def read_state(state: Mapping[PathKey, object]) -> Branch:
+def read_state(state: State) -> Branch:
     """Read a state. Raises TypeError or ValueError for what is no state at all."""
     if not isinstance(state, Mapping):
         raise TypeError(
