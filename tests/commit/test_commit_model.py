@@ -420,24 +420,30 @@ def commit_replaces_the_index(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(order, "put_index", replace)
 
 
+def patch_abandon(patch: pytest.MonkeyPatch, abandon: Callable[..., bool]) -> None:
+    """Have savers and late ranks abandon in another way."""
+    for module in (commit, order):
+        patch.setattr(module, "abandon", abandon)
+
+
 def lost_replies_are_failures(patch: pytest.MonkeyPatch) -> None:
     def put(storage: Storage, path: str, attempt: Attempt, temporary: str) -> None:
         storage.rename(temporary, f"{path}/{attempt}/{filenames.INDEX}")
 
     patch.setattr(order, "put_index", put)
-    patch.setattr(order, "abandon", lambda *_, **__: True)
+    patch_abandon(patch, lambda *_, **__: True)
 
 
 def ranks_look_instead_of_abandoning(patch: pytest.MonkeyPatch) -> None:
     def look(storage: Storage, path: str, attempt: Attempt, **_: object) -> bool:
         return not isinstance(attempts.read_index(storage, path, attempt), Index)
 
-    patch.setattr(order, "abandon", look)
+    patch_abandon(patch, look)
 
 
 def what_exists_counts_as_abandoned(patch: pytest.MonkeyPatch) -> None:
     abandon = attempts.abandon
-    patch.setattr(order, "abandon", lambda *where, **why: abandon(*where, **why) or True)
+    patch_abandon(patch, lambda *where, **why: abandon(*where, **why) or True)
 
 
 def supersede_removes_higher_ones_too(patch: pytest.MonkeyPatch) -> None:
@@ -446,7 +452,7 @@ def supersede_removes_higher_ones_too(patch: pytest.MonkeyPatch) -> None:
             if other != attempt:
                 commit.remove(storage, path, other)
 
-    patch.setattr(order, "supersede", supersede)
+    patch.setattr(commit, "supersede", supersede)
 
 
 def supersede_comes_before_the_commit(patch: pytest.MonkeyPatch) -> None:
@@ -466,7 +472,7 @@ def readers_look_once(patch: pytest.MonkeyPatch) -> None:
                 return attempt, index
         raise NotFoundError(path)
 
-    patch.setattr(order, "find", find)
+    patch.setattr(commit, "find", find)
 
 
 @pytest.mark.parametrize(
