@@ -78,12 +78,12 @@ def resume(saver: dc.AsyncSaver, state: State, root: str) -> int:
     if saver.restored is not None:
         say(f"resumed from memory on {world_size()} rank(s): {saver.restored}")
     there = checkpoints_in(root) if Path(root).is_dir() else ()
-    committed = [checkpoint for checkpoint in there if checkpoint.state == "committed"]
-    newest = max(committed, key=lambda checkpoint: checkpoint.step, default=None)
-    if newest is not None and newest.step > step:
-        report = dc.load(state, newest.path)
+    paths = {one.step: one.path for one in there if one.state == "committed" and one.step}
+    newest = max(paths, default=0)
+    if newest > step:
+        report = dc.load(state, paths[newest])
         say(f"resumed from disk on {world_size()} rank(s): {report}")
-        step = newest.step
+        step = newest
     return step
 
 
@@ -108,7 +108,8 @@ class Attention(nn.Module):
             for w in (self.wq, self.wk, self.wv)
         )
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+        out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
 
 
 class FeedForward(nn.Module):
@@ -120,7 +121,8 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(4 * dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
 
 
 class Block(nn.Module):
@@ -135,7 +137,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
+        out: Tensor = x + self.ffn(self.ffn_norm(x))
+        return out
 
 
 class GPT(nn.Module):
@@ -336,7 +339,7 @@ def write_digests(
     lines = []
     for fqn, tensor in whole_tensors(model, optimizer):
         data = tensor.cpu().flatten().view(torch.uint8).numpy()
-        lines.append(f"{hashlib.sha256(data).hexdigest()}  {fqn}\n")
+        lines.append(f"{hashlib.sha256(data.data).hexdigest()}  {fqn}\n")
     if rank() == 0:
         Path(args.digest_out).mkdir(parents=True, exist_ok=True)
         Path(args.digest_out, name).write_text("".join(sorted(lines)))

@@ -17,6 +17,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -57,7 +59,7 @@ def our_torn_overwrite(folder: Path) -> str:
     def ranks(rank: int) -> None:
         dc.save({"w": sharded(1.0)}, folder)
         if rank == 1:
-            os.fsync = lambda _: os._exit(9)
+            os.fsync = lambda fd: os._exit(9)
         dc.save({"w": sharded(2.0)}, folder, overwrite=True)
 
     run_ranks(folder, ranks)
@@ -194,6 +196,7 @@ def dcp_reused_buffers(folder: Path) -> str:
         state["w"].fill_(2.0)
         writer.stage(state)  # the next save's staging
         may_write.set()
+        assert isinstance(handle, Future)
         handle.result(timeout=RANKS_LIMIT_S)
 
     run_ranks(second, ranks, count=1)
@@ -216,6 +219,7 @@ def dcp_stale_plan(folder: Path) -> str:
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         dcp.save({"w": tensor}, checkpoint_id=folder / name, planner=planner)
     found = dcp.FileSystemReader(folder / "2").read_metadata().state_dict_metadata["w"]
+    assert isinstance(found, TensorStorageMetadata)
     whole = folder / "whole.pt"
     dcp_to_torch_save(folder / "2", whole)
     loaded = torch.load(whole)  # noqa: TID251  (torch's own file)
@@ -275,7 +279,7 @@ def full_disk(is_for_thread: Callable[[], bool]) -> Iterator[None]:
     """Let the disk be full, for anything larger than a few notes."""
     fsync = os.fsync
 
-    def failing(fd: int) -> None:
+    def failing(fd: Any) -> None:
         status = os.fstat(fd)
         if is_for_thread() and stat.S_ISREG(status.st_mode) and status.st_size > 4000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

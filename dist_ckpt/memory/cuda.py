@@ -50,8 +50,7 @@ class Mark:
     def __init__(self, streams: Mapping[torch.device, Stream]) -> None:
         # One that blocks sleeps until it is reached; others keep a core busy.
         self._events = {
-            device: stream.record_event(Event(blocking=True))  # type: ignore[no-untyped-call]
-            for device, stream in streams.items()
+            device: stream.record_event(Event(blocking=True)) for device, stream in streams.items()
         }
 
     def reached(self) -> None:
@@ -119,7 +118,7 @@ class SideStreams:
             for device in devices:
                 training[device] = torch.cuda.current_stream(device)
                 if device not in self._streams:
-                    self._streams[device] = Stream(device)  # type: ignore[no-untyped-call]
+                    self._streams[device] = Stream(device)
                 own[device] = self._streams[device]
                 own[device].wait_stream(training[device])
                 stack.enter_context(torch.cuda.stream(own[device]))
@@ -148,7 +147,7 @@ class Fence:
         self.join()
         if self._hook is None:
             # A compiler that looks into a step would keep the events of one save in its code.
-            hold = torch.compiler.disable(self._hold)  # type: ignore[no-untyped-call]
+            hold = torch.compiler.disable(self._hold)
             self._hook = register_optimizer_step_pre_hook(
                 lambda *_: hold() if self._end is not None else None
             )
@@ -213,7 +212,7 @@ class PinnedMemory:
     def __init__(self, view: memoryview, device: torch.device) -> None:
         self.view = view
         self._device = device
-        self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._runtime = torch.cuda.cudart()
         address, nbytes = address_of(view), view.nbytes
         # That of CUDA, 0 if it is pinned.
         self.error = int(

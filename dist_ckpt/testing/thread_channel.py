@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from dist_ckpt.comm.collective import NAME_NBYTES, Bodies, Transfer, distinct, name_of
 from dist_ckpt.comm.exchange import FalloutError
 from dist_ckpt.comm.store_exchange import StoreChannel
+from dist_ckpt.comm.store_thread import Store
 from dist_ckpt.config import Config
 from dist_ckpt.errors import RankError
 from dist_ckpt.reports import Tally
@@ -74,7 +75,7 @@ class ThreadChannel(StoreChannel):
 
     def __init__(
         self,
-        store: ThreadStore,
+        store: Store,
         rank: int,
         world_size: int,
         config: Config = TEST_CONFIG,

@@ -50,7 +50,8 @@ def test_a_save_that_is_durable_has_its_report(writer, fake):
     handle = handle_of(writer, "a")
     assert not handle.done()
     fake.settle("a")
-    assert handle.result(SOON_S) == handle.result(0) == "report of a"
+    expected: Any = "report of a"
+    assert handle.result(SOON_S) == handle.result(0) == expected
     assert handle.done()
     assert not handle.skipped
     assert not handle.superseded

@@ -29,11 +29,13 @@ from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.writer.messages import Close, Hello
 from fake_writers import SOON_S, FakeWriter, order
 
+MakeJob = Callable[..., tuple[Job, FakeWriter]]
+
 FULL = Failure("StorageError", "rank 0 (host a): the disk is full", 0, "write")
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeJob]:
     """Return a function that makes a rank's part of a job."""
     monkeypatch.setattr(job_folder, "SHARED_MEMORY", str(tmp_path))
     fakes: list[FakeWriter] = []

@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import dist_ckpt as dc  # noqa: E402
-import kept_checkpoints as kept  # noqa: E402
-from arena_processes import program  # noqa: E402
-from dist_ckpt.commit import attempts  # noqa: E402
-from dist_ckpt.format.filenames import parse_attempt  # noqa: E402
-from dist_ckpt.snapshots import job_folder  # noqa: E402
-from dist_ckpt.snapshots.arena_layout import Snapshot  # noqa: E402
-from dist_ckpt.snapshots.arenas import Arenas  # noqa: E402
-from dist_ckpt.snapshots.job_folder import JobFolder, job_id  # noqa: E402
-from dist_ckpt.snapshots.kept import KeptSnapshot  # noqa: E402
-from dist_ckpt.storage import open_storage  # noqa: E402
+
+import dist_ckpt as dc
+import kept_checkpoints as kept
+from arena_processes import program
+from dist_ckpt.commit import attempts
+from dist_ckpt.format.filenames import parse_attempt
+from dist_ckpt.snapshots import job_folder
+from dist_ckpt.snapshots.arena_layout import Snapshot
+from dist_ckpt.snapshots.arenas import Arenas
+from dist_ckpt.snapshots.job_folder import JobFolder, job_id
+from dist_ckpt.snapshots.kept import KeptSnapshot
+from dist_ckpt.storage import open_storage
 
 
 @pytest.fixture
@@ -244,7 +245,7 @@ def overwritten(path: Path) -> tuple[kept.Saved, kept.Saved]:
     return first, second
 
 
-LATER = {"overwrite": True, "began_at": 1e12}
+LATER: dict[str, Any] = {"overwrite": True, "began_at": 1e12}
 # Before the one that is there, which somebody else has put there since.
 EARLIER = {"overwrite": True}
 

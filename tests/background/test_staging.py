@@ -128,7 +128,10 @@ def test_a_writer_is_told_only_of_what_is_staged_without_a_gap(arena: Arena) -> 
         may.set()
         return second(number)
 
-    held_up = replace(files, sources=(lambda number: Slow(first(number), may), read_second))
+    def read_first(number: int) -> Any:
+        return Slow(first(number), may)
+
+    held_up = replace(files, sources=(read_first, read_second))
     staged(arena, held_up)
     assert seen == [0]
 

@@ -127,8 +127,8 @@ class LateSave:
 @multi_process
 def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    words = ["--quick", "--only", "small", "--contenders", "--dir", tmp_path, "--json", out]
-    command = [sys.executable, "-m", "benchmarks", *words]
+    words = ["--quick", "--only", "small", "--contenders", "--dir", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", *words, "--json", str(out)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -148,8 +148,15 @@ def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -
 @multi_process
 def test_a_quick_run_measures_background_saves(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    words = ["--quick", "--only", "background", "--contenders", "--dir", tmp_path, "--json", out]
-    command = [sys.executable, "-m", "benchmarks", *words]
+    words = [
+        "--quick",
+        "--only",
+        "background",
+        "--contenders",
+        f"--dir={tmp_path}",
+        f"--json={out}",
+    ]
+    command = [sys.executable, "-m", "benchmarks", *words, "--json", str(out)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )

@@ -107,7 +107,8 @@ def test_the_inventory_and_the_index_of_regular_layouts_name_no_chunks() -> None
 
     def nbytes(world_size: int, count: int) -> tuple[int, int]:
         save = SimulatedSave(simulated.fsdp(world_size, count))
-        return len(simulated.fsdp(world_size, count).bodies[0][0]), len(save.run() and save.index())
+        save.run()
+        return len(simulated.fsdp(world_size, count).bodies[0][0]), len(save.index())
 
     few, ranks, tensors, both = (nbytes(*n) for n in ((16, 10), (256, 10), (16, 160), (256, 160)))
     for one, more, other, all_more in zip(few, ranks, tensors, both, strict=True):

@@ -56,8 +56,8 @@ def test_tensors_are_filled_in_place_and_values_replaced() -> None:
     t = torch.arange(6.0).reshape(2, 3)
     saved = save({"a": {"x": [t, 1], "y": {"p": (1, 2)}}, "step": 3, "none": None})
     target = torch.zeros(2, 3)
-    state = {"a": {"x": [target, 0], "y": {"q": 5}}, "step": 0, "none": 0}
-    inner, values = state["a"], state["a"]["x"]  # type: ignore[index]
+    state: dict[str, Any] = {"a": {"x": [target, 0], "y": {"q": 5}}, "step": 0, "none": 0}
+    inner, values = state["a"], state["a"]["x"]
     binding = load(saved, state)
     assert state == {"a": {"x": [target, 1], "y": {"p": (1, 2)}}, "step": 3, "none": None}
     assert state["a"] is inner
@@ -116,10 +116,10 @@ def test_without_strict_names_may_be_missing_but_shapes_must_fit() -> None:
 
 def test_nothing_is_touched_when_there_is_a_problem() -> None:
     saved = save({"a": torch.ones(2), "b": 1, "c": torch.ones(1)})
-    state = {"a": torch.zeros(2), "b": 0, "c": torch.zeros(2), "d": {}}
+    state: dict[str, Any] = {"a": torch.zeros(2), "b": 0, "c": torch.zeros(2), "d": {}}
     refuses(state, saved, "shape")
     assert state["b"] == 0
-    assert not state["a"].any()  # type: ignore[union-attr]
+    assert not state["a"].any()
 
 
 def test_names_are_matched_whatever_the_class_of_the_keys() -> None:
@@ -160,7 +160,7 @@ def test_numpy_arrays_are_filled_in_place_and_read_only_ones_replaced() -> None:
     fixed = np.zeros(3, np.int64)
     fixed.flags.writeable = False
     live = np.zeros(3, np.int64)
-    state = {"a": live, "b": fixed, "t": np.zeros(2, np.float32)}
+    state: dict[str, Any] = {"a": live, "b": fixed, "t": np.zeros(2, np.float32)}
     load(saved, state)
     assert state["a"] is live
     assert live.tolist() == [0, 1, 2]
@@ -199,8 +199,9 @@ def test_an_empty_state_takes_everything_with_its_types() -> None:
     assert type(state["s"]) is torch.Size
     assert type(state["k"]) is np.float32
     assert type(state["own"]) is PerRank
-    assert torch.equal(state["own"].value["x"], torch.ones(1))
-    assert type(state["own"].value["y"]) is np.ndarray
+    own: Any = state["own"].value
+    assert torch.equal(own["x"], torch.ones(1))
+    assert type(own["y"]) is np.ndarray
     assert list(state["model"]) == ["weight", "bias"]
 
 
@@ -208,11 +209,11 @@ def test_none_and_an_empty_mapping_in_the_state_take_what_was_saved_there() -> N
     saved = save({"a": {"t": torch.ones(1)}, "b": {"t": torch.ones(1)}, "c": 3, "d": {"x": 1}})
     empty: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    state = {"a": empty, "b": None, "c": None, "d": values}
+    state: dict[str, Any] = {"a": empty, "b": None, "c": None, "d": values}
     load(saved, state)
     assert state["a"] is empty
     assert empty["t"] == 1
-    assert state["b"]["t"] == 1  # type: ignore[index]
+    assert state["b"]["t"] == 1
     assert state["c"] == 3
     assert state["d"] is values
     assert values == {"x": 1}
@@ -586,10 +587,11 @@ def test_include_and_exclude_cut_both_sides() -> None:
 
 
 def test_renamed_names_go_where_the_state_has_them() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    layer, target_layer = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    model = nn.Sequential(layer)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
     saved = save({"encoder": model, "optim": optimizer, "step": 3, "old": 1})
-    target = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(2, 2, bias=False))})
+    target = nn.ModuleDict({"backbone": nn.Sequential(target_layer)})
     other = torch.optim.Adagrad(target.parameters())
     other.state.clear()
     state = {"model": target, "opt": other, "n": {"step": 0, "t": torch.ones(1)}}
@@ -601,8 +603,8 @@ def test_renamed_names_go_where_the_state_has_them() -> None:
         "old": None,
     }
     binding = load(saved, state, rename=rename, exclude="n.t")
-    assert torch.equal(target["backbone"][0].weight, model[0].weight)  # type: ignore[index]
-    assert "sum" in other.state[target["backbone"][0].weight]  # type: ignore[index]
+    assert torch.equal(target_layer.weight, layer.weight)
+    assert "sum" in other.state[target_layer.weight]
     assert other.param_groups[0]["lr"] == 0.5
     assert state["n"]["step"] == 3  # type: ignore[index]
     assert binding.dropped == ("old",)

@@ -16,7 +16,7 @@ views = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted)
 @given(st.lists(views, max_size=6), st.booleans())
 def test_tensors_that_share_a_byte_are_found_and_no_others(ends, is_split):
     memory = torch.zeros(SIZE, dtype=torch.uint8)
-    tensors = [(memory[start:stop],) for start, stop in ends]
+    tensors: list[tuple[torch.Tensor, ...]] = [(memory[start:stop],) for start, stop in ends]
     if is_split:
         # Parts of one tensor may share with each other.
         tensors = [(*parts, *parts) for parts in tensors]

@@ -13,7 +13,9 @@ import dist_ckpt as dc
 from dist_ckpt import cli
 from dist_ckpt.cli import changing
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 
 @pytest.fixture
@@ -24,13 +26,14 @@ def run(capsys):
         with pytest.raises(SystemExit) as exit_:
             cli.main([str(argument) for argument in arguments])
         out, err = capsys.readouterr()
+        assert isinstance(exit_.value.code, int)
         return exit_.value.code, out, err
 
     return run
 
 
 @pytest.fixture
-def checkpoint(tmp_path) -> Path:
+def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "run" / "step-00000007"
     state = {
         "model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(4)},

@@ -168,12 +168,12 @@ def test_of_several_errors_the_lowest_ranks_is_raised_and_the_others_are_named()
 
 
 def test_where_an_error_happened_is_told_once_however_far_it_travels():
-    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> None:
         channel.enter("save")
         try:
             channel.exchange("write", raising(ValueError("bad")) if rank == 1 else int, len)
         except ValueError as error:
-            return channel.exchange("give up", raising(error), len)
+            channel.exchange("give up", raising(error), len)
         finally:
             channel.leave()
 

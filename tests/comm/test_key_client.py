@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 
 import tests.comm.test_exchange as test_channel
 from dist_ckpt.comm import key_client, store_thread
+from dist_ckpt.comm.exchange import NoAnswerError
 from dist_ckpt.comm.key_client import (
     MAX_KEY_CHARS,
     MAX_MESSAGE_NBYTES,
@@ -246,7 +249,7 @@ def test_thousands_of_exchanges_do_not_grow_it():
                 for _ in range(300):
                     test_channel.ask(channel, lambda: bytes(100), len)
 
-        in_threads([lambda rank=rank: run(rank) for rank in range(3)])
+        in_threads([partial(run, rank) for rank in range(3)])
 
 
 def in_threads(calls: list[Callable[[], None]]) -> None:
@@ -274,7 +277,7 @@ def test_a_rank_whose_key_server_goes_is_told_at_once():
         channel = thread_channel.ThreadChannel(client, 1, 2)
         channel.enter("save")
         threading.Timer(0.1, server.close).start()
-        with pytest.raises(test_channel.NoAnswerError, match="the key server at"):
+        with pytest.raises(NoAnswerError, match="the key server at"):
             channel.exchange("agree", int, len)
         channel.leave()
         channel.close()
@@ -417,7 +420,7 @@ def test_whoever_announces_a_message_of_no_possible_size_is_cut_off(length):
         assert_serves(server)
 
 
-PLAIN = st.recursive(
+PLAIN: st.SearchStrategy[Any] = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(1 << 63), (1 << 64) - 1)
@@ -430,7 +433,8 @@ PLAIN = st.recursive(
 @given(st.binary(max_size=40) | PLAIN.map(pack) | st.lists(PLAIN, max_size=4).map(pack))
 def test_any_bytes_are_answered_or_a_value_error(body):
     with suppress(ValueError):
-        assert unpack(answer(KeyTable(Limits()), body))[0] in ("done", "refused")
+        reply: Any = unpack(answer(KeyTable(Limits()), body))
+        assert reply[0] in ("done", "refused")
 
 
 def test_a_client_that_dies_within_a_message_leaves_nothing():
@@ -768,11 +772,11 @@ def test_a_connection_with_oneself_is_none(monkeypatch):
     """It comes about where nobody listens at a port that the system also gives to clients."""
 
     class Mirror(socket.socket):
-        def connect(self, _: tuple[str, int]) -> None:
+        def connect(self, _: Any) -> None:
             self.bind(("127.0.0.1", 0))
             super().connect(self.getsockname())
 
-    monkeypatch.setattr(key_client.socket, "socket", Mirror)
+    monkeypatch.setattr(socket, "socket", Mirror)
     with pytest.raises(ConnectionError, match="nobody listens there"):
         KeyClient(("127.0.0.1", free_port()), TOKEN, connect_s=0.2, timeout_s=LONG_S)
 

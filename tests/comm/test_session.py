@@ -77,7 +77,7 @@ def test_a_launcher_of_one_rank_needs_no_process_group(monkeypatch, text):
 
 def test_a_group_without_an_initialised_torch_distributed_is_told_the_line_to_add():
     with pytest.raises(ValueError, match=r"init_process_group\(\)"):
-        session_of(object())
+        session_of(object())  # type: ignore[arg-type]
 
 
 def test_options_come_from_the_environment(monkeypatch):

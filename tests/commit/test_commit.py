@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -210,10 +211,11 @@ def test_a_claim_that_fails_at_any_call_leaves_nothing_behind(done, older):
         commit.claim(storage, PATH, overwrite=older, by="me")
 
     for n in range(1, _num_calls(act, begin) + 1):
-        storage = FaultyStorage(MemoryStorage(begin.tree()), fail_at_call=n, done=done)
+        disk = MemoryStorage(begin.tree())
+        storage = FaultyStorage(disk, fail_at_call=n, done=done)
         with pytest.raises(CheckpointError):
             act(storage)
-        assert storage.inner.tree() == begin.tree(), storage.failed
+        assert disk.tree() == begin.tree(), storage.failed
 
 
 def test_a_fault_while_a_dead_save_is_swept_does_not_fail_the_claim_for_nothing():
@@ -330,11 +332,11 @@ class _Flipping(MemoryStorage):
     """Stores one wrong bit in every index."""
 
     def create(self, path: str, nbytes: int) -> WritableFile:
-        file = super().create(path, nbytes)
+        file: Any = super().create(path, nbytes)
         if ".index-" in path:
             write_at = file.write_at
             file.write_at = lambda offset, data: write_at(offset, bytes([data[0] ^ 1]) + data[1:])
-        return file
+        return cast("WritableFile", file)
 
 
 def test_an_index_that_reads_back_as_something_else_is_not_committed():
@@ -371,10 +373,10 @@ class _Lossy(MemoryStorage):
     """Swallows what is written into every index, and says that all is well."""
 
     def create(self, path: str, nbytes: int) -> WritableFile:
-        file = super().create(path, nbytes)
+        file: Any = super().create(path, nbytes)
         if ".index-" in path:
             file.write_at = lambda offset, data: None
-        return file
+        return cast("WritableFile", file)
 
 
 def test_a_write_that_was_swallowed_is_noticed():

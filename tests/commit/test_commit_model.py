@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +21,7 @@ from dist_ckpt.commit import Claim, attempts, order, removal
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt, parse_attempt
-from dist_ckpt.format.index import Index
+from dist_ckpt.format.index import Abandoned, Index
 from dist_ckpt.storage import Storage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from model import Call, Files, Model, Outcome, Program, Replay, State
@@ -145,17 +146,19 @@ def prefix_of(name: str) -> str:
 
 
 @functools.cache
-def _decoded(data: bytes) -> object:
+def _decoded(data: bytes) -> Index | Abandoned:
     return index_json.decode(data)
 
 
 def committed_in(files: Files) -> dict[Attempt, Index]:
-    found = {}
+    found: dict[Attempt, Index] = {}
     for path, data in files.items():
         folder, _, name = path.rpartition("/")
         attempt = parse_attempt(folder.removeprefix(f"{PATH}/"))
-        if name == filenames.INDEX and attempt and data and isinstance(_decoded(data), Index):
-            found[attempt] = _decoded(data)
+        if name == filenames.INDEX and attempt and data:
+            document = _decoded(data)
+            if isinstance(document, Index):
+                found[attempt] = document
     return found
 
 
@@ -170,16 +173,21 @@ def wrong(state: State) -> str | None:
     committed = committed_in(state.files)
     if committed:
         highest = max(committed)
+        step = committed[highest].step
+        assert step is not None
         for file in committed[highest].files:
             name = f"{PATH}/{highest}/{filenames.shard_file('model', file.rank)}"
-            if state.files.get(name) != content(committed[highest].step, file.rank):
+            if state.files.get(name) != content(step, file.rank):
                 return "a checkpoint shows that is not whole"
-    last = max([*committed, *state.notes], default=Attempt(0, ""))
+    deleted = cast("frozenset[Attempt]", state.notes)
+    last = max([*committed, *deleted], default=Attempt(0, ""))
     for outcome in state.outcomes.values():
         if outcome is None:
             continue
-        if outcome.what == "saved" and last < outcome.attempt:
-            return "what was reported saved is gone, and nobody deleted it"
+        if outcome.what == "saved":
+            assert outcome.attempt is not None
+            if last < outcome.attempt:
+                return "what was reported saved is gone, and nobody deleted it"
         if outcome.what == "failed" and outcome.attempt in committed:
             return "what was reported failed is committed"
         if outcome.what == "found nothing" and not any("deleter" in n for n in state.outcomes):
@@ -234,7 +242,7 @@ def _attempts(storage: Storage, path: str) -> tuple[attempts.Status, ...]:
     return found
 
 
-def _forgetting(step: Callable) -> Callable:
+def _forgetting(step: Callable[..., object]) -> Callable[..., object]:
     def run(storage, path, attempt, *rest, **options):
         # Of what the claim has seen before, only these are used after.
         made = tuple(sys._getframe(1).f_locals["made"])
@@ -395,7 +403,7 @@ def claim_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
 def claim_ignores_higher_attempts(patch: pytest.MonkeyPatch) -> None:
     fence = order._fence
 
-    def fence_lower(storage: Storage, path: str, attempt: Attempt, **options: object) -> None:
+    def fence_lower(storage: Storage, path: str, attempt: Attempt, **options: Any) -> None:
         lower = lambda *where: [a for a in attempts.list_attempts(*where) if a <= attempt]  # noqa: E731
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(order, "list_attempts", lower)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -29,7 +31,7 @@ from dist_ckpt import commit
 from dist_ckpt.commit import Claim, attempts, removal
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.format import filenames
-from dist_ckpt.storage import Storage
+from dist_ckpt.storage import Storage, WritableFile
 from dist_ckpt.testing.crash_storage import CrashPoint, CrashStorage, Operation, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -254,7 +256,9 @@ def test_without_any_one_finish_or_sync_of_save_overwrite_delete_a_crash_does_ha
     for number in range(1, whole.num_syncs + 1):
         dropped: list[str] = []
 
-        def forget(n: int, operation: Operation, number=number, dropped=dropped) -> bool:
+        def forget(
+            n: int, operation: Operation, number: int = number, dropped: list[str] = dropped
+        ) -> bool:
             if n == number:
                 dropped.append(str(operation))
             return n == number
@@ -274,12 +278,13 @@ def test_without_the_finish_of_a_claim_a_crash_on_a_full_disk_does_harm():
 
 def _site() -> str:
     """Return the line of the library, or of the simulated rank, that called the storage."""
-    frame = sys._getframe(1)
-    while True:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.parts[-3:-1] == ("dist_ckpt", "commit") or path.name == "commit_cases.py":
             return f"{path.stem}.{frame.f_code.co_name}:{frame.f_lineno}"
         frame = frame.f_back
+    raise AssertionError("neither the library nor a rank has called")
 
 
 def test_every_line_that_finishes_or_syncs_is_needed_in_some_crash():
@@ -306,9 +311,11 @@ def test_every_line_that_finishes_or_syncs_is_needed_in_some_crash():
     assert [site for site in sites if not needed(site)] == []
 
 
-def _steps_of_a_save(disk: CrashStorage, claim: Claim, step: int) -> Mapping[str, Callable]:
+def _steps_of_a_save(
+    disk: CrashStorage, claim: Claim, step: int
+) -> Mapping[str, Callable[[], object]]:
     """Return what happens after the claim, one step after the other, on two ranks."""
-    files = {}
+    files: dict[int | str, WritableFile] = {}
 
     def create(rank: int) -> None:
         name = filenames.shard_file("model", rank)
@@ -319,15 +326,18 @@ def _steps_of_a_save(disk: CrashStorage, claim: Claim, step: int) -> Mapping[str
             )
             files["objects"].write_at(0, objects(step))
 
+    def write(rank: int) -> None:
+        files[rank].write_at(0, content(step, rank))
+
     def finish(rank: int) -> None:
         files[rank].finish()
         if rank == 0:
             files["objects"].finish()
 
     return {
-        **{f"create {r}": lambda r=r: create(r) for r in (0, 1)},
-        **{f"write {r}": lambda r=r: files[r].write_at(0, content(step, r)) for r in (0, 1)},
-        **{f"finish {r}": lambda r=r: finish(r) for r in (0, 1)},
+        **{f"create {r}": partial(create, r) for r in (0, 1)},
+        **{f"write {r}": partial(write, r) for r in (0, 1)},
+        **{f"finish {r}": partial(finish, r) for r in (0, 1)},
         "sync": lambda: disk.sync(claim.folder),
         "commit": lambda: commit.commit(disk, claim, index_of(claim.attempt, step, 2)),
         "acknowledge": lambda: disk.mark(f"saved {step}"),

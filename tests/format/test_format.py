@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -80,9 +81,15 @@ GLOBAL = ObjectsFile(
     metadata={"run": "a"},
 )
 RANK_0 = ObjectsFile(per_rank={"rng": {("dp", 0): b"abc"}})
-EVERY_TYPE = [
+EVERY_TYPE: list[Any] = [
     *(None, True, -1, 1 << 64, 0.1, "ö", "\udc80", b"\0", (), [()], {1: {"a": ()}}, 1 - 0j),
-    *({1, "a", (2,)}, frozenset({b"a"}), OrderedDict(a=1), Counter("aab"), defaultdict(list, a=1)),
+    *(
+        {1, "a", (2,)},
+        frozenset({b"a"}),
+        OrderedDict(a=1),
+        Counter("aab"),
+        defaultdict[Any, Any](list, a=1),
+    ),
     *(
         objects_file.Size((2, 3)),
         objects_file.DTypeValue("bfloat16"),
@@ -182,7 +189,7 @@ def write_checkpoint(path):
 @pytest.fixture(scope="module")
 def reader():
     (code,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    namespace = {}
+    namespace: dict[str, Any] = {}
     exec(compile(code, "docs/format.md", "exec"), namespace)
     return SimpleNamespace(**namespace)
 
@@ -237,6 +244,7 @@ def test_the_encoders_write_version_1_to_the_byte(tmp_path):
 def test_the_golden_files_decode_for_ever():
     folder = GOLDEN / "a2-0123456789abcdef"
     index = decode((folder / filenames.INDEX).read_bytes())
+    assert isinstance(index, Index)
     assert index.catalog == CATALOG
     for record in index.files:
         name = filenames.shard_file(CATALOG.components[record.component].stem, record.rank)

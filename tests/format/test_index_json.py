@@ -23,7 +23,7 @@ from dist_ckpt.format.index import (
     TensorRecord,
 )
 from dist_ckpt.format.index_json import decode, encode, read_back
-from dist_ckpt.format.layout import Flat, Grid, Layout, Regions
+from dist_ckpt.format.layout import Cut, Flat, Grid, Layout, Regions
 
 ATTEMPT = "a1-0123456789abcdef"
 ABANDONED = Abandoned(ATTEMPT, "host 7", "rank 3 died: “killed”")
@@ -45,7 +45,7 @@ KEYS = st.recursive(
 
 def index_of(catalog, **fields):
     """Return an index whose files are those that the catalog needs."""
-    stored = {}
+    stored: dict[tuple[int, int], int] = {}
     for tensor in catalog.tensors.values():
         layout = catalog.layouts[tensor.layout]
         for cell in range(layout.cut.num_cells):
@@ -79,7 +79,7 @@ def index_of(catalog, **fields):
 def layouts(draw, shape, world_size):
     numel = prod(shape)
     halves = tuple((0, n // 2, n) if n > 1 else (0, n) for n in shape)
-    cuts = [Grid(halves), Grid(tuple((0, n) for n in shape))]
+    cuts: list[Cut] = [Grid(halves), Grid(tuple((0, n) for n in shape))]
     cuts.append(Flat((0, numel // 3, numel) if numel > 2 else (0, numel)))
     grid = Grid(halves)
     if numel:
@@ -138,6 +138,7 @@ def test_an_index_decodes_to_what_was_encoded(catalog, step, metadata, saved_by,
     assert data.count(b"\n") == 1
     decoded = decode(data)
     assert decoded == index
+    assert isinstance(decoded, Index)
     assert encode(decoded) == data
     assert list(decoded.catalog.tensors) == list(catalog.tensors)
 
@@ -169,7 +170,9 @@ def test_a_common_table_of_holders_is_stored_once():
     catalog = Catalog(4, (), (), tables, {}, {}, {}, {})
     data = encode(index_of(catalog))
     assert b'"holders":[[[0,1],[2,3]]]' in data
-    assert decode(data).catalog.layouts == tables
+    decoded = decode(data)
+    assert isinstance(decoded, Index)
+    assert decoded.catalog.layouts == tables
 
 
 # --- a catalog whose text is kept ------------------------------------------------------------
@@ -188,6 +191,7 @@ def test_a_kept_text_changes_no_byte_of_an_index_and_nothing_of_what_it_says(
     read_back(data, text, what="second")
     decoded = decode(data, known=text)
     assert decoded == second
+    assert isinstance(decoded, Index)
     assert decoded.catalog is catalog
 
 
@@ -383,8 +387,8 @@ def put(*place_and_value):
     return change
 
 
-def drop(*place):
-    *place, last = place
+def drop(*keys):
+    *place, last = keys
 
     def change(doc):
         for key in place:
@@ -626,6 +630,8 @@ def test_ten_thousand_tensors_are_read_in_a_moment(small):
     catalog = replace(small.catalog, layouts=(layout,), tensors=tensors, aliases={})
     data = encode(index_of(catalog))
     start = time.perf_counter()
-    assert len(decode(data).catalog.tensors) == 10_000
+    decoded = decode(data)
+    assert isinstance(decoded, Index)
+    assert len(decoded.catalog.tensors) == 10_000
     # About 25 ms; the margin is for a busy machine, and for nothing quadratic.
     assert time.perf_counter() - start < 1.0

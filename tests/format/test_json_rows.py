@@ -17,8 +17,17 @@ from dist_ckpt.format.strict_json import Json
 MEMBERS = Table("t", ',"t":{', ("},", '"z":'), start='"', between='":["', num_names=1)
 ITEMS = Table("t", ',"t":[', ("]", "}"), start='["', between='","', num_names=2)
 
-MEMBER_ROWS = {"a.w": ["x", [4], 0], "b.w": ["x", [4], 0], "ü c": ["y", [], 1.5], "": ["x"]}
-ITEM_ROWS = [["a", "b", "x", [4]], ["c", "", "y", {"flat": [0, 2]}], ["a", "e", "x", [4]]]
+MEMBER_ROWS: dict[str, Json] = {
+    "a.w": ["x", [4], 0],
+    "b.w": ["x", [4], 0],
+    "ü c": ["y", [], 1.5],
+    "": ["x"],
+}
+ITEM_ROWS: list[Json] = [
+    ["a", "b", "x", [4]],
+    ["c", "", "y", {"flat": [0, 2]}],
+    ["a", "e", "x", [4]],
+]
 
 
 def members(rows: Json) -> bytes:

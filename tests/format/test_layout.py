@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.format.geometry import Elements, Region
+from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
 from dist_ckpt.format.layout import (
     Flat,
     Grid,
@@ -125,7 +125,9 @@ def test_a_grid_of_twelve_dimensions_is_checked_although_its_cells_have_4096_cor
 def test_regions_that_cut_many_dimensions_at_once_are_no_bait():
     # Half of what is left, in one dimension after the other: 2**20 corners that cancel only in
     # the end.
-    regions, offset, shape = [], (0,) * 20, (2,) * 20
+    regions: list[Region] = []
+    offset: Shape = (0,) * 20
+    shape: Shape = (2,) * 20
     for dim in range(20):
         regions.append(Region(offset, (*shape[:dim], 1, *shape[dim + 1 :])))
         offset = (*offset[:dim], 1, *offset[dim + 1 :])
@@ -208,7 +210,8 @@ def test_a_shape_that_overflows_is_refused():
 def test_a_cell_lies_in_its_tensor():
     check_cell(Elements(3, 12), (3, 4))
     check_cell(Region((3, 0), (0, 4)), (3, 4))
-    for cell in [Elements(3, 13), Region((3, 0), (1, 4)), Region((0,), (3,))]:
+    outside: list[Cell] = [Elements(3, 13), Region((3, 0), (1, 4)), Region((0,), (3,))]
+    for cell in outside:
         with pytest.raises(ValueError, match=r"outside shape|elements 3:13 of 12"):
             check_cell(cell, (3, 4))
     assert prod(()) == 1

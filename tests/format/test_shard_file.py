@@ -9,7 +9,7 @@ from safetensors import deserialize
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.format.checksums import num_blocks
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import Elements, Region, Span
+from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, Span
 from dist_ckpt.format.layout import Flat, Grid
 from dist_ckpt.format.shard_file import (
     ShardFile,
@@ -21,7 +21,7 @@ from dist_ckpt.format.shard_file import (
     stored_shape,
 )
 
-CELLS = [
+CELLS: list[tuple[str, str, Shape, Cell]] = [
     ("w", "float32", (4, 6), Region((0, 0), (2, 6))),
     ("w", "float32", (4, 6), Region((2, 0), (2, 6))),
     ("c", "complex128", (3,), Region((0,), (3,))),
@@ -124,8 +124,8 @@ def test_a_name_that_could_be_mistaken_is_replaced_by_a_number():
         "x" * 1025: "t5",
         "ö" * 513: "t6",
     }
-    names = arrange([("t1", "int8", (1,), whole), ("z]", "int8", (1,), whole)])
-    assert [shard.name for shard in names] == ["t1", "t3"]
+    shards = arrange([("t1", "int8", (1,), whole), ("z]", "int8", (1,), whole)])
+    assert [shard.name for shard in shards] == ["t1", "t3"]
 
 
 def test_what_safetensors_has_no_dtype_for_is_bytes_with_a_last_dimension():

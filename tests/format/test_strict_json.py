@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -67,9 +68,10 @@ def test_what_could_be_read_in_two_ways_is_refused(data, fact):
 
 def test_what_would_become_too_many_values_is_not_parsed_nor_written(monkeypatch):
     monkeypatch.setattr(strict_json, "MAX_VALUES", 100)
-    taken = [[]] * 49
+    taken: strict_json.Json = [[]] * 49
     assert strict_json.parse(strict_json.dump(taken), "doc") == taken
-    for doc in ([[]] * 51, [{}] * 51, list(range(101)), {str(n): n for n in range(101)}):
+    docs: list[Any] = [[[]] * 51, [{}] * 51, list(range(101)), {str(n): n for n in range(101)}]
+    for doc in docs:
         data = json.dumps(doc).encode()
         with pytest.raises(CorruptError, match="values, where 100 is the limit"):
             strict_json.parse(data, "doc")

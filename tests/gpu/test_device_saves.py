@@ -67,6 +67,8 @@ NUM_SAVES = 6
 class Large(torch.nn.Module):
     """Much that `optimizer` trains, and statistics that a forward changes."""
 
+    seen: torch.Tensor
+
     def __init__(self, nbytes: int = 128 << 20) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(nbytes // 4, device="cuda"))
@@ -148,7 +150,8 @@ def test_what_others_than_optimizers_change_needs_no_fence(
     for step in range(NUM_SAVES):
         saver.save(state, tmp_path / str(step), step=step)
         with torch.no_grad():
-            average.module.weight += 1
+            assert isinstance(average.module, Large)
+            average.module.weight.add_(1)
         model.seen += 1
         loose += 1
         state["dict"]["rows"] += 1
@@ -170,7 +173,7 @@ def test_weights_may_be_changed_by_hand_after_the_fence(
         saver.save(state, tmp_path / str(step), step=step)
         saver.fence()
         with torch.no_grad():
-            model.weight += 1
+            model.weight.add_(1)
     saver.close()
     for step in range(NUM_SAVES):
         assert are(loaded(tmp_path / str(step))["model"]["weight"], step)
@@ -278,7 +281,7 @@ def test_a_save_while_a_graph_is_captured_is_refused_and_a_replay_can_be_fenced(
     stream = torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         with torch.no_grad():
-            model.weight += 1
+            model.weight.add_(1)
         with pytest.raises(ValueError, match="a CUDA graph is captured here"):
             saver.save(state, tmp_path / "a")
         saver.fence()

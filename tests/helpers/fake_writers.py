@@ -50,7 +50,7 @@ class FakeWriter:
     def settle(self, name: str, failure: Failure | None = None) -> None:
         """Say that a save is committed, or why not."""
         told = None if failure is None else asdict(failure)
-        verdict = {} if failure is None else None
+        verdict: dict[str, object] | None = {} if failure is None else None
         self._link.send(Done(name, verdict, told, {}, (0, 0), (0, 0), (0, 0), 0))
 
     def end(self) -> None:

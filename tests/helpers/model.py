@@ -269,7 +269,8 @@ class Replay:
         return answer
 
     def list(self, folder: str) -> Sequence[Entry]:
-        return self._ask("list", folder)
+        entries: Sequence[Entry] = self._ask("list", folder)
+        return entries
 
     def make_folder(self, folder: str) -> None:
         self._ask("make_folder", folder)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dist_ckpt.comm.session import Session
-from dist_ckpt.loading.load import LoadOptions, load_together
+from dist_ckpt.loading.load import load_together
+from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport, SaveReport
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.storage import Storage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, try_ranks
 
 PATH = "/runs/ck"
+
+T = TypeVar("T")
 
 StorageOf = Callable[[int], Storage]
 
@@ -54,21 +57,28 @@ def try_load(
     )
 
 
+def everywhere(storage: Storage) -> StorageOf:
+    """Return what gives every rank the same storage."""
+    return lambda _: storage
+
+
 def save(storage: Storage, states: Sequence[Any], path: str = PATH, **options: Any) -> SaveReport:
     """Save on all ranks; raise the first error."""
-    return _values(try_save(lambda _: storage, states, path, **options))[0]
+    return _first(try_save(everywhere(storage), states, path, **options))
 
 
 def load(storage: Storage, states: Sequence[Any], path: str = PATH, **options: Any) -> LoadReport:
     """Load on all ranks; raise the first error."""
-    return _values(try_load(lambda _: storage, states, path, **options))[0]
+    return _first(try_load(everywhere(storage), states, path, **options))
 
 
-def _values(outcomes: Sequence[Outcome[Any]]) -> list[Any]:
+def _first(outcomes: Sequence[Outcome[T]]) -> T:
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
-    return [outcome.value for outcome in outcomes]
+    value = outcomes[0].value
+    assert value is not None
+    return value
 
 
 def errors_of(outcomes: Sequence[Outcome[Any]]) -> list[BaseException]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 from dist_ckpt.background.writer_process import start
 from dist_ckpt.comm.collective import Bodies
@@ -26,7 +27,7 @@ from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import Image, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.details import Details, encode_details
 from dist_ckpt.snapshots.job_folder import RankFolder
-from dist_ckpt.writer.messages import Hello, Link, Message, Serve, Serving, Write
+from dist_ckpt.writer.messages import Done, Hello, Link, Message, Serve, Serving, Write
 from written import Saved
 
 # A writer that says nothing for so long fails the test.
@@ -38,7 +39,7 @@ CONFIG = Config(silence_s=1.5, arrive_s=20.0, warn_s=5.0, appear_s=10.0)
 class State:
     """Tensors that all ranks cut by rows, one that all hold, and a value of rank 0."""
 
-    def __init__(self, world_size: int, shapes: dict[str, Shape], seed: int = 0) -> None:
+    def __init__(self, world_size: int, shapes: Mapping[str, Shape], seed: int = 0) -> None:
         self.world_size = world_size
         mesh = Mesh(("dp",), (world_size,), tuple(range(world_size)))
         entries = [
@@ -130,6 +131,7 @@ class Trainer:
         self.folder = folder
         self.link = link
         self.process = process
+        self.store: tuple[str, int, bytes] | None = None
 
     def hear(self, kind: type | None = None) -> Message:
         message = self.link.receive(ANSWER_S)
@@ -150,6 +152,17 @@ class Trainer:
         return self.process.wait(ANSWER_S)
 
 
+def failure_of(done: Done) -> Mapping[str, Any]:
+    """Return what a save failed of."""
+    assert done.failure is not None
+    return done.failure
+
+
+def verdict_of(done: Done) -> Mapping[str, Any]:
+    assert done.verdict is not None
+    return done.verdict
+
+
 def write_of(
     staged: Staged, number: int = 0, store: tuple[str, int, bytes] = ("", 0, b"")
 ) -> Write:
@@ -168,12 +181,12 @@ def hello(
 
 
 @contextmanager
-def writers(folders: list[RankFolder], **options: object) -> Iterator[list[Trainer]]:
+def writers(folders: list[RankFolder], **options: Any) -> Iterator[list[Trainer]]:
     """Start a writer for each of these ranks; all have ended when this does."""
     with ExitStack() as stack:
         trainers = []
         for folder in folders:
-            said = hello(folder, len(folders), **options)  # type: ignore[arg-type]
+            said = hello(folder, len(folders), **options)
             link, process = start(folder, said, timeout_s=ANSWER_S)
             stack.callback(_end, link, process)
             trainers.append(Trainer(folder, link, process))

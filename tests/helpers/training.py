@@ -121,7 +121,7 @@ def parameters_of(model: Any) -> dict[str, torch.Tensor]:
 
 def adamw(model: nn.Module, lr: float) -> AdamW:
     parameters = parameters_of(model)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for name, p in parameters.items() if name.endswith("weight")]},
         {"params": [p for name, p in parameters.items() if not name.endswith("weight")]},
     ]
@@ -227,7 +227,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = {id(p): name for name, p in parameters_of(model).items()}
-    groups = [
+    groups: list[dict[str, Any]] = [
         {**group, "params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]

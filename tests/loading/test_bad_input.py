@@ -15,17 +15,21 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-np = pytest.importorskip("numpy")
+pytest.importorskip("torch")
+pytest.importorskip("numpy")
 
-import dist_ckpt as dc  # noqa: E402
-import rank_threads  # noqa: E402
-from dist_ckpt.testing.memory_storage import MemoryStorage  # noqa: E402
+import numpy as np
+import torch
+
+import dist_ckpt as dc
+import rank_threads
+from dist_ckpt.testing.memory_storage import MemoryStorage
 
 # The verbs that the last part of a message, its remedy, has one of.
 REMEDY = re.compile(
@@ -331,7 +335,7 @@ def jagged() -> torch.Tensor:
 # What makes it, the error, and a fact of the message.
 UNSUPPORTED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a lambda": (lambda: lambda: 0, TypeError, "builtins.function"),
-    "a generator": (lambda: (i for i in ()), TypeError, "builtins.generator"),
+    "a generator": (lambda: (i for i in [0]), TypeError, "builtins.generator"),
     "an object": (Custom, TypeError, ".Custom"),
     "a class": (lambda: Custom, TypeError, "builtins.type"),
     "a module of python": (lambda: sys, TypeError, "builtins.module"),
@@ -369,7 +373,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_what_cannot_be_saved_is_refused_by_its_place(place: Path, case: str) -> None:
     make, error, fact = UNSUPPORTED[case]
-    state = {"first": torch.ones(2), "here": {"inside": make()}}
+    state: dict[str, Any] = {"first": torch.ones(2), "here": {"inside": make()}}
     refused(place, lambda: dc.save(state, "new"), error, fact, "here", "inside")
     with_old = lambda: dc.save(state, "good", overwrite=True)  # noqa: E731
     refused(place, with_old, error, fact)
@@ -402,8 +406,7 @@ def test_a_shape_that_the_format_cannot_say_is_refused_before_anything_is_writte
 ) -> None:
     for value in (torch.empty(shape), dc.PerRank({"x": torch.empty(shape)})):
         state = {"first": torch.ones(2), "here": {"inside": value}}
-        save = lambda state=state: dc.save(state, "new")  # type: ignore[misc]  # noqa: E731
-        refused(place, save, ValueError, "here.inside", "another shape")
+        refused(place, partial(dc.save, state, "new"), ValueError, "here.inside", "another shape")
 
 
 def test_a_path_that_is_no_text_is_refused_everywhere(place: Path) -> None:

@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-np = pytest.importorskip("numpy")
+pytest.importorskip("torch")
+pytest.importorskip("numpy")
 
-import dist_ckpt as dc  # noqa: E402
-from dist_ckpt.comm.process_group import session_of  # noqa: E402
-from dist_ckpt.loading.load import LoadOptions, load_together  # noqa: E402
-from dist_ckpt.saving.save import SaveOptions, save_together  # noqa: E402
-from dist_ckpt.storage import ReadableFile  # noqa: E402
-from dist_ckpt.testing.memory_storage import MemoryStorage  # noqa: E402
+import numpy as np
+import torch
+
+import dist_ckpt as dc
+from dist_ckpt.comm.process_group import session_of
+from dist_ckpt.loading.load import load_together
+from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.saving.save import SaveOptions, save_together
+from dist_ckpt.storage import ReadableFile
+from dist_ckpt.testing.memory_storage import MemoryStorage
 
 
 class Net(torch.nn.Module):
@@ -148,7 +152,8 @@ def everything() -> dict[Any, Any]:
 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor | np.ndarray):
-        return type(a) is type(b) and a.dtype == b.dtype and bool((a == b).all())
+        is_equal: Any = a == b
+        return type(a) is type(b) and a.dtype == b.dtype and bool(is_equal.all())
     if isinstance(a, dict):
         return type(a) is type(b) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
@@ -286,7 +291,7 @@ def test_arrays_are_filled_in_place(tmp_path: Path) -> None:
     dc.save({"a": np.arange(6.0).reshape(2, 3), "t": torch.ones(2)}, tmp_path / "ck")
     whole = np.zeros((4, 6))
     array = whole[::2, ::2]
-    state = {"a": array, "t": np.zeros(2, dtype=np.float32)}
+    state: dict[str, Any] = {"a": array, "t": np.zeros(2, dtype=np.float32)}
     dc.load(state, tmp_path / "ck")
     assert state["a"] is array
     assert whole[2, 4] == 5
@@ -330,7 +335,7 @@ def test_a_config_makes_one_rank_of_one_the_whole(tmp_path: Path) -> None:
 def test_generators_that_cannot_be_set_leave_the_tensors_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "ck"
     dc.save({"w": torch.ones(2), "rng": dc.PerRank({"python": "text"})}, path)
-    state = {"w": torch.zeros(2), "rng": dc.RNG()}
+    state: dict[str, Any] = {"w": torch.zeros(2), "rng": dc.RNG()}
     before = dc.RNG().capture()
     with pytest.raises(dc.IncompatibleError, match="exclude"):
         dc.load(state, path)

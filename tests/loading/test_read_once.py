@@ -10,26 +10,29 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+from dist_ckpt.loading.options import LoadOptions
 
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+pytest.importorskip("torch")
 
-import dist_ckpt as dc  # noqa: E402
-import rank_threads  # noqa: E402
-from dist_ckpt.binding.bind import Binding  # noqa: E402
-from dist_ckpt.comm import host_links  # noqa: E402
-from dist_ckpt.comm.exchange import FalloutError  # noqa: E402
-from dist_ckpt.comm.session import Session  # noqa: E402
-from dist_ckpt.errors import CorruptError, RankError, StorageError  # noqa: E402
-from dist_ckpt.loading import load, read_once, read_once_agreement, read_once_units  # noqa: E402
-from dist_ckpt.planning import read_sharing  # noqa: E402
-from dist_ckpt.storage import Storage  # noqa: E402
-from dist_ckpt.testing.faulty_storage import FaultyStorage  # noqa: E402
-from dist_ckpt.testing.memory_storage import MemoryStorage  # noqa: E402
-from dist_ckpt.testing.thread_channel import ThreadCollective  # noqa: E402
-from rank_threads import PATH, errors_of, try_load  # noqa: E402
-from sharded_checkpoints import (  # noqa: E402
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dist_ckpt as dc
+import rank_threads
+from dist_ckpt.binding.bind import Binding
+from dist_ckpt.comm import host_links
+from dist_ckpt.comm.exchange import FalloutError
+from dist_ckpt.comm.session import Session
+from dist_ckpt.errors import CorruptError, RankError, StorageError
+from dist_ckpt.loading import load, read_once, read_once_agreement, read_once_units
+from dist_ckpt.planning import read_sharing
+from dist_ckpt.storage import Storage
+from dist_ckpt.testing.faulty_storage import FaultyStorage
+from dist_ckpt.testing.memory_storage import MemoryStorage
+from dist_ckpt.testing.thread_channel import TEST_CONFIG, ThreadCollective, try_ranks
+from rank_threads import PATH, errors_of, try_load
+from sharded_checkpoints import (
     Counting,
     blocks_of,
     random_tensors,
@@ -306,7 +309,8 @@ def test_what_is_shared_is_what_each_rank_would_have_read_itself(data):
         for name, shard in state["model"].items():
             (row, column), (rows, columns) = parts[name]
             expected = whole[name][row : row + rows, column : column + columns]
-            assert torch.equal(shard.tensor, expected)
+            tensor: Any = shard.tensor
+            assert torch.equal(tensor, expected)
 
 
 @st.composite
@@ -322,14 +326,14 @@ def test_what_is_handed_on_in_a_second_load_is_not_what_was_in_the_first(tree):
     rank_threads.save(second, [{"model": {"w": other}}])
 
     def load_thrice(rank: int, channel: Any, bulk: Any) -> list[Any]:
-        session = Session(channel, bulk, rank_threads.TEST_CONFIG)
-        states = [{"model": {"w": None}} for _ in range(3)]
-        options = rank_threads.LoadOptions(include="model.w")
+        session = Session(channel, bulk, TEST_CONFIG)
+        states: list[dict[str, Any]] = [{"model": {"w": None}} for _ in range(3)]
+        options = LoadOptions(include="model.w")
         for storage, state in zip((first, second, first), states, strict=True):
-            rank_threads.load_together(session, state, PATH, options, storage)  # type: ignore[arg-type]
+            load.load_together(session, state, PATH, options, storage)
         return [state["model"]["w"] for state in states]
 
-    for tensors in loaded(rank_threads.try_ranks(4, load_thrice, hosts=ONE_HOST)):
+    for tensors in loaded(try_ranks(4, load_thrice, hosts=ONE_HOST)):
         for tensor, expected in zip(
             tensors, (WHOLE["model.w"], other, WHOLE["model.w"]), strict=True
         ):
@@ -458,7 +462,7 @@ def test_a_failed_read_is_told_to_all_wherever_it_is(tree, mode, hosts, failing)
     for nth in range(whole.calls - num_reads // 2, whole.calls + 1):
         faulty = FaultyStorage(inner, fail_at_call=nth)
         outcomes = try_load(
-            lambda rank, faulty=faulty: faulty if rank == failing else inner,
+            [faulty if rank == failing else inner for rank in range(4)].__getitem__,
             [whole_state() for _ in range(4)],
             hosts=hosts,
             read_once=mode,
@@ -482,11 +486,11 @@ class Unfillable:
 
 @pytest.mark.parametrize(("mode", "hosts"), [("host", ONE_HOST), ("job", TWO_HOSTS)])
 def test_an_error_while_placing_is_told_to_all(tree, mode, hosts, monkeypatch):
-    original: Callable[[Binding], dict[Any, Any]] = Binding.allocate
+    original = Binding.allocate
     poor: list[Binding] = []
 
     def allocated(binding: Binding) -> dict[Any, Any]:
-        targets = dict(original(binding))
+        targets: dict[Any, Any] = dict(original(binding))
         if not poor:
             poor.append(binding)
             targets[max(targets)] = Unfillable()
@@ -519,10 +523,10 @@ class Stuck:
 @pytest.mark.parametrize("hanging", ["both", "own"])
 def test_a_copy_that_hangs_is_an_error_on_all_ranks(hanging, monkeypatch):
     stuck = Stuck()
-    original: Callable[[Binding], dict[Any, Any]] = Binding.allocate
+    original = Binding.allocate
 
     def allocated(binding: Binding) -> dict[Any, Any]:
-        targets = dict(original(binding))
+        targets: dict[Any, Any] = dict(original(binding))
         if ("model.own00", 0) in targets:
             targets[f"model.{hanging}00", 0] = stuck
         return targets
@@ -616,13 +620,13 @@ def test_a_rank_that_gave_up_before_it_was_waited_for_is_not_waited_for(monkeypa
 
 
 def test_ranks_that_read_once_in_different_ways_are_told(tree):
-    outcomes = rank_threads.try_ranks(
+    outcomes = try_ranks(
         2,
-        lambda rank, channel, bulk: rank_threads.load_together(
-            rank_threads.Session(channel, bulk, rank_threads.TEST_CONFIG),
+        lambda rank, channel, bulk: load.load_together(
+            Session(channel, bulk, TEST_CONFIG),
             whole_state(),
             PATH,
-            rank_threads.LoadOptions(read_once=("host", "job")[rank]),  # type: ignore[arg-type]
+            LoadOptions(read_once=("host", "job")[rank]),
             MemoryStorage(tree),
         ),
     )

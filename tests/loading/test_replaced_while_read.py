@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import dist_ckpt as dc
@@ -14,7 +16,9 @@ from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from rank_threads import PATH
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 
 class _ReplacedMeanwhile(FaultyStorage):
@@ -31,6 +35,10 @@ class _ReplacedMeanwhile(FaultyStorage):
             self._act(self.inner)
             return act()
         return super().call(what, act)
+
+
+def blank() -> dict[str, Any]:
+    return {"a": torch.zeros(2), "b": {"w": torch.zeros(3)}, "n": 0}
 
 
 def states(step: int, ranks: int = 1) -> list[dict[str, object]]:
@@ -57,7 +65,7 @@ def test_a_load_that_meets_an_overwrite_gets_the_old_or_the_new_one_whole(ranks)
     while True:
         number += 1
         storage = _ReplacedMeanwhile(saved(), number, overwrite)
-        targets = [{"a": torch.zeros(2), "b": {"w": torch.zeros(3)}, "n": 0} for _ in range(ranks)]
+        targets = [blank() for _ in range(ranks)]
         report = rank_threads.load(storage, targets)
         for target in targets:
             assert target["a"].tolist() == [float(target["n"])] * 2
@@ -72,7 +80,7 @@ def test_a_load_that_meets_a_delete_finds_nothing_or_loads_whole():
     while True:
         number += 1
         storage = _ReplacedMeanwhile(saved(), number, delete)
-        target = {"a": torch.zeros(2), "b": {"w": torch.zeros(3)}, "n": 0}
+        target = blank()
         try:
             rank_threads.load(storage, [target])
             assert target["a"].tolist() == [1.0, 1.0]

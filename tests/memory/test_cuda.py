@@ -143,6 +143,8 @@ def device(monkeypatch: pytest.MonkeyPatch, saver: dc.AsyncSaver) -> Iterator[De
 class Model(torch.nn.Module):
     """One with a buffer, which a forward changes, and with a parameter that is not trained."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(300, 200))
@@ -206,6 +208,7 @@ def test_an_average_of_the_weights_that_requires_gradients_as_well_is_copied_bef
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
     )
     average.update_parameters(model)
+    assert isinstance(average.module, Model)
     assert average.module.weight.requires_grad
     optimizer = torch.optim.SGD([model.weight], lr=1.0)
     optimizer.step()

@@ -114,6 +114,7 @@ def test_a_contiguous_source_is_read_in_place():
 def test_a_target_gives_its_memory_out():
     memory = bytearray(8)
     view = ArrayTarget(memoryview(memory), 4).memory()
+    assert view is not None
     view[0] = 1
     assert memory[0] == 1
 

@@ -198,6 +198,7 @@ def test_parameters_and_inference_tensors_are_filled():
         place_all(TensorTarget(tensor.t(), cell), cell, (3, 2), data, 4)
         assert tensor.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
         memory = TensorTarget(tensor, Region.whole((2, 3))).memory()
+        assert memory is not None
         memory[:] = data
         assert tensor.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert parameter.requires_grad
@@ -206,7 +207,9 @@ def test_parameters_and_inference_tensors_are_filled():
 def test_autograd_notices_that_a_saved_tensor_was_filled():
     parameter = torch.nn.Parameter(torch.ones(3))
     loss = (parameter * parameter).sum()
-    TensorTarget(parameter, Region((0,), (3,))).memory()[:] = bytes(12)
+    memory = TensorTarget(parameter, Region((0,), (3,))).memory()
+    assert memory is not None
+    memory[:] = bytes(12)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -228,7 +231,9 @@ def test_nothing_is_placed_for_an_empty_box():
     whole = Region((0, 0), (0, 3))
     target = TensorTarget(torch.empty(0, 3), whole)
     target.place(Piece(whole, 0), whole, memoryview(b""), (3, 1))
-    assert target.memory().nbytes == 0
+    memory = target.memory()
+    assert memory is not None
+    assert memory.nbytes == 0
 
 
 def test_tensors_that_overlap_themselves_are_known():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.background import save
+from dist_ckpt.background import save as save_module
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
@@ -40,6 +40,7 @@ def test_a_handle_does_not_keep_the_state_alive(tmp_path: Path) -> None:
 def fail_to_stage(rank: int, root: str, job: str, before: bool) -> list[str]:
     """Save; then rank 1 cannot stage, before or after a part of it; save again."""
     told = []
+    save: Any = save_module
     real = save.stage
 
     def refuse(*args: Any) -> None:

@@ -432,7 +432,8 @@ def drop(rank: int, root: str, job: str) -> list[Any]:
 
     told = [error_of(save_and_fail)[0], handles[0].done()]
     with dc.AsyncSaver(job=job) as saver:
-        told.append(handles[0].result(RESULT_S).step)
+        report = handles[0].result(RESULT_S)
+        told.append(report and report.step)
         told.append(saver.restore(state_of(rank, 2, -1)))
         saver.save(state, f"{root}/b", step=2)
     return told
@@ -498,7 +499,8 @@ def resident_nbytes(pid: int) -> int:
 
 
 def save_often(rank: int, root: str, job: str, rounds: int) -> dict[str, Any]:
-    state = {"rows": torch.zeros(2000, 8), "small": [torch.zeros(3) for _ in range(5)], "step": 0}
+    state: dict[str, Any] = {"rows": torch.zeros(2000, 8), "step": 0}
+    state["small"] = [torch.zeros(3) for _ in range(5)]
     wrong: list[int] = []
     held, nbytes = [], []
 

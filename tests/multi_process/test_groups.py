@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def save_apart(rank: int, root: str) -> Any:
         report = dc.save(state, f"{root}/part", group=group)
         with pytest.raises(ValueError, match="group"):  # the mesh has others
             dc.save({"w": shard}, f"{root}/refused", group=group)
-        again = {"mine": dc.PerRank(-1), "w": torch.zeros(10, 3)}
+        again: dict[str, Any] = {"mine": dc.PerRank(-1), "w": torch.zeros(10, 3)}
         dc.load(again, f"{root}/part", group=group)
         assert again["mine"].value == rank
         assert torch.equal(again["w"], full("part"))
@@ -76,7 +77,8 @@ def test_parts_of_the_world_save_while_others_do_something_else(tmp_path: Path):
     assert not (tmp_path / "refused").exists()
     with dc.open(tmp_path / "part") as checkpoint:
         assert checkpoint.world_size == 2
-        assert sorted(checkpoint.per_rank["mine"].values()) == [1, 3]
+        mine: Mapping[Any, Any] = checkpoint.per_rank["mine"]
+        assert sorted(mine.values()) == [1, 3]
     for name in ("half 0", "half 1", "all"):
         assert dc.verify(tmp_path / name).ok
         with dc.open(tmp_path / name) as checkpoint:

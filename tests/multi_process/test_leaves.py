@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import warnings
 import zlib
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -31,14 +32,14 @@ pytestmark = pytest.mark.multi_process
 
 WORLD_SIZE = 4
 
-LINE = [
+LINE: list[list[Placement]] = [
     [Replicate()],
     [Shard(0)],
     [Shard(1)],
     [StridedShard(0, split_factor=2)],
     [StridedShard(1, split_factor=3)],
 ]
-GRID = [
+GRID: list[list[Placement]] = [
     list(pair)
     for pair in product(
         [Replicate(), Shard(0), Shard(1), StridedShard(0, split_factor=2)],
@@ -48,26 +49,27 @@ GRID = [
 # Even and uneven over four ranks; and such that the last ones have nothing.
 SHAPES = [(8, 12), (9, 7), (1, 5), (0, 4)]
 
+Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
+
 # The boxes of each rank. No straight cut goes through a pinwheel.
-PINWHEEL = [
+PINWHEEL: list[Boxes] = [
     [((0, 0), (3, 6))],
     [((0, 6), (5, 3))],
     [((5, 3), (2, 6))],
     [((3, 0), (4, 3)), ((3, 3), (2, 3))],
 ]
-COLUMNS = [
+COLUMNS: list[Boxes] = [
     [((0, 0), (7, 2))],
     [((0, 2), (3, 7))],
     [((3, 2), (4, 2))],
     [((3, 4), (4, 5))],
 ]
-ROWS = [
+ROWS: list[Boxes] = [
     [((3, 0), (1, 9))],
     [((0, 0), (3, 4))],
     [((0, 4), (3, 5))],
     [((4, 0), (3, 9))],
 ]
-Boxes = list[tuple[tuple[int, int], tuple[int, int]]]
 
 
 def full(name: str, *shape: int) -> torch.Tensor:
@@ -214,7 +216,7 @@ def part(kind: str, boxes: Boxes, whole: torch.Tensor) -> Any:
 def local_tensors(leaf: Any) -> list[torch.Tensor]:
     match leaf:
         case dc.LocalShard() | dc.FlatShard():
-            return [leaf.tensor]
+            return [cast("torch.Tensor", leaf.tensor)]
         case Tiles():
             return leaf.tensors
         case ShardedTensor():
@@ -323,11 +325,15 @@ def save_own(rank: int, path: str) -> str:
     return f"{random.random()} {torch.rand(1).item()}"
 
 
+def total(values: Mapping[Any, Any], _: object) -> int:
+    return sum(values.values())
+
+
 def load_own(rank: int, path: str, names: list[list[int]]) -> Any:
     world_size = dist.get_world_size()
     expected = whole_tensors()["whole"]
     layers = stages(rank, names)
-    on_reshard = "error" if world_size == WORLD_SIZE else "drop"
+    on_reshard: Literal["error", "drop"] = "error" if world_size == WORLD_SIZE else "drop"
     # Keys are shared by all ranks that are alike; fewer ranks may have the same keys.
     key = ("dp", rank * 2 // world_size)
     state: dict[str, Any] = {
@@ -335,7 +341,7 @@ def load_own(rank: int, path: str, names: list[list[int]]) -> Any:
         "layers": {n: {"weight": blank_like(v["weight"]), "extra": -1} for n, v in layers.items()},
         "loader": dc.PerRank({}, key=key),
         "mine": dc.PerRank([-1], on_reshard=on_reshard),
-        "sum": dc.PerRank(0, on_reshard=lambda values, _: sum(values.values())),
+        "sum": dc.PerRank(0, on_reshard=total),
         "rng": dc.RNG(on_reshard=on_reshard),
     }
     report = dc.load(state, path)

@@ -85,8 +85,8 @@ def use_own_groups(rank: int, world_size: int) -> None:
 def value_at(path: str) -> int:
     """Return what is saved, without loading: that would be collective."""
     with dc.open(path) as checkpoint:
-        value: int = checkpoint.objects["plain"]["value"]
-        return value
+        plain: Any = checkpoint.objects["plain"]
+        return int(plain["value"])
 
 
 def assert_stands(path: str, value: int, *, rows: int = ROWS) -> None:
@@ -292,7 +292,7 @@ def fail_then_go_on(rank: int, name: str, path: str, part: tuple[int, ...]) -> A
     world_size = dist.get_world_size()
     group = dist.new_group(part) if part else None
     inside = part.index(rank) if rank in part else rank
-    error, left = None, []
+    error = None
     case = CASES[name]
     if rank in part or not part:
         good = parts(inside, 1)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_ckpt as dc
 from dist_ckpt.comm.host_links import HostLinks
@@ -64,7 +65,7 @@ def counted() -> Iterator[list[int]]:
         file = original(storage, path)
         return _Counted(file, found) if path.endswith(".safetensors") else file
 
-    LocalStorage.open = opened  # type: ignore[method-assign]
+    LocalStorage.open = opened  # type: ignore[assignment, method-assign]
     try:
         yield found
     finally:
@@ -186,7 +187,7 @@ def lose_one(rank: int, path: str, mode: str, hosts: list[str], how: int) -> Any
         os.kill(os.getpid(), how)
         time.sleep(60)
 
-    HostLinks.send = lose  # type: ignore[method-assign]
+    HostLinks.send = lose  # type: ignore[assignment, method-assign]
     return told(path, mode)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.background import save
+from dist_ckpt.background import save as save_module
 from dist_ckpt.snapshots.job_folder import JobFolder
 from ranks import Options, run_ranks, try_ranks
 from tests.multi_process.test_background_saves import (
@@ -147,6 +147,7 @@ def die_while_staging(rank: int, root: str, job: str) -> None:
     saver.save(state, folder_of(root, 1), step=1).result(RESULT_S)
     assign(state, 2)
     if rank == 1:
+        save: Any = save_module
         save.stage = lambda *_: die()
     handle = saver.save(state, folder_of(root, 2), step=2)
     try:
@@ -214,6 +215,7 @@ def train_until_killed(
     copies = dice.randrange(1, 4) if seed % 2 else 0
     state = state_of(rank, world_size, first, NUM_ROWS)
     saver = dc.AsyncSaver(job=job)
+    save: Any = save_module
     real = save.stage
     took: list[float] = []
 

@@ -59,7 +59,8 @@ class Training:
         self.scheduler.step()
         self.optimizer.zero_grad()
         self.state["seen"]["samples"] += 4
-        return loss.item().hex()
+        value: float = loss.item()
+        return value.hex()
 
     def end(self) -> tuple[str, ...]:
         """Return all that training has come to."""

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from threading import Lock
 from time import sleep
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -62,7 +63,7 @@ def entries(draw: st.DrawFn, size: int) -> int | slice:
 
 @st.composite
 def indices(draw: st.DrawFn, shape: Shape) -> tuple[object, ...]:
-    given = [draw(entries(size)) for size in shape]
+    given: list[Any] = [draw(entries(size)) for size in shape]
     if draw(st.booleans()):
         first = draw(st.integers(0, len(shape)))
         last = draw(st.integers(first, len(shape)))
@@ -71,12 +72,12 @@ def indices(draw: st.DrawFn, shape: Shape) -> tuple[object, ...]:
     return tuple(given[: draw(st.integers(0, len(shape)))])
 
 
-def expected(saved: Saved, index: tuple[object, ...]) -> tuple[Shape, bytes]:
+def expected(saved: Saved, index: tuple[Any, ...]) -> tuple[Shape, bytes]:
     """Slice with nothing but ranges."""
     dots = index.index(...) if ... in index else len(index)
     middle = (slice(None),) * (len(saved.shape) - len(index) + (... in index))
     full = (*index[:dots], *middle, *index[dots + 1 :])
-    picks = [range(n)[e] for e, n in zip(full, saved.shape, strict=True)]  # type: ignore[index]
+    picks = [range(n)[e] for e, n in zip(full, saved.shape, strict=True)]
     shape = tuple(len(pick) for pick in picks if isinstance(pick, range))
     places = [pick if isinstance(pick, range) else (pick,) for pick in picks]
     strides = row_major_strides(saved.shape)

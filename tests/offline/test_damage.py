@@ -10,22 +10,27 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-torch = pytest.importorskip("torch")
+from dist_ckpt.format.geometry import Region
+from dist_ckpt.offline.verify import Level
 
-import dist_ckpt as dc  # noqa: E402
-import rank_threads  # noqa: E402
-from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError  # noqa: E402
-from dist_ckpt.format import index_json  # noqa: E402
-from dist_ckpt.format.checksums import document_digest  # noqa: E402
-from dist_ckpt.format.index import Abandoned  # noqa: E402
-from dist_ckpt.format.shard_file import ShardFile, decode_header  # noqa: E402
-from dist_ckpt.storage.local import LocalStorage  # noqa: E402
-from dist_ckpt.testing.memory_storage import MemoryStorage  # noqa: E402
-from sharded_checkpoints import (  # noqa: E402
+pytest.importorskip("torch")
+
+import torch
+
+import dist_ckpt as dc
+import rank_threads
+from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.format import index_json
+from dist_ckpt.format.checksums import document_digest
+from dist_ckpt.format.index import Abandoned
+from dist_ckpt.format.shard_file import ShardFile, decode_header
+from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.testing.memory_storage import MemoryStorage
+from sharded_checkpoints import (
     CUTS,
     RANKS,
     Boxes,
@@ -164,7 +169,9 @@ def test_a_flipped_byte_of_data_is_reported_with_its_tensor_rows_rank_and_file(
         assert found, str(error)
         assert found[1] == shard.fqn
         assert f"{file} of rank {rank}, bytes " in str(error)
-        first, last = map(int, re.search(r"bytes (\d+):(\d+)\)", str(error)).groups())  # type: ignore[union-attr]
+        span = re.search(r"bytes (\d+):(\d+)\)", str(error))
+        assert span is not None
+        first, last = map(int, span.groups())
         assert first <= at < last <= first + 64
         if found[2] is not None:
             rows = range(int(found[2]), int(found[3]))
@@ -222,8 +229,8 @@ def test_every_truncation_is_reported(folder: Path, name: str) -> None:
             assert type(error) is CorruptError, size
             assert str(file) in str(error), size
         if size in cuts_of(len(data)):
-            for level in ("quick", "full"):
-                report = dc.verify(folder.parent, level=level)  # type: ignore[arg-type]
+            for level in get_args(Level):
+                report = dc.verify(folder.parent, level=level)
                 assert {problem.file for problem in report.problems} == {name}, size
 
 
@@ -237,8 +244,8 @@ def test_every_extension_is_reported(folder: Path, name: str, more: bytes) -> No
         error = error_of_load(folder)
         assert type(error) is CorruptError
         assert str(file) in str(error)
-    for level in ("quick", "full"):
-        report = dc.verify(folder.parent, level=level)  # type: ignore[arg-type]
+    for level in get_args(Level):
+        report = dc.verify(folder.parent, level=level)
         assert {problem.file for problem in report.problems} == {name}
 
 
@@ -565,7 +572,8 @@ def needed_nbytes(storage: MemoryStorage, fqn: str, wanted: torch.Tensor) -> int
         size = 8 + int.from_bytes(data[:8], "little")
         header = decode_header(data[:size], nbytes=len(data))
         for shard in (shard for shard in header.shards if shard.fqn == fqn):
-            box = tuple(map(slice, shard.cell.offset, shard.cell.stop))  # type: ignore[union-attr]
+            assert isinstance(shard.cell, Region)
+            box = tuple(map(slice, shard.cell.offset, shard.cell.stop))
             nbytes = wanted[box].flatten().repeat_interleave(4).to(torch.uint8)
             blocks = nbytes.split(header.block_nbytes)
             total += sum(len(block) for block in blocks if block.any())
@@ -606,13 +614,14 @@ def test_a_load_reads_no_more_than_the_blocks_that_it_needs(
         for box in boxes
     ]
     outcomes = rank_threads.try_load(
-        lambda rank: countings[rank],  # type: ignore[arg-type, return-value]
+        lambda rank: countings[rank],
         states,
         include="model.w",
     )
     for box, state, counting, outcome in zip(boxes, states, countings, outcomes, strict=True):
         assert outcome.value is not None, outcome.error
-        assert torch.equal(state["model"]["w"].tensor, whole[box])  # type: ignore[arg-type]
+        held: Any = state["model"]["w"].tensor
+        assert torch.equal(held, whole[box])
         mask = torch.zeros(ROWS, COLUMNS, dtype=torch.bool)
         mask[box] = True
         needed = needed_nbytes(sharded, "model.w", mask)
@@ -626,7 +635,7 @@ def test_holes_between_needed_blocks_are_not_read(sharded: MemoryStorage) -> Non
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
     target = Boxes(torch.zeros_like(whole), range(0, ROWS, 8))  # of every second block
     counting = Counting(sharded)
-    rank_threads.load(counting, [{"model": {"w": target}}], include="model.w")  # type: ignore[arg-type]
+    rank_threads.load(counting, [{"model": {"w": target}}], include="model.w")
     assert torch.equal(torch.cat(target.rows), whole[::8])
     assert sum(counting.nbytes.values()) == ROWS // 8 * BLOCK
 
@@ -634,14 +643,14 @@ def test_holes_between_needed_blocks_are_not_read(sharded: MemoryStorage) -> Non
 def test_a_few_rows_never_cost_a_whole_shard(sharded: MemoryStorage) -> None:
     counting = Counting(sharded)
     state = {"model": {"w": dc.LocalShard(torch.zeros(2, 64), (ROWS, COLUMNS), (63, 0))}}
-    rank_threads.load(counting, [state], include="model.w")  # type: ignore[arg-type]
+    rank_threads.load(counting, [state], include="model.w")
     assert counting.nbytes == {"model-00000.safetensors": BLOCK, "model-00001.safetensors": BLOCK}
 
 
 def test_include_opens_only_the_files_that_it_needs(sharded: MemoryStorage) -> None:
     counting = Counting(sharded)
     state: dict[str, Any] = {}
-    rank_threads.load(counting, [state], include="other")  # type: ignore[arg-type]
+    rank_threads.load(counting, [state], include="other")
     assert state == {"other": {"v": state["other"]["v"]}}
     assert sum(counting.nbytes.values()) == 4 * 4096 * 4
     assert {name for name in counting.opened if name.endswith("safetensors")} == {
@@ -651,7 +660,7 @@ def test_include_opens_only_the_files_that_it_needs(sharded: MemoryStorage) -> N
 
 def test_a_load_of_everything_reads_every_byte_once(sharded: MemoryStorage) -> None:
     counting = Counting(sharded)
-    report = rank_threads.load(counting, [{}])  # type: ignore[arg-type]
+    report = rank_threads.load(counting, [{}])
     total = 2 * ROWS * COLUMNS * 4 + 4 * 4096 * 4
     assert sum(counting.nbytes.values()) == total == report.nbytes_read
 
@@ -667,7 +676,7 @@ def test_blocks_of_full_size_are_counted_as_well() -> None:
     counting = Counting(storage)
     target = torch.zeros(100, 512)
     rank_threads.load(
-        counting,  # type: ignore[arg-type]
+        counting,
         [{"m": {"w": dc.LocalShard(target, shape, (5120 + 2000, 0))}}],
     )
     assert bool((target == 1).all())

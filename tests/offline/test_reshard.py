@@ -10,10 +10,12 @@ import dist_ckpt as dc
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.storage.local import LocalStorage
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import rank_threads  # noqa: E402
-from written import catalog_of, one_cell, random_tensor, save  # noqa: E402
+import torch
+
+import rank_threads
+from written import catalog_of, one_cell, random_tensor, save
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])

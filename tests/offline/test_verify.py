@@ -16,7 +16,7 @@ from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.offline import verify as verify_module
 from dist_ckpt.offline.verify import Problem, VerifyReport, verify
 from dist_ckpt.storage.local import LocalStorage
-from written import catalog_of, one_cell, random_tensor, rows, save, write_catalog
+from written import Saved, catalog_of, one_cell, random_tensor, rows, save, write_catalog
 
 SHAPE = (40, 8)
 FILES = {
@@ -31,7 +31,7 @@ NAMES = (
 )
 
 
-def tensors() -> dict[str, object]:
+def tensors() -> dict[str, Saved]:
     """Rows 0:13 of `model.w` are rank 0's, 13:40 rank 1's; a block is two rows of it."""
     return {
         "model.w": random_tensor(SHAPE, rows(SHAPE, 13), seed=1),
@@ -47,9 +47,9 @@ def make(path: Path) -> Path:
     catalog = replace(
         catalog_of(saved, 2),
         values={"lr": 0},
-        per_rank={"rng": ((1, 1),)},  # type: ignore[arg-type]
+        per_rank={"rng": ((1, 1),)},
     )
-    return save(path, saved, catalog=catalog, objects=FILES, block_nbytes=64)  # type: ignore[arg-type]
+    return save(path, saved, catalog=catalog, objects=FILES, block_nbytes=64)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_shards_that_the_index_does_not_expect_are_reported(tmp_path: Path) -> N
     saved = tensors()
     storage = LocalStorage()
     claimed = claim(storage, str(tmp_path / "ck"), overwrite=False, by="a test")
-    index = write_catalog(storage, claimed.folder, saved, catalog_of(saved, 2))  # type: ignore[arg-type]
+    index = write_catalog(storage, claimed.folder, saved, catalog_of(saved, 2))
     catalog = index.catalog
     tensors_of_index = dict(catalog.tensors)
     tensors_of_index["model.g"] = tensors_of_index.pop("model.f")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +58,7 @@ def torch_local(view: Placed, shape: Shape, rank: int) -> object:
             case Replicate():
                 continue
             case Shard(dim):
-                of_torch = TorchShard(dim)
+                of_torch: Any = TorchShard(dim)
             case StridedShard(dim, split_factor):
                 of_torch = _StridedShard(dim, split_factor=split_factor)
         local = of_torch._split_tensor(local, count, with_padding=False)[0][at]
@@ -112,7 +113,8 @@ def test_random_placements_cut_as_torch_does(random: Random, shape: Shape) -> No
     placements: list[Placement] = []
     for _ in mesh.shape:
         dim = random.randrange(len(shape))
-        kinds = [Replicate(), Shard(dim), StridedShard(dim, random.randint(1, 5))]
+        strided = StridedShard(dim, random.randint(1, 5))
+        kinds: list[Placement] = [Replicate(), Shard(dim), strided]
         placements.append(random.choice(kinds))
     assert_as_torch(Placed(mesh, tuple(placements)), shape)
 

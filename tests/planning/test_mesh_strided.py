@@ -22,6 +22,7 @@ def test_a_strided_axis_comes_after_those_that_make_up_its_split_factor():
     mesh = Mesh(("a", "b", "c", "d"), (2, 3, 5, 7), tuple(range(210)))
     view = Placed(mesh, (StridedShard(0, 5), Shard(1), Shard(0), StridedShard(1, 1)))
     applied = as_applied(view)
+    assert applied is not None
     assert applied.mesh.names == ("b", "d", "c", "a")
     assert applied.mesh.shape == (3, 7, 5, 2)
     assert applied.placements == (Shard(1), Shard(1), Shard(0), Shard(0))

@@ -101,16 +101,16 @@ def imports_of(name: str, source: str, modules: Mapping[str, object]) -> Iterato
         elif isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test):
             where |= dict.fromkeys(ast.walk(block), "typing")
     for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         for module in modules_named_by(node, modules):
             text = lines[node.lineno - 1]
             yield Import(name, module, node.lineno, text, where.get(node, "top"))
 
 
-def modules_named_by(node: ast.AST, modules: Mapping[str, object]) -> list[str]:
+def modules_named_by(node: ast.Import | ast.ImportFrom, modules: Mapping[str, object]) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    if not isinstance(node, ast.ImportFrom):
-        return []
     if node.level:
         return [f"{'.' * node.level}{node.module or ''}"]
     module = node.module or ""

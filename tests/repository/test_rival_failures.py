@@ -5,6 +5,8 @@ What `torch.distributed.checkpoint` does in the same cases: `scripts/rival_failu
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import rank_threads
@@ -17,7 +19,9 @@ from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from rank_threads import PATH, errors_of
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 
 @pytest.fixture
@@ -25,8 +29,8 @@ def storage() -> MemoryStorage:
     return MemoryStorage({"/runs": None})
 
 
-def loaded(storage: Storage) -> dict[str, object]:
-    state: dict[str, object] = {}
+def loaded(storage: Storage) -> dict[Any, Any]:
+    state: dict[Any, Any] = {}
     rank_threads.load(storage, [state])
     return state
 
@@ -40,9 +44,8 @@ def test_torn_overwrite__the_old_checkpoint_stays_whole_until_the_new_one_is(sto
     rank_threads.save(calls, old, PATH + "-other")
     for number in range(1, calls.calls):
         faulty = FaultyStorage(storage, fail_at_call=number, sticky=True)
-        if any(
-            out.error for out in rank_threads.try_save(lambda _, f=faulty: f, new, overwrite=True)
-        ):
+        outcomes = rank_threads.try_save(rank_threads.everywhere(faulty), new, overwrite=True)
+        if any(outcome.error for outcome in outcomes):
             assert loaded(storage)["w"].tolist() == [1.0] * 8
         else:
             break
@@ -60,7 +63,9 @@ def test_flipped_bit__a_load_names_tensor_rows_rank_and_file(storage):
 def flip_last_bit(storage: MemoryStorage, ending: str) -> tuple[str, dict[str, bytes | None]]:
     tree = dict(storage.tree())
     (name,) = (name for name in tree if name.endswith(ending))
-    data = bytearray(tree[name])
+    content = tree[name]
+    assert content is not None
+    data = bytearray(content)
     data[-1] ^= 1
     tree[name] = bytes(data)
     return name, tree
@@ -161,7 +166,7 @@ def test_no_coverage__parts_that_overlap_are_not_saved(storage):
 
 def test_half_applied_load__every_problem_is_told_before_anything_is_touched(storage):
     rank_threads.save(storage, [{"a": torch.ones(2), "b": torch.ones(3), "n": 1, "extra": 2}])
-    state = {
+    state: dict[str, Any] = {
         "a": torch.zeros(2),
         "b": torch.zeros(4),
         "missing": torch.zeros(1),
@@ -191,7 +196,7 @@ def test_reused_buffers__a_checkpoint_keeps_what_was_saved_when_the_tensor_goes_
         rank_threads.save(storage, [{"w": weight}], f"{PATH}-{step}")
         weight += 1
     for step in (1, 2):
-        state: dict[str, object] = {}
+        state: dict[Any, Any] = {}
         rank_threads.load(storage, [state], f"{PATH}-{step}")
         assert state["w"].tolist() == [float(step)] * 4
 
@@ -207,7 +212,7 @@ def test_stale_plan__a_state_that_changed_is_planned_again(tmp_path, changed):
     channel_states = [torch.ones(4), changed]
     run_saves(storage, channel_states)
     for number, value in enumerate(channel_states):
-        state: dict[str, object] = {}
+        state: dict[Any, Any] = {}
         rank_threads.load(storage, [state], f"{PATH}-{number}")
         assert state["w"].dtype == value.dtype
         assert torch.equal(state["w"], value)
@@ -232,6 +237,7 @@ class _Forgetful(FaultyStorage):
 
     def call(self, what, act):
         if what.startswith("sync") and "/a1-" in what:
+            assert isinstance(self.inner, MemoryStorage)
             for name in [name for name in self.inner.tree() if "w1-00001" in name]:
                 self.inner.remove(name)
         return super().call(what, act)

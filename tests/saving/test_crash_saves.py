@@ -7,6 +7,7 @@ planner and shard writer run, so that no fsync is missing between them either.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,9 @@ from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from rank_threads import PATH
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 # Of the states at one point; more ranks have more unsynced files at once than can all be tried.
 LIMIT = 60
@@ -85,7 +88,7 @@ def wrong(point: CrashPoint, storage: Storage, ranks: int) -> str | None:
         return f"{point}: {error!r}"
     if index.step not in allowed(point.marks):
         return f"{point}: step {index.step} shows"
-    loaded: dict[str, object] = {}
+    loaded: dict[str, Any] = {}
     try:
         rank_threads.load(storage, [loaded])
     except CheckpointError as error:
@@ -118,7 +121,9 @@ def test_taking_away_any_one_fsync_of_a_save_is_found(ranks):
     for number in range(1, whole.num_syncs + 1):
         dropped: list[str] = []
 
-        def forget(n: int, operation: Operation, number=number, dropped=dropped) -> bool:
+        def forget(
+            n: int, operation: Operation, number: int = number, dropped: list[str] = dropped
+        ) -> bool:
             if n == number:
                 dropped.append(str(operation))
             return n == number
@@ -139,7 +144,7 @@ def test_an_error_at_any_storage_call_of_an_overwrite_loses_nothing(ranks, done)
         rank_threads.save(storage, [state(1, rank, ranks) for rank in range(ranks)], step=1)
         faulty = FaultyStorage(storage, fail_at_call=number, done=done)
         outcomes = rank_threads.try_save(
-            lambda _, faulty=faulty: faulty,
+            rank_threads.everywhere(faulty),
             [state(2, rank, ranks) for rank in range(ranks)],
             step=2,
             overwrite=True,

@@ -27,7 +27,7 @@ def test_every_byte_counts_up_to_one_mebibyte(nbytes):
 
 def test_one_mebibyte_is_read_of_a_large_tensor_spread_over_all_of_it():
     class Counted(ArraySource):
-        spans = ()
+        spans: tuple[tuple[int, int], ...] = ()
 
         def read(self, start, stop, scratch):
             self.spans = (*self.spans, (start, stop))

@@ -12,14 +12,17 @@ import pytest
 import safetensors
 from safetensors.torch import load_file
 
-torch = pytest.importorskip("torch")
-np = pytest.importorskip("numpy")
+pytest.importorskip("torch")
+pytest.importorskip("numpy")
 
-import dist_ckpt as dc  # noqa: E402
-import rank_threads  # noqa: E402
-from dist_ckpt.format.filenames import parse_attempt  # noqa: E402
-from dist_ckpt.storage.local import LocalStorage  # noqa: E402
-from sharded_checkpoints import RANKS, random_tensors, rank_state  # noqa: E402
+import numpy as np
+import torch
+
+import dist_ckpt as dc
+import rank_threads
+from dist_ckpt.format.filenames import parse_attempt
+from dist_ckpt.storage.local import LocalStorage
+from sharded_checkpoints import RANKS, random_tensors, rank_state
 
 
 def data_files(path: Path) -> dict[str, bytes]:
@@ -60,7 +63,7 @@ def test_the_report_says_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_metadata_comes_back_with_its_types(tmp_path: Path) -> None:
-    metadata = {
+    metadata: dict[Any, object] = {
         "note": "first",
         "loss": float("inf"),
         "when": datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.UTC),

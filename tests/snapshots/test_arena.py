@@ -336,7 +336,7 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return path, path.read_bytes()
 
 
-def damaged(sealed: tuple[Path, bytes], data: bytes) -> str:
+def damaged(sealed: tuple[Path, bytes], data: bytes | bytearray) -> str:
     path = sealed[0].with_name("damaged")
     path.write_bytes(data)
     return str(path)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Node
 from dist_ckpt.format.objects_file import ArrayValue
 from dist_ckpt.planning import plan
@@ -66,7 +67,7 @@ def test_tensors_are_entries_and_everything_else_the_largest_values_without_tens
 
 def test_the_kinds_and_keys_of_containers_are_kept() -> None:
     t = torch.ones(1)
-    state = OrderedDict(d=defaultdict(list, {1: t}), t=(t.clone(), None), e={})
+    state = OrderedDict(d=defaultdict[int, Any](list, {1: t}), t=(t.clone(), None), e={})
     local = taken(state)
     assert local.inventory.tree == (
         Node("", "OrderedDict", ("d", "t", "e")),
@@ -261,7 +262,7 @@ def test_per_rank_values_have_a_key_and_no_tensors() -> None:
         ({"a": np.array([None])}, TypeError, "a: a numpy array of dtype object"),
         ({"a": torch.ones(1, device="meta")}, ValueError, "a: a meta tensor has no data"),
         ({"a": torch.ones(2).to_sparse()}, TypeError, "a: .*to_dense"),
-        ({"a": defaultdict(lambda: 1, t=torch.ones(1))}, TypeError, "a is a defaultdict"),
+        ({"a": defaultdict[str, Any](lambda: 1, t=torch.ones(1))}, TypeError, "a is a defaultdict"),
         ({"a": nn.Linear}, TypeError, "a is a builtins.type"),
         ({"a": PerRank(len)}, TypeError, "a is a builtins.builtin_function"),
         (nn.Linear(1, 1), TypeError, "the state is a Linear: give a mapping"),
@@ -416,7 +417,7 @@ def test_local_shards_are_parts() -> None:
     (entry,) = local.inventory.tensors
     (view,) = local.inventory.views
     assert entry.shape == (4, 3)
-    assert view == plan.Parts((plan.Region((2, 0), (2, 3)),))
+    assert view == plan.Parts((Region((2, 0), (2, 3)),))
 
 
 def test_the_mapping_may_be_any_mapping() -> None:

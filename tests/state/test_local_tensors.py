@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -39,12 +41,14 @@ def test_numpy_arrays_share_their_memory_with_the_tensor():
     assert from_numpy(np.arange(3)[::-1], "a", writable=False).tolist() == [2, 1, 0]
     field = np.array([(1, 2), (3, 4)], dtype=[("a", "i2"), ("b", "i8")])["b"]
     assert from_numpy(field, "a", writable=False).tolist() == [2, 4]
-    for array in (fixed, np.arange(3)[::-1], field):
+    read_only: list[Any] = [fixed, np.arange(3)[::-1], field]
+    for array in read_only:
         with pytest.raises(ValueError, match="a: an array that is read-only"):
             from_numpy(array, "a", writable=True)
-    for array in (np.array(["x"]), np.array([object()]), np.arange(3, dtype=">i4"), np.ma.ones(2)):
+    swapped: Any = np.arange(3, dtype=">i4")
+    for other in (np.array(["x"]), np.array([object()]), swapped, np.ma.ones(2)):
         with pytest.raises(TypeError, match="a: "):
-            from_numpy(array, "a", writable=False)
+            from_numpy(other, "a", writable=False)
 
 
 def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -71,5 +75,10 @@ def test_only_what_needs_no_second_look_is_ordinary():
     ):
         assert not is_ordinary(value), value
     seen = []
-    torch.func.vmap(lambda tensor: seen.append(is_ordinary(tensor)) or tensor)(torch.ones(2, 3))
+
+    def look(tensor):
+        seen.append(is_ordinary(tensor))
+        return tensor
+
+    torch.func.vmap(look)(torch.ones(2, 3))
     assert seen == [False]

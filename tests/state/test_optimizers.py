@@ -23,7 +23,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
         torch.manual_seed(seed + step)
         batch = torch.randn(5, 4, dtype=parameter.dtype)
 
-        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+        def closure(batch: Any = batch) -> Any:
             optimizer.zero_grad()
             loss = model(batch).pow(2).sum()
             loss.backward()
@@ -145,13 +145,12 @@ def test_moments_of_another_dtype_than_the_weights_keep_theirs() -> None:
 
 def grouped(model: nn.Module) -> torch.optim.Optimizer:
     first, last = model[0], model[2]  # type: ignore[index]
-    return torch.optim.AdamW(
-        [
-            {"params": list(first.parameters()), "lr": 1.0, "my_tag": ("a", 1)},
-            {"params": list(last.parameters())},
-            {"params": [], "lr": 7.0},
-        ]
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": list(first.parameters()), "lr": 1.0, "my_tag": ("a", 1)},
+        {"params": list(last.parameters())},
+        {"params": [], "lr": 7.0},
+    ]
+    return torch.optim.AdamW(groups)
 
 
 def test_frozen_parameters_partial_state_and_empty_groups_come_back() -> None:
@@ -178,7 +177,8 @@ def test_tied_weights_have_their_state_once_under_the_first_name() -> None:
             self.head.weight = self.embed.weight
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embed(x))
+            out: torch.Tensor = self.head(self.embed(x))
+            return out
 
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -206,7 +206,7 @@ def test_parameters_of_one_module_are_called_as_in_it_those_of_several_after_the
 
 
 def test_names_do_not_have_the_prefixes_of_a_compiled_module() -> None:
-    model = torch.compile(make_model(), backend="eager")
+    model: Any = torch.compile(make_model(), backend="eager")
     optimizer = torch.optim.AdamW(model.parameters())
     plan = save({"model": model, "optim": optimizer}).plan
     assert plan.name_lists[0].names == ("0.weight", "0.bias", "2.weight")
@@ -243,7 +243,7 @@ def test_named_gives_the_names() -> None:
 
 def test_state_in_memory_that_was_not_saved_is_missing() -> None:
     model = make_model()
-    fresh = torch.optim.AdamW(model[2].parameters())  # type: ignore[union-attr]
+    fresh = torch.optim.AdamW(model[2].parameters())  # type: ignore[index]
     checkpoint = save({"model": model, "optim": fresh})
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 1)
@@ -359,7 +359,7 @@ def test_state_for_something_that_is_no_parameter_is_refused() -> None:
 
 
 def helper_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {
         "state": {names[p]: dict(state) for p, state in optimizer.state.items()},
         "param_groups": [
@@ -382,7 +382,7 @@ def test_a_dict_from_torchs_helpers_and_an_optimizer_load_into_each_other() -> N
     assert equal(bits(model, optimizer), bits(other, other_optimizer))
 
     train(other, other_optimizer, 1)
-    target = {"model": other, "optim": helper_dict(other, other_optimizer)}
+    target: dict[str, Any] = {"model": other, "optim": helper_dict(other, other_optimizer)}
     load(from_optimizer, target)
     expected = helper_dict(model, optimizer)
     assert target["optim"]["param_groups"] == expected["param_groups"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,10 +85,11 @@ def test_a_state_that_cannot_be_set_changes_no_generator(part, state):
 
 
 def test_a_numpy_generator_that_is_not_known_is_refused():
-    legacy = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(3))
+    numpy_random: Any = np.random
+    legacy = numpy_random.get_bit_generator()
+    numpy_random.set_bit_generator(np.random.PCG64(3))
     try:
         with pytest.raises(TypeError, match=r"PCG64.*PerRank"):
             RNG().capture()
     finally:
-        np.random.set_bit_generator(legacy)
+        numpy_random.set_bit_generator(legacy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ from dist_ckpt.state.tensors import (
 )
 from dist_ckpt.state.wrappers import FlatShard, LocalShard
 
-ALONE = {"rank": 0, "group": (0,)}
+ALONE: dict[str, Any] = {"rank": 0, "group": (0,)}
 
 
 def alone(value, fqn="w"):
@@ -99,6 +100,7 @@ def test_every_placement_on_a_line_of_ranks_is_read_as_torch_cuts_it(on_ranks, p
         assert isinstance(held.view, plan.Placed)
         assert cells_of(held.view, rank, shape) == held.cells
         for cell in held.cells:
+            assert isinstance(cell, Region)
             covered[slices_of(cell)] += 1
     assert (covered == (3 if placement == Replicate() else 1)).all()
 
@@ -122,6 +124,7 @@ def test_every_placement_on_a_grid_of_ranks_is_read_as_torch_cuts_it(on_ranks, p
             held = describe(tensor, "w", rank=rank, group=range(6))
             check_parts(held, full)
             for cell in held.cells:
+                assert isinstance(cell, Region)
                 copies[slices_of(cell)] += 1
         replicas = torch.tensor([3, 2])[[p == Replicate() for p in placements]].prod()
         assert (copies == replicas).all()
@@ -137,14 +140,16 @@ def test_fsdp_over_tp_holds_what_its_memory_says_however_uneven(on_ranks, style,
         copies = torch.zeros(full.shape)
         for rank in on_ranks(dp * tp):
             mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
-            model = torch.nn.Sequential(torch.nn.Linear(*reversed(full.shape), bias=False))
+            layer = torch.nn.Linear(full.shape[1], full.shape[0], bias=False)
+            model = torch.nn.Sequential(layer)
             with torch.no_grad():
-                model[0].weight.copy_(full)
+                layer.weight.copy_(full)
             parallelize_module(model, mesh["tp"], {"0": style()}, src_data_rank=None)
             fully_shard(model, mesh=mesh["dp"])
-            held = describe(model[0].weight, "w", rank=rank, group=range(dp * tp))
+            held = describe(layer.weight, "w", rank=rank, group=range(dp * tp))
             check_parts(held, full)
             for cell in held.cells:
+                assert isinstance(cell, Region)
                 copies[slices_of(cell)] += 1
         assert (copies == 1).all()
 
@@ -204,6 +209,7 @@ def test_every_rank_sees_its_own_slice_of_a_mesh(on_ranks):
         tensor = distribute_tensor(numbered(4), mesh["tp"], [Shard(0)], src_data_rank=None)
         held = describe(tensor, "w", rank=rank, group=range(4))
         first = rank // 2 * 2
+        assert isinstance(held.view, plan.Placed)
         assert held.view.mesh == plan.Mesh(("tp",), (2,), (first, first + 1))
         assert held.cells == (Region((rank % 2 * 2,), (2,)),)
 
@@ -228,7 +234,7 @@ def test_a_local_tensor_of_another_shape_than_the_placements_give_is_refused(on_
     for _ in on_ranks(2):
         mesh = init_device_mesh("cpu", (2,))
         tensor = DTensor.from_local(
-            torch.ones(5), mesh, [Shard(0)], run_check=False, shape=(8,), stride=(1,)
+            torch.ones(5), mesh, [Shard(0)], run_check=False, shape=torch.Size((8,)), stride=(1,)
         )
         with pytest.raises(ValueError, match=r"local tensor of shape \(5,\).*LocalShard"):
             describe(tensor, "w", rank=0, group=range(2))
@@ -243,6 +249,7 @@ def test_parameters_that_require_grad_share_their_memory_with_the_parts(on_ranks
         held = describe(parameter, "w", rank=rank, group=range(2))
         assert not held.parts[0].requires_grad
         held.parts[0].fill_(3)
+        assert isinstance(parameter, DTensor)
         assert parameter.to_local().tolist() == [3, 3]
 
 
@@ -297,7 +304,7 @@ def test_a_dtensor_of_several_local_boxes_holds_them_all(on_ranks):
         if rank == 1:
             local = LocalShardsWrapper([full[:, 2:4]], [(0, 2)])
         tensor = DTensor.from_local(
-            local, mesh, [Shard(1)], run_check=False, shape=(4, 6), stride=(6, 1)
+            local, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=(6, 1)
         )
         held = describe(tensor, "w", rank=rank, group=range(2))
         assert len(held.cells) == 2 - rank
@@ -307,7 +314,7 @@ def test_a_dtensor_of_several_local_boxes_holds_them_all(on_ranks):
             mesh,
             [Shard(1)],
             run_check=False,
-            shape=(4, 6),
+            shape=full.shape,
             stride=(6, 1),
         )
         assert describe(tensor, "w", rank=rank, group=range(2)).cells == ()
@@ -456,7 +463,9 @@ def test_meta_tensors_are_refused_until_they_are_materialized():
         assert type(made) is type(value)
         assert not is_meta(made)
         assert describe_target(made, "w", **ALONE).parts[0].device.type == "cpu"
-    assert not materialize(parameter).requires_grad
+    made = materialize(parameter)
+    assert isinstance(made, torch.nn.Parameter)
+    assert not made.requires_grad
     assert not is_meta(3)
 
 
@@ -485,12 +494,14 @@ def test_new_optimizer_state_has_the_layout_of_its_parameter_and_the_saved_dtype
             distribute_tensor(torch.ones(5), mesh, [Shard(0)], src_data_rank=None)
         )
         made = empty_like_saved(parameter, "float64")
+        assert isinstance(made, DTensor)
         assert (made.dtype, made.placements, made.requires_grad) == (
             torch.float64,
             (Shard(0),),
             False,
         )
         assert not isinstance(made, torch.nn.Parameter)
+        assert isinstance(parameter, DTensor)
         assert made.to_local().shape == parameter.to_local().shape
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def test_importing_them_imports_neither_torch_nor_numpy():
 
 
 def test_a_local_shard_takes_any_sequences_and_anything_with_a_shape():
-    shard = LocalShard(np.ones((2, 3)), torch.Size([4, 3]), [2, 0])
+    shard = LocalShard(np.ones((2, 3)), torch.Size([4, 3]), [2, 0])  # type: ignore[arg-type]
     assert (shard.global_shape, shard.offset) == ((4, 3), (2, 0))
     assert LocalShard(torch.tensor(1.0), (), ()).offset == ()
 
@@ -43,7 +44,8 @@ def test_a_local_shard_that_cannot_be_is_refused(arguments, error, message):
 
 
 def test_a_flat_shard_that_cannot_be_is_refused():
-    assert FlatShard(torch.ones(5), [2, 3], 1).global_shape == (2, 3)
+    shard = FlatShard(torch.ones(5), [2, 3], 1)  # type: ignore[arg-type]
+    assert shard.global_shape == (2, 3)
     with pytest.raises(ValueError, match="5 elements from 2 on reaches beyond the 6"):
         FlatShard(torch.ones(5), (2, 3), 2)
     with pytest.raises(ValueError, match="negative"):
@@ -57,7 +59,8 @@ def test_a_per_rank_value_keeps_its_key_and_policy_and_changes_its_value():
     kept.value = {"position": 4}
     assert (kept.value, kept.key, kept.on_reshard) == ({"position": 4}, ("dp", 1), "drop")
     assert PerRank(1).key is None
-    assert PerRank(1, on_reshard=max).on_reshard is max
+    pick: Any = max
+    assert PerRank(1, on_reshard=pick).on_reshard is pick
     assert kept == PerRank({"position": 4}, key=("dp", 1), on_reshard="drop")
 
 
@@ -112,8 +115,8 @@ def test_names_that_do_not_fit_the_optimizer_are_refused(optimizer, parameters):
     with pytest.raises(ValueError, match="no name for parameter 0 of group 1"):
         Named(optimizer, {"a": parameters[0], "b": parameters[1]})
     with pytest.raises(TypeError, match="not a string"):
-        Named(optimizer, ["a", "b", 3])
+        Named(optimizer, ["a", "b", 3])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="`names` is a str"):
         Named(optimizer, "abc")
     with pytest.raises(TypeError, match="takes an optimizer, not a Linear"):
-        Named(torch.nn.Linear(1, 1), [])
+        Named(torch.nn.Linear(1, 1), [])  # type: ignore[arg-type]

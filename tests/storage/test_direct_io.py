@@ -137,7 +137,12 @@ def test_what_lies_as_the_file_wants_it_goes_directly_but_for_the_ends(
     data = some(10 * PAGE + 77)
     sizes: list[int] = []
     real = calls.pwrite
-    calls.pwrite = lambda fd, part, offset: sizes.append(len(part)) or real(fd, part, offset)
+
+    def noting(fd, part, offset):
+        sizes.append(len(part))
+        return real(fd, part, offset)
+
+    calls.pwrite = noting
     write(LocalStorage(), path, data, [100])
     assert Path(path).read_bytes() == data
     assert sizes == [9 * PAGE]

@@ -78,7 +78,7 @@ def test_what_is_no_path_is_refused():
     with pytest.raises(ValueError, match="pass the path of a folder"):
         open_storage("a\0b")
     with pytest.raises(TypeError, match="pass a str"):
-        open_storage(b"/ck")  # type: ignore[type-var]
+        open_storage(b"/ck")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         open_storage(3)  # type: ignore[arg-type]
 
@@ -250,7 +250,11 @@ def test_a_file_system_without_links_either_is_refused_at_the_claim(storage, roo
 
 
 def test_a_file_system_whose_rename_replaces_is_refused_at_the_claim(storage, root, monkeypatch):
-    monkeypatch.setattr(local, "_rename_exclusively", lambda *names: os.rename(*names) or True)
+    def rename(old: str, new: str) -> bool:
+        os.rename(old, new)
+        return True
+
+    monkeypatch.setattr(local, "_rename_exclusively", rename)
     with pytest.raises(StorageError, match="a rename here replaces"):
         commit.claim(storage, f"{root}/ck", overwrite=False, by="me")
     assert os.listdir(root) == []
@@ -303,7 +307,8 @@ def test_the_grace_of_a_collector_is_measured_by_the_clock_of_the_storage(storag
     path = f"{root}/ck"
     claims = [commit.claim(storage, path, overwrite=False, by="me")]
     assert commit.collect(storage, path, grace_s=60) == ()
-    for name in [claims[0].folder, *Path(claims[0].folder).iterdir()]:
+    folder = Path(claims[0].folder)
+    for name in [folder, *folder.iterdir()]:
         os.utime(name, (0, os.stat(root).st_mtime - 100))
     assert commit.collect(storage, path, grace_s=60) == (claims[0].attempt.name,)
     assert os.listdir(path) == []
@@ -414,6 +419,7 @@ def test_on_a_full_disk_an_attempt_is_given_up_all_the_same(storage, small_disk)
         write(storage, f"{path}/full", b"1" * 4096)
     assert commit.abandon(storage, path, claim.attempt, by="a rank", reason="no space")
     document = attempts.read_index(storage, path, claim.attempt)
+    assert isinstance(document, Abandoned)
     assert document == Abandoned(claim.attempt.name, "a dead saver", document.reason)
     assert commit.collect(storage, path, grace_s=3600) == (claim.attempt.name,)
 

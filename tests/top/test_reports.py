@@ -14,20 +14,23 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import dist_ckpt as dc  # noqa: E402
-import rank_threads  # noqa: E402
-from dist_ckpt.comm.session import Session  # noqa: E402
-from dist_ckpt.loading import load_steps  # noqa: E402
-from dist_ckpt.loading.load import LoadOptions, load_together  # noqa: E402
-from dist_ckpt.reports import Tally  # noqa: E402
-from dist_ckpt.saving import save as saver  # noqa: E402
-from dist_ckpt.saving.save import SaveOptions, save_together  # noqa: E402
-from dist_ckpt.storage.counting import CountingStorage  # noqa: E402
-from dist_ckpt.testing.memory_storage import MemoryStorage  # noqa: E402
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, run_ranks  # noqa: E402
-from sharded_checkpoints import Counting, rank_state, save_small  # noqa: E402
+import torch
+
+import dist_ckpt as dc
+import rank_threads
+from dist_ckpt.comm.session import Session
+from dist_ckpt.loading import load_steps
+from dist_ckpt.loading.load import load_together
+from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.reports import Tally
+from dist_ckpt.saving import save as saver
+from dist_ckpt.saving.save import SaveOptions, save_together
+from dist_ckpt.storage.counting import CountingStorage
+from dist_ckpt.testing.memory_storage import MemoryStorage
+from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, run_ranks
+from sharded_checkpoints import Counting, rank_state, save_small
 
 RANKS = 4
 
@@ -229,7 +232,7 @@ def test_the_bytes_read_are_those_that_the_storage_gave():
     countings = [CountingStorage(storage) for _ in range(RANKS)]
     data = [Counting(counting) for counting in countings]
     states = [rank_state(rank) for rank in range(RANKS)]
-    outcomes = rank_threads.try_load(lambda rank: data[rank], states)  # type: ignore[arg-type, return-value]
+    outcomes = rank_threads.try_load(lambda rank: data[rank], states)
     for rank, outcome in enumerate(outcomes):
         report = outcome.value
         assert report is not None, outcome.error
@@ -258,7 +261,8 @@ def test_the_slowest_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch):
     states = [many(2, rank) for rank in range(RANKS)]
     saved = rank_threads.try_save(lambda _: storage, states)
     loaded = rank_threads.try_load(lambda _: storage, states)
-    for outcome in (*saved, *loaded):
+    outcomes: list[Outcome[Any]] = [*saved, *loaded]
+    for outcome in outcomes:
         assert outcome.value is not None, outcome.error
         assert (outcome.value.slowest_rank, outcome.value.slowest_s) == (3, 3.0)
         assert outcome.value.world_size == RANKS

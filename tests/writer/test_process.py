@@ -37,8 +37,10 @@ from staged_saves import (
     Staged,
     State,
     Trainer,
+    failure_of,
     hello,
     new_id,
+    verdict_of,
     write_of,
     writers,
 )
@@ -124,12 +126,11 @@ def order_all(
 def store_of(trainers: list[Trainer]) -> tuple[str, int, bytes]:
     if len(trainers) == 1:
         return ALONE
-    known = getattr(trainers[0], "store", None)
-    if known is None:
+    if trainers[0].store is None:
         token = secrets.token_bytes(32)
         serving = trainers[0].serve(token)
-        known = trainers[0].store = serving.host, serving.port, token  # type: ignore[attr-defined]
-    return known
+        trainers[0].store = serving.host, serving.port, token
+    return trainers[0].store
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -149,7 +150,7 @@ def test_what_is_staged_is_committed_and_sealed(job, world_size):
             # Of when it was staged, not of when it was committed: another may be staged meanwhile.
             (summary,) = checkpoints_in(job.path / f"ck{turn}")
             assert summary.saved_at == STAGED_AT
-            attempt = answers[0].verdict["attempt"]
+            attempt = verdict_of(answers[0])["attempt"]
             for rank, folder in enumerate(job.ranks(world_size)):
                 with kept_in(folder) as (found, problems):
                     assert problems == []
@@ -195,7 +196,7 @@ def test_a_trainer_that_dies_while_it_stages_leaves_nothing(job, world_size, ran
         assert trainers[rank].wait() == 0
         for number, trainer in enumerate(trainers):
             if number != rank:
-                failure = done(trainer).failure
+                failure = failure_of(done(trainer))
                 assert failure["kind"] == "RankError"
                 assert failure["rank"] == rank
                 assert f"the trainer of rank {rank} has ended" in failure["message"]
@@ -211,7 +212,7 @@ def test_who_still_writes_when_the_trainer_of_rank_0_has_died_is_told_of_it(job)
         staged[1].complete()
         wait_for_attempt(job.path / "ck")
         trainers[0].link.close()
-        failure = done(trainers[1]).failure
+        failure = failure_of(done(trainers[1]))
         assert (failure["kind"], failure["rank"]) == ("RankError", 0)
         assert "the trainer of rank 0 has ended" in failure["message"]
 
@@ -249,9 +250,8 @@ def test_the_death_of_a_writer_is_told_to_all_others_by_name(job):
         for one in staged:
             one.complete()
         for trainer in (trainers[0], trainers[2]):
-            failure = done(trainer).failure
+            failure = failure_of(done(trainer))
             assert is_sealed(trainer.folder, staged[0])
-            assert failure is not None
             assert failure["rank"] == 1
             assert "is dead or frozen" in failure["message"]
             assert "background writer" in failure["message"]
@@ -274,7 +274,7 @@ def test_a_new_store_brings_a_new_writer_and_the_old_ones_together(job):
         link, process = start(folders[1], hello(folders[1], 2))
         try:
             again = [trainers[0], Trainer(folders[1], link, process)]
-            del trainers[0].store
+            trainers[0].store = None
             for one in order_all(job, again, state):
                 one.complete()
             assert [done(trainer).failure for trainer in again] == [None, None]
@@ -314,7 +314,7 @@ def test_a_save_that_could_not_be_staged_fails_on_all_ranks_and_the_next_one_suc
         staged[1 - rank].complete()
         trainers[rank].link.send(Abort(staged[0].snapshot.id, "the device is on fire"))
         for trainer in trainers:
-            failure = done(trainer).failure
+            failure = failure_of(done(trainer))
             assert failure["rank"] == rank
             assert "the device is on fire" in failure["message"]
         for one in order_all(job, trainers, state, number=1):
@@ -346,19 +346,19 @@ def test_an_arena_that_holds_something_else_fails_the_save_on_all_ranks(job):
         for trainer, one in zip(trainers, staged, strict=True):
             trainer.link.send(write_of(one, 0, store))
         for trainer in trainers:
-            failure = done(trainer).failure
+            failure = failure_of(done(trainer))
             assert (failure["kind"], failure["rank"]) == ("ConflictError", 1)
         lost = write_of(staged[0], 0, store)
         trainers[0].link.send(lost)
         trainers[1].link.send(replace(lost, place=f"{job.folder.path}/rank-00001/none", number=1))
         for trainer in trainers:
-            failure = done(trainer).failure
+            failure = failure_of(done(trainer))
             assert (failure["kind"], failure["rank"]) == ("ConflictError", 1)
             assert "is gone" in failure["message"]
         trainers[0].link.send(lost)
         trainers[1].link.send(replace(lost, place=staged[1].arena.place, number=7))
         for trainer in trainers:
-            assert "there is no arena 7 of rank 1" in done(trainer).failure["message"]
+            assert "there is no arena 7 of rank 1" in failure_of(done(trainer))["message"]
 
 
 def test_writers_that_were_told_different_saves_commit_neither(job):
@@ -370,7 +370,7 @@ def test_writers_that_were_told_different_saves_commit_neither(job):
             staged.complete()
             trainer.link.send(write_of(staged, 0, store))
         for trainer in trainers:
-            failure = done(trainer).failure
+            failure = failure_of(done(trainer))
             assert failure["kind"] == "ConflictError"
             assert "do not write the same save" in failure["message"]
         assert not (job.path / "ck").exists()
@@ -429,7 +429,7 @@ def test_a_writer_that_is_told_to_end_abandons_what_is_under_way(job, rank):
         wait_for_attempt(job.path / "ck", f"model-{rank:05d}.safetensors")
         trainers[rank].process.terminate()
         assert trainers[rank].wait() == 128 + signal.SIGTERM
-        failure = done(trainers[1 - rank]).failure
+        failure = failure_of(done(trainers[1 - rank]))
         assert failure["rank"] == rank
         assert "TerminatedError" in failure["message"]
         assert "told to end by signal" in trainers[rank].log()
@@ -489,7 +489,7 @@ def test_what_is_staged_when_a_writer_is_told_to_end_while_its_storage_hangs_is_
         for _ in range(2):
             trainers[0].process.terminate()
         assert trainers[0].wait() == 128 + signal.SIGTERM
-        assert "background writer of rank 0" in done(trainers[1]).failure["message"]
+        assert "background writer of rank 0" in failure_of(done(trainers[1]))["message"]
         (folder, _) = job.ranks(2)
         assert [is_sealed(folder, one[0]) for one in (first, second)] == [True, True]
         assert trainers[0].log().count("ended: it was told to end by signal") == 1
@@ -698,7 +698,7 @@ def test_a_failed_save_leaves_an_older_checkpoint_as_it_was(job):
             trainer.link.send(write_of(staged, turn))
             answer = done(trainer)
             assert (answer.failure is None) == (turn == 0)
-        assert answer.failure["kind"] == "ExistsError"
+        assert failure_of(answer)["kind"] == "ExistsError"
         check(job.path / "ck", state)
 
 

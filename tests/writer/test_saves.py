@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from dist_ckpt.writer.messages import Done, Hello, Serve, Write
 from dist_ckpt.writer.process import Stores
 from dist_ckpt.writer.save_queue import QueuedSave
 from dist_ckpt.writer.saves import BackgroundSaves, Meetings, WriterSettings, settings_of
-from staged_saves import CONFIG, Staged, State, new_id, write_of
+from staged_saves import CONFIG, Staged, State, failure_of, new_id, verdict_of, write_of
 
 STATE = State(1, {"w": (30, 40)})
 ALONE = WriterSettings(0, 1, CONFIG)
@@ -48,7 +49,7 @@ def settled(
     settings: WriterSettings = ALONE,
     state: State = STATE,
     /,
-    **said: object,
+    **said: Any,
 ) -> Done:
     staged = Staged(arenas.fitting(0, 1 << 16), state, where, name=new_id())
     staged.complete()
@@ -64,9 +65,9 @@ def settled(
 def test_a_save_is_reported_with_its_costs(arenas, tmp_path):
     done = settled(arenas, tmp_path / "ck")
     assert done.failure is None
-    assert done.verdict["num_files"] == 2
+    assert verdict_of(done)["num_files"] == 2
     assert (done.exchanges, done.nbytes_receipt) == ((2, 0), 0)
-    assert done.writes[1] > done.verdict["nbytes"] > 4800
+    assert done.writes[1] > verdict_of(done)["nbytes"] > 4800
     assert done.reads[0] == 1
 
 
@@ -92,13 +93,13 @@ def images_in(arenas: Arenas) -> list[bytes]:
 def test_wherever_the_storage_fails_what_is_staged_is_sealed_as_if_it_had_been_written(
     arenas, monkeypatch
 ):
-    failed_at = None
     storage: FaultyStorage
     monkeypatch.setattr(writer_saves, "open_storage", lambda path: (storage, str(path)))
     storage = FaultyStorage(MemoryStorage({"/root": None}))
     assert settled(arenas, Path("/root/ck")).failure is None
     assert kept(arenas).is_committed
     seal, images = kept(arenas).seal, images_in(arenas)
+    assert seal is not None
     attempts = set()
     for failed_at in count(1):
         inner = MemoryStorage({"/root": None})
@@ -107,6 +108,7 @@ def test_wherever_the_storage_fails_what_is_staged_is_sealed_as_if_it_had_been_w
         done = settled(arenas, Path("/root/ck"))
         found = kept(arenas)
         assert found.is_committed == (done.failure is None)
+        assert found.seal is not None
         assert found.seal.files == seal.files, failed_at
         assert images_in(arenas) == images
         attempts.add(found.seal.attempt[:3])
@@ -134,7 +136,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
 
         saves = BackgroundSaves(ALONE, Meetings(ALONE), check)
         done = saves.settle(QueuedSave(write_of(staged), follower))
-        assert done.failure["kind"] == "ExistsError"
+        assert failure_of(done)["kind"] == "ExistsError"
         follower.close()
         assert (kept(arenas).seal is None) == is_aborted
 
@@ -171,8 +173,8 @@ def test_a_cap_is_kept_by_all_that_is_written_to_files(arenas, tmp_path):
     done = settled(arenas, tmp_path / "ck", WriterSettings(0, 1, CONFIG, allowance))
     assert done.failure is None
     written = sum(file.stat().st_size for file in (tmp_path / "ck").glob("*/*[ks]"))
-    last = (tmp_path / "ck" / done.verdict["attempt"] / "objects.msgpack").stat().st_size
-    assert written == done.verdict["nbytes"]
+    last = (tmp_path / "ck" / verdict_of(done)["attempt"] / "objects.msgpack").stat().st_size
+    assert written == verdict_of(done)["nbytes"]
     assert now == pytest.approx((written - last) / 1000)
 
 
@@ -182,11 +184,11 @@ def test_a_snapshot_of_another_save_is_refused(arenas, tmp_path):
         ({"snapshot": "0" * 32}, "ConflictError"),
     ]:
         done = settled(arenas, tmp_path / "ck", **said)
-        assert (done.verdict, done.failure["kind"]) == (None, kind)
-        assert done.failure["rank"] == 0
+        assert (done.verdict, failure_of(done)["kind"]) == (None, kind)
+        assert failure_of(done)["rank"] == 0
         assert kept(arenas).seal is None
     done = settled(arenas, tmp_path / "ck", ALONE, State(2, {"w": (30, 40)}))
-    assert "is of another save" in done.failure["message"]
+    assert "is of another save" in failure_of(done)["message"]
     assert kept(arenas).seal is None
     assert not (tmp_path / "ck").exists()
 
@@ -198,9 +200,11 @@ def test_a_store_that_cannot_be_reached_is_told_at_once(arenas, tmp_path):
     done = settled(
         arenas, tmp_path / "ck", settings, state, host="127.0.0.1", port=9, token=b"t" * 32
     )
-    assert done.failure["kind"] == "RankError"
-    assert "that the background writer of rank 0 serves is gone" in done.failure["message"]
-    assert kept(arenas).seal.attempt == ""
+    assert failure_of(done)["kind"] == "RankError"
+    assert "that the background writer of rank 0 serves is gone" in failure_of(done)["message"]
+    seal = kept(arenas).seal
+    assert seal is not None
+    assert seal.attempt == ""
 
 
 def test_settings_are_checked():
