@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change is taken: lint, types, tests. It sets itself up.
-# Arguments go to pytest: scripts/test.sh -k layers. Marks: slow (scripts/test.sh -m slow), gpu.
+# Arguments go to pytest: scripts/test.sh tests/format, in seconds, as what is marked slow is left out
+# (scripts/test.sh -m slow tests/format runs that; without arguments all is run).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup_venv.sh
@@ -8,14 +9,14 @@ scripts/setup_venv.sh
 bin=.venv/bin
 scripts/lint.sh
 $bin/mypy
-if [ $# -gt 0 ]; then exec $bin/python -m pytest "$@"; fi
+if [ $# -gt 0 ]; then exec $bin/python -m pytest -m "not slow" "$@"; fi
 
 # All tests, in half the time: those that start processes, one after the other, and beside them the
 # others, which keep one core busy. With more at once a background writer, whose priority is the
 # lowest, might be taken for dead.
 first="multi_process and not waits"
 log=$(mktemp)
-(trap - INT && exec $bin/python -m pytest -m "not ($first)") >"$log" 2>&1 &
+$bin/python -m pytest -m "not ($first)" >"$log" 2>&1 &
 others=$!
 trap 'kill "$others" 2>/dev/null || true; rm -f "$log"' EXIT
 code=0

@@ -1,24 +1,40 @@
-"""What holds for all tests: signals as in a terminal, however the tests were started."""
+"""What holds for all tests, and fixtures that several packages' tests share."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
-_USUAL = {
-    signal.SIGINT: signal.default_int_handler,
-    **dict.fromkeys(
-        (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1), signal.SIG_DFL
-    ),
-}
+import pytest
+
+from dist_ckpt.snapshots.arenas import Arenas
+from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
 
 
 def pytest_configure() -> None:
-    """Undo what a shell, `nohup` or a supervisor has ignored or blocked: children inherit it.
+    """Have signals as in a terminal, however the tests were started: children inherit them.
 
-    A shell ignores SIGINT for what it runs in the background, so tests of interrupts would wait
-    for ever there.
+    A shell ignores SIGINT for what it runs in the background, and tests of interrupts would wait
+    for ever there; `nohup` and supervisors ignore or block others.
     """
-    for number, usual in _USUAL.items():
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1):
         if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, usual)
+            signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+@pytest.fixture
+def rank_folder(tmp_path: Path) -> RankFolder:
+    """Return the folder of a rank of a job that saves in the background."""
+    return JobFolder("job", roots=[str(tmp_path)]).rank(0)
+
+
+@pytest.fixture
+def arenas(rank_folder: RankFolder) -> Iterator[Arenas]:
+    """Return the arenas of that rank."""
+    made = Arenas(rank_folder)
+    yield made
+    made.close()

@@ -36,6 +36,7 @@ from dist_ckpt.comm.key_client import (
 from dist_ckpt.comm.key_server import KeyServer, KeyTable, LimitError, Limits, answer
 from dist_ckpt.testing import thread_channel
 from dist_ckpt.testing.thread_channel import ThreadStore
+from ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 TOKEN = bytes(range(32))
@@ -739,13 +740,6 @@ def test_an_interrupt_within_a_call_ends_the_connection(monkeypatch):
 
 
 # --- the way to a server -------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_client_waits_for_a_server_that_starts_later(monkeypatch):

@@ -220,6 +220,7 @@ def test_after_any_crash_what_was_saved_loads_and_nothing_else_shows(scenario):
     assert list(violations(scenario, CrashStorage())) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("own_syncs", [False, True])
 def test_the_same_holds_for_several_ranks_whose_syncs_cover_their_own_names_only(ranks, own_syncs):
@@ -245,6 +246,7 @@ def test_after_any_crash_a_collector_and_the_next_save_find_their_way(scenario):
 # --- the check is sharp ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_any_one_finish_or_sync_of_save_overwrite_delete_a_crash_does_harm(ranks):
     def scenario(disk: CrashStorage) -> None:
@@ -359,6 +361,7 @@ def _save_in_order(move: str, before: str) -> Scenario:
     return scenario
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("move", "before"),
     [

@@ -124,6 +124,7 @@ def catalogs(draw):
     )
 
 
+@pytest.mark.slow
 @given(
     catalogs(),
     st.none() | st.integers(0, (1 << 63) - 1),
@@ -178,6 +179,7 @@ def test_a_common_table_of_holders_is_stored_once():
 # --- a catalog whose text is kept ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(catalogs(), st.dictionaries(NAMES, JSON, max_size=3), st.dictionaries(NAMES, NAMES))
 def test_a_kept_text_changes_no_byte_of_an_index_and_nothing_of_what_it_says(
     catalog, metadata, saved_by
@@ -329,6 +331,7 @@ def test_an_index_that_asks_for_too_many_lookups_is_damaged(small, monkeypatch):
         decode(data)
 
 
+@pytest.mark.slow
 def test_the_index_of_a_very_large_job_is_far_below_the_limits(small):
     world_size, names = 16_384, [f"model.layers.{n}.feed_forward.w1.weight" for n in range(3_000)]
     cells = tuple((rank,) for rank in range(world_size))

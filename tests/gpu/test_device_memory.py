@@ -7,6 +7,7 @@ import torch
 
 from dist_ckpt.format.geometry import Elements, Piece, Region, pieces, row_major_strides
 from dist_ckpt.memory.torch_tensor import TensorSource, TensorTarget, synchronize
+from sources import read_all
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,14 +25,6 @@ def device():
 def bytes_of(tensor):
     host = tensor.cpu().contiguous().view(-1).view(torch.uint8)
     return bytes(host.tolist())
-
-
-def read_all(source, block_nbytes):
-    scratch = memoryview(bytearray(block_nbytes))
-    return b"".join(
-        bytes(source.read(start, min(start + block_nbytes, source.nbytes), scratch))
-        for start in range(0, source.nbytes, block_nbytes)
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

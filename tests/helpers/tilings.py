@@ -40,6 +40,11 @@ shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 randoms = st.randoms(use_true_random=False)
 
 
+def line(*ranks: int) -> Mesh:
+    """Return a mesh of one axis."""
+    return Mesh(("x",), (len(ranks),), ranks)
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How the ranks hold one tensor: each one's view, the shape of its entry, and its cells."""

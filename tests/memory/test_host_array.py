@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Elements, Piece, Region, pieces, row_major_strides
 from dist_ckpt.memory.host_array import Array, ArraySource, ArrayTarget
+from sources import read_all
 
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -43,14 +44,6 @@ def boxes(draw, outer):
 
 def index(region):
     return tuple(slice(o, s) for o, s in zip(region.offset, region.stop, strict=True))
-
-
-def read_all(source, block_nbytes):
-    scratch = memoryview(bytearray(block_nbytes))
-    return b"".join(
-        bytes(source.read(start, min(start + block_nbytes, source.nbytes), scratch))
-        for start in range(0, source.nbytes, block_nbytes)
-    )
 
 
 @given(st.data(), SHAPES, SIZES)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Elements, Piece, Region, pieces, row_major_strides
 from dist_ckpt.memory.torch_tensor import TensorSource, TensorTarget, overlaps_itself, synchronize
+from sources import read_all
 
 NAMES = sorted(name for name in DTYPES if hasattr(torch, name))
 
@@ -33,14 +34,6 @@ def bytes_of(tensor):
         return b""
     flat = tensor.reshape(-1).contiguous().as_strided((tensor.numel(),), (1,))
     return bytes(flat.view(torch.uint8).tolist())
-
-
-def read_all(source, block_nbytes):
-    scratch = memoryview(bytearray(block_nbytes))
-    return b"".join(
-        bytes(source.read(start, min(start + block_nbytes, source.nbytes), scratch))
-        for start in range(0, source.nbytes, block_nbytes)
-    )
 
 
 def place_all(target, cell, shape, data, itemsize):

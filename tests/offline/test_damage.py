@@ -67,13 +67,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    """Return the attempt's folder of a copy."""
-    shutil.copytree(made.parent, tmp_path / "ck")
-    return tmp_path / "ck" / made.name
-
-
 def load_all(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = {}
     dc.load(state, folder.parent)

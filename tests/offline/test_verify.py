@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,13 +55,6 @@ def make(path: Path) -> Path:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the attempt's folder of a checkpoint that no test may change."""
     return make(tmp_path_factory.mktemp("made") / "ck")
-
-
-@pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    """Return the attempt's folder of a copy."""
-    shutil.copytree(made.parent, tmp_path / "ck")
-    return tmp_path / "ck" / made.name
 
 
 def flip(file: Path, at: int, bits: int = 1) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ def looked_for(boxes: list[Region], wanted: Region) -> list[int]:
     return [number for number, box in enumerate(boxes) if box.intersect(wanted) is not None]
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(random=randoms, ndim=st.integers(0, 3), count=st.integers(0, 60))
 def test_it_finds_the_boxes_that_have_common_elements(
@@ -33,6 +35,7 @@ def test_it_finds_the_boxes_that_have_common_elements(
         assert tree.meeting(wanted) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(random=randoms)
 def test_it_finds_what_meets_in_irregular_tilings(random: Random) -> None:

@@ -18,10 +18,7 @@ from dist_ckpt.planning.plan import (
     View,
     Whole,
 )
-
-
-def line(*ranks: int) -> Mesh:
-    return Mesh(("x",), (len(ranks),), ranks)
+from tilings import line
 
 
 def share(view: View, shape: Shape, *ranks: int) -> Share:

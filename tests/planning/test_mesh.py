@@ -26,12 +26,7 @@ from dist_ckpt.planning.plan import (
     StridedShard,
     Whole,
 )
-from tilings import elements_of, placed, random_mesh, randoms, shapes
-
-
-def line(*ranks: int) -> Mesh:
-    return Mesh(("x",), (len(ranks),), ranks)
-
+from tilings import elements_of, line, placed, random_mesh, randoms, shapes
 
 SQUARE = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
 
@@ -106,6 +101,7 @@ def test_every_pair_of_placements_on_one_dimension_cuts_as_torch_does(size: int)
             assert_as_torch(Placed(Mesh(("dp", "tp"), mesh, ranks), placements), (size,))
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(random=randoms, shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
 def test_random_placements_cut_as_torch_does(random: Random, shape: Shape) -> None:
@@ -119,6 +115,7 @@ def test_random_placements_cut_as_torch_does(random: Random, shape: Shape) -> No
     assert_as_torch(Placed(mesh, tuple(placements)), shape)
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(random=randoms, shape=shapes)
 def test_a_layout_gives_each_rank_the_cells_that_it_holds(random: Random, shape: Shape) -> None:

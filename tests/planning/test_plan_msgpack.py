@@ -18,6 +18,7 @@ from dist_ckpt.planning.plan import Inventory, Placement, Receipt, TensorEntry, 
 from tilings import inventory_of, random_tiling, randoms, shapes
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(random=randoms, shapes=st.lists(shapes, max_size=3))
 def test_inventories_survive_the_wire(random: Random, shapes: list[Shape]) -> None:
@@ -44,6 +45,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(value=plain)
 def test_plain_values_survive_the_wire(value: object) -> None:
     assert plan_msgpack.unpack(plan_msgpack.pack(value), object) == value

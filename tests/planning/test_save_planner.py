@@ -46,6 +46,7 @@ from tilings import (
 WORLD = 8
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=4))
 def test_every_element_is_stored_exactly_once(random: Random, shapes: list[Shape]) -> None:
@@ -80,6 +81,7 @@ def test_what_a_rank_holds_is_what_its_state_has(random: Random, shape: Shape) -
         assert [cell for cell in held if cell.numel] == [cell for cell in expected if cell.numel]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=4))
 def test_a_plan_does_not_depend_on_the_order_of_inventories(
@@ -119,6 +121,7 @@ def test_every_rank_of_a_replica_group_gets_the_same_group(
                 assert cell in held[fqn]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=6))
 def test_the_files_have_the_sizes_that_the_catalog_tells(

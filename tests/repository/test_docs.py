@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch.distributed.tensor.parallel  # noqa: F401
 
 import dist_ckpt.loading.load
 import dist_ckpt.saving.save  # noqa: F401
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
@@ -68,13 +67,6 @@ def be_rank(_: int, program: str) -> None:
     """Run a program as torchrun would."""
     os.chdir(Path(program).parent)
     runpy.run_path(program, run_name="__main__")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run(folder: Path, *command: str) -> str:

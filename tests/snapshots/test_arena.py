@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,15 +32,8 @@ def snapshot(number: int, *sizes: int) -> Snapshot:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RankFolder:
+def rank_folder(tmp_path: Path) -> RankFolder:
     return JobFolder("job", roots=[str(tmp_path)]).rank(1)
-
-
-@pytest.fixture
-def arenas(folder: RankFolder) -> Iterator[Arenas]:
-    made = Arenas(folder)
-    yield made
-    made.close()
 
 
 def arena_for(arenas: Arenas, what: Snapshot, number: int = 0) -> Arena:
@@ -64,8 +56,8 @@ def bytes_of(kept: KeptSnapshot) -> list[bytes]:
     return found
 
 
-def steps_in(folder: RankFolder) -> list[tuple[int | None, bool]]:
-    with kept_in(folder) as (found, _):
+def steps_in(rank_folder: RankFolder) -> list[tuple[int | None, bool]]:
+    with kept_in(rank_folder) as (found, _):
         return [(kept.snapshot.step, kept.is_complete) for kept in found]
 
 
@@ -98,7 +90,7 @@ def test_images_begin_on_pages_and_have_their_sizes(arenas):
     assert arena.placement.nbytes == arena.nbytes == arena_nbytes(SNAPSHOT)
 
 
-def test_what_was_sealed_is_found_with_its_bytes_and_digests(arenas, folder):
+def test_what_was_sealed_is_found_with_its_bytes_and_digests(arenas, rank_folder):
     arena = arena_for(arenas, SNAPSHOT)
     stage(arena, SNAPSHOT)
     writer = ArenaReader(arena.place, "job")
@@ -107,21 +99,21 @@ def test_what_was_sealed_is_found_with_its_bytes_and_digests(arenas, folder):
     followed.seal(SEAL)
     writer.close()
     arenas.close()
-    with kept_in(folder) as ((kept,), problems):
+    with kept_in(rank_folder) as ((kept,), problems):
         assert problems == []
         assert (kept.snapshot, kept.seal, kept.is_complete) == (SNAPSHOT, SEAL, True)
         first, second, third = bytes_of(kept)
     assert (first[:10], second, third) == (b"header\7\0\7\0", b"", b"\7\2" * 2048)
 
 
-def test_a_seal_is_of_one_snapshot_only(arenas, folder):
+def test_a_seal_is_of_one_snapshot_only(arenas, rank_folder):
     arena = arena_for(arenas, SNAPSHOT)
     stage(arena, SNAPSHOT)
     writer = ArenaReader(arena.place, "job")
     writer.follow(SNAPSHOT.id).seal(SEAL)
     stage(arena, replace(SNAPSHOT, id="2" * 32, step=8))
     writer.close()
-    with kept_in(folder) as ((kept,), _):
+    with kept_in(rank_folder) as ((kept,), _):
         assert (kept.snapshot.step, kept.is_complete, kept.seal) == (8, True, None)
 
 
@@ -167,32 +159,32 @@ def test_an_arena_grows_under_a_writer_that_has_it_mapped(arenas):
     writer.close()
 
 
-def test_an_arena_that_is_large_enough_is_used_again(arenas, folder):
+def test_an_arena_that_is_large_enough_is_used_again(arenas, rank_folder):
     arena = arena_for(arenas, snapshot(1, 50_000))
-    before = os.stat(folder.arena_path(0)).st_ino
+    before = os.stat(rank_folder.arena_path(0)).st_ino
     assert arena_for(arenas, snapshot(2, 10)) is arena
     assert arena.nbytes == arena_nbytes(snapshot(1, 50_000))
     arenas.close()
-    again = Arenas(folder)
+    again = Arenas(rank_folder)
     again.fitting(0, 10)
-    assert os.stat(folder.arena_path(0)).st_ino == before
+    assert os.stat(rank_folder.arena_path(0)).st_ino == before
     again.close()
 
 
-def test_what_an_earlier_run_left_stays_until_it_is_staged_into(arenas, folder):
+def test_what_an_earlier_run_left_stays_until_it_is_staged_into(arenas, rank_folder):
     stage(arena_for(arenas, SNAPSHOT), SNAPSHOT)
     arenas.close()
-    later = Arenas(folder)
+    later = Arenas(rank_folder)
     arena = later.fitting(0, 1 << 20)
-    assert steps_in(folder) == [(7, True)]
+    assert steps_in(rank_folder) == [(7, True)]
     stage(arena, snapshot(9, 5))
-    assert steps_in(folder) == [(9, True)]
+    assert steps_in(rank_folder) == [(9, True)]
     later.close()
 
 
-def test_all_memory_of_an_arena_is_there_before_it_is_used(arenas, folder):
+def test_all_memory_of_an_arena_is_there_before_it_is_used(arenas, rank_folder):
     arenas.fitting(0, 3 << 20)
-    status = os.stat(folder.arena_path(0))
+    status = os.stat(rank_folder.arena_path(0))
     assert status.st_size == 3 << 20
     assert status.st_blocks * 512 >= status.st_size
     assert status.st_mode & 0o777 == 0o600
@@ -220,18 +212,18 @@ for step, number in ((6, 0), (7, 1), (8, 0)):
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("files", [0, 1, 2])
-def test_a_kill_while_staging_leaves_a_torn_snapshot_and_the_older_one(tmp_path, folder, files):
+def test_a_kill_while_staging_leaves_what_is_torn_and_the_older_one(tmp_path, rank_folder, files):
     with program(TEAR, tmp_path, files) as trainer:
         assert trainer.hear() == "staging"
         trainer.kill()
-    assert folder.owner("trainer") is None
-    assert steps_in(folder) == [(8, False), (7, True)]
-    with kept_in(folder) as ((_, kept), problems):
+    assert rank_folder.owner("trainer") is None
+    assert steps_in(rank_folder) == [(8, False), (7, True)]
+    with kept_in(rank_folder) as ((_, kept), problems):
         assert problems == []
         assert bytes_of(kept) == [b"\7" * (1 << 20)] * 3
-    arenas = Arenas(folder)
+    arenas = Arenas(rank_folder)
     stage(arenas.fitting(0, 5 << 20), snapshot(9, 100))
-    assert steps_in(folder) == [(9, True), (7, True)]
+    assert steps_in(rank_folder) == [(9, True), (7, True)]
     arenas.close()
 
 
@@ -257,15 +249,15 @@ while True:
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("reads", [1, 7, 40, 100])
-def test_a_kill_at_any_moment_leaves_at_least_one_whole_snapshot(tmp_path, folder, reads):
+def test_a_kill_at_any_moment_leaves_at_least_one_whole_snapshot(tmp_path, rank_folder, reads):
     with program(RACE, tmp_path) as trainer:
         assert trainer.hear() == "three"
         for _ in range(reads):  # a reader beside it is never given a mixture either
-            with suppress(CorruptError), kept_in(folder) as (found, _):
+            with suppress(CorruptError), kept_in(rank_folder) as (found, _):
                 for kept in (kept for kept in found if kept.is_complete):
                     check_whole(kept)
         trainer.kill()
-    with kept_in(folder) as (found, _):
+    with kept_in(rank_folder) as (found, _):
         whole = [kept for kept in found if kept.is_complete]
         for kept in whole:
             check_whole(kept)
@@ -300,7 +292,7 @@ for number in range(1, int(args[1]) + 1):
 
 
 @pytest.mark.multi_process
-def test_a_writer_that_follows_never_sees_a_byte_before_it_is_staged(arenas, folder):
+def test_a_writer_that_follows_never_sees_a_byte_before_it_is_staged(arenas, rank_folder):
     rounds, sizes = 30, [3000] * 100 + [200_000]
     arena = arena_for(arenas, snapshot(1, *sizes))
     arena.begin(snapshot(1000, *sizes))
@@ -314,7 +306,7 @@ def test_a_writer_that_follows_never_sees_a_byte_before_it_is_staged(arenas, fol
                 arena.advance(arena.placement.images[n].stop)
             arena.complete()
             assert writer.hear() == f"sealed {number}"
-    with kept_in(folder) as ((kept,), _):
+    with kept_in(rank_folder) as ((kept,), _):
         assert kept.seal == Seal(f"attempt {rounds}", ())
 
 
@@ -450,11 +442,11 @@ def test_no_bytes_crash_who_decodes_a_document(data):
             decode(data)
 
 
-def test_a_link_to_an_arena_is_not_followed(sealed, folder):
-    os.symlink(sealed[0], folder.arena_path(0))
+def test_a_link_to_an_arena_is_not_followed(sealed, rank_folder):
+    os.symlink(sealed[0], rank_folder.arena_path(0))
     for reader in (open_kept, ArenaReader):
         with pytest.raises(CorruptError, match="cannot be opened"):
-            reader(folder.arena_path(0), "job")
+            reader(rank_folder.arena_path(0), "job")
 
 
 def test_another_jobs_arena_is_not_read_and_not_staged_into(sealed):
@@ -475,43 +467,43 @@ def test_another_versions_arena_is_not_read(sealed):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p)])
-def test_what_is_no_file_is_not_opened_and_not_waited_for(folder, make):
-    make(folder.arena_path(0))
+def test_what_is_no_file_is_not_opened_and_not_waited_for(rank_folder, make):
+    make(rank_folder.arena_path(0))
     with pytest.raises(CorruptError):
-        open_kept(folder.arena_path(0), "job")
-    with kept_in(folder) as (found, problems):
+        open_kept(rank_folder.arena_path(0), "job")
+    with kept_in(rank_folder) as (found, problems):
         assert (found, len(problems)) == ([], 1)
 
 
-def test_what_is_wrong_with_one_arena_hides_no_other(arenas, folder):
-    Path(folder.arena_path(0)).write_bytes(b"x" * 5000)
+def test_what_is_wrong_with_one_arena_hides_no_other(arenas, rank_folder):
+    Path(rank_folder.arena_path(0)).write_bytes(b"x" * 5000)
     stage(arena_for(arenas, SNAPSHOT, 1), SNAPSHOT)
-    with kept_in(folder) as ((kept,), (problem,)):
+    with kept_in(rank_folder) as ((kept,), (problem,)):
         assert kept.snapshot == SNAPSHOT
-        assert problem == f"{folder.arena_path(0)} is no arena: it is left as it is"
+        assert problem == f"{rank_folder.arena_path(0)} is no arena: it is left as it is"
 
 
 @pytest.mark.parametrize("data", [b"x" * 5000, b"short", b""])
-def test_garbage_in_the_place_of_an_own_arena_is_replaced(arenas, folder, data):
-    Path(folder.arena_path(0)).write_bytes(data)
+def test_garbage_in_the_place_of_an_own_arena_is_replaced(arenas, rank_folder, data):
+    Path(rank_folder.arena_path(0)).write_bytes(data)
     stage(arena_for(arenas, SNAPSHOT), SNAPSHOT)
-    assert steps_in(folder) == [(7, True)]
+    assert steps_in(rank_folder) == [(7, True)]
 
 
-def test_a_sequence_at_its_end_is_not_counted_on_from(sealed, folder):
+def test_a_sequence_at_its_end_is_not_counted_on_from(sealed, rank_folder):
     raw = bytearray(sealed[1])
     raw[64:72] = b"\xff" * 8
-    Path(folder.arena_path(0)).write_bytes(raw)
-    arenas = Arenas(folder)
+    Path(rank_folder.arena_path(0)).write_bytes(raw)
+    arenas = Arenas(rank_folder)
     stage(arena_for(arenas, SNAPSHOT), SNAPSHOT)
-    assert steps_in(folder) == [(7, True)]
+    assert steps_in(rank_folder) == [(7, True)]
     arenas.close()
 
 
-def test_an_arena_in_which_nothing_was_staged_yet_is_empty(arenas, folder):
+def test_an_arena_in_which_nothing_was_staged_yet_is_empty(arenas, rank_folder):
     arena = arenas.fitting(0, 10_000)
     assert open_kept(arena.place, "job") is None
-    assert steps_in(folder) == []
+    assert steps_in(rank_folder) == []
     writer = ArenaReader(arena.place, "job")
     with pytest.raises(CorruptError, match="holds no snapshot"):
         writer.follow("0" * 32)
@@ -567,7 +559,7 @@ def resident_nbytes() -> int:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not count them")
-def test_a_thousand_snapshots_leave_nothing_behind(arenas, folder):
+def test_a_thousand_snapshots_leave_nothing_behind(arenas, rank_folder):
     sizes = (1 << 20, 5000)
     writers: dict[int, ArenaReader] = {}
 
@@ -579,7 +571,7 @@ def test_a_thousand_snapshots_leave_nothing_behind(arenas, folder):
         if number % 2 not in writers:
             writers[number % 2] = ArenaReader(arena.place, "job")
         writers[number % 2].follow(what.id).seal(Seal("a", ()))
-        with kept_in(folder) as (found, _):
+        with kept_in(rank_folder) as (found, _):
             assert number in [kept.snapshot.step for kept in found]
 
     def reopening(number: int) -> None:
@@ -590,25 +582,25 @@ def test_a_thousand_snapshots_leave_nothing_behind(arenas, folder):
 
     for number in range(20):
         save(number)
-    before = open_descriptors(), sorted(os.listdir(folder.path))
+    before = open_descriptors(), sorted(os.listdir(rank_folder.path))
     resident = resident_nbytes()
     for number in range(20, 1020):
         (save if number % 10 else reopening)(number)
     save(0)
     save(1)
-    assert (open_descriptors(), sorted(os.listdir(folder.path))) == before
+    assert (open_descriptors(), sorted(os.listdir(rank_folder.path))) == before
     assert resident_nbytes() - resident < 8 << 20
     for writer in writers.values():
         writer.close()
 
 
-def test_closing_lets_go_of_all(arenas, folder):
+def test_closing_lets_go_of_all(arenas, rank_folder):
     before = open_descriptors()
     stage(arena_for(arenas, SNAPSHOT), SNAPSHOT)
     arenas.close()
     arenas.close()
     assert open_descriptors() == before
-    assert steps_in(folder) == [(7, True)]
+    assert steps_in(rank_folder) == [(7, True)]
 
 
 FORKED = """

@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,21 +30,9 @@ SNAPSHOT = Snapshot("0" * 32, "/run/step-7", 7, 0, 1, (Image("a", 3 << 20),))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RankFolder:
-    return JobFolder("job", roots=[str(tmp_path)]).rank(0)
-
-
-@pytest.fixture
 def elsewhere(tmp_path: Path) -> RankFolder:
     """Return a folder that is not in shared memory, as there is none."""
     return JobFolder("job", roots=[str(tmp_path / "none"), str(tmp_path)]).rank(0)
-
-
-@pytest.fixture
-def arenas(folder: RankFolder) -> Iterator[Arenas]:
-    made = Arenas(folder)
-    yield made
-    made.close()
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
@@ -59,50 +46,50 @@ def stage(arena: Arena) -> None:
     arena.complete()
 
 
-def kept_steps(folder: RankFolder) -> list[int | None]:
-    with kept_in(folder) as (found, problems):
+def kept_steps(rank_folder: RankFolder) -> list[int | None]:
+    with kept_in(rank_folder) as (found, problems):
         assert problems == []
         assert all(kept.is_complete for kept in found)
         return [kept.snapshot.step for kept in found]
 
 
 def test_small_shared_memory_is_gone_around_and_that_is_said_once(
-    arenas, folder, monkeypatch, caplog
+    arenas, rank_folder, monkeypatch, caplog
 ):
     with_free(monkeypatch, 64 << 10)
     stage(arenas.fitting(0, arena_nbytes(SNAPSHOT)))
     stage(arenas.fitting(1, arena_nbytes(SNAPSHOT)))
     assert len(caplog.records) == 1
     assert "enlarge /dev/shm (docker run --shm-size)" in caplog.text
-    assert folder.path in caplog.text
-    assert sorted(os.listdir(folder.path)) == ["arena-0.trainer", "arena-1.trainer"]
-    assert kept_steps(folder) == [7, 7]
+    assert rank_folder.path in caplog.text
+    assert sorted(os.listdir(rank_folder.path)) == ["arena-0.trainer", "arena-1.trainer"]
+    assert kept_steps(rank_folder) == [7, 7]
     arenas.close()
-    assert kept_steps(folder) == []
+    assert kept_steps(rank_folder) == []
 
 
-def test_what_has_a_name_does_not_hide_the_memory_that_has_none(arenas, folder, monkeypatch):
-    Path(folder.arena_path(0)).write_bytes(b"of another version")
+def test_what_has_a_name_does_not_hide_the_memory_that_has_none(arenas, rank_folder, monkeypatch):
+    Path(rank_folder.arena_path(0)).write_bytes(b"of another version")
     with_free(monkeypatch, 100)
     arena = arenas.fitting(0, 8192)
-    assert list(folder.places(0)) == [arena.place]
+    assert list(rank_folder.places(0)) == [arena.place]
 
 
-def test_an_arena_that_outgrows_shared_memory_moves(arenas, folder, monkeypatch):
+def test_an_arena_that_outgrows_shared_memory_moves(arenas, rank_folder, monkeypatch):
     small = arenas.fitting(0, 8192)
-    assert small.place == folder.arena_path(0)
+    assert small.place == rank_folder.arena_path(0)
 
     def full(fd: int, start: int, nbytes: int) -> None:
-        if os.readlink(f"/proc/self/fd/{fd}").startswith(folder.path):
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(rank_folder.path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(fd, start + nbytes)
 
     monkeypatch.setattr(shared, "_allocate", full)
     large = arenas.fitting(0, arena_nbytes(SNAPSHOT))
     assert large.place.startswith("/proc/")
-    assert os.listdir(folder.path) == ["arena-0.trainer"]
+    assert os.listdir(rank_folder.path) == ["arena-0.trainer"]
     stage(large)
-    assert kept_steps(folder) == [7]
+    assert kept_steps(rank_folder) == [7]
     assert arenas.fitting(0, 100) is large
 
 
@@ -148,7 +135,7 @@ def test_memory_without_a_name_lives_as_long_as_its_writer(tmp_path, elsewhere):
     assert kept_steps(elsewhere) == []
 
 
-def test_no_memory_anywhere_says_how_much_was_needed(arenas, folder, monkeypatch):
+def test_no_memory_anywhere_says_how_much_was_needed(arenas, rank_folder, monkeypatch):
     arenas.fitting(0, 8192)
 
     def full(fd: int, start: int, nbytes: int) -> None:
@@ -161,7 +148,7 @@ def test_no_memory_anywhere_says_how_much_was_needed(arenas, folder, monkeypatch
     ):
         arenas.fitting(1, 1 << 20)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert os.listdir(folder.path) == ["arena-0"]
+    assert os.listdir(rank_folder.path) == ["arena-0"]
 
 
 def test_memory_that_the_host_has_not_is_refused_before_a_process_is_ended_for_it(
@@ -261,14 +248,14 @@ def make_link(path: str) -> None:
 )
 @pytest.mark.parametrize("name", ["arena-0", "arena-0.new"])
 def test_what_is_no_file_in_the_place_of_an_arena_is_named_and_left(
-    arenas, folder, name, make, what
+    arenas, rank_folder, name, make, what
 ):
-    path = f"{folder.path}/{name}"
+    path = f"{rank_folder.path}/{name}"
     make(path)
     with pytest.raises(StorageError, match=f"{path} is {what}, .* left as it is; remove it, or"):
         arenas.fitting(0, 4096)
-    folder.remove()
-    assert os.listdir(folder.path) == [name]
+    rank_folder.remove()
+    assert os.listdir(rank_folder.path) == [name]
 
 
 def test_a_folder_where_the_place_of_memory_is_told_is_named_and_left(elsewhere):

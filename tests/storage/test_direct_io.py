@@ -32,16 +32,6 @@ def _small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_io, "MIN_NBYTES", 1)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    """Return the path of a file to be, on a file system that takes direct I/O."""
-    with open(tmp_path / "probe", "wb") as probe:
-        if alignment_of(probe.fileno()) is None:
-            pytest.skip("the file system of the tests takes no direct I/O")
-    os.unlink(tmp_path / "probe")
-    return f"{tmp_path}/f"
-
-
 class Calls:
     """The system's calls on descriptors for direct I/O; a test sets what `pwrite` does there."""
 

@@ -24,23 +24,12 @@ from dist_ckpt.storage.direct_io import (
     MIN_NBYTES,
     MIN_READ_NBYTES,
     READ_SLOT_NBYTES,
-    alignment_of,
 )
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.storage_contract import StorageContract
 
 PAGE = 4096
 NBYTES = 25 * PAGE + 77
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    """Return the path of a file to be, on a file system that takes direct I/O."""
-    with open(tmp_path / "probe", "wb") as probe:
-        if alignment_of(probe.fileno()) is None:
-            pytest.skip("the file system of the tests takes no direct I/O")
-    os.unlink(tmp_path / "probe")
-    return f"{tmp_path}/f"
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from dist_ckpt.errors import CheckpointError, ConflictError, RankError
 from dist_ckpt.memory.shared import create_nameless
 from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arenas import Arenas
-from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.writer.messages import NonsenseError, Write
 from dist_ckpt.writer.save_queue import MAX_SAVES, KnownArenas, QueuedSave, WriterQueue
 from staged_saves import Staged, State, new_id, write_of
@@ -126,24 +124,12 @@ def test_an_abort_meets_what_is_queued_and_what_has_begun(queue):
 # --- arenas ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> RankFolder:
-    return JobFolder("job", roots=[str(tmp_path)]).rank(0)
-
-
-@pytest.fixture
-def arenas(folder: RankFolder) -> Iterator[Arenas]:
-    made = Arenas(folder)
-    yield made
-    made.close()
-
-
 def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_an_arena_is_opened_once_and_closed_at_the_end(arenas, folder):
-    known = KnownArenas(folder)
+def test_an_arena_is_opened_once_and_closed_at_the_end(arenas, rank_folder):
+    known = KnownArenas(rank_folder)
 
     def follow(number: int) -> ArenaReader:
         staged = Staged(arenas.fitting(number, 1 << 16), STATE, Path("/ck"), name=new_id())
@@ -163,12 +149,12 @@ def test_an_arena_is_opened_once_and_closed_at_the_end(arenas, folder):
     assert open_fds() == before
 
 
-def test_an_arena_that_was_replaced_is_closed_once_no_save_needs_it(arenas, folder):
-    known = KnownArenas(folder)
+def test_an_arena_that_was_replaced_is_closed_once_no_save_needs_it(arenas, rank_folder):
+    known = KnownArenas(rank_folder)
     first = Staged(arenas.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
     queued = QueuedSave(write_of(first), known.open(write_of(first)))
     os.unlink(first.arena.place)
-    again = Arenas(folder)
+    again = Arenas(rank_folder)
     second = Staged(again.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
     follower = known.open(write_of(second))
     assert isinstance(follower, ArenaReader)
@@ -182,27 +168,27 @@ def test_an_arena_that_was_replaced_is_closed_once_no_save_needs_it(arenas, fold
     again.close()
 
 
-def test_memory_without_a_name_is_told_and_outlives_who_made_it(folder):
-    known = KnownArenas(folder)
+def test_memory_without_a_name_is_told_and_outlives_who_made_it(rank_folder):
+    known = KnownArenas(rank_folder)
     for turn in range(2):
         fd = create_nameless(1 << 16)
-        arenas = Arenas(folder)
-        place = folder.tell("trainer", 1, fd)
-        arena = Arena(place, fd, folder.job)
+        arenas = Arenas(rank_folder)
+        place = rank_folder.tell("trainer", 1, fd)
+        arena = Arena(place, fd, rank_folder.job)
         staged = Staged(arena, STATE, Path(f"/ck{turn}"), name=new_id())
         follower = known.open(write_of(staged, 1))
         assert isinstance(follower, ArenaReader)
         arena.close()
         arenas.close()
-        assert f"/proc/{os.getpid()}/fd/{follower.fd}" in folder.places(1)
+        assert f"/proc/{os.getpid()}/fd/{follower.fd}" in rank_folder.places(1)
         assert follower.follow(staged.snapshot.id).snapshot == staged.snapshot
         known.close_replaced([])
     known.close()
 
 
-def test_what_is_no_arena_is_an_error_of_its_save(folder):
-    known = KnownArenas(folder)
-    path = f"{folder.path}/arena-0"
+def test_what_is_no_arena_is_an_error_of_its_save(rank_folder):
+    known = KnownArenas(rank_folder)
+    path = f"{rank_folder.path}/arena-0"
     write = Write("a", "/ck", path, 0, "", 0, b"")
     for match in ("is gone", "is no arena"):
         error = known.open(write)

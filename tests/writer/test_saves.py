@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,7 +15,6 @@ from dist_ckpt.errors import CheckpointError
 from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arena_layout import HEADER_NBYTES
 from dist_ckpt.snapshots.arenas import Arenas
-from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.kept import KeptSnapshot, open_kept
 from dist_ckpt.storage.pacing import Allowance
 from dist_ckpt.testing.faulty_storage import FaultyStorage
@@ -30,13 +28,6 @@ from staged_saves import CONFIG, Staged, State, failure_of, new_id, verdict_of, 
 
 STATE = State(1, {"w": (30, 40)})
 ALONE = WriterSettings(0, 1, CONFIG)
-
-
-@pytest.fixture
-def arenas(tmp_path: Path) -> Iterator[Arenas]:
-    made = Arenas(JobFolder("job", roots=[str(tmp_path)]).rank(0))
-    yield made
-    made.close()
 
 
 def nothing(save: QueuedSave) -> None:

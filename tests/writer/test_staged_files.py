@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from dist_ckpt.planning.save_planner import items_of
 from dist_ckpt.shard_io.shard_writer import WritableStorage, write_all
 from dist_ckpt.snapshots.arena import ArenaReader, Followed
 from dist_ckpt.snapshots.arenas import Arenas
-from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.storage.protocol import WritableFile
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.writer.staged_files import HeaderStorage, NoStorage, Staging, files_of, header_rooms
@@ -83,13 +82,6 @@ class Case:
             image.name: bytes(memory)
             for image, memory in zip(images, self.followed.images, strict=True)
         }
-
-
-@pytest.fixture
-def arenas(tmp_path: Path) -> Iterator[Arenas]:
-    made = Arenas(JobFolder("job", roots=[str(tmp_path)]).rank(0))
-    yield made
-    made.close()
 
 
 def nothing() -> None:
