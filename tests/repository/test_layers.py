@@ -114,8 +114,9 @@ def modules_named_by(node: ast.Import | ast.ImportFrom, modules: Mapping[str, ob
     if node.level:
         return [f"{'.' * node.level}{node.module or ''}"]
     module = node.module or ""
-    submodules = {f"{module}.{alias.name}" for alias in node.names} & set(modules)
-    return sorted(submodules) or [module]
+    names = {f"{module}.{alias.name}" for alias in node.names}
+    submodules = names & set(modules)
+    return sorted(submodules | ({module} if names - submodules else set()))
 
 
 def modules_of_package() -> dict[str, str]:
@@ -262,8 +263,17 @@ def test_an_arrow_the_wrong_way_is_found() -> None:
 
 
 def test_of_the_front_door_others_take_only_the_version() -> None:
-    users = [i for i in IMPORTS if i.module == PACKAGE and i.importer not in FRONT_DOORS]
-    assert {i.text for i in users} <= {"from dist_ckpt import __version__"}
+    users = {i.importer for i in IMPORTS if i.module == PACKAGE} - {*FRONT_DOORS}
+    taken = {
+        alias.name
+        for user in users
+        for node in ast.walk(ast.parse(SOURCES[user]))
+        if isinstance(node, ast.ImportFrom) and node.module == PACKAGE
+        for alias in node.names
+        if f"{PACKAGE}.{alias.name}" not in SOURCES
+    }
+    assert taken == {"__version__"}
+    assert not any(re.search(r"^import dist_ckpt$", SOURCES[user], re.M) for user in users)
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
