@@ -1,4 +1,4 @@
-"""The options that no front door takes, and the only reader of environment variables."""
+"""Deadlines, threads and limits: options that no front door takes, read from the environment."""
 
 from __future__ import annotations
 

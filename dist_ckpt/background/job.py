@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from weakref import finalize
 
-from dist_ckpt.background.survivors import settle_survivors
+from dist_ckpt.background.former_writers import settle_former_writers
 from dist_ckpt.background.writer_client import OwnWriter, first_error
 from dist_ckpt.errors import CheckpointError, ConflictError
 from dist_ckpt.memory.cuda import Fence, PinnedArenas, SideStreams
@@ -38,7 +38,7 @@ class Job:
         self._own = self.folder.rank(hello.rank)
         self._lock = _trainer_lock(self._own)
         try:
-            settle_survivors(self.folder, settle_s)
+            settle_former_writers(self.folder, settle_s)
             self.arenas = Arenas(self._own)
             self.writer = OwnWriter(self._own, hello)
             self.writer.newest_at = self.arenas.newest_at

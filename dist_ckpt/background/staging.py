@@ -1,7 +1,7 @@
 """Staging: a rank's files are copied, in their order, into the arena that a writer writes from.
 
-This is what training pays for a background save: one copy. What the writer can do as well (the
-headers, digests, writing) it does.
+This is what training pays for a background save: one copy, of which CUDA devices do theirs beside
+the next step (`memory/cuda.py`). What the writer can do as well (headers, digests) it does.
 """
 
 from __future__ import annotations

@@ -1,1 +1,6 @@
-"""Which live memory each saved name goes to, and whether it fits."""
+"""The loading side of a state: which live memory each saved name goes to.
+
+`bind.py` says the steps. `selection.py` is `include`, `exclude` and `rename`; `bind_modules.py`
+and `bind_optimizers.py` know what is odd about those; `requests.py` collects what all ask for,
+`targets.py` the tensors among it, `saved_tree.py` is what the checkpoint has under these names.
+"""

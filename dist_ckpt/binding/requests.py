@@ -1,4 +1,4 @@
-"""What a load asks of a checkpoint, collected name by name; the common ground of all bindings."""
+"""What a load asks of a checkpoint, name by name: values, tensors, and what to do with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`dist-ckpt`: look at checkpoints, check them, rewrite and remove them."""
+"""`dist-ckpt`: look at checkpoints, check them, rewrite and remove them.
+
+One file a group of commands (`reading.py`, `changing.py`); each parses, calls and prints. A new
+command is added to the group here.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,11 @@
-"""How ranks agree: exchanges with deadlines, who is alive, bulk collectives."""
+"""How ranks agree: exchanges with deadlines, who is alive, bulk collectives.
+
+- `exchange.py` is the protocol `Channel`, and how an error gets to all ranks. Over the job's store:
+  `store_exchange.py`, with the coordinator's side and the others' in `exchange_roles.py`.
+- Who is late, dead or silent: `peers.py` decides and words it, `control.py` waits and adds the
+  remedy; `heartbeat.py` is what it knows. The deadlines are options, in `dist_ckpt.config`.
+- `store_thread.py` talks to a store; `key_server.py` and `key_client.py` are one of our own, for
+  writers, whose trainers' may be gone.
+- `collective.py` and `gloo.py` move what is too long for that, `host_links.py` within a host.
+- `session.py` keeps all of it for a group; `process_group.py` makes it for torch's groups.
+"""

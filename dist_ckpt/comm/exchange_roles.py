@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from dist_ckpt.comm.control import Control, Pace
 from dist_ckpt.comm.exchange import (
     COORDINATOR,
     NO_NONCE,
@@ -24,7 +25,6 @@ from dist_ckpt.comm.exchange import (
     pack,
     unpack,
 )
-from dist_ckpt.comm.operation import Control, Pace
 from dist_ckpt.errors import CheckpointError
 
 # Answers to operations that some rank missed are kept for it; so many at most.

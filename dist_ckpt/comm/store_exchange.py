@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
+from dist_ckpt.comm.control import Control
 from dist_ckpt.comm.exchange import (
     COORDINATOR,
     Doc,
@@ -19,7 +20,6 @@ from dist_ckpt.comm.exchange import (
     with_touched,
 )
 from dist_ckpt.comm.exchange_roles import Coordinator, Follower
-from dist_ckpt.comm.operation import Control
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, Wording
 from dist_ckpt.config import Config
 from dist_ckpt.reports import Tally

@@ -1,7 +1,9 @@
 """The table of dtypes: our code (torch's name), the size in bytes, and safetensors' code.
 
 A dtype that safetensors lacks is stored as U8 with a last dimension of its size; the true one
-is in the shard file's `__metadata__`.
+is in the shard file's `__metadata__`. Elements are whole bytes: smaller ones are stored packed, by
+the tensor that holds them. A new dtype also needs torch's in `state/local_tensors.py`, and, where
+`dc.open` is to give its numbers, `memory/host_array.py`.
 """
 
 from __future__ import annotations

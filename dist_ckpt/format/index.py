@@ -1,4 +1,4 @@
-"""The index: the one JSON document that says what a checkpoint is.
+"""The index, as values: what a checkpoint is. `index_json.py` makes it the one JSON document.
 
 A checkpoint exists if and only if its index exists. The same document, written by whoever gives
 an attempt up, says "abandoned" instead; `docs/format.md` has the fields.

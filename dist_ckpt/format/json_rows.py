@@ -1,4 +1,4 @@
-"""Rows of a document, by columns: each begins with names and goes on with what many have alike.
+"""A fast way to parse rows of JSON that are mostly alike, as those of an index and of headers are.
 
 An index and a header are mostly rows, one a tensor. To parse each and look at it costs more than
 all the rest. So rows that are written as we write them are cut at what stands between them, and

@@ -1,4 +1,4 @@
-"""Plain data from msgpack. Nothing in the data names what is called."""
+"""Plain data from msgpack. No code runs but that of the types in the table: data names no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plain data is made of: msgpack's extension types, and the stand-ins.
+"""The types of plain data: msgpack's extension types, and stand-ins for what needs torch or numpy.
 
 What msgpack has itself (None, bool, 64-bit int, float, str, bytes, list, dict) is stored as that;
 every other type is an extension, see `docs/format.md`. What needs torch or numpy is recognised

@@ -1,4 +1,4 @@
-"""The shards of a shard file, as values; those of a decoded header are made one by one."""
+"""The table of the shards in a shard file: where each lies; values are made when asked for."""
 
 from __future__ import annotations
 

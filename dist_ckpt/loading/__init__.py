@@ -1,1 +1,6 @@
-"""`dc.load`: open, check, read, place."""
+"""`dc.load`: open, check, read, place.
+
+`load.py` has the steps, `load_steps.py` the exchanges between them. `read_once.py` and its two
+neighbours let one rank read what several want. Which memory is filled says `dist_ckpt.binding`, how
+blocks are read `dist_ckpt.shard_io`.
+"""

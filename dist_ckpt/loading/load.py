@@ -88,7 +88,14 @@ def load(
     there, checked like what is read from storage, unless another process still trains on it.
     """
     options = LoadOptions(
-        sharding, strict, verify, check_first, include, exclude, rename, read_once
+        sharding=sharding,
+        strict=strict,
+        verify=verify,
+        check_first=check_first,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        read_once=read_once,
     )
     return load_together(session_of(group), state, path, options, kept=KeptOnHost())
 

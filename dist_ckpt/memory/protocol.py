@@ -1,8 +1,8 @@
-"""The memory seam: where a shard's bytes come from and go to.
+"""The protocols `Source` and `Target`: where a shard's bytes come from and go to.
 
-`memory/torch_tensor.py` implements both for torch, `memory/host_array.py` for plain host memory,
-`offline/read_windows.py` for bytes
-that lie in another checkpoint. Writer and reader know nothing else about memory.
+`torch_tensor.py` keeps both for torch, `host_array.py` for plain host memory,
+`offline/read_windows.py` for bytes that lie in another checkpoint. Who writes and reads shards
+knows nothing else about memory.
 """
 
 from __future__ import annotations

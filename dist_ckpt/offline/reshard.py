@@ -1,4 +1,4 @@
-"""`dc.reshard`: rewrite a checkpoint for another layout, offline, in one process, without torch.
+"""`dc.reshard`: rewrite a whole checkpoint for another layout, in one process, without torch.
 
 The target is planned like a save by as many ranks, and written like one; only the bytes come out
 of the source checkpoint instead of memory, a window of them at a time.

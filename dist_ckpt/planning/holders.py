@@ -1,4 +1,4 @@
-"""How the ranks hold one tensor, worked out from what each of them says of it."""
+"""How the ranks hold one tensor, from what each says of it; `balance.py` says who stores it."""
 
 from __future__ import annotations
 

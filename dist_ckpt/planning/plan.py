@@ -1,4 +1,4 @@
-"""The values that planners take and return.
+"""The values that planners take and return: views of tensors, inventories, plans, receipts.
 
 A rank's `Inventory` is symbolic: it names the mesh and the placements instead of listing boxes,
 so that ranks with the same view of the state send the same bytes, and it holds no data.

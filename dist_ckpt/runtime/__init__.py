@@ -1,1 +1,5 @@
-"""What Python lacks: threads to leave, locks of processes, the collector paused."""
+"""What Python and torch lack: threads to leave, locks of processes, private names.
+
+`threads.py` runs calls that may hang; `lock_files.py` tells who is alive; `gc_pause.py` keeps the
+collector away for a while; `torch_private.py` has every private name of torch that is used.
+"""

@@ -1,4 +1,4 @@
-"""What a load reads, and how much of it a thread does at a time."""
+"""How the reads of a load are divided: how much a thread does at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a snapshot says of its save, for the writer, and for who restores it: `Snapshot.details`."""
+"""What a snapshot says of the save that it is a part of, for its writer and for a restore."""
 
 from __future__ import annotations
 

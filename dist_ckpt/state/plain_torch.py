@@ -34,7 +34,7 @@ def _make(value: StandIn) -> object:
             return _array(value)
 
 
-# For `objects.decode`. ValueError says that data is damaged, IncompatibleError what is lacking.
+# For `objects_file.decode`. ValueError: the data is damaged; IncompatibleError: what is lacking.
 MAKE: Callable[[StandIn], object] = _make
 
 

@@ -1,4 +1,4 @@
-"""The state as a tree of leaves: what every key of it is, in the order of the design.
+"""The state as a tree of leaves: what every key of it is, asked in a fixed order of classes.
 
 Both sides of a checkpoint read the state here: `local_state.py` to store the leaves,
 `binding/bind.py` to find where they go. Reading calls `state_dict` of each object and module once

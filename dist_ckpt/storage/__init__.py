@@ -1,4 +1,9 @@
-"""Where checkpoints lie: the protocol, and `open_storage`."""
+"""Where checkpoints lie: the protocol, and `open_storage`.
+
+A backend keeps `protocol.py`, gets its line in `open_storage`, and is tested by a subclass of
+`dist_ckpt.testing.storage_contract.StorageContract`. `local.py` is the only one so far, with
+`descriptor.py` and `direct_io.py` behind it; `counting.py`, `deadline.py` and `pacing.py` wrap any.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ from dist_ckpt.writer.messages import (
     Write,
 )
 from dist_ckpt.writer.save_queue import KnownArenas, QueuedSave, WriterQueue
-from dist_ckpt.writer.saves import BackgroundSaves, Meetings, WriterSettings, host_of, settings_of
+from dist_ckpt.writer.saves import Meetings, WriterSaves, WriterSettings, host_of, settings_of
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -195,7 +195,7 @@ class BackgroundWriter:
         self._queue = WriterQueue(settings.rank)
         self._stores = Stores()
         self._meetings = Meetings(settings)
-        self._saves = BackgroundSaves(settings, self._meetings, self._check)
+        self._saves = WriterSaves(settings, self._meetings, self._check)
         self._settings = settings
         self._problem = ""
 

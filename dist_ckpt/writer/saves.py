@@ -1,4 +1,4 @@
-"""One save after another by a background writer: claim, write out of the arena, commit.
+"""One save after another by a background writer: claim, write out of the arena, commit, report.
 
 All that a writer knows of a save lies in the arena. Whatever is wrong with it is raised within an
 exchange, so that the writers of all ranks count the same operations and are told the same.
@@ -150,7 +150,7 @@ def host_of(config: Config) -> str:
     return f"{config.host or socket.gethostname()}, background writer"
 
 
-class BackgroundSaves:
+class WriterSaves:
     """The saves of one writer, one after the other, in one thread. Another one may seal them.
 
     `check` raises if a save that is not complete never will be; it is called by other threads too.
@@ -224,7 +224,7 @@ class BackgroundSaves:
 class _WriterSave:
     """One rank's side of one save; the callbacks run inside the exchanges."""
 
-    def __init__(self, saves: BackgroundSaves, save: QueuedSave) -> None:
+    def __init__(self, saves: WriterSaves, save: QueuedSave) -> None:
         self._saves = saves
         self.save = save
         self._channel: Channel

@@ -69,7 +69,7 @@ WITH_TORCH = {
     "dist_ckpt.runtime.torch_private",
 }
 # Of other packages, what starts and ends writers: it runs before a trainer has anything to save.
-WITHOUT_TORCH_TOO = ("dist_ckpt.background.survivors", "dist_ckpt.background.writer_process")
+WITHOUT_TORCH_TOO = ("dist_ckpt.background.former_writers", "dist_ckpt.background.writer_process")
 
 # The front door imports what is asked of it; nothing else is lazy without saying why.
 FRONT_DOORS = (PACKAGE, f"{PACKAGE}.__main__")

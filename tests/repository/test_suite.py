@@ -21,7 +21,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 OF_SIGNALS = (
     "tests/runtime/test_threads.py",
     "tests/storage/test_deadline.py",
-    "tests/background/test_survivors.py",
+    "tests/background/test_former_writers.py",
 )
 
 

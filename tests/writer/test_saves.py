@@ -23,7 +23,7 @@ from dist_ckpt.writer import saves as writer_saves
 from dist_ckpt.writer.messages import Done, Hello, Serve, Write
 from dist_ckpt.writer.process import Stores
 from dist_ckpt.writer.save_queue import QueuedSave
-from dist_ckpt.writer.saves import BackgroundSaves, Meetings, WriterSettings, settings_of
+from dist_ckpt.writer.saves import Meetings, WriterSaves, WriterSettings, settings_of
 from staged_saves import CONFIG, Staged, State, failure_of, new_id, verdict_of, write_of
 
 STATE = State(1, {"w": (30, 40)})
@@ -46,9 +46,7 @@ def settled(
     staged.complete()
     follower = ArenaReader(staged.arena.place, "job")
     write = replace(write_of(staged), **said)
-    done = BackgroundSaves(settings, Meetings(settings), nothing).settle(
-        QueuedSave(write, follower)
-    )
+    done = WriterSaves(settings, Meetings(settings), nothing).settle(QueuedSave(write, follower))
     follower.close()
     return done
 
@@ -125,7 +123,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
             else:
                 staged.complete()
 
-        saves = BackgroundSaves(ALONE, Meetings(ALONE), check)
+        saves = WriterSaves(ALONE, Meetings(ALONE), check)
         done = saves.settle(QueuedSave(write_of(staged), follower))
         assert failure_of(done)["kind"] == "ExistsError"
         follower.close()
@@ -143,7 +141,7 @@ def test_what_a_writer_is_interrupted_in_the_sealing_of_can_be_sealed_again(aren
             staged.complete()
             raise SystemExit
 
-    saves = BackgroundSaves(ALONE, Meetings(ALONE), check)
+    saves = WriterSaves(ALONE, Meetings(ALONE), check)
     save = QueuedSave(write_of(staged), follower)
     with pytest.raises(SystemExit):
         saves.settle(save)

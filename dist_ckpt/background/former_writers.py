@@ -1,4 +1,4 @@
-"""Writers that an earlier run has left on this host: they may finish, or are ended."""
+"""Writers that an earlier run has left on this host: they may finish, then they are ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Settled:
     killed: list[int] = field(default_factory=list)
 
 
-def settle_survivors(folder: JobFolder, settle_s: float) -> Settled:
+def settle_former_writers(folder: JobFolder, settle_s: float) -> Settled:
     """Wait for the writers on this host whose trainer is gone, `settle_s` at most; then end them.
 
     Those of this process's own rank among them: it holds the trainer's lock, and has not started a
@@ -45,7 +45,7 @@ def settle_survivors(folder: JobFolder, settle_s: float) -> Settled:
     ConflictError if whoever holds a writer's lock is no writer that this process can see,
     StorageError if one does not end though it was killed.
     """
-    left = {one.rank: one for one in folder.present() if _survivor(one) is not None}
+    left = {one.rank: one for one in folder.present() if _left_writer(one) is not None}
     settled = Settled()
     if not left:
         return settled
@@ -71,8 +71,9 @@ def settle_survivors(folder: JobFolder, settle_s: float) -> Settled:
             _log.warning("job %s: the writers of %s %s", folder.job, ranks_text(ranks), what)
     for one in left.values():
         raise StorageError(
-            f"the background writer of rank {one.rank} ({_survivor(one)}) does not end though it "
-            f"was killed: it waits for its storage. Mend that, or pass another AsyncSaver(job=...)",
+            f"the background writer of rank {one.rank} ({_left_writer(one)}) does not end though "
+            f"it was killed: it waits for its storage. Mend that, or pass another "
+            f"AsyncSaver(job=...)",
             rank=one.rank,
         )
     return settled
@@ -84,7 +85,7 @@ def _gone(left: dict[int, RankFolder], timeout_s: float) -> list[int]:
     gone: list[int] = []
     while True:
         for rank, one in list(left.items()):
-            if _survivor(one) is None:
+            if _left_writer(one) is None:
                 del left[rank]
                 gone.append(rank)
         if not left or time.monotonic() >= until:
@@ -92,7 +93,7 @@ def _gone(left: dict[int, RankFolder], timeout_s: float) -> list[int]:
         time.sleep(_LOOK_S)
 
 
-def _survivor(folder: RankFolder) -> Owner | None:
+def _left_writer(folder: RankFolder) -> Owner | None:
     """Return the writer of a rank that lives without its trainer."""
     # In this order: a new trainer has its lock before it starts a writer, so that the writer
     # which was seen before its trainer was not is none of a living trainer's.
@@ -108,7 +109,7 @@ def _end(folder: RankFolder, number: signal.Signals) -> bool:
 
     ConflictError if its lock is held by something else.
     """
-    owner = _survivor(folder)
+    owner = _left_writer(folder)
     if owner is None:
         return False
     with _pidfd(owner.pid) as pidfd:
@@ -117,7 +118,7 @@ def _end(folder: RankFolder, number: signal.Signals) -> bool:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
             return True
-    if _survivor(folder) is None:
+    if _left_writer(folder) is None:
         return False
     raise ConflictError(
         f"{folder.path}: the lock of the writer of rank {folder.rank} is held by {owner}, which is "

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from arena_processes import ROOT, Program, program
-from dist_ckpt.background import survivors
-from dist_ckpt.background.survivors import Settled, settle_survivors
+from dist_ckpt.background import former_writers
+from dist_ckpt.background.former_writers import Settled, settle_former_writers
 from dist_ckpt.background.writer_process import PROGRAM
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.snapshots.job_folder import JobFolder
@@ -63,39 +63,39 @@ def writer(
 
 def end_when_looked_at(monkeypatch: pytest.MonkeyPatch, one: Program) -> None:
     """Have a writer finish when it has been waited for a while."""
-    real, looks = survivors._survivor, [0]
+    real, looks = former_writers._left_writer, [0]
 
-    def survivor(folder):
+    def left_writer(folder):
         looks[0] += 1
         if looks[0] == 4:
             one.tell()
         return real(folder)
 
-    monkeypatch.setattr(survivors, "_survivor", survivor)
+    monkeypatch.setattr(former_writers, "_left_writer", left_writer)
 
 
 def test_without_writers_nothing_is_waited_for(folder):
     folder.rank(3)
-    assert settle_survivors(folder, 1e9) == Settled()
+    assert settle_former_writers(folder, 1e9) == Settled()
 
 
 def test_a_writer_may_finish_in_its_time(folder, monkeypatch):
     with writer(folder, 0, "asked") as one:
         end_when_looked_at(monkeypatch, one)
-        assert settle_survivors(folder, 60) == Settled(finished=[0])
+        assert settle_former_writers(folder, 60) == Settled(finished=[0])
         assert one.process.wait(60) == 0
 
 
 def test_a_writer_that_takes_longer_is_told_to_stop(folder):
     with writer(folder, 0, "told") as one:
-        assert settle_survivors(folder, 0) == Settled(stopped=[0])
+        assert settle_former_writers(folder, 0) == Settled(stopped=[0])
         assert one.process.wait(60) == -signal.SIGTERM
 
 
 def test_a_writer_that_does_not_stop_is_killed(folder, monkeypatch):
-    monkeypatch.setattr(survivors, "_STOP_S", 0.1)
+    monkeypatch.setattr(former_writers, "_STOP_S", 0.1)
     with writer(folder, 0, "killed") as stubborn, writer(folder, 1, "told") as obedient:
-        assert settle_survivors(folder, 0) == Settled(stopped=[1], killed=[0])
+        assert settle_former_writers(folder, 0) == Settled(stopped=[1], killed=[0])
         assert stubborn.process.wait(60) == -signal.SIGKILL
         assert obedient.process.wait(60) == -signal.SIGTERM
     assert folder.rank(0).owner("writer") is None
@@ -106,7 +106,7 @@ def test_the_writer_of_a_living_trainer_is_left_alone(folder):
         lone = stack.enter_context(writer(folder, 1, "told"))
         for role in ("trainer", "writer"):
             stack.enter_context(writer(folder, 0, "told", role=role))
-        assert settle_survivors(folder, 0) == Settled(stopped=[1])
+        assert settle_former_writers(folder, 0) == Settled(stopped=[1])
         assert lone.process.wait(60) == -signal.SIGTERM
         assert folder.rank(0).owner("writer") is not None
 
@@ -114,20 +114,20 @@ def test_the_writer_of_a_living_trainer_is_left_alone(folder):
 def test_a_trainer_settles_with_the_writer_that_its_predecessor_has_left(folder):
     with writer(folder, 0, "told"):
         lock = folder.rank(0).lock("trainer")
-        assert settle_survivors(folder, 0) == Settled(stopped=[0])
+        assert settle_former_writers(folder, 0) == Settled(stopped=[0])
         lock.release()
 
 
 def test_a_writer_of_the_version_before_is_known_by_its_name(folder):
     with writer(folder, 0, "told", name="dist_ckpt.background_writer") as former:
-        assert settle_survivors(folder, 0) == Settled(stopped=[0])
+        assert settle_former_writers(folder, 0) == Settled(stopped=[0])
         assert former.process.wait(60) == -signal.SIGTERM
 
 
 def test_a_process_that_is_no_writer_is_never_ended(folder):
     with writer(folder, 2, "told", name="something_else") as other:
         with pytest.raises(ConflictError, match=r"rank 2 is held by process \d+ on .* stop it"):
-            settle_survivors(folder, 0)
+            settle_former_writers(folder, 0)
         assert other.process.poll() is None
 
 
@@ -138,13 +138,13 @@ def test_a_writer_that_only_has_the_number_of_the_owner_is_not_ended(folder):
         words = lock.read_text().replace(str(owner.process.pid), str(other.process.pid), 1)
         lock.write_text(words)
         with pytest.raises(ConflictError, match=f"held by process {other.process.pid} on"):
-            settle_survivors(folder, 0)
+            settle_former_writers(folder, 0)
         assert (owner.process.poll(), other.process.poll()) == (None, None)
 
 
 def test_a_writer_that_outlives_its_kill_is_reported(folder, monkeypatch):
-    monkeypatch.setattr(survivors, "_STOP_S", 0.1)
-    monkeypatch.setattr(survivors, "_KILL_S", 0.1)
+    monkeypatch.setattr(former_writers, "_STOP_S", 0.1)
+    monkeypatch.setattr(former_writers, "_KILL_S", 0.1)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as if it hung in a call
     with writer(folder, 4, "told"), pytest.raises(StorageError, match=r"rank 4 .*Mend that"):
-        settle_survivors(folder, 0)
+        settle_former_writers(folder, 0)

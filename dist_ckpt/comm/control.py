@@ -1,4 +1,4 @@
-"""One rank's end of the control channel: the operation that it is in, and whom it waits for.
+"""One rank's end of the control channel: where it is, whom it waits for, and what is lost.
 
 Keys are `<start>/<number>/<phase>/<rank>` for envelopes and `<start>/<number>/<phase>/answer`: the
 number counts the group's operations, the start how often its ranks have begun to use the store.
