@@ -104,9 +104,9 @@ def _value(measure: Measure, figure: Figure) -> float:
 
 
 def _name_of(run: Run) -> str:
-    """Return the day, and the commit if there is one."""
-    commit, mark, changed = (run.commit or "").partition("+")
-    return f"{run.date:%Y-%m-%d} {commit[:7]}{mark}{changed}".strip()
+    """Return the day, and the commit if there is one, with a "+" if the code differed from it."""
+    commit, mark, _ = (run.commit or "").partition("+")
+    return f"{run.date:%Y-%m-%d} {commit[:7]}{mark}".strip()
 
 
 # --- trends -----------------------------------------------------------------------------------
@@ -127,7 +127,8 @@ def _draw_trend(panel: Axes, taken: Sequence[Taken], colours: dict[str, str]) ->
             panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, linewidth=1)
     if as_fraction:
         panel.axhline(1, color=LIMIT_COLOUR, linestyle="--", linewidth=1)
-    panel.set_ylim(bottom=0)
+    highest = max(value for value in values if value is not None)
+    panel.set_ylim(0, 1.1 * max(highest, 1 if as_fraction else 0))
     _date_the_runs(panel, [run for run, _ in taken])
     size = f", {last.nbytes / 1e6:,.0f} MB" if last.nbytes else ""
     panel.set_title(_title(last) + size, fontsize=8, loc="left")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -143,7 +144,8 @@ def test_a_history_that_is_not_there_is_named(path: Path) -> None:
         history.read(path)
 
 
-def append_many(path: Path, name: str) -> None:
+def append_many(path: Path, name: str, barrier: Barrier) -> None:
+    barrier.wait(60)
     for _ in range(50):
         history.append(path, line(replace(SAVE, scenario=name, note="much " * 2000)))
 
@@ -158,8 +160,9 @@ def test_threads_that_append_at_once_lose_nothing(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = ["a", "b", "c"]
+    barrier = Barrier(len(names))
     with ThreadPoolExecutor(len(names)) as executor:
-        list(executor.map(lambda name: append_many(path, name), names, timeout=60))
+        list(executor.map(lambda name: append_many(path, name, barrier), names, timeout=60))
     assert_nothing_lost(path, names, caplog)
 
 
@@ -170,7 +173,11 @@ def test_processes_that_append_at_once_lose_nothing(
 ) -> None:
     names = ["a", "b"]
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=append_many, args=(path, name)) for name in names]
+    barrier = context.Barrier(len(names))
+    processes = [
+        context.Process(target=append_many, args=(path, name, barrier), daemon=True)
+        for name in names
+    ]
     for process in processes:
         process.start()
     for process in processes:
