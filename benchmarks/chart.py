@@ -30,7 +30,7 @@ def draw_newest(runs: Sequence[Run], path: Path) -> None:
     with _picture(path, num_panels=len(found)) as (_, panels):
         for (run, measure), panel in zip(found, panels, strict=True):
             _draw_bars(panel, measure)
-            panel.set_xlabel(f"{_unit(measure)}; {_name_of(run)}")
+            panel.set_xlabel(f"{_unit(measure)}\n{_name_of(run)}")
 
 
 def draw_trends(runs: Sequence[Run], path: Path) -> None:

@@ -144,6 +144,11 @@ def test_a_history_that_is_not_there_is_named(path: Path) -> None:
         history.read(path)
 
 
+def test_the_history_of_this_repository_is_whole(caplog: pytest.LogCaptureFixture) -> None:
+    assert history.read(history.USUAL_PATH)
+    assert not caplog.messages
+
+
 def append_many(path: Path, name: str, barrier: Barrier) -> None:
     barrier.wait(60)
     for _ in range(50):
