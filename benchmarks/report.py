@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -92,6 +93,35 @@ def _json_row(measure: Measure, row: Row) -> dict[str, object]:
         "facts": dict(row.facts),
         "note": row.note,
     }
+
+
+def measures_of(values: Mapping[str, Any]) -> tuple[Measure, ...]:
+    """Return what `document` was made of.
+
+    Raises KeyError, TypeError or ValueError for what it has not made.
+    """
+    return tuple(_measure_from(measure) for measure in values["measures"])
+
+
+def _measure_from(values: Mapping[str, Any]) -> Measure:
+    return Measure(
+        scenario=values["scenario"],
+        name=values["name"],
+        title=values["title"],
+        rows=tuple(_row_from(row) for row in values["rows"]),
+        nbytes=values["nbytes"],
+        limits=tuple(values["limits"]),
+        note=values["note"],
+    )
+
+
+def _row_from(values: Mapping[str, Any]) -> Row:
+    if "reason" in values:
+        return Absent(values["contender"], values["reason"])
+    seconds = tuple(float(each) for each in values["seconds"])
+    if not seconds:
+        raise ValueError(f"{values['contender']} has a figure of no rounds")
+    return Figure(values["contender"], seconds, dict(values["facts"]), values["note"])
 
 
 def rate_of(measure: Measure, figure: Figure) -> float | None:

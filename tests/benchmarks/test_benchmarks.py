@@ -128,6 +128,7 @@ class LateSave:
 def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     words = ["--quick", "--only", "small", "--contenders", "--dir", str(tmp_path)]
+    words += ["--history", str(tmp_path / "history.jsonl")]  # and it adds nothing to it
     command = [sys.executable, "-m", "benchmarks", *words, "--json", str(out)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
