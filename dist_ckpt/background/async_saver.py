@@ -202,7 +202,7 @@ class AsyncSaver:
         newest checkpoint then. `restored` is the report, and says how many bytes came from memory;
         it is None only if nothing was restored, while a save without a step has none to return.
 
-        The options, and what is raised, are those of `dc.load`; everything is verified.
+        What the options mean, and what is raised, is as for `dc.load`; everything is verified.
         """
         options = LoadOptions(
             sharding, strict=strict, include=include, exclude=exclude, rename=rename

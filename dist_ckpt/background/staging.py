@@ -1,7 +1,8 @@
 """Staging: a rank's files are copied, in their order, into the arena that a writer writes from.
 
-This is what training pays for a background save: one copy, of which CUDA devices do theirs beside
-the next step (`memory/cuda.py`). What the writer can do as well (headers, digests) it does.
+This is what training pays for a background save: one copy. CUDA devices copy what only optimizers
+change beside the next step: `stage_beside`, over `memory/cuda.py`. What the writer can do as well
+(headers, digests) it does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranks that this rank waits for: who is there, who is dead, who never came."""
+"""The ranks that this rank waits for: who is there, and who is dead or silent."""
 
 from __future__ import annotations
 

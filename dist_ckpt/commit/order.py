@@ -1,8 +1,15 @@
 """The commit order: claim, commit, give up. What survives a crash is decided here.
 
-A saver claims a new attempt, its ranks write into the attempt's folder, and the coordinator
-commits by giving it an index. `attempts.py` says which attempt is the checkpoint, `removal.py` how
-attempts go.
+1. `claim`: a new attempt's folder, durable; then lower open attempts are abandoned.
+2. The ranks write their files into it, each made durable, then the folder (`shard_io`).
+3. `check_files`: all are there, and as long as was meant.
+4. `commit`: the index under a temporary name, durable and read back; renamed, which never replaces;
+   the folder synced. From the rename on the checkpoint exists, and once it is durable it stays.
+5. What it supersedes is removed (`removal.py`).
+
+A crash before the rename leaves an open attempt, which nobody reads and a later save or a collector
+abandons; one after it leaves the checkpoint, and perhaps older ones. `attempts.py` reads and puts
+the one file that decides.
 """
 
 from __future__ import annotations

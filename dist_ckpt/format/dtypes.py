@@ -2,8 +2,8 @@
 
 A dtype that safetensors lacks is stored as U8 with a last dimension of its size; the true one
 is in the shard file's `__metadata__`. Elements are whole bytes: smaller ones are stored packed, by
-the tensor that holds them. A new dtype also needs torch's in `state/local_tensors.py`, and, where
-`dc.open` is to give its numbers, `memory/host_array.py`.
+the tensor that holds them. torch's dtype is found by the name. `memory/host_array.py` has what
+`dc.open` needs to give numbers, and, as `memory/torch_tensor.py`, the sizes that can be moved.
 """
 
 from __future__ import annotations

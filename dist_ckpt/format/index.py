@@ -93,7 +93,11 @@ class ObjectsFileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A committed checkpoint. `metadata` mirrors the scalars of the user's metadata."""
+    """A committed checkpoint. `metadata` mirrors the scalars of the user's metadata.
+
+    Made by `saving/attempt_run.py`, `offline/reshard.py` and, of a save in memory only,
+    `background/restore.py`.
+    """
 
     attempt: str
     step: int | None

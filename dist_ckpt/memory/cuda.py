@@ -1,9 +1,10 @@
 """Staging from CUDA devices beside the training: pinned arenas, and copies on streams of their own.
 
-All is asked of the devices within the call of save, in the order of the files; the host goes on. A
-device copies it at the speed of the bus, beside the forward and backward of the next step. What
-only the state's optimizers change is copied last, and no step begins on the device before it is:
-`Fence`. A thread sees how far the copies have come, and calls nothing of CUDA but that.
+All is asked of the devices within the call of save, in the order of the files; the host goes on.
+What anything may change is copied first, and the training's streams wait for that
+(`hold_training`). What only the state's optimizers change (`LocalState.changed_in_steps`) is copied
+last, beside the forward and backward of the next step, and no step begins on the device before it
+is: `Fence`. A thread sees how far the copies have come, and calls nothing of CUDA but that.
 """
 
 from __future__ import annotations

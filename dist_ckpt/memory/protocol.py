@@ -1,8 +1,8 @@
 """The protocols `Source` and `Target`: where a shard's bytes come from and go to.
 
-`torch_tensor.py` keeps both for torch, `host_array.py` for plain host memory,
-`offline/read_windows.py` for bytes that lie in another checkpoint. Who writes and reads shards
-knows nothing else about memory.
+`torch_tensor.py` keeps both for torch, `host_array.py` for plain host memory;
+`offline/read_windows.py` and `writer/staged_files.py` have sources, for bytes of another checkpoint
+and of an arena. Who writes and reads shards knows nothing else about memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Which holder stores which replica, so that all ranks write about the same number of bytes.
 
 The holder of cell c of a tensor is replica number `(c + rotation) mod replicas`: the choice is one
-small number a tensor, and tensors share their layouts. Large replicas are cut into parts, one a
-holder, so that a checkpoint of a few large tensors is written by all ranks too.
+small number a tensor, and tensors share their layouts. The rule is part of the format:
+`format/layout.py` has it, and what lists all cells at once repeats it. Large replicas are cut into
+parts, one a holder, so that a checkpoint of a few large tensors is written by all ranks too.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from dist_ckpt.planning import plan
 
 T = TypeVar("T")
 
-# The place in the table is the code on the wire. Ranks of one job run one version, so the table
-# may change freely.
+# The place in the table is the code on the wire. Ranks of one job run one version, and who reads
+# what a snapshot has kept compares versions first: so the table may change between versions.
 _CLASSES: tuple[type, ...] = (
     geometry.Region,
     geometry.Elements,

@@ -36,7 +36,7 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its folder is made private, and check
 Role = Literal["trainer", "writer"]
 ROLES: tuple[Role, ...] = ("trainer", "writer")
 
-# What an arena is called, of the two that a rank has.
+# A rank stages into one while the other is written.
 NUM_ARENAS = 2
 
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

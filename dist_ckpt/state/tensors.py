@@ -3,7 +3,7 @@
 `describe` for a save and `describe_target` for a load recognise, in this order: our wrappers;
 DTensor, whose regions we compute ourselves; ShardedTensor; other classes with torch's
 `__create_chunk_list__` and `__get_tensor_shard__`; exactly Tensor, Parameter and Buffer with
-strided layout. Every other tensor is refused by name: its memory is not its value.
+strided layout. Others are refused. For a new one see `_held`, `is_tensor_leaf`, `is_meta` as well.
 """
 
 from __future__ import annotations

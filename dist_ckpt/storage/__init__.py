@@ -1,8 +1,10 @@
 """Where checkpoints lie: the protocol, and `open_storage`.
 
-A backend keeps `protocol.py`, gets its line in `open_storage`, and is tested by a subclass of
+A backend keeps `protocol.py`, and is tested by a subclass of
 `dist_ckpt.testing.storage_contract.StorageContract`. `local.py` is the only one so far, with
-`descriptor.py` and `direct_io.py` behind it; `counting.py`, `deadline.py` and `pacing.py` wrap any.
+`descriptor.py` and `direct_io.py` behind it: `open_storage` refuses other schemes, and
+`snapshots/job_folder.py` and `cli/changing.py` know paths of local files only. `counting.py`,
+`deadline.py` and `pacing.py` wrap any backend.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ _KINDS: tuple[type[Message], ...] = (
 )
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
-# What a field's value may be, by the field's annotation.
+# What a field's value may be, by the field's annotation: each that a message has stands here.
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
     "bytes": (bytes,),
