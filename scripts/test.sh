@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change is taken: lint, types, tests. It sets itself up.
 # Arguments go to pytest: scripts/test.sh tests/format, in seconds, as what is marked slow is left out
-# (scripts/test.sh -m slow tests/format runs that; without arguments all is run).
+# (scripts/test.sh -m slow tests/format runs that). Without arguments everything is run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup_venv.sh
@@ -9,7 +9,11 @@ scripts/setup_venv.sh
 bin=.venv/bin
 scripts/lint.sh
 $bin/mypy
-if [ $# -gt 0 ]; then exec $bin/python -m pytest -m "not slow" "$@"; fi
+case "$*" in
+    "") ;;                                                  # all, below
+    *::*) exec $bin/python -m pytest "$@" ;;                # these tests, whatever they take
+    *) exec $bin/python -m pytest -m "not slow" "$@" ;;
+esac
 
 # All tests, in half the time: those that start processes, one after the other, and beside them the
 # others, which keep one core busy. With more at once a background writer, whose priority is the

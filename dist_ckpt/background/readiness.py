@@ -86,7 +86,7 @@ class Readiness:
         failed = {order.snapshot: self._failure_doc(order) for order in writer.failed}
         if not failed:
             writer.ensure()
-            self._hold()
+            self._pause()
         return {
             "when_busy": self._when_busy,
             "failed": failed,
@@ -107,7 +107,7 @@ class Readiness:
         config = self._ranks.config
         return 2 * config.silence_s + config.arrive_s
 
-    def _hold(self) -> None:
+    def _pause(self) -> None:
         unsettled = self._writer.unsettled
         if self._when_busy == "supersede" and unsettled and self._writer.pause(unsettled[-1]):
             self._paused = unsettled[-1]

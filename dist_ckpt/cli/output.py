@@ -92,8 +92,8 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     if sys.stderr.isatty():
         columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+            shown = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(shown, completed=done, total=total)
         return
     yield _Lines(what).update
 

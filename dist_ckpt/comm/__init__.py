@@ -6,7 +6,7 @@
   `control.py`, which also makes the sentence; the remedy in it is one of `store_thread.Wording`.
   The deadlines are options, in `dist_ckpt.config`.
 - `store_thread.py` talks to a store; `key_server.py` and `key_client.py` are one of our own, for
-  writers, whose trainers' may be gone.
+  writers, whose trainers' store may be gone.
 - `collective.py` and `gloo.py` move what is too long for that, `host_links.py` within a host.
 - `session.py` keeps all of it for a group; `process_group.py` makes it for torch's groups.
 """

@@ -24,31 +24,31 @@ class Peers:
         self._beat_key = beat_key
         self._silence_s = config.silence_s
         self._grace_s = min(GRACE_S, config.silence_s / 4)
-        self._watch = Pulses(step_s=config.silence_s / 4)
+        self._pulses = Pulses(step_s=config.silence_s / 4)
 
     def look(self, ranks: Sequence[int]) -> None:
         """Take one look at the heartbeats of some ranks."""
         keys = [self._beat_key(rank) for rank in ranks]
         found = self._line.call(lambda store: store_thread.get_each(store, keys))
         for rank, data in zip(ranks, found, strict=True):
-            self._watch.see(rank, data)
+            self._pulses.see(rank, data)
 
     def is_known(self, rank: int) -> bool:
         """Say whether a rank was ever seen."""
-        return self._watch.beat(rank) is not None
+        return self._pulses.beat(rank) is not None
 
     def has_entered(self, rank: int, number: int) -> bool:
         """Say whether a rank was seen to have entered this operation."""
-        beat = self._watch.beat(rank)
+        beat = self._pulses.beat(rank)
         return beat is not None and beat.number >= number
 
     def is_in(self, rank: int, number: int) -> bool:
         """Say whether a rank was last seen within this operation, alive."""
-        beat = self._watch.beat(rank)
+        beat = self._pulses.beat(rank)
         return (
             beat is not None
             and (beat.number, beat.inside, beat.gone) == (number, True, False)
-            and self._watch.silent_s(rank) < self._silence_s
+            and self._pulses.silent_s(rank) < self._silence_s
         )
 
     def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
@@ -56,12 +56,12 @@ class Peers:
 
         `was_in`: the rank is known to have entered it.
         """
-        beat = self._watch.beat(rank)
+        beat = self._pulses.beat(rank)
         if beat is None:
             return None
         if beat.gone:
             return "has ended"
-        if self._watch.silent_s(rank) >= self._silence_s:
+        if self._pulses.silent_s(rank) >= self._silence_s:
             return f"is dead or frozen: no heartbeat for {self._silence_s:g} s"
         if beat.number > number or (beat.number == number and not beat.inside):
             return "is no longer taking part: it raised an error or was interrupted"
@@ -71,7 +71,7 @@ class Peers:
 
     def last_number(self, rank: int, default: int) -> int:
         """Return the operation before the one that a rank is in now or will enter next."""
-        beat = self._watch.beat(rank)
+        beat = self._pulses.beat(rank)
         return default if beat is None else max(default, beat.number - beat.inside)
 
     def newer(self, ranks: Sequence[int], number: int) -> int | None:
@@ -80,7 +80,7 @@ class Peers:
         while True:
             self.look(ranks)
             for rank in ranks:
-                beat = self._watch.beat(rank)
+                beat = self._pulses.beat(rank)
                 if beat is not None and beat.number > number and beat.inside and not beat.gone:
                     return beat.number
             if time.monotonic() >= until:
@@ -89,5 +89,5 @@ class Peers:
 
     def name(self, ranks: Sequence[int]) -> str:
         """Name ranks, one with its host if it is known: "rank 2 (host b)"."""
-        beat = self._watch.beat(ranks[0]) if len(ranks) == 1 else None
+        beat = self._pulses.beat(ranks[0]) if len(ranks) == 1 else None
         return ranks_text(ranks) + (f" (host {beat.host})" if beat else "")

@@ -1,8 +1,8 @@
 """When a checkpoint exists: attempts, claim, commit, removal.
 
-What callers need is here: `from dist_ckpt import commit`, then `commit.claim(...)`. `order.py` is
-the order that a crash may break anywhere, `attempts.py` reads and puts `index.json`, the one file
-that decides, `removal.py` says how attempts go.
+What most callers need is here: `from dist_ckpt import commit`, then `commit.claim(...)`. `order.py`
+is the order that a crash may break anywhere, `attempts.py` reads and puts `index.json`, the one
+file that decides, `removal.py` says how attempts go.
 """
 
 from dist_ckpt.commit.attempts import Status, abandon, find, statuses

@@ -11,9 +11,9 @@ from dist_ckpt.format.geometry import Region, Shape
 from dist_ckpt.format.layout import check_shape
 from dist_ckpt.format.strict_json import Json, corrupt
 
-# One version for index, shard files and objects files. Fields are exact: a document with one more,
-# or one less, is damaged to whoever does not know that. So a new field means a new version, and
-# `check_version` becomes the place where readers learn which fields an older one has.
+# One version for index, shard files and objects files. Fields are exact, but for names with `x-`: a
+# document with one more, or one less, is damaged to who does not know that. So a new field means a
+# new version, or one that older readers must not miss a word in `requires`.
 VERSION = 1
 
 _INTEGERS = frozenset({int})

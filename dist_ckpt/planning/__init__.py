@@ -6,5 +6,6 @@
 - saves: `inventories.py` and `holders.py` find who holds what, `balance.py` chooses which of the
   holders stores it, `save_planner.py` puts the plan together, `write_batches.py` a rank's writes;
 - loads: `load_planner.py` is all of resharding, `read_sharing.py` who fetches what several want;
-- `sharding_config.py` is `dc.ShardingConfig`, and `sharded_views.py` applies it.
+- `sharding_config.py` is `dc.ShardingConfig`; `sharded_views.py` applies it to what is stored, and
+  `state/sharding_rules.py` to a state.
 """

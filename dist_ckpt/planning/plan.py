@@ -19,8 +19,7 @@ from dist_ckpt.planning.write_batches import Batch
 # A replica group by its id, with the digest of each of its members, by name.
 ReplicaDigests = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
-
-# (name, nbytes, header_nbytes, digest), as in `plan.Receipt.files`.
+# (name, nbytes, header_nbytes, digest), as in `Receipt.files`.
 FileReceipt = tuple[str, int, int, str]
 
 

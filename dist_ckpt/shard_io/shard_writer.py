@@ -33,7 +33,6 @@ NUM_WAITING = 2
 # To copy and digest takes half as long as to write; more than these keep no disk waiting.
 MAX_PREPARING = 3
 
-
 # The memory of an item, by its number in the file's plan.
 SourceOf = Callable[[int], Source]
 

@@ -213,7 +213,7 @@ def states(
                 yield CrashPoint(number, operation, marks), MemoryStorage(tree)
 
 
-NodeId = int
+Node = int
 
 
 @dataclass(slots=True)
@@ -222,7 +222,7 @@ class _Change:
 
     old: str
     new: str
-    node: NodeId
+    node: Node
     client: str
     durable: bool = False
 
@@ -256,10 +256,10 @@ class _Disk:
 
     def __init__(self, *, own_syncs: bool) -> None:
         self._own_syncs = own_syncs
-        self._folders: dict[NodeId, list[_Change]] = {0: []}
-        self._files: dict[NodeId, _FileOnDisk] = {}
-        self._opened: dict[int, NodeId] = {}
-        self._names: dict[str, NodeId] = {"/": 0}
+        self._folders: dict[Node, list[_Change]] = {0: []}
+        self._files: dict[Node, _FileOnDisk] = {}
+        self._opened: dict[int, Node] = {}
+        self._names: dict[str, Node] = {"/": 0}
 
     def apply(self, operation: Operation) -> None:
         """Take over one operation."""
@@ -286,7 +286,7 @@ class _Disk:
             case "sync":
                 self._sync(self._folders[self._names[operation.path]], operation.client)
 
-    def _move(self, operation: Operation) -> NodeId:
+    def _move(self, operation: Operation) -> Node:
         """Follow the rename of a file, or of a folder and of what is below it."""
         below = operation.path + "/"
         for path in [p for p in self._names if f"{p}/".startswith(below)]:
@@ -295,14 +295,14 @@ class _Disk:
 
     def _sync(self, changes: Sequence[_Change], client: str) -> None:
         """Make changes durable: the client's own, and those that they build on."""
-        built_on: set[NodeId | str] = set()
+        built_on: set[Node | str] = set()
         for change in reversed(changes):
             own = not self._own_syncs or change.client == client
             if own or change.durable or not built_on.isdisjoint({change.node, change.old}):
                 change.durable = True
                 built_on |= {change.node, change.new}
 
-    def _change(self, operation: Operation, old: str, new: str, node: NodeId) -> None:
+    def _change(self, operation: Operation, old: str, new: str, node: Node) -> None:
         folder = self._folders[self._names[parent_of(old or new)]]
         change = _Change(old.rpartition("/")[2], new.rpartition("/")[2], node, operation.client)
         folder.append(change)
@@ -340,10 +340,10 @@ class _Disk:
         return tree
 
     def _fill(
-        self, tree: dict[str, bytes | None], path: str, folder: NodeId, choices: _Choices
+        self, tree: dict[str, bytes | None], path: str, folder: Node, choices: _Choices
     ) -> None:
-        names: dict[str, NodeId] = {}
-        lost: set[NodeId] = set()
+        names: dict[str, Node] = {}
+        lost: set[Node] = set()
         for change in self._folders[folder]:
             # What came before for this file or folder is lost, or for the name that it gets.
             possible = change.node not in lost and change.new not in names

@@ -13,7 +13,7 @@ from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.storage import Entry, ReadableFile, WritableFile
 
 # Path to content; None is a folder. The root "/" is always there and not in it.
-FileTree = Mapping[str, bytes | None]
+Tree = Mapping[str, bytes | None]
 
 
 class _FileNode:
@@ -34,7 +34,7 @@ class MemoryStorage:
 
     def __init__(
         self,
-        tree: FileTree | None = None,
+        tree: Tree | None = None,
         *,
         clock: Callable[[], float] = time.time,
         alignment: int = 1,

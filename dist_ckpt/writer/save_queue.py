@@ -161,30 +161,30 @@ class KnownArenas:
                     return known[1]
                 self._replaced.append(known[1])
                 del self._known[number]
-            follower = ArenaReader(place, self._folder.job)
-            self._known[number] = place, follower
+            reader = ArenaReader(place, self._folder.job)
+            self._known[number] = place, reader
             if place.startswith("/proc/"):
-                self._folder.tell("writer", number, follower.fd)
+                self._folder.tell("writer", number, reader.fd)
         except FileNotFoundError:
             return ConflictError(f"{place} is gone: who has removed it? Save again")
         except OSError as error:
             return CorruptError(f"{place} cannot be opened: {error.strerror}")
         except CheckpointError as error:
             return error
-        return follower
+        return reader
 
     def close_replaced(self, queued: list[QueuedSave]) -> None:
         """Close arenas that have been replaced and that no queued save needs."""
         needed = [save.arena for save in queued]
         for _ in range(len(self._replaced)):
-            follower = self._replaced.popleft()
-            if follower in needed:
-                self._replaced.append(follower)
+            reader = self._replaced.popleft()
+            if reader in needed:
+                self._replaced.append(reader)
             else:
-                follower.close()
+                reader.close()
 
     def close(self) -> None:
         """Close all. No thread uses them any more."""
-        self._replaced += [follower for _, follower in self._known.values()]
+        self._replaced += [reader for _, reader in self._known.values()]
         self._known.clear()
         self.close_replaced([])

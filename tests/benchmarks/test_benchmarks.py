@@ -155,7 +155,6 @@ def test_a_quick_run_measures_background_saves(tmp_path: Path) -> None:
         "background",
         "--contenders",
         f"--dir={tmp_path}",
-        f"--json={out}",
     ]
     command = [sys.executable, "-m", "benchmarks", *words, "--json", str(out)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Which tensors share memory; what a load does about it is tested in test_binding.py."""
+"""Which tensors share memory; what a load does about it is tested in test_bind.py."""
 
 from __future__ import annotations
 

@@ -83,6 +83,17 @@ def test_every_page_of_the_docs_is_in_the_menu_of_the_site() -> None:
     assert set(menu) == pages
 
 
+def test_no_page_of_the_site_links_out_of_the_docs() -> None:
+    docs = ROOT / "docs"
+    out = [
+        f"{page.name}: {link}"
+        for page in docs.rglob("*.md")
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+        if not (page.parent / link).resolve().is_relative_to(docs)
+    ]
+    assert out == ["index.md: ../README.md"]  # which the site puts in the place of that page
+
+
 def test_every_decision_is_in_the_list_of_decisions() -> None:
     folder = ROOT / "docs" / "decisions"
     listed = re.findall(r"^(\d+)\. \[(.*)\]\((.*)\)$", (folder / "README.md").read_text(), re.M)
