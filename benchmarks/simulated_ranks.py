@@ -289,9 +289,9 @@ class ListedStorage(MemoryStorage):
         super().__init__()
         self.listed: Mapping[str, int] = {}
 
-    def list(self, folder: str) -> Sequence[Entry]:
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         """See `Storage.list`."""
-        found = super().list(folder)
+        found = super().list(folder, follow=follow)
         if filenames.parse_attempt(folder.rpartition("/")[2]) is None:
             return found
         return [*found, *(Entry(name, "file", n, 0.0) for name, n in self.listed.items())]

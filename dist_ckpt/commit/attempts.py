@@ -84,7 +84,7 @@ def statuses(storage: Storage, path: str) -> tuple[Status, ...]:
     found = []
     for entry in _entries(storage, path):
         for attempt in attempts_in([entry]):
-            with suppress(FileNotFoundError):  # removed since it was listed
+            with suppress(FileNotFoundError, NotADirectoryError):  # removed since it was listed
                 found.append(_status(storage, path, attempt, entry.modified_at))
     return tuple(sorted(found, key=lambda status: status.attempt))
 
@@ -214,7 +214,7 @@ def _what_is_at(storage: Storage, path: str) -> str:
 
 def _status(storage: Storage, path: str, attempt: Attempt, made_at: float) -> Status:
     folder = f"{path}/{attempt}"
-    entries = storage.list(folder)
+    entries = storage.list(folder, follow=False)
     try:
         document = read_index(storage, path, attempt)
     except CorruptError:
@@ -338,7 +338,7 @@ def store(storage: Storage, file: str, data: bytes) -> None:
 
 def _discard(storage: Storage, file: str) -> None:
     """Remove a temporary file; if that fails, it goes with its attempt."""
-    with suppress(StorageError, FileNotFoundError):
+    with suppress(StorageError, FileNotFoundError, NotADirectoryError):
         storage.remove(file)
 
 

@@ -74,7 +74,8 @@ def delete(storage: Storage, path: str) -> None:
     for attempt in doomed:
         remove(storage, path, attempt)
     _empty_all(storage, path)
-    with suppress(StorageError, FileNotFoundError):  # somebody else's files, or a new attempt
+    # Somebody else's files, or a new attempt, or a link beside which a link leads here.
+    with suppress(StorageError, FileNotFoundError, NotADirectoryError):
         storage.remove(path)
 
 
@@ -144,9 +145,15 @@ def _now(storage: Storage, path: str) -> float:
 def _empty_all(storage: Storage, path: str) -> list[str]:
     """Empty every trash folder at a path; return the names of those that are gone."""
     try:
-        trash = [entry.name for entry in storage.list(path) if is_trash(entry.name)]
+        entries = storage.list(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    trash = []
+    for entry in entries:
+        if is_trash(entry.name) and entry.kind != "folder":
+            _leave(f"{path}/{entry.name}")
+        elif is_trash(entry.name):
+            trash.append(entry.name)
     return [name for name in trash if _empty(storage, path, f"{path}/{name}")]
 
 
@@ -156,19 +163,26 @@ def _empty(storage: Storage, path: str, trash: str) -> bool:
         # Before anything in it goes, also if somebody else renamed it: after a power cut a
         # rename that was not durable would bring back the attempt, without its files.
         storage.sync(path)
-        entries = storage.list(trash)
+        # Nothing is listed or removed through a link, which may take the folder's place any time.
+        entries = storage.list(trash, follow=False)
+        foreign = []
+        for entry in entries:
+            if entry.kind == "folder" or not is_in_attempt(entry.name):
+                foreign.append(entry.name)
+                continue
+            with suppress(FileNotFoundError):
+                storage.remove(f"{trash}/{entry.name}")
+        if foreign:
+            _log.warning("%s: left %s, not dist_ckpt's: remove by hand", trash, ", ".join(foreign))
+            return False
+        storage.remove(trash)
     except FileNotFoundError:
         return True
-    foreign = []
-    for entry in entries:
-        if entry.kind == "folder" or not is_in_attempt(entry.name):
-            foreign.append(entry.name)
-            continue
-        with suppress(FileNotFoundError):
-            storage.remove(f"{trash}/{entry.name}")
-    if foreign:
-        _log.warning("%s: left %s, not dist_ckpt's: remove by hand", trash, ", ".join(foreign))
+    except NotADirectoryError:
+        _leave(trash)
         return False
-    with suppress(FileNotFoundError):
-        storage.remove(trash)
     return True
+
+
+def _leave(link: str) -> None:
+    _log.warning("%s is no folder, so not dist_ckpt's: remove it by hand", link)

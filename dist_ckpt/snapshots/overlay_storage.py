@@ -62,10 +62,10 @@ class SnapshotStorage:
         """Read these files, by their paths, from memory from now on, and no others."""
         self._files = dict(files)
 
-    def list(self, folder: str) -> Sequence[Entry]:
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         served = {entry.name: entry for entry in self._served_in(folder)}
         try:
-            found = self.inner.list(folder)
+            found = self.inner.list(folder, follow=follow)
         except (FileNotFoundError, NotADirectoryError):
             if not served:
                 raise

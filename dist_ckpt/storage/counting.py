@@ -20,8 +20,8 @@ class CountingStorage:
         self.reads = self.writes = Tally()
         self._lock = threading.Lock()
 
-    def list(self, folder: str) -> Sequence[Entry]:
-        return self.inner.list(folder)
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
+        return self.inner.list(folder, follow=follow)
 
     def make_folder(self, folder: str) -> None:
         self.inner.make_folder(folder)

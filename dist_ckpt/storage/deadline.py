@@ -45,8 +45,8 @@ class DeadlineStorage:
         self._lock = threading.Lock()
         self._nbytes_created = 0
 
-    def list(self, folder: str) -> Sequence[Entry]:
-        return self._calls.make(f"list {folder}", lambda: self.inner.list(folder))
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
+        return self._calls.make(f"list {folder}", lambda: self.inner.list(folder, follow=follow))
 
     def make_folder(self, folder: str) -> None:
         self._calls.make(f"make_folder {folder}", lambda: self.inner.make_folder(folder))

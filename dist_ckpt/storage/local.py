@@ -13,7 +13,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
@@ -59,9 +59,11 @@ class LocalStorage:
         self._direct_io = DirectIO()
         self._slots = Slots(READ_SLOT_NBYTES) if direct_reads else None
 
-    def list(self, folder: str) -> Sequence[Entry]:
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         """Return the entries of a folder, sorted by name; links and devices are "other"."""
-        with _errors_of(folder, FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+        with _errors_of(folder, FileNotFoundError, NotADirectoryError), ExitStack() as stack:
+            place = folder if follow else stack.enter_context(_real_folder(folder))
+            found = stack.enter_context(os.scandir(place))
             return sorted(entry for item in found if (entry := _entry(item)) is not None)
 
     def make_folder(self, folder: str) -> None:
@@ -129,11 +131,14 @@ class LocalStorage:
 
     def remove(self, path: str) -> None:
         """Remove a file (of a link, the link) or an empty folder."""
-        with _errors_of(path, FileNotFoundError):
+        with _errors_of(path, FileNotFoundError, NotADirectoryError):
             if stat.S_ISDIR(os.lstat(path).st_mode):
                 os.rmdir(path)
-            else:
-                os.unlink(path)
+                return
+            # By the folder itself: its path may lead elsewhere by now.
+            folder, name = os.path.split(path)
+            with _real_folder(folder) as descriptor:
+                os.unlink(name, dir_fd=descriptor)
 
     def sync(self, folder: str) -> None:
         """Fsync the folder."""
@@ -250,6 +255,22 @@ def _errors_of(path: str, *passed: type[OSError]) -> Iterator[None]:
         code = errno.errorcode.get(error.errno or 0, "no errno")
         remedy = _REMEDIES.get(error.errno or 0, _OTHERWISE)
         raise StorageError(f"{path}: {error.strerror} ({code}): {remedy}") from error
+
+
+@contextmanager
+def _real_folder(folder: str) -> Iterator[int]:
+    """Open a folder that is one: NotADirectoryError for a link, whatever it leads to."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(folder, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # what other systems say of a link
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from error
+        raise
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:

@@ -60,8 +60,8 @@ class PacedStorage:
         self.inner = inner
         self._allowance = allowance
 
-    def list(self, folder: str) -> Sequence[Entry]:
-        return self.inner.list(folder)
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
+        return self.inner.list(folder, follow=follow)
 
     def make_folder(self, folder: str) -> None:
         self.inner.make_folder(folder)

@@ -63,10 +63,11 @@ class ReadableFile(Protocol):
 class Storage(Protocol):
     """Where checkpoints lie. Errors are StorageError unless a method says otherwise."""
 
-    def list(self, folder: str) -> Sequence[Entry]:
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         """Return the entries of a folder, sorted by name.
 
-        FileNotFoundError if there is none; NotADirectoryError if the path is a file, or below one.
+        FileNotFoundError if there is none; NotADirectoryError if the path is a file, or below one;
+        without `follow` also if it is a link, whatever that leads to.
         """
 
     def make_folder(self, folder: str) -> None:
@@ -97,9 +98,11 @@ class Storage(Protocol):
         """
 
     def remove(self, path: str) -> None:
-        """Remove a file or an empty folder.
+        """Remove a file or an empty folder; of a link, the link.
 
-        FileNotFoundError if there is none; StorageError if the folder is not empty.
+        FileNotFoundError if there is none; StorageError if the folder is not empty;
+        NotADirectoryError if a file's own folder is a link: nothing is removed through it, also
+        when the folder was a real one a moment before.
         """
 
     def sync(self, folder: str) -> None:

@@ -81,8 +81,8 @@ class CrashStorage:
         """Note something in the log, such as that a save has been acknowledged."""
         self._recording.record(Operation("mark", label, self._client), lambda: None)
 
-    def list(self, folder: str) -> Sequence[Entry]:
-        return self._recording.inner.list(folder)
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
+        return self._recording.inner.list(folder, follow=follow)
 
     def open(self, path: str) -> ReadableFile:
         return self._recording.inner.open(path)

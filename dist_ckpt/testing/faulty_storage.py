@@ -42,8 +42,8 @@ class FaultyStorage:
         self._done = done
         self._lock = threading.Lock()
 
-    def list(self, folder: str) -> Sequence[Entry]:
-        return self.call(f"list {folder}", lambda: self.inner.list(folder))
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
+        return self.call(f"list {folder}", lambda: self.inner.list(folder, follow=follow))
 
     def make_folder(self, folder: str) -> None:
         self.call(f"make_folder {folder}", lambda: self.inner.make_folder(folder))

@@ -55,7 +55,7 @@ class MemoryStorage:
                 if path != "/"
             }
 
-    def list(self, folder: str) -> Sequence[Entry]:
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         with self._lock:
             self._folder(folder)
             prefix = folder.rstrip("/") + "/"

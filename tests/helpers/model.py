@@ -268,7 +268,7 @@ class Replay:
             raise answer
         return answer
 
-    def list(self, folder: str) -> Sequence[Entry]:
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         entries: Sequence[Entry] = self._ask("list", folder)
         return entries
 

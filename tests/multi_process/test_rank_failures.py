@@ -130,8 +130,8 @@ class Elsewhere(LocalStorage):
         super().__init__()
         self._shared, self._own = shared, own
 
-    def list(self, folder: str) -> Any:
-        return super().list(self._at(folder))
+    def list(self, folder: str, **options: Any) -> Any:
+        return super().list(self._at(folder), **options)
 
     def create(self, path: str, nbytes: int) -> Any:
         return super().create(self._at(path), nbytes)

@@ -50,12 +50,12 @@ class Hanging:
         if not callable(found):
             return found
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             if name in ("discard", "close"):
                 self.released.append(name)
             if name == self.hung:
                 assert self.thawed.wait(10)
-            value = found(*args)
+            value = found(*args, **options)
             if name in ("create", "open"):
                 value = Hanging(value, self.hung, self.thawed)
                 value.released = self.released
@@ -170,9 +170,9 @@ def test_calls_share_a_few_threads_and_those_that_hang_end_in_number(monkeypatch
     seen = set()
 
     class Noting(MemoryStorage):
-        def list(self, folder: str) -> Any:
+        def list(self, folder: str, **options: Any) -> Any:
             seen.add(threading.get_ident())
-            return super().list(folder)
+            return super().list(folder, **options)
 
         def sync(self, folder: str) -> None:
             assert thawed.wait(10)
@@ -265,9 +265,9 @@ def test_a_watched_thread_makes_its_calls_itself():
     threads = set()
 
     class Noting(MemoryStorage):
-        def list(self, folder: str) -> Any:
+        def list(self, folder: str, **options: Any) -> Any:
             threads.add(threading.get_ident())
-            return super().list(folder)
+            return super().list(folder, **options)
 
     storage = DeadlineStorage(Noting(), 30)
 
