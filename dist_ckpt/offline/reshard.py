@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dist_ckpt import __version__, commit
+from dist_ckpt.commit.attempts import while_it_is_there
 from dist_ckpt.commit.receipts import check_receipts, sizes_of
 from dist_ckpt.errors import CheckpointError, StorageError
 from dist_ckpt.format import filenames, objects_file
@@ -60,7 +61,8 @@ def reshard(
     values, with the keys they were saved under, are carried over; the keys go round the ranks.
 
     On return the target is complete and durable. Raises ExistsError if something is there;
-    otherwise as a load from `source` and a save to `target` would.
+    otherwise as a load from `source` and a save to `target` would, so NotFoundError if the source
+    was replaced or deleted meanwhile.
     """
     if (sharding is None) == (world_size is None):
         raise ValueError("give either sharding= or world_size=")
@@ -77,10 +79,11 @@ def reshard(
         raise ValueError(f"the target {target_path} lies in the source: give another target")
     counted = CountingStorage(source_storage)
     attempt, index = commit.find(counted, source_path)
-    stored = Stored(counted, f"{source_path}/{attempt.name}", index)
-    plan = plan_target(index, stored.main, config)
-    storage = CountingStorage(target_storage)
-    return _Reshard(stored, plan, storage, target_path, max_memory, progress).run()
+    with while_it_is_there(counted, source_path, attempt):
+        stored = Stored(counted, f"{source_path}/{attempt.name}", index)
+        plan = plan_target(index, stored.main, config)
+        storage = CountingStorage(target_storage)
+        return _Reshard(stored, plan, storage, target_path, max_memory, progress).run()
 
 
 def _count(world_size: int | None) -> int:

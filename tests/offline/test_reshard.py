@@ -47,3 +47,33 @@ def test_a_key_whose_value_is_gone_is_found_before_anything_is_written(tmp_path)
     with pytest.raises(dc.CorruptError, match=r"objects-00000\.msgpack lacks rng of \('dp', 0\)"):
         dc.reshard(tmp_path / "ck", tmp_path / "target", world_size=2)
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("what", ["overwritten", "deleted"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_source_that_is_replaced_while_it_is_read_is_not_called_damaged(
+    what, number, tmp_path, monkeypatch
+):
+    states = [{"model": {"w": torch.ones(4) * rank}, "lr": 1.0} for rank in range(2)]
+    source, target = tmp_path / "source", tmp_path / "target"
+    even = dc.ShardingConfig.even(2)
+    rank_threads.save(LocalStorage(), states, str(source), sharding=even)
+    opened = []
+    real = LocalStorage.open
+
+    def open_late(storage, path):
+        if "/source/" in path and not path.endswith(".json") and len(opened) < number:
+            opened.append(path)
+            if len(opened) == number and what == "deleted":
+                dc.delete(source)
+            elif len(opened) == number:
+                rank_threads.save(
+                    LocalStorage(), states, str(source), sharding=even, overwrite=True
+                )
+        return real(storage, path)
+
+    monkeypatch.setattr(LocalStorage, "open", open_late)
+    with pytest.raises(dc.NotFoundError, match="was replaced or deleted while it was read"):
+        dc.reshard(source, target, world_size=1)
+    assert len(opened) == number
+    assert not target.exists() or not any(target.glob("a*/index.json"))
