@@ -16,6 +16,7 @@ which makes memory that `place` hangs in.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from operator import itemgetter
 from typing import assert_never
 
 from dist_ckpt.binding.bind_modules import bind_module
@@ -140,8 +141,11 @@ class Binding:
             effect(self._contents)
 
     def load_objects(self) -> None:
-        """Call load_state_dict and set_extra_state of the state's objects; generators last."""
-        for load in self._requests.loads:
+        """Call load_state_dict and set_extra_state of the state's objects; generators last.
+
+        By their names in order: there may be collectives in it, and ranks' keys may not be in one.
+        """
+        for _, load in sorted(self._requests.loads, key=itemgetter(0)):
             load(self._contents)
         for generators, get in self._requests.last:
             generators.restore(get(self._contents))
@@ -334,4 +338,4 @@ class _Binder:
             with users_code(name, owner, "load_state_dict"):
                 owner.load_state_dict(state)  # type: ignore[attr-defined]
 
-        self._requests.loads.append(load)
+        self._requests.loads.append((name, load))

@@ -51,7 +51,7 @@ def _bind_extras(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
             _load(leaf.state.module, values, assign=False)
 
     if extras:
-        requests.loads.append(load)
+        requests.loads.append((fqn, load))
 
 
 def _load(module: nn.Module, values: Mapping[str, object], *, assign: bool) -> None:

@@ -85,7 +85,7 @@ class Requests:
         self.needs: set[int] = set()
         self.needed: list[tuple[str, Key | None]] = []
         self.effects: list[Callable[[Contents], None]] = []
-        self.loads: list[Callable[[Contents], None]] = []
+        self.loads: list[tuple[str, Callable[[Contents], None]]] = []
         self.last: list[tuple[RNG, Deferred]] = []
         self._selection = selection
         self._keys = keys or {}

@@ -1,8 +1,8 @@
 """The state as a tree of leaves: what every key of it is, asked in a fixed order of classes.
 
 Both sides of a checkpoint read the state here: `local_state.py` to store the leaves,
-`binding/bind.py` to find where they go. Reading calls `state_dict` of each object and module once
-and changes nothing.
+`binding/bind.py` to find where they go. Reading calls `state_dict` of each object and module once,
+by their names in order, and changes nothing.
 """
 
 from __future__ import annotations
@@ -213,8 +213,11 @@ _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 def _read(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
     """Read one value; `above` are the id()s of what it lies in, so that a cycle is refused."""
-    if (leaf := _leaf(value, fqn)) is not None:
-        return leaf
+    leaf = _leaf(value, fqn)
+    return leaf if leaf is not None else _read_further(value, fqn, above)
+
+
+def _read_further(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
     entries = entries_of(value)
     if entries is None and not has_state(value):
         return PlainLeaf(value)
@@ -262,7 +265,14 @@ def _children(
 ) -> dict[PathKey, Tree]:
     for key in entries:
         _check_key(key, fqn or "the state")
-    return {key: _read(child, join(fqn, key), above) for key, child in entries.items()}
+    leaves = {key: _leaf(child, join(fqn, key)) for key, child in entries.items()}
+    # What is not yet read may be code of the user's with collectives in it: it runs in one order on
+    # all ranks, whatever the order of their keys.
+    further = {
+        key: _read_further(entries[key], join(fqn, key), above)
+        for key in sorted((key for key, leaf in leaves.items() if leaf is None), key=str)
+    }
+    return {key: further[key] if leaf is None else leaf for key, leaf in leaves.items()}
 
 
 def _check_key(key: object, where: str) -> None:

@@ -85,3 +85,62 @@ def test_parts_of_the_world_save_while_others_do_something_else(tmp_path: Path):
             assert checkpoint.world_size == (4 if name == "all" else 2)
             expected = full("all" if name == "all" else "part").numpy().tobytes()
             assert bytes(checkpoint["w"][...].data) == expected
+
+
+class Meets:
+    """An object of the user's whose state takes all ranks to make, and to set."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.met: list[list[str]] = []
+
+    def _meet(self) -> None:
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, self.name)
+        assert set(names) == {self.name}, names
+
+    def state_dict(self) -> dict[str, str]:
+        self._meet()
+        return {"name": self.name}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        self._meet()
+        self.met.append([state["name"]])
+
+
+class MeetsInModule(torch.nn.Linear):
+    """A module whose extra state does."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(2, 2)
+        torch.nn.init.ones_(self.weight)
+        torch.nn.init.ones_(self.bias)
+        self.meets = Meets(name)
+
+    def get_extra_state(self) -> dict[str, str]:
+        return self.meets.state_dict()
+
+    def set_extra_state(self, state: dict[str, str]) -> None:
+        self.meets.load_state_dict(state)
+
+
+def save_and_load_in_another_order(rank: int, path: str) -> None:
+    names = ["a", "b", "c", "inner"]
+    made: dict[str, Any] = {name: Meets(name) for name in names[:3]}
+    made["m"], made["k"] = MeetsInModule("m"), MeetsInModule("k")
+    made["nested"] = {"z": Meets("z"), "y": [Meets("y0"), {"x": Meets("x")}], 7: Meets("seven")}
+    keys = sorted(made, reverse=bool(rank % 2))
+    state = {key: made[key] for key in keys}
+    if rank % 2:
+        state["nested"] = dict(reversed(made["nested"].items()))
+    dc.save(state, path)
+    dc.load(state, path)
+    assert made["a"].met == [["a"]]
+    assert made["k"].meets.met == [["k"]]
+    assert list(state) == keys
+
+
+def test_users_code_runs_in_one_order_on_all_ranks_whatever_that_of_their_keys(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, save_and_load_in_another_order, str(tmp_path / "ck"))

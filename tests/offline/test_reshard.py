@@ -58,7 +58,7 @@ def test_a_source_that_is_replaced_while_it_is_read_is_not_called_damaged(
     source, target = tmp_path / "source", tmp_path / "target"
     even = dc.ShardingConfig.even(2)
     rank_threads.save(LocalStorage(), states, str(source), sharding=even)
-    opened = []
+    opened: list[str] = []
     real = LocalStorage.open
 
     def open_late(storage, path):
