@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import click
 
@@ -16,7 +18,38 @@ from dist_ckpt import __version__
 from dist_ckpt.cli import changing, output, reading
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """The commands. Who reads what they print, such as `head`, may have seen enough: that is fine.
+
+    click itself would end with 1 then.
+    """
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        """Parse; it may print a help. Called by click."""
+        with _until_nobody_reads():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command. Called by click."""
+        with _until_nobody_reads():
+            result: object = super().invoke(ctx)
+            return result
+
+
+@contextmanager
+def _until_nobody_reads() -> Iterator[None]:
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would complain again when it flushes stdout at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(output.FINE) from None
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dist-ckpt")
 def cli() -> None:
     """Look at checkpoints, check them, rewrite and remove them.
@@ -52,8 +85,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         code = output.INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read us has seen enough; python would complain again when it flushes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = output.FINE
     sys.exit(code or output.FINE)

@@ -212,7 +212,11 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
         for note in report.notes:
             click.echo(f"note     {output.printable(note)}")
         checked = f"{report.num_files} files, {size(report.nbytes_checked)} checked"
-        verdict = "ok" if report.ok else f"{len(report.problems)} problems; load an older one"
+        verdict = "ok" if report.ok else f"{_problems(len(report.problems))}; load an older one"
         click.echo(f"{output.printable(report.path)}: {checked}: {verdict}")
     if not report.ok:
         raise click.exceptions.Exit(output.FINDING)
+
+
+def _problems(count: int) -> str:
+    return "1 problem" if count == 1 else f"{count} problems"

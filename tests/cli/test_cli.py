@@ -280,13 +280,35 @@ def test_every_command_teaches_with_help(run):
         assert len(out.splitlines()) > 5
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(checkpoint):
-    command = f"{sys.executable} -m dist_ckpt tree {checkpoint} --json | head -n 1"
+@pytest.mark.parametrize(
+    "words", ["tree {} --json", "tree {}", "show {}", "verify {}", "ls {}", "--help", "show --help"]
+)
+def test_a_reader_that_goes_away_ends_it_quietly_and_well(checkpoint, words):
+    command = f"{sys.executable} -m dist_ckpt {words.format(checkpoint)}"
+    script = f"set -o pipefail; {command} | (exec <&-; sleep 0.1)"  # nobody reads
     done = subprocess.run(
-        command, shell=True, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stderr == ""
-    assert done.stdout == "{\n"
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -n 1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_one_problem_is_one(run, checkpoint):
+    (file,) = Path(checkpoint).glob("*/model-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    code, out, _ = run("verify", str(checkpoint))
+    assert code == 1
+    assert "1 problem; load an older one" in out
 
 
 def test_reading_commands_never_import_torch(checkpoint):
