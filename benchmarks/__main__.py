@@ -71,6 +71,8 @@ def _problems_with(args: argparse.Namespace, scenarios: Container[str]) -> Itera
     named = [name.partition(":")[0] for name in args.only or ()]
     if unknown := [name for name in named if name not in scenarios]:
         yield f"no scenario {', '.join(unknown)}; --list names those that there are"
+    if args.history.exists() and not (args.history.is_file() and os.access(args.history, os.W_OK)):
+        yield f"{args.history} is no file that this user can write, such as a history is"
     if not args.history.parent.is_dir():
         yield f"there is no folder {args.history.parent} for the history"
     pictures = args.chart or args.trend

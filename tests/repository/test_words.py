@@ -80,17 +80,23 @@ def glossary() -> Iterator[tuple[str, list[str], list[str]]]:
         yield word, re.findall(r"`([\w.]+)`", code), re.findall(r"`(\w+)`", left_out)
 
 
+def files() -> list[str]:
+    """Return the files of the repository, as git knows them; without git, all but what is made."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.CalledProcessError):
+        made = re.compile(r"\.venv|build|dist|runs|.*cache.*|.*\.egg-info|\.hypothesis")
+        paths = [path.relative_to(ROOT) for path in ROOT.rglob("*")]
+        return [str(path) for path in paths if not any(map(made.fullmatch, path.parts))]
+    return done.stdout.splitlines()
+
+
 def texts() -> Iterator[tuple[str, str]]:
     """Yield every text of the repository in which a place may be named, but the history."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout
-    for name in listed.split("\n"):
+    for name in files():
         path = ROOT / name
         is_text = path.suffix in {".md", ".py", ".sh", ".toml", ".yaml", ".yml", ".sbatch", ""}
         is_history = name.startswith(("CHANGELOG", "changes/", ".git-blame"))
