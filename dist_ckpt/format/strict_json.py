@@ -104,7 +104,9 @@ def fields(doc: Json, names: Sequence[str], what: str) -> list[Json]:
         raise corrupt(what, "not an object")
     if len(doc) != len(names) or any(name not in doc for name in names):
         missing = [name for name in names if name not in doc]
-        unknown = [name for name in doc if name not in names and not name.startswith("x-")]
+        # msgpack, unlike JSON, has keys that are no strings.
+        others = [str(name) for name in doc if name not in names]
+        unknown = [name for name in others if not name.startswith("x-")]
         if missing:
             raise corrupt(what, f"no field {missing[0]!r}")
         if unknown:

@@ -600,3 +600,13 @@ def test_all_that_others_need_is_in_one_place():
         "check_plain",
         "ArrayValue",
     }
+
+
+@pytest.mark.parametrize("where", ["the document", "its format"])
+@pytest.mark.parametrize("key", [7, -1])
+def test_a_field_whose_name_is_no_text_is_unknown(where, key):
+    doc: dict[Any, Any] = {"format": {"version": 1, "requires": []}, "tree": [], "values": {}}
+    doc |= {"per_rank": {}, "numpy": [], "metadata": {}}
+    (doc if where == "the document" else doc["format"])[key] = 1
+    with pytest.raises(CorruptError, match=rf"unknown field '{key}'"):
+        decode(msgpack.packb(doc))
