@@ -39,14 +39,16 @@ class _Commands(click.Group):
 @contextmanager
 def _until_nobody_reads() -> Iterator[None]:
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
+        yield
     except BrokenPipeError:
-        # Python would complain again when it flushes stdout at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(output.FINE) from None
+    finally:
+        # What the command has found stays its exit code, whoever reads or not.
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Python would complain again when it flushes stdout at the end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -186,6 +186,16 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
     with output.progress("verify") as update:
         level: verifier.Level = "quick" if quick else "full"
         report = verifier.verify(path, level=level, progress=update)
+    try:
+        _print_verified(report, as_json=as_json)
+    except BrokenPipeError:  # nobody reads on: what was found is the exit code all the same
+        if report.ok:
+            raise
+    if not report.ok:
+        raise click.exceptions.Exit(output.FINDING)
+
+
+def _print_verified(report: verifier.VerifyReport, *, as_json: bool) -> None:
     if as_json:
         facts = {
             "path": report.path,
@@ -214,8 +224,6 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
         checked = f"{report.num_files} files, {size(report.nbytes_checked)} checked"
         verdict = "ok" if report.ok else f"{_problems(len(report.problems))}; load an older one"
         click.echo(f"{output.printable(report.path)}: {checked}: {verdict}")
-    if not report.ok:
-        raise click.exceptions.Exit(output.FINDING)
 
 
 def _problems(count: int) -> str:

@@ -301,6 +301,23 @@ def test_a_reader_that_goes_away_ends_it_quietly_and_well(checkpoint, words):
     assert len(done.stdout.splitlines()) == 1
 
 
+@pytest.mark.parametrize("words", ["verify {}", "verify {} --json"])
+def test_damage_is_told_by_the_exit_code_though_nobody_reads_on(checkpoint, words):
+    (file,) = Path(checkpoint).glob("*/model-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    command = f"{sys.executable} -m dist_ckpt {words.format(checkpoint)}"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | (exec <&-; sleep 0.1)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_one_problem_is_one(run, checkpoint):
     (file,) = Path(checkpoint).glob("*/model-00000.safetensors")
     data = bytearray(file.read_bytes())
