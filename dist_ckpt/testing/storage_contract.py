@@ -67,6 +67,17 @@ class StorageContract:
         for path in ("f", "f/g", "f/g/h"):
             with pytest.raises(NotADirectoryError):
                 storage.list(f"{root}/{path}")
+        with pytest.raises(NotADirectoryError):
+            storage.list(f"{root}/f", follow=False)
+
+    def test_a_folder_that_is_no_link_is_listed_without_following(
+        self, storage: Storage, root: str
+    ) -> None:
+        storage.make_folder(f"{root}/d")
+        write(storage, f"{root}/d/f", b"1")
+        assert storage.list(f"{root}/d", follow=False) == storage.list(f"{root}/d")
+        with pytest.raises(FileNotFoundError):
+            storage.list(f"{root}/e", follow=False)
 
     def test_a_folder_is_made_once(self, storage: Storage, root: str) -> None:
         storage.make_folder(f"{root}/d")
