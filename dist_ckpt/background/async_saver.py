@@ -27,9 +27,10 @@ from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.saving.save import SaveOptions
-from dist_ckpt.snapshots.job_folder import check_job, job_id
+from dist_ckpt.snapshots.job_folder import check_job
+from dist_ckpt.snapshots.root_id import job_id, make_root_id
 from dist_ckpt.state.containers import MutableState, State
-from dist_ckpt.storage import open_storage
+from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.writer.messages import Hello
 
 _log = logging.getLogger("dist_ckpt")
@@ -67,17 +68,23 @@ class _Options:
         root = None if self.root is None or self.job is not None else self._absolute_root()
         return {"job": self.job, "root": root, "when_busy": self.when_busy}
 
-    @property
-    def job_name(self) -> str | None:
-        """The job, if it is known before the first save."""
+    def root_id(self) -> str | None:
+        """Return the id of the root, which gets one if need be; None if no job is made of it."""
         if self.job is not None or self.root is None:
-            return self.job
-        return job_id(f"{self._absolute_root()}/a checkpoint")
+            return None
+        return make_root_id(*self._opened_root())
+
+    def job_name(self, root_id: str | None) -> str | None:
+        """Return the job, if it is known before the first save."""
+        return self.job if root_id is None else job_id(self._absolute_root(), root_id)
 
     def _absolute_root(self) -> str:
+        return self._opened_root()[1]
+
+    def _opened_root(self) -> tuple[Storage, str]:
         assert self.root is not None
         try:
-            return open_storage(self.root)[1]
+            return open_storage(self.root)
         except (TypeError, ValueError) as error:
             raise type(error)(f"root={self.root!r}: {error}") from None
 
@@ -139,6 +146,7 @@ class AsyncSaver:
         self._is_closed = False
         self._is_used = threading.Lock()
         self._job: Job | None = None
+        self._root_id: str | None = None
         with self._ranks.operation("AsyncSaver"):
             self._open()
 
@@ -164,6 +172,8 @@ class AsyncSaver:
         """
         options = SaveOptions(step, sharding, overwrite, metadata)
         with self._alone(), self._ranks.operation(f"background save to {path}"):
+            if self._options.job is None and self._root_id is None:
+                self._root_id = self._root_id_above(path)
             save = BackgroundSave(self._ranks, lambda: self._job_of(path), state, path, options)
             handle = save.run(self._options.when_busy)
         self.num_skipped += handle.skipped
@@ -275,10 +285,10 @@ class AsyncSaver:
 
         def compare(asked: Sequence[Doc]) -> Doc:
             check_alike("AsyncSaver", asked, ("job", "root", "when_busy"))
-            return None
+            return options.root_id()
 
-        channel.exchange("options", ask, compare)
-        if (name := options.job_name) is None:
+        self._root_id = channel.exchange("options", ask, compare)
+        if (name := options.job_name(self._root_id)) is None:
             return
         try:
             channel.exchange("job", lambda: self._begin(name), lambda _: None)
@@ -287,9 +297,19 @@ class AsyncSaver:
                 self._job.close(keep=True)
             raise
 
+    def _root_id_above(self, path: str | os.PathLike[str]) -> str:
+        """Return the id of the folder that a first save's checkpoint lies in. Collective."""
+
+        def make(paths: Sequence[Doc]) -> Doc:
+            return make_root_id(open_storage(path)[0], os.path.dirname(paths[0]))
+
+        root_id: str = self._ranks.channel.exchange("root", lambda: open_storage(path)[1], make)
+        return root_id
+
     def _job_of(self, path: str | os.PathLike[str]) -> Job:
         if self._job is None:
-            self._begin(job_id(open_storage(path)[1]))
+            assert self._root_id is not None
+            self._begin(job_id(os.path.dirname(open_storage(path)[1]), self._root_id))
         assert self._job is not None
         return self._job
 

@@ -47,6 +47,7 @@ from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import (
     CLAIM,
     INDEX,
+    ROOT_ID,
     Attempt,
     is_temporary,
     is_trash,
@@ -117,11 +118,11 @@ def _survey(storage: Storage, path: str, made: list[str], *, overwrite: bool) ->
     try:
         entries = storage.list(path)
     except FileNotFoundError:
-        _make_folders(storage, path, made)
+        make_folders(storage, path, made)
         return []
     except NotADirectoryError:
         raise ExistsError(f"{path} is a file, or below one: choose another path") from None
-    ours = [*attempts_in(entries), *(entry for entry in entries if is_trash(entry.name))]
+    ours = [*attempts_in(entries), *(one for one in entries if _is_beside_attempts(one.name))]
     if entries and not ours:
         names = ", ".join(entry.name for entry in entries[:5])
         raise ExistsError(
@@ -133,12 +134,17 @@ def _survey(storage: Storage, path: str, made: list[str], *, overwrite: bool) ->
     return entries
 
 
-def _make_folders(storage: Storage, path: str, made: list[str]) -> None:
+def _is_beside_attempts(name: str) -> bool:
+    # A saver whose root is the checkpoint's own folder puts the root's id beside its attempts.
+    return is_trash(name) or name == ROOT_ID
+
+
+def make_folders(storage: Storage, path: str, made: list[str]) -> None:
     """Make `path` and what is missing above it; note in `made`, top first, what is new."""
     try:
         _make_folder(storage, path, made)
     except FileNotFoundError:
-        _make_folders(storage, _parent(path), made)
+        make_folders(storage, _parent(path), made)
         with suppress(FileNotFoundError):  # a delete took the parent: the caller tries again
             _make_folder(storage, path, made)
 

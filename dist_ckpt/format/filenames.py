@@ -12,6 +12,9 @@ INDEX = "index.json"
 CLAIM = "claim.json"
 OBJECTS = "objects.msgpack"
 
+# In a folder of checkpoints, not in one of them: which folder it is.
+ROOT_ID = "DIST_CKPT_ROOT"
+
 # Of the random part of a name: hexadecimal digits.
 ID_LENGTH = 16
 

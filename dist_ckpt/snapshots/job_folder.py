@@ -6,16 +6,16 @@
         arena-0.trainer  arena-0.writer       where it is instead, if it is memory without a name
         writer.log                            what the writer has to say
 
-The root is /dev/shm. What lies there outlives the processes, until somebody removes it or the host
-or container ends. In memory without a name (`memfd`) a snapshot lives as long as a process has it
-open: the trainer or its writer. The folder of a job, and all in it, belongs to one user; another's
-is never opened, and links are never followed.
+The root is /dev/shm; where that holds no folder, or another user's has this name, it is the folder
+for temporary files. What lies in /dev/shm outlives the processes, until somebody removes it or the
+host or container ends. In memory without a name (`memfd`) a snapshot lives as long as a process has
+it open: the trainer or its writer. The folder of a job, and all in it, belongs to one user;
+another's is never opened, and links are never followed.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -45,6 +45,8 @@ _OURS = re.compile(r"writer\.log|arena-[0-9]+(\.new|\.(trainer|writer)(\.[0-9a-f
 _PLACE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _MAX_PLACE_NBYTES = 64
 
+_OTHER_JOB = ", or pass another AsyncSaver(job=...)"
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a link",
@@ -68,17 +70,6 @@ _UNUSABLE = (
     errno.ENOSPC,
     errno.EDQUOT,
 )
-
-
-def job_id(path: str) -> str:
-    """Return the job that a first save to this (absolute) path means, unless the user says it.
-
-    It is the same in every later run that saves into the same folder, on this host: a hash of the
-    user, the real path of the checkpoint's parent and its device.
-    """
-    parent = os.path.realpath(os.path.dirname(path))
-    words = f"{os.geteuid()}\0{_device(parent)}\0{parent}"
-    return hashlib.blake2b(words.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def check_job(job: object) -> None:
@@ -118,16 +109,18 @@ class JobFolder:
         check_job(job)
         self.job = job
         roots = roots or _roots()
-        for number, root in enumerate(roots):
+        in_order = _by_life(roots, job)
+        for root in in_order:
             try:
-                if number < len(roots) - 1:
+                if root != in_order[-1]:
                     _check_room(root, job)
-                self.path = _own_folder(f"{_own_folder(_base(root))}/{job}")
+                self.path = _own_folder(f"{_own_base(root)}/{job}", or_pass=_OTHER_JOB)
             except OSError as error:
-                if error.errno not in _UNUSABLE or number == len(roots) - 1:
+                if error.errno not in _UNUSABLE or root == in_order[-1]:
                     raise StorageError(
                         f"no folder for the memory of background saves in {root}: "
-                        f"{error.strerror}; free space there, or make it writable"
+                        f"{error.strerror}; free space there, make it writable, or let TMPDIR "
+                        f"name a folder of your own"
                     ) from error
                 _log.warning(
                     "%s cannot hold the snapshots of background saves (%s): they lie in memory "
@@ -135,19 +128,30 @@ class JobFolder:
                     *(root, error.strerror),
                 )
                 continue
-            self.is_shared_memory = number == 0
+            self.is_shared_memory = root == roots[0]
             break
 
     @classmethod
     def find(cls, job: str, *, roots: Sequence[str] | None = None) -> JobFolder | None:
         """Return the folder that a job of this user has on this host, or None: nothing is made."""
-        for number, root in enumerate(roots or _roots()):
-            if _is_own_folder(_base(root)) and _is_own_folder(f"{_base(root)}/{job}"):
-                found = cls.__new__(cls)
-                found.job, found.path = job, f"{_base(root)}/{job}"
-                found.is_shared_memory = number == 0
-                return found
-        return None
+        roots = roots or _roots()
+        return next(
+            (at for root in _by_life(roots, job) if (at := cls._at(root, roots, job))), None
+        )
+
+    @classmethod
+    def _at(cls, root: str, roots: Sequence[str], job: str) -> JobFolder | None:
+        if not (_is_own_folder(_base(root)) and _is_own_folder(f"{_base(root)}/{job}")):
+            return None
+        found = cls.__new__(cls)
+        found.job, found.path = job, f"{_base(root)}/{job}"
+        found.is_shared_memory = root == roots[0]
+        return found
+
+    @property
+    def lives(self) -> bool:
+        """Whether a trainer or a writer of the job is alive, as far as this folder tells."""
+        return any(one.owner(role) for one in self.present() for role in ROLES)
 
     def rank(self, rank: int) -> RankFolder:
         """Return the folder of a rank, which is made if need be."""
@@ -280,8 +284,8 @@ class RankFolder:
         """Make the folder, or find it. StorageError if that is not possible."""
         try:
             # Both: the job's folder is removed by who was the last in it.
-            _own_folder(os.path.dirname(self.path))
-            _own_folder(self.path)
+            _own_folder(os.path.dirname(self.path), or_pass=_OTHER_JOB)
+            _own_folder(self.path, or_pass=_OTHER_JOB)
         except OSError as error:
             raise StorageError(
                 f"{self.path}: {error.strerror}; free space there, or make it writable"
@@ -298,6 +302,25 @@ def _roots() -> tuple[str, str]:
 
 def _base(root: str) -> str:
     return f"{root}/dist_ckpt-{os.geteuid()}"
+
+
+def has_jobs() -> bool:
+    """Say whether any job of this user may have a folder on this host; it costs next to nothing."""
+    return any(_is_own_folder(_base(root)) for root in _roots())
+
+
+def _by_life(roots: Sequence[str], job: str) -> list[str]:
+    """Return the roots in the order in which they are tried.
+
+    First where processes of the job live: a trainer, its writer and the next run meet there, though
+    an earlier root may have become usable meanwhile.
+    """
+
+    def is_lifeless(root: str) -> bool:
+        found = JobFolder._at(root, roots, job)
+        return found is None or not found.lives
+
+    return sorted(roots, key=is_lifeless)
 
 
 def _check_room(root: str, job: str) -> None:
@@ -318,7 +341,16 @@ def _is_own_folder(path: str) -> bool:
     return stat.S_ISDIR(status.st_mode) and is_private
 
 
-def _own_folder(path: str) -> str:
+def _own_base(root: str) -> str:
+    """Make this user's folder in a root, or find it. OSError: not possible, or it is another's."""
+    try:
+        return _own_folder(_base(root))
+    except StorageError as error:
+        # Whoever was first there has the name: that must not stop this user's jobs.
+        raise PermissionError(errno.EPERM, str(error)) from error
+
+
+def _own_folder(path: str, *, or_pass: str = "") -> str:
     """Make a private folder, or check that it is one and this user's. OSError: not possible."""
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -328,7 +360,7 @@ def _own_folder(path: str) -> str:
         os.mkdir(path, 0o700)
         status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
-        raise StorageError(f"{path} is no folder: remove it, or pass another AsyncSaver(job=...)")
+        raise StorageError(f"{path} is no folder: remove it{or_pass}")
     if status.st_uid != os.geteuid():
         raise StorageError(
             f"{path} belongs to the user with id {status.st_uid}, and this is {os.geteuid()}: "
@@ -345,12 +377,3 @@ def _read_text(path: str) -> str:
         return os.read(fd, _MAX_PLACE_NBYTES).decode(errors="replace")
     finally:
         os.close(fd)
-
-
-def _device(path: str) -> int:
-    """Return the device of a folder, or of the nearest one above it that exists."""
-    while True:
-        try:
-            return os.stat(path).st_dev
-        except (FileNotFoundError, NotADirectoryError):
-            path = os.path.dirname(path)

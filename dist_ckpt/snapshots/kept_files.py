@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.filenames import INDEX
 from dist_ckpt.format.index import Index
 from dist_ckpt.planning.plan import FileReceipt
-from dist_ckpt.snapshots.job_folder import JobFolder, job_id
+from dist_ckpt.snapshots.job_folder import JobFolder, has_jobs
 from dist_ckpt.snapshots.kept import KeptSave, kept_saves
 from dist_ckpt.snapshots.overlay_storage import KeptFile, Served
+from dist_ckpt.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.storage import open_storage
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -67,7 +70,7 @@ class KeptOnHost:
     def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
         """See `KeptFiles`. Whatever is wrong with the memory, there is the storage."""
         try:
-            job = JobFolder.find(job_id(path))
+            job = _job_of(os.path.dirname(path))
             if job is None:
                 return {}
             owners = ((folder, folder.owner("trainer")) for folder in job.present())
@@ -152,6 +155,14 @@ def files_of(save: KeptSave, path: str, index: Index) -> dict[str, Served]:
         else:
             _log.warning("%s: %s is damaged in memory (%s)", path, name, problem)
     return found
+
+
+def _job_of(root: str) -> JobFolder | None:
+    """Return what the job that saves into a folder has on this host; None if there is no such."""
+    if not has_jobs():  # the storage is not asked
+        return None
+    root_id = find_root_id(*open_storage(root))
+    return None if root_id is None else JobFolder.find(job_id(root, root_id))
 
 
 def _sealed_files(save: KeptSave) -> Iterator[tuple[str, KeptFile, FileReceipt]]:

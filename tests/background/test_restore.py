@@ -23,8 +23,9 @@ from dist_ckpt.format.filenames import parse_attempt
 from dist_ckpt.snapshots import job_folder
 from dist_ckpt.snapshots.arena_layout import Snapshot
 from dist_ckpt.snapshots.arenas import Arenas
-from dist_ckpt.snapshots.job_folder import JobFolder, job_id
+from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.kept import KeptSnapshot
+from dist_ckpt.snapshots.root_id import job_id, make_root_id
 from dist_ckpt.storage import open_storage
 
 
@@ -39,7 +40,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def folder(root: Path) -> JobFolder:
-    return JobFolder(job_id(str(root / "any")))
+    return JobFolder(job_id(str(root), make_root_id(*open_storage(root))))
 
 
 def folders_of_hosts(tmp_path: Path) -> list[JobFolder]:

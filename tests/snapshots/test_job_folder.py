@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +15,7 @@ from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.runtime import lock_files
 from dist_ckpt.runtime.lock_files import LockFile
 from dist_ckpt.snapshots import job_folder
-from dist_ckpt.snapshots.job_folder import JobFolder, job_id
+from dist_ckpt.snapshots.job_folder import JobFolder
 
 TRAIN = """
 folder = JobFolder("job", roots=[args[0]]).rank(int(args[1]))
@@ -62,31 +60,99 @@ def test_a_job_that_is_no_text_is_refused(job, tmp_path):
         JobFolder(job, roots=[str(tmp_path)])
 
 
-@pytest.mark.parametrize("level", ["", "job", "job/rank-00000"])
+@pytest.mark.parametrize("level", ["job", "job/rank-00000"])
 def test_a_link_in_the_place_of_a_folder_is_refused(level, tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     link = base(tmp_path) / level
-    for parent in (base(tmp_path), base(tmp_path) / "job")[: level.count("/") + bool(level)]:
+    for parent in (base(tmp_path), base(tmp_path) / "job")[: level.count("/") + 1]:
         parent.mkdir(mode=0o700)
     link.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match="is no folder: remove it"):
+    with pytest.raises(
+        StorageError, match=r"is no folder: remove it, or pass another AsyncSaver\(job="
+    ):
         JobFolder("job", roots=[str(tmp_path)]).rank(0)
 
 
-def test_a_folder_that_is_open_to_others_is_refused(tmp_path):
-    base(tmp_path).mkdir()
-    base(tmp_path).chmod(0o770)
-    with pytest.raises(StorageError, match="chmod 700"):
-        JobFolder("job", roots=[str(tmp_path)])
+def take(base: Path, how: str) -> None:
+    """Have something else than a private folder of this user at a base."""
+    if how == "link":
+        base.with_name("elsewhere").mkdir(mode=0o700)
+        base.symlink_to(base.with_name("elsewhere"))
+    elif how == "file":
+        base.touch()
+    else:
+        base.mkdir(mode=0o700)
+        if how == "open":
+            base.chmod(0o777)
+        else:
+            os.chown(base, 12345, -1)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to somebody else")
-def test_a_folder_of_another_user_is_refused_and_not_gone_around(tmp_path):
-    (tmp_path / "other").mkdir()
-    base(tmp_path).mkdir(mode=0o700)
-    os.chown(base(tmp_path), 12345, -1)
-    with pytest.raises(StorageError, match=r"user with id 12345, and this is 0: have that user"):
-        JobFolder("job", roots=[str(tmp_path), str(tmp_path / "other")])
+REASONS = {
+    "other": "belongs to the user with id 12345, and this is 0: have that user or an administrator",
+    "link": "is no folder: remove it",
+    "file": "is no folder: remove it",
+    "open": "is open to other users",
+}
+TAKEN = [
+    pytest.param(
+        how,
+        marks=pytest.mark.skipif(
+            how == "other" and os.geteuid() != 0, reason="only root can give a folder away"
+        ),
+    )
+    for how in REASONS
+]
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_a_name_that_is_taken_is_gone_around_and_that_is_said(how, tmp_path, caplog):
+    roots = [str(tmp_path / name) for name in ("shm", "tmp")]
+    for root in roots:
+        os.mkdir(root)
+    take(base(tmp_path / "shm"), how)
+    folder = JobFolder("job", roots=roots)
+    assert folder.path == str(base(tmp_path / "tmp") / "job")
+    assert not folder.is_shared_memory
+    (said,) = caplog.messages
+    assert REASONS[how] in said
+    assert "live as long as the trainer or its writer" in said
+    assert "job=" not in said  # it cannot help
+    assert JobFolder("job", roots=roots).path == folder.path  # a writer, and the next run
+    found = JobFolder.find("job", roots=roots)
+    assert found is not None
+    assert found.path == folder.path
+    for one in (tmp_path / "shm").iterdir():  # nothing was put there
+        assert one.is_file() or os.listdir(one) == []
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_if_all_places_are_taken_the_last_one_is_named(how, tmp_path):
+    for name in ("shm", "tmp"):
+        (tmp_path / name).mkdir()
+        take(base(tmp_path / name), how)
+    roots = [str(tmp_path / name) for name in ("shm", "tmp")]
+    with pytest.raises(StorageError, match=f"/tmp: .*{REASONS[how]}.*let TMPDIR name"):
+        JobFolder("job", roots=roots)
+
+
+def test_processes_of_a_job_meet_where_one_of_them_lives(tmp_path):
+    """Though the place before that one has become usable since."""
+    roots = [str(tmp_path / name) for name in ("shm", "tmp")]
+    os.mkdir(roots[1])
+    rank = JobFolder("job", roots=roots).rank(1)
+    os.mkdir(roots[0])
+    lock = rank.lock("writer")
+    for _ in range(2):
+        there = JobFolder("job", roots=roots)
+        assert there.rank(1).path == rank.path
+        assert not there.is_shared_memory
+        found = JobFolder.find("job", roots=roots)
+        assert found is not None
+        assert found.path == there.path
+    assert JobFolder("another", roots=roots).is_shared_memory
+    lock.release()
+    assert JobFolder("job", roots=roots).is_shared_memory  # what it left there ended with it
 
 
 def test_without_shared_memory_the_folder_lies_elsewhere_and_that_is_said(tmp_path, caplog):
@@ -101,41 +167,6 @@ def test_without_any_root_the_last_one_is_named(tmp_path):
     roots = [str(tmp_path / "no"), str(tmp_path / "neither")]
     with pytest.raises(StorageError, match="neither: No such file"):
         JobFolder("job", roots=roots)
-
-
-# --- the job's name --------------------------------------------------------------------------
-
-
-def test_a_job_is_the_folder_that_its_checkpoints_lie_in(tmp_path):
-    job = job_id(f"{tmp_path}/run/step-1")
-    assert job_id(f"{tmp_path}/run/step-2") == job
-    assert job_id(f"{tmp_path}/other/step-1") != job
-    JobFolder(job, roots=[str(tmp_path)])
-
-
-def test_a_job_is_the_same_before_and_after_its_folder_is_made_and_through_links(tmp_path):
-    job = job_id(f"{tmp_path}/run/step-1")
-    (tmp_path / "run").mkdir()
-    assert job_id(f"{tmp_path}/run/step-1") == job
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    assert job_id(f"{tmp_path}/link/step-1") == job
-
-
-@pytest.mark.multi_process
-def test_a_job_is_the_same_in_another_process(tmp_path):
-    code = (
-        "from dist_ckpt.snapshots.job_folder import job_id; "
-        f"print(job_id('{tmp_path}/run/x'), end='')"
-    )
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == job_id(f"{tmp_path}/run/x")
-
-
-def test_a_job_differs_between_users(tmp_path, monkeypatch):
-    mine = job_id(f"{tmp_path}/x")
-    monkeypatch.setattr(os, "geteuid", lambda: 4242)
-    assert job_id(f"{tmp_path}/x") != mine
 
 
 # --- owners ----------------------------------------------------------------------------------
