@@ -111,8 +111,9 @@ class AsyncSaver:
     one process a rank, writes it from there and commits it together with the other writers. It
     goes on when the trainer is killed; it does not outlive its container, Slurm step or cgroup.
 
-    `root` is the folder under which the checkpoints lie. The memory belongs to a job, by default
-    the one that the user and the root make; `job` names another. Two processes that live at once
+    `root` is the folder under which the checkpoints lie; it is made if need be, and gets a file
+    `DIST_CKPT_ROOT`, by which a folder made anew is told from the one before it. The memory belongs
+    to a job, by default the one that the user and the root make; `job` names another. Two processes that live at once
     as the same rank of one job on one host are a ConflictError, and so are two savers of one
     process that are not closed. A later run of the job finds what an earlier one has left: first
     its writers may finish, `settle_s` at most, then they are ended. Without `root` and `job` the
