@@ -113,11 +113,11 @@ class AsyncSaver:
 
     `root` is the folder under which the checkpoints lie; it is made if need be, and gets a file
     `DIST_CKPT_ROOT`, by which a folder made anew is told from the one before it. The memory belongs
-    to a job, by default the one that the user and the root make; `job` names another. Two processes that live at once
-    as the same rank of one job on one host are a ConflictError, and so are two savers of one
-    process that are not closed. A later run of the job finds what an earlier one has left: first
-    its writers may finish, `settle_s` at most, then they are ended. Without `root` and `job` the
-    first save decides: its folder's parent is the root.
+    to a job, by default the one that the user and the root make; `job` names another. Two processes
+    that live at once as the same rank of one job on one host are a ConflictError, and so are two
+    savers of one process that are not closed. A later run of the job finds what an earlier one has
+    left: first its writers may finish, `settle_s` at most, then they are ended. Without `root` and
+    `job` the first save decides: its folder's parent is the root.
 
     `when_busy` says what `save` does while both arenas are still being written: "wait" for one,
     "skip" this save, or let it "supersede" the one that no writer has begun (else it waits).

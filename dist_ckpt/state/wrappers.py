@@ -9,35 +9,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Key
 from dist_ckpt.format.strict_json import is_text
 from dist_ckpt.state.rng import capture, check, restore
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # What to do on load when the keys differ from the saved ones, or the mesh where the key is the
-# rank: fail, keep what is there, or `f(values_by_key, key) -> value`.
-OnReshard = Literal["error", "drop"] | Callable[[Mapping[Key, object], Key], object]
-
-
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> Sequence[int]: ...
+# rank: fail, keep what is there, or `f(values_by_key, key) -> value`. Its user knows of which of
+# the possible types the keys and the values are.
+OnReshard = Literal["error", "drop"] | Callable[[Mapping[Any, Any], Any], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
     """The box of a tensor of `global_shape` that begins at `offset` and is held in `tensor`."""
 
-    tensor: _Shaped
+    tensor: Tensor
     global_shape: Shape
     offset: Shape
 
-    def __post_init__(self) -> None:
-        shape = _shape_of(self.tensor, "LocalShard")
-        object.__setattr__(self, "global_shape", _ints(self.global_shape, "global_shape"))
-        object.__setattr__(self, "offset", _ints(self.offset, "offset"))
+    def __init__(self, tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> None:
+        shape = _shape_of(tensor, "LocalShard")
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "global_shape", _ints(global_shape, "global_shape"))
+        object.__setattr__(self, "offset", _ints(offset, "offset"))
         if not len(shape) == len(self.global_shape) == len(self.offset):
             raise ValueError(
                 f"LocalShard of shape {shape} at {self.offset} in {self.global_shape}: give as "
@@ -57,14 +57,15 @@ class FlatShard:
     The tensor's own shape does not matter, only its elements in row-major order.
     """
 
-    tensor: _Shaped
+    tensor: Tensor
     global_shape: Shape
     start: int
 
-    def __post_init__(self) -> None:
-        numel = prod(_shape_of(self.tensor, "FlatShard"))
-        object.__setattr__(self, "global_shape", _ints(self.global_shape, "global_shape"))
-        object.__setattr__(self, "start", _ints((self.start,), "start")[0])
+    def __init__(self, tensor: Tensor, global_shape: Sequence[int], start: int) -> None:
+        numel = prod(_shape_of(tensor, "FlatShard"))
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "global_shape", _ints(global_shape, "global_shape"))
+        object.__setattr__(self, "start", _ints((start,), "start")[0])
         if self.start + numel > prod(self.global_shape):
             raise ValueError(
                 f"FlatShard of {numel} elements from {self.start} on reaches beyond the "

@@ -114,7 +114,7 @@ model(torch.ones(2, 64)).sum().backward()
 optimizer.step()
 
 
-def train(step):
+def train(step: int) -> None:
     optimizer.step()
 """
 

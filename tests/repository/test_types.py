@@ -1,21 +1,25 @@
-"""What mypy says of a program that uses the package: the first thing that its author sees of it."""
+"""What type checkers say of a program that uses the package: its author sees it before all else."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.repository.test_docs import HOWTO, JOB, README, blocks_of
+
 pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(540)]
 
 ROOT = Path(__file__).parents[2]
 
 # Without a cache mypy reads all of torch first.
-MYPY_LIMIT_S = 500
+LIMIT_S = 500
 
 PROGRAM = """
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, assert_type
 
@@ -36,6 +40,9 @@ dc.save(modules, "ck")
 dc.save(tensors, "ck")
 dc.save({"model": model, "optim": optimizer}, "ck")
 dc.save(MappingProxyType(anything), "ck")
+counted = {"model": model, "step": 0}
+dc.save(counted, "ck")
+dc.load(counted, "ck")
 
 dc.load(anything, "ck")
 dc.load(modules, "ck")
@@ -55,20 +62,65 @@ with dc.AsyncSaver() as saver:
 assert_type(dc.save(anything, "ck"), dc.SaveReport)
 assert_type(dc.load(anything, "ck"), dc.LoadReport)
 
+
+
+def merged(values: Mapping[tuple[str, int], list[str]], key: tuple[str, int]) -> list[str]:
+    return [name for key in sorted(values) for name in values[key]]
+
+
+queue = dc.PerRank(["a"], key=("dp", 0), on_reshard=merged)
+local = dc.LocalShard(torch.zeros(2, 2), [4, 2], model.weight.shape)
+flat = dc.FlatShard(torch.zeros(2), global_shape=torch.Size([4, 2]), start=2)
+assert_type(local.tensor, torch.Tensor)
+assert_type(flat.tensor, torch.Tensor)
+assert_type(local.offset, tuple[int, ...])
+dc.save({"queue": queue, "local": local, "flat": flat, "rng": dc.RNG()}, "ck")
+dc.save({"optim": dc.Named(optimizer, dict(model.named_parameters()))}, "ck")
+dc.save({"optim": dc.Named(optimizer, ["weight", "bias"])}, "ck")
+
 # Mistakes. If one were taken, its `ignore` would be unused, which is an error.
 dc.save([model, optimizer], "ck")  # type: ignore[arg-type]
 dc.load(MappingProxyType(anything), "ck")  # type: ignore[arg-type]
 dc.save(anything, "ck", overwrit=True)  # type: ignore[call-arg]
+dc.LocalShard(torch.zeros(2), [4], 0)  # type: ignore[arg-type]
 """
 
 
-def test_a_strict_program_may_save_and_load_any_mapping_of_anything(tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
-    program = tmp_path / "train.py"
-    program.write_text(PROGRAM)
-    # With the project's own settings and cache: what is known of torch already is not read again.
-    command = [sys.executable, "-m", "mypy", "--strict", str(program)]
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a program of many uses, and all that README and how-to show."""
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "uses.py").write_text(PROGRAM)
+    (folder / "readme.py").write_text(JOB + "".join(blocks_of(README, "python")))
+    for number, code in enumerate(blocks_of(HOWTO, "python")):
+        (folder / f"howto_{number}.py").write_text(code)
+    return folder
+
+
+def check(*command: str, cwd: Path) -> None:
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=MYPY_LIMIT_S, check=False
+        [sys.executable, "-m", *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_mypy_finds_no_mistake_in_what_users_write(programs: Path) -> None:
+    pytest.importorskip("mypy")
+    # With the project's own settings and cache: what is known of torch already is not read again.
+    check("mypy", "--strict", *map(str, sorted(programs.iterdir())), cwd=ROOT)
+
+
+def test_pyright_finds_no_mistake_in_what_users_write(programs: Path) -> None:
+    pytest.importorskip("pyright")
+    settings = {"include": ["*.py"], "extraPaths": [str(ROOT)], "pythonVersion": "3.11"}
+    config = programs / "pyrightconfig.json"
+    config.write_text(json.dumps(settings))
+    try:
+        check("pyright", "--pythonpath", sys.executable, cwd=programs)
+    finally:
+        config.unlink()

@@ -44,7 +44,7 @@ def test_a_local_shard_that_cannot_be_is_refused(arguments, error, message):
 
 
 def test_a_flat_shard_that_cannot_be_is_refused():
-    shard = FlatShard(torch.ones(5), [2, 3], 1)  # type: ignore[arg-type]
+    shard = FlatShard(torch.ones(5), [2, 3], 1)
     assert shard.global_shape == (2, 3)
     with pytest.raises(ValueError, match="5 elements from 2 on reaches beyond the 6"):
         FlatShard(torch.ones(5), (2, 3), 2)
