@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -216,7 +216,7 @@ def part(kind: str, boxes: Boxes, whole: torch.Tensor) -> Any:
 def local_tensors(leaf: Any) -> list[torch.Tensor]:
     match leaf:
         case dc.LocalShard() | dc.FlatShard():
-            return [cast("torch.Tensor", leaf.tensor)]
+            return [leaf.tensor]
         case Tiles():
             return leaf.tensors
         case ShardedTensor():

@@ -81,7 +81,7 @@ def restore(rank: int, root: str) -> tuple[int | None, set[float]]:
 def restored(root: Path) -> int | None:
     """Return the step that a new run finds in memory; all of it is there, or nothing is touched."""
     found = run_ranks(WORLD_SIZE, restore, str(root), environ=CALM)
-    step = found[0][0]
+    step: int | None = found[0][0]
     assert found == [(step, {-1.0 if step is None else float(step)})] * WORLD_SIZE
     return step
 

@@ -390,7 +390,7 @@ def test_empty_local_shards_hold_nothing_unless_the_tensor_is_empty():
 
 def test_wrappers_hold_tensors_only():
     with pytest.raises(TypeError, match=r"w: LocalShard holds a numpy.ndarray.*from_numpy"):
-        alone(LocalShard(np.ones(2), (4,), (0,)))
+        alone(LocalShard(np.ones(2), (4,), (0,)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="make it contiguous"):
         alone(FlatShard(torch.ones(4, 4).t(), (16,), 0))
 
