@@ -19,7 +19,7 @@ import dist_ckpt as dc
 import kept_checkpoints as kept
 from arena_processes import program
 from dist_ckpt.commit import attempts
-from dist_ckpt.format.filenames import parse_attempt
+from dist_ckpt.format.filenames import ROOT_ID, parse_attempt
 from dist_ckpt.snapshots import job_folder
 from dist_ckpt.snapshots.arena_layout import Snapshot
 from dist_ckpt.snapshots.arenas import Arenas
@@ -566,6 +566,18 @@ def test_a_load_reads_the_storage_where_the_memory_is_damaged(root, folder, capl
     assert kept.step_in([state]) == 7
     assert report.nbytes_from_memory == 0
     assert told(caplog, "All of it is read from storage now")
+
+
+@pytest.mark.parametrize("content", [None, "no id"])
+def test_a_load_from_a_folder_without_its_id_reads_the_storage(root, folder, caplog, content):
+    kept.keep(folder, kept.save(root / "ck", 2, 7))
+    (root / ROOT_ID).unlink()
+    if content is not None:
+        (root / ROOT_ID).write_text(content)
+    report, state = load(root / "ck")
+    assert kept.step_in([state]) == 7
+    assert report.nbytes_from_memory == 0
+    assert told(caplog, "is not what dist_ckpt writes there") == (content is not None)
 
 
 def test_a_load_leaves_no_trace_where_no_job_is(root):

@@ -99,6 +99,19 @@ def test_the_first_save_of_a_saver_without_a_root_is_found_by_one_with_it(
     assert restored(root) == 7
 
 
+def count_exchanges(rank: int, root: str) -> list[int]:
+    state = state_of(rank, WORLD_SIZE, 1)
+    with dc.AsyncSaver() as saver:
+        reports = [saver.save(state, f"{root}/{name}").result(RESULT_S) for name in "ab"]
+    return [report.exchanges.num for report in reports if report is not None]
+
+
+def test_a_saver_without_a_root_looks_for_it_once(root: Path) -> None:
+    again, another_layout, for_root = 4, 1, 1  # docs/architecture.md says so too
+    found = run_ranks(WORLD_SIZE, count_exchanges, str(root), environ=CALM)
+    assert found == [[again + another_layout + for_root, again]] * WORLD_SIZE
+
+
 @pytest.mark.parametrize("command", ["rm -rf runs; mkdir runs", "rm -rf runs", "rm -rf runs/*"])
 def test_a_folder_that_was_emptied_is_a_new_run_s(
     command: str, root: Path, fail: Callable[..., str]
