@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv in the project folder with everything that the tests and the quick start need, from
 # package registries. Does nothing if it is there and complete. Set PYTHON to choose the Python.
+# With TORCH=2.9.1 it makes .venv-torch-2.9.1 with that version of torch, for scripts/compat.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -21,12 +22,23 @@ find_python() {
     return 1
 }
 
+# constraints.txt; for another torch with that one, and without what torch itself may want otherwise.
+constraints() {
+    if [ -z "${TORCH:-}" ]; then
+        cat constraints.txt
+    else
+        grep -vE '^(torch|setuptools)==' constraints.txt
+        echo "torch==$TORCH"
+    fi
+}
+
 python=$(find_python)
+venv=.venv${TORCH:+-torch-$TORCH}
 
 # Whatever changes what has to be installed changes this.
-wanted=$({ "$python" --version; cat pyproject.toml constraints.txt; } | cksum)
-complete=$(cat .venv/complete 2>/dev/null || true)
-if [ "$complete" = "$PWD"$'\n'"$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
+wanted=$({ "$python" --version; cat pyproject.toml; constraints; } | cksum)
+complete=$(cat "$venv/complete" 2>/dev/null || true)
+if [ "$complete" = "$PWD"$'\n'"$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
     exit 0
 fi
 
@@ -37,15 +49,16 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
     exit 1
 fi
 
-echo "setup: installing into .venv (a few minutes the first time)"
-# The programs in .venv name its folder: one that was moved or copied is made anew.
+echo "setup: installing into $venv (a few minutes the first time)"
+# The programs in it name its folder: one that was moved or copied is made anew.
 clear=()
 if [ -n "$complete" ] && [ "${complete%%$'\n'*}" != "$PWD" ]; then clear=(--clear); fi
-"$python" -m venv ${clear[@]+"${clear[@]}"} .venv
-if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-    -c constraints.txt -e '.[torch,dev]'; then
+"$python" -m venv ${clear[@]+"${clear[@]}"} "$venv"
+constraints >"$venv/constraints.txt"
+if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    -c "$venv/constraints.txt" -e '.[torch,dev]'; then
     echo "setup: pip could not install the packages named in pyproject.toml; its reason is above." >&2
     echo "Mend that (network, disk space) and run this again: it goes on where it was." >&2
     exit 1
 fi
-printf '%s\n' "$PWD" "$wanted" >.venv/complete
+printf '%s\n' "$PWD" "$wanted" >"$venv/complete"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_ckpt.binding.bind import saved_of, survey, unexpected_problem
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
@@ -27,7 +28,7 @@ from in_memory import load, save
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    dist.init_process_group("fake", rank=0, world_size=1)
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     dist.destroy_process_group()
 

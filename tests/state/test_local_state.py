@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Node
@@ -33,7 +34,7 @@ def names(local: LocalState) -> list[str]:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    dist.init_process_group("fake", rank=1, world_size=4)
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dist.destroy_process_group()
 

@@ -35,6 +35,7 @@ from dist_ckpt.state.tensors import (
     tie_key,
 )
 from dist_ckpt.state.wrappers import FlatShard, LocalShard
+from torch_can import cut_unevenly, wrap_several_boxes
 
 ALONE: dict[str, Any] = {"rank": 0, "group": (0,)}
 
@@ -93,7 +94,8 @@ def test_every_placement_on_a_line_of_ranks_is_read_as_torch_cuts_it(on_ranks, p
     covered = torch.zeros(shape)
     for rank in on_ranks(3):
         mesh = init_device_mesh("cpu", (3,))
-        tensor = distribute_tensor(full, mesh, [placement], src_data_rank=None)
+        with cut_unevenly():
+            tensor = distribute_tensor(full, mesh, [placement], src_data_rank=None)
         held = describe(tensor, "w", rank=rank, group=range(3))
         check_parts(held, full)
         assert held.dtype == "int64"
@@ -120,7 +122,8 @@ def test_every_placement_on_a_grid_of_ranks_is_read_as_torch_cuts_it(on_ranks, p
         copies = torch.zeros(shape)
         for rank in on_ranks(6):
             mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-            tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
+            with cut_unevenly():
+                tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
             held = describe(tensor, "w", rank=rank, group=range(6))
             check_parts(held, full)
             for cell in held.cells:
@@ -145,7 +148,8 @@ def test_fsdp_over_tp_holds_what_its_memory_says_however_uneven(on_ranks, style,
             with torch.no_grad():
                 layer.weight.copy_(full)
             parallelize_module(model, mesh["tp"], {"0": style()}, src_data_rank=None)
-            fully_shard(model, mesh=mesh["dp"])
+            with cut_unevenly():
+                fully_shard(model, mesh=mesh["dp"])
             held = describe(layer.weight, "w", rank=rank, group=range(dp * tp))
             check_parts(held, full)
             for cell in held.cells:
@@ -160,7 +164,8 @@ def test_a_shape_that_reads_in_two_ways_is_given_as_explicit_cells(on_ranks):
     for rank in on_ranks(6):
         mesh = init_device_mesh("cpu", (3, 2))
         for size in (7, 12):
-            tensor = distribute_tensor(numbered(size), mesh, placements, src_data_rank=None)
+            with cut_unevenly():
+                tensor = distribute_tensor(numbered(size), mesh, placements, src_data_rank=None)
             views.add((size, type(describe(tensor, "w", rank=rank, group=range(6)).view)))
     assert views == {(7, plan.Parts), (12, plan.Placed)}
 
@@ -171,7 +176,8 @@ def test_a_rank_that_cannot_tell_what_it_holds_says_so(on_ranks):
     for rank in on_ranks(12):
         mesh = init_device_mesh("cpu", (3, 4))
         placements = (StridedShard(0, split_factor=4), Shard(0))
-        tensor = distribute_tensor(numbered(27), mesh, placements, src_data_rank=None)
+        with cut_unevenly():
+            tensor = distribute_tensor(numbered(27), mesh, placements, src_data_rank=None)
         if rank != 10:
             check_parts(describe(tensor, "w", rank=rank, group=range(12)), numbered(27))
         else:
@@ -303,9 +309,10 @@ def test_a_dtensor_of_several_local_boxes_holds_them_all(on_ranks):
         local = LocalShardsWrapper([full[:, 0:2], full[:, 4:6]], [(0, 0), (0, 4)])
         if rank == 1:
             local = LocalShardsWrapper([full[:, 2:4]], [(0, 2)])
-        tensor = DTensor.from_local(
-            local, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=(6, 1)
-        )
+        with wrap_several_boxes():
+            tensor = DTensor.from_local(
+                local, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=(6, 1)
+            )
         held = describe(tensor, "w", rank=rank, group=range(2))
         assert len(held.cells) == 2 - rank
         check_parts(held, full)
