@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import dist_ckpt as dc
+from torch_can import cut_unevenly
 
 SAVED, BLANK = "saved", "blank"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,6 +44,8 @@ CUTS = {
     "zero 3, config": 3,
     "zero 3, FlatShard": 4,
 }
+if not cut_unevenly():
+    del CUTS["fsdp x tp"]
 
 
 class Block(nn.Module):

@@ -71,7 +71,8 @@ def save_as_it_changes(rank: int, root: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
 
     def cut(tensor: torch.Tensor, placement: Any) -> Any:
-        return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
+        # A copy: in older versions of torch rank 0's part would be the memory of the whole.
+        return distribute_tensor(tensor.clone(), mesh, [placement], src_data_rank=None)
 
     weight = torch.arange(12.0).view(6, 2)
     state: dict[str, Any] = {

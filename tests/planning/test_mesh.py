@@ -27,7 +27,7 @@ from dist_ckpt.planning.plan import (
     Whole,
 )
 from tilings import elements_of, line, placed, random_mesh, randoms, shapes
-from torch_can import refuses_to_cut
+from torch_can import cut_strided
 
 SQUARE = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
 
@@ -82,14 +82,10 @@ def our_local(view: Placed, shape: Shape, rank: int) -> object:
 def assert_as_torch(view: Placed, shape: Shape) -> None:
     import torch
 
+    if not cut_strided() and any(isinstance(one, StridedShard) for one in view.placements):
+        return  # an older torch; the other placements are compared
     for rank in view.mesh.ranks:
-        try:
-            theirs = torch_local(view, shape, rank)
-        except AssertionError as error:
-            if refuses_to_cut(error):
-                return  # torch before 2.8: other cases of the test divide evenly
-            raise
-        ours = our_local(view, shape, rank)
+        theirs, ours = torch_local(view, shape, rank), our_local(view, shape, rank)
         assert isinstance(theirs, torch.Tensor)
         if ours is None:
             assert theirs.numel() == 0, (view, shape, rank)

@@ -35,7 +35,7 @@ from dist_ckpt.state.tensors import (
     tie_key,
 )
 from dist_ckpt.state.wrappers import FlatShard, LocalShard
-from torch_can import cut_unevenly, wrap_several_boxes
+from torch_can import cut_unevenly, need_strided, wrap_several_boxes
 
 ALONE: dict[str, Any] = {"rank": 0, "group": (0,)}
 
@@ -90,12 +90,12 @@ PLACEMENTS_1D = [
 @pytest.mark.parametrize("placement", PLACEMENTS_1D, ids=str)
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (1, 2), (2, 1), (0, 3), (5, 0)], ids=str)
 def test_every_placement_on_a_line_of_ranks_is_read_as_torch_cuts_it(on_ranks, placement, shape):
+    need_strided([placement])
     full = numbered(*shape)
     covered = torch.zeros(shape)
     for rank in on_ranks(3):
         mesh = init_device_mesh("cpu", (3,))
-        with cut_unevenly():
-            tensor = distribute_tensor(full, mesh, [placement], src_data_rank=None)
+        tensor = distribute_tensor(full, mesh, [placement], src_data_rank=None)
         held = describe(tensor, "w", rank=rank, group=range(3))
         check_parts(held, full)
         assert held.dtype == "int64"
@@ -117,13 +117,13 @@ PLACEMENTS_2D = list(
 
 @pytest.mark.parametrize("placements", PLACEMENTS_2D, ids=str)
 def test_every_placement_on_a_grid_of_ranks_is_read_as_torch_cuts_it(on_ranks, placements):
+    need_strided(placements)
     for shape in [(12, 6), (7, 5), (11, 2), (3, 3)]:
         full = numbered(*shape)
         copies = torch.zeros(shape)
         for rank in on_ranks(6):
             mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-            with cut_unevenly():
-                tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
+            tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
             held = describe(tensor, "w", rank=rank, group=range(6))
             check_parts(held, full)
             for cell in held.cells:
@@ -133,6 +133,7 @@ def test_every_placement_on_a_grid_of_ranks_is_read_as_torch_cuts_it(on_ranks, p
         assert (copies == replicas).all()
 
 
+@pytest.mark.skipif(not cut_unevenly(), reason="FSDP2 over TP cuts evenly only in this torch")
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
 @pytest.mark.parametrize("ranks", [(2, 2), (3, 2), (2, 3), (3, 3)], ids=str)
 def test_fsdp_over_tp_holds_what_its_memory_says_however_uneven(on_ranks, style, ranks):
@@ -148,8 +149,7 @@ def test_fsdp_over_tp_holds_what_its_memory_says_however_uneven(on_ranks, style,
             with torch.no_grad():
                 layer.weight.copy_(full)
             parallelize_module(model, mesh["tp"], {"0": style()}, src_data_rank=None)
-            with cut_unevenly():
-                fully_shard(model, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
             held = describe(layer.weight, "w", rank=rank, group=range(dp * tp))
             check_parts(held, full)
             for cell in held.cells:
@@ -160,12 +160,12 @@ def test_fsdp_over_tp_holds_what_its_memory_says_however_uneven(on_ranks, style,
 
 def test_a_shape_that_reads_in_two_ways_is_given_as_explicit_cells(on_ranks):
     placements = (StridedShard(0, split_factor=2), Shard(0))
+    need_strided(placements)
     views = set()
     for rank in on_ranks(6):
         mesh = init_device_mesh("cpu", (3, 2))
         for size in (7, 12):
-            with cut_unevenly():
-                tensor = distribute_tensor(numbered(size), mesh, placements, src_data_rank=None)
+            tensor = distribute_tensor(numbered(size), mesh, placements, src_data_rank=None)
             views.add((size, type(describe(tensor, "w", rank=rank, group=range(6)).view)))
     assert views == {(7, plan.Parts), (12, plan.Placed)}
 
@@ -173,11 +173,11 @@ def test_a_shape_that_reads_in_two_ways_is_given_as_explicit_cells(on_ranks):
 def test_a_rank_that_cannot_tell_what_it_holds_says_so(on_ranks):
     # FSDP over TP gives rank 10 row 26 of 27, torch's placements row 20; both are one row. It
     # takes an uneven cut into fewer rows a rank than there are TP ranks.
+    placements = (StridedShard(0, split_factor=4), Shard(0))
+    need_strided(placements)
     for rank in on_ranks(12):
         mesh = init_device_mesh("cpu", (3, 4))
-        placements = (StridedShard(0, split_factor=4), Shard(0))
-        with cut_unevenly():
-            tensor = distribute_tensor(numbered(27), mesh, placements, src_data_rank=None)
+        tensor = distribute_tensor(numbered(27), mesh, placements, src_data_rank=None)
         if rank != 10:
             check_parts(describe(tensor, "w", rank=rank, group=range(12)), numbered(27))
         else:
@@ -300,6 +300,7 @@ def test_a_sharded_tensor_holds_its_local_shards(on_ranks):
         check_parts(held, full)
 
 
+@pytest.mark.skipif(not wrap_several_boxes(), reason="this torch takes no two boxes as one")
 def test_a_dtensor_of_several_local_boxes_holds_them_all(on_ranks):
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
@@ -309,10 +310,9 @@ def test_a_dtensor_of_several_local_boxes_holds_them_all(on_ranks):
         local = LocalShardsWrapper([full[:, 0:2], full[:, 4:6]], [(0, 0), (0, 4)])
         if rank == 1:
             local = LocalShardsWrapper([full[:, 2:4]], [(0, 2)])
-        with wrap_several_boxes():
-            tensor = DTensor.from_local(
-                local, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=(6, 1)
-            )
+        tensor = DTensor.from_local(
+            local, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=(6, 1)
+        )
         held = describe(tensor, "w", rank=rank, group=range(2))
         assert len(held.cells) == 2 - rank
         check_parts(held, full)
