@@ -21,6 +21,7 @@ from typing import assert_never
 
 from dist_ckpt.binding.bind_modules import bind_module
 from dist_ckpt.binding.bind_optimizers import bind_optimizer
+from dist_ckpt.binding.rename import rules_for
 from dist_ckpt.binding.requests import Contents, Deferred, Requests
 from dist_ckpt.binding.saved_tree import Saved, saved_of
 from dist_ckpt.binding.selection import Selection
@@ -62,7 +63,8 @@ def bind(
     `keys` are the keys of all ranks' per-rank templates; None where this rank is alone.
     """
     requests = Requests(template, saved, selection, keys)
-    _Binder(requests, template, strict=strict).bind_root()
+    if not saved.problems:
+        _Binder(requests, template, strict=strict).bind_root()
     return Binding(requests, strict=strict)
 
 
@@ -86,15 +88,28 @@ class Binding:
         self.resharded = tuple(requests.targets.resharded)
         self.wanted: tuple[Wanted, ...] = requests.targets.wanted()
         self.needs = tuple(sorted(requests.needs))
-        self.unclaimed = tuple(
-            fqn
-            for name, fqn in saved.leaves.items()
-            if fqn not in requests.claimed and requests.selected(name)
-        )
+        self.unclaimed = requests.unclaimed()
         self.problems = (*saved.problems, *requests.problems)
-        if strict:
+        if saved.problems:
+            # A rename that makes no sense: what is at which name will only be known without it.
+            self.unclaimed = ()
+        elif strict:
             self.problems += requests.unmatched()
-            self.problems += (missing_problem(self.missing),) if self.missing else ()
+            if self.missing:
+                self._explain_missing()
+
+    def _explain_missing(self) -> None:
+        """Report missing names, and those which are only called otherwise as that alone."""
+        saved = self._requests.saved
+        taken = saved.leaves.keys() - set(self.unclaimed)
+        # Rules for names that the user's own rename has made would say nothing of what to add.
+        free = self.unclaimed if saved.is_as_saved() else ()
+        rules, found = rules_for(self.missing, free, taken)
+        if found:
+            self.problems += (misnamed_problem([*found], rules),)
+            self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in found.values())
+        if lacking := [name for name in self.missing if name not in found]:
+            self.problems += (missing_problem(lacking),)
 
     @property
     def makes_memory(self) -> bool:
@@ -156,6 +171,14 @@ def missing_problem(names: Sequence[str]) -> str:
     return (
         f"the checkpoint lacks {_counted(names)}: remove {_them(names)} from the state or "
         "`exclude` what it shall not restore, or load with strict=False"
+    )
+
+
+def misnamed_problem(names: Sequence[str], rules: Mapping[str, str]) -> str:
+    """Word the error about names that the checkpoint has with another prefix."""
+    return (
+        f"the checkpoint has another prefix for {_counted(names)}, as a module has inside and "
+        f"outside of a wrapper: load with rename={dict(rules)!r}"
     )
 
 

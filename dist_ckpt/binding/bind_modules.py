@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
-
 from dist_ckpt.binding.requests import Contents, Deferred, Requests
 from dist_ckpt.state.containers import join
+from dist_ckpt.state.modules import ModulePart
 from dist_ckpt.state.tensors import is_meta
 from dist_ckpt.state.tree import ModuleLeaf, TensorLeaf, users_code
 
@@ -22,20 +21,21 @@ def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
         if not requests.takes(full):
             continue
         if not is_meta(live):
-            # The live tensor, not what the state dict returned: a hook may have copied that.
+            # The live tensor, not what the state dict returned, which may have lost its class.
             requests.targets.fill(full, TensorLeaf(live))
             continue
         if id(live) not in made:
             made[id(live)] = full, requests.targets.fill(full, TensorLeaf(live))
         # Tied parameters stay one object.
-        first, assigned[state.raw[name]] = made[id(live)]
+        first, assigned[name] = made[id(live)]
         requests.targets.check_tied(first, full)
-    if assigned:
-        requests.effects.append(lambda _: _load(state.module, assigned, assign=True))
-    _bind_extras(requests, fqn, leaf)
+    extras = _bind_extras(requests, fqn, leaf)
+    for part in state.parts:
+        _assign(requests, part, {n: v for n, v in assigned.items() if n in part.keys})
+        _load(requests, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
 
 
-def _bind_extras(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
+def _bind_extras(requests: Requests, fqn: str, leaf: ModuleLeaf) -> dict[str, Deferred]:
     extras: dict[str, Deferred] = {}
     for name, tree in leaf.extras.items():
         full = join(fqn, name)
@@ -43,17 +43,34 @@ def _bind_extras(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
             if requests.selected(full):
                 requests.missing[full] = None
         elif (get := requests.subtree(full, tree)) is not None:
-            extras[leaf.state.raw.get(name, name)] = get
+            extras[name] = get
+    return extras
+
+
+def _assign(requests: Requests, part: ModulePart, assigned: Mapping[str, object]) -> None:
+    if assigned:
+        requests.effects.append(lambda _: part.load(assigned, assign=True))
+
+
+def _load(
+    requests: Requests,
+    fqn: str,
+    leaf: ModuleLeaf,
+    part: ModulePart,
+    extras: Mapping[str, Deferred],
+) -> None:
+    """Let `load_state_dict` have what is no live tensor, and all if it does more than fill them."""
+    live = {name: tensor for name, tensor in leaf.state.live.items() if name in part.keys}
+    restored = any(join(fqn, name) in requests.restored for name in live)
+    whole = part.loads_itself() and (restored or extras)
 
     def load(contents: Contents) -> None:
-        values = {name: get(contents) for name, get in extras.items()}
-        with users_code(fqn, leaf.state.module, "load_state_dict"):
-            _load(leaf.state.module, values, assign=False)
+        # What is filled already is the module's own: to copy it onto itself does nothing.
+        values: dict[str, object] = {}
+        values.update((name, live[name]) for name in live if whole and not is_meta(live[name]))
+        values.update((name, get(contents)) for name, get in extras.items())
+        with users_code(fqn, part.module, "load_state_dict"):
+            part.load(values)
 
-    if extras:
+    if extras or whole:
         requests.loads.append((fqn, load))
-
-
-def _load(module: nn.Module, values: Mapping[str, object], *, assign: bool) -> None:
-    # Not strict: the rest of the module is filled in place, or was left out by the user.
-    module.load_state_dict(dict(values), strict=False, assign=assign)

@@ -106,6 +106,11 @@ class Requests:
             if not any(name in Selection((pattern,)) for name in self.saved.leaves)
         )
 
+    def unclaimed(self) -> tuple[str, ...]:
+        """Return the saved names that the state does not ask for, as the catalog has them."""
+        leaves = self.saved.leaves.items()
+        return tuple(f for name, f in leaves if f not in self.claimed and self.selected(name))
+
     def chosen(self, name: str) -> list[str]:
         """Return the saved leaves at and below a name that are selected."""
         own = [name] if name in self.saved.leaves else []

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dist_ckpt.binding.selection import rename_of
+from dist_ckpt.binding.rename import rename_of
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.format.objects_file import ObjectsFile
@@ -47,6 +47,10 @@ class Saved:
         fqn = self.catalog.aliases.get(fqn, fqn)
         record = self.catalog.tensors.get(fqn)
         return None if record is None else (fqn, record)
+
+    def is_as_saved(self) -> bool:
+        """Say whether all names are those of the catalog: no rename has touched them."""
+        return not self.dropped and all(name == fqn for name, fqn in self.leaves.items())
 
     def is_value(self, name: str) -> bool:
         """Say whether the name is a value that is no tensor and nobody's alone."""
@@ -203,7 +207,8 @@ def _containers(
             if child == join(new, key)
         ]
         if not node.keys or kept or not fqn:
-            kinds.setdefault(new, node.kind)
+            if kinds.setdefault(new, node.kind) != node.kind:
+                kinds[new] = "dict"  # a rename has put two containers into one
             entries.setdefault(new, []).extend(kept)
             fitted.update(child for _, child in kept)
     for group in groups:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from dist_ckpt.binding.selection import rename_of, selection_of
+from dist_ckpt.binding.rename import rename_of
+from dist_ckpt.binding.selection import selection_of
 from dist_ckpt.loading.load_steps import ReadOnce
 from dist_ckpt.planning.sharding_config import ShardingConfig
 

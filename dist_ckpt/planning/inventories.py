@@ -154,7 +154,10 @@ def merged_tree(bodies: Sequence[Body], problems: list[str]) -> tuple[Node, ...]
                     )
     for fqn, said in kinds.items():
         if len({kind for kind, _ in said}) > 1:
-            problems.append(f"{fqn or 'the state'}: {differing(said)}")
+            problems.append(
+                f"{fqn or 'the state'}: {differing(said)}: use one class of container on all ranks "
+                "(a list of modules counts as one dict where no two of them share a name)"
+            )
     return tuple(Node(fqn, kinds[fqn][0][0], tuple(known.values())) for fqn, known in keys.items())
 
 

@@ -1,22 +1,65 @@
 """The private names of torch that we depend on, and nothing else.
 
-| name                    | from `torch.distributed.`       | for                         |
-| ----------------------- | ------------------------------- | --------------------------- |
-| `StridedShard`          | `tensor.placement_types`        | what FSDP2 over TP makes    |
-| `ShardedTensor`         | `_shard.sharded_tensor.api`     | to recognise it as a leaf   |
-| `AsyncCollectiveTensor` | `_functional_collectives`       | a local tensor to wait for  |
-| `module_fqns`           | `checkpoint.state_dict`         | the prefixes that it strips |
-| `default_store`         | `distributed_c10d`              | control messages            |
+| name                    | from `torch.`                            | for                         |
+| ----------------------- | ---------------------------------------- | --------------------------- |
+| `StridedShard`          | `distributed.tensor.placement_types`     | what FSDP2 over TP makes    |
+| `ShardedTensor`         | `distributed._shard.sharded_tensor.api`  | to recognise it as a leaf   |
+| `AsyncCollectiveTensor` | `distributed._functional_collectives`    | a local tensor to wait for  |
+| `module_fqns`           | `distributed.checkpoint.state_dict`      | the prefixes that it strips |
+| `default_store`         | `distributed.distributed_c10d`           | control messages            |
+| `wrapped_child`         | `_dynamo.eval_frame`, checkpoint_wrapper | wrappers that add a prefix  |
+| `has_load_hooks`        | `nn.Module`                              | hooks that follow a load    |
+| `storage_id`            | `UntypedStorage`                         | tensors on one memory       |
 
 `tests/runtime/test_torch_private.py` says which of them a new version of torch has moved.
 """
 
 from __future__ import annotations
 
+import sys
+
+import torch
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.checkpoint.state_dict import _get_fqns as module_fqns
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["AsyncCollectiveTensor", "ShardedTensor", "StridedShard", "default_store", "module_fqns"]
+__all__ = [
+    "AsyncCollectiveTensor",
+    "ShardedTensor",
+    "StridedShard",
+    "default_store",
+    "has_load_hooks",
+    "module_fqns",
+    "storage_id",
+    "wrapped_child",
+]
+
+
+def wrapped_child(module: nn.Module) -> str | None:
+    """Return the attribute in which a wrapper has its module; None for any other module.
+
+    A class that overrides `state_dict` decides itself what its names are.
+    """
+    if type(module).state_dict is not nn.Module.state_dict:
+        return None
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    if isinstance(module, ActivationWrapper):
+        return "_checkpoint_wrapped_module"
+    # Nothing is compiled where nobody has imported the compiler, which takes seconds.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return "_orig_mod" if compiler and isinstance(module, compiler.OptimizedModule) else None
+
+
+def has_load_hooks(module: nn.Module) -> bool:
+    """Say whether anything is called after `load_state_dict` of a module or a part of it."""
+    return any(part._load_state_dict_post_hooks for part in module.modules())
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return what tells the tensor's storage from all others that are alive, meta ones too."""
+    return int(tensor.untyped_storage()._cdata)

@@ -21,7 +21,7 @@ from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.strict_json import is_text
 from dist_ckpt.state.containers import MAX_DEPTH, PathKey, State, entries_of, join, kind_of
 from dist_ckpt.state.local_tensors import PLAIN, from_numpy
-from dist_ckpt.state.modules import ModuleState, module_state
+from dist_ckpt.state.modules import ModuleState, merged, module_state
 from dist_ckpt.state.tensors import is_tensor_leaf
 from dist_ckpt.state.wrappers import RNG, Named, PerRank
 
@@ -227,7 +227,7 @@ def _read_further(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
         raise ValueError(f"{fqn}: nested deeper than {MAX_DEPTH}: flatten the state")
     above = (*above, id(value))
     if isinstance(value, nn.Module):
-        return _read_module(module_state(value, fqn), fqn, above)
+        return _read_module(_state_of_module(value, fqn), fqn, above)
     if entries is None:
         return ObjectLeaf(value, _read(state_of(value, fqn), fqn, above))
     return _read_container(value, entries, fqn, above)
@@ -235,9 +235,11 @@ def _read_further(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
 
 def _read_container(
     value: object, entries: Mapping[PathKey, object], fqn: str, above: tuple[int, ...]
-) -> Branch | PlainLeaf:
+) -> Branch | ModuleLeaf | PlainLeaf:
     if _ATOMS.issuperset(map(type, entries.values())):
         return PlainLeaf(value)
+    if isinstance(value, list | tuple) and all(isinstance(part, nn.Module) for part in value):
+        return _read_modules(value, fqn, above)
     children = _children(entries, fqn, above)
     if all(isinstance(child, PlainLeaf) for child in children.values()):
         return PlainLeaf(value)
@@ -286,6 +288,25 @@ def _check_key(key: object, where: str) -> None:
         raise ValueError(f"{where} has an empty key: give it a name")
     if isinstance(key, str) and not is_text(key):
         raise ValueError(f"{where} has the key {key!r}, which is no text: rename it")
+
+
+def _read_modules(
+    modules: list[nn.Module] | tuple[nn.Module, ...], fqn: str, above: tuple[int, ...]
+) -> ModuleLeaf | Branch:
+    """Read a list of modules: one model in parts, unless they share names."""
+    states = [_state_of_module(module, join(fqn, n)) for n, module in enumerate(modules)]
+    whole = merged(states)
+    if whole is not None:
+        return _read_module(whole, fqn, above)
+    models: dict[PathKey, Tree] = {}
+    for number, state in enumerate(states):
+        models[number] = _read_module(state, join(fqn, number), above)
+    return Branch(kind_of(modules) or "list", modules, models)
+
+
+def _state_of_module(module: nn.Module, fqn: str) -> ModuleState:
+    with users_code(fqn, module, "state_dict"):
+        return module_state(module)
 
 
 def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> ModuleLeaf:

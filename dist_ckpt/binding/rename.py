@@ -1,0 +1,290 @@
+"""Rules from saved names to names of the state: a few wildcards, and what is wrong with them. Pure.
+
+No rule can take long, whatever the names: each wildcard is as short as it can be, and what it has
+matched is never taken back for the sake of a later one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise, takewhile
+from operator import eq
+
+from dist_ckpt.state.containers import join, names_above
+
+_WILDCARD = re.compile(r"\*+|\{[^{}]*\}|[{}]")
+# So many missing names are looked into: each costs a look at all saved names that are free.
+_MAX_TRIES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Wildcard:
+    """`*`, whose name is its number, or `{name}`."""
+
+    name: int | str
+
+
+_Pattern = tuple[str | _Wildcard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """One rule: what stands for the names, as given and taken apart. Targets of None drop them."""
+
+    pattern: str
+    start: str
+    regex: re.Pattern[str]
+    wildcards: tuple[int | str, ...]
+    target: _Pattern | None
+
+    def matches(self, name: str) -> tuple[str | None] | None:
+        """Return the new name of what it matches, which may be None; else None itself."""
+        if not name.startswith(self.start):
+            return None
+        for part in names_above(name):
+            if (match := self.regex.fullmatch(part)) is not None:
+                return (self._filled(match, name[len(part) :]),)
+        return None
+
+    def _filled(self, match: re.Match[str], below: str) -> str | None:
+        if self.target is None:
+            return None
+        texts: Mapping[int | str, str] = dict(zip(self.wildcards, match.groups(), strict=True))
+        return "".join(t if isinstance(t, str) else texts[t.name] for t in self.target) + below
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Rules from saved names to names of the state; a target of None drops what matches.
+
+    Each `*` (or `**`) of a pattern stands for any text, also across dots, and its text goes to the
+    `*` of the target in the same position. `{name}` stands for a text without dots, which goes to
+    wherever the target has `{name}`. Where several texts would do, the first wildcards take the
+    shorter ones. A rule also moves what is below a name that it matches. All rules look at the
+    saved names, never at what another rule has made of them: two names can be swapped.
+    """
+
+    rules: tuple[_Rule, ...] = ()
+
+    def of_all(self, names: Iterable[str]) -> tuple[dict[str, str | None], tuple[str, ...]]:
+        """Return the new name of each name, and what is wrong with the rules for these names."""
+        if not self.rules:
+            return {name: name for name in names}, ()
+        renamed: dict[str, str | None] = {}
+        problems = _Problems()
+        taken: dict[str, str] = {}
+        ruled: dict[str, tuple[str, ...]] = {}
+        for name in names:
+            found = {
+                rule.pattern: new[0]
+                for rule in self.rules
+                if (new := rule.matches(name)) is not None
+            }
+            ruled[name] = tuple(found)
+            targets = set(found.values())
+            if len(targets) > 1:
+                problems.disagreeing.setdefault(ruled[name], []).append(name)
+                continue
+            target = renamed[name] = targets.pop() if targets else name
+            if target is not None and (first := taken.setdefault(target, name)) != name:
+                pairs = problems.colliding.setdefault((ruled[first], ruled[name]), [])
+                pairs.append((first, name, target))
+        used = {pattern for patterns in ruled.values() for pattern in patterns}
+        problems.unused.extend(rule.pattern for rule in self.rules if rule.pattern not in used)
+        return renamed, tuple(problems.texts())
+
+
+@dataclass(frozen=True, slots=True)
+class _Problems:
+    """What is wrong, by the rules that are to blame: each of them is said once."""
+
+    disagreeing: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
+    colliding: dict[object, list[tuple[str, str, str]]] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+
+    def texts(self) -> Iterator[str]:
+        for patterns, names in self.disagreeing.items():
+            more = f", as are {len(names) - 1} other names" if len(names) > 1 else ""
+            yield (
+                f"rename: {names[0]!r} is matched by {sorted(patterns)}, which disagree{more}: "
+                "make the patterns such that one matches"
+            )
+        for pairs in self.colliding.values():
+            first, second, target = pairs[0]
+            more = f", and {len(pairs) - 1} other pairs would meet too" if len(pairs) > 1 else ""
+            yield (
+                f"rename: {first!r} and {second!r} would both be {target!r}{more}: change the "
+                "rules, or drop one of the two with None"
+            )
+        for pattern in self.unused:
+            yield f"rename: {pattern!r} matches no saved name: mend or remove the rule"
+
+
+# --- patterns --------------------------------------------------------------------------------
+
+
+def rename_of(rules: Mapping[str, str | None] | None) -> Rename:
+    """Check a load's `rename`. Raises TypeError or ValueError."""
+    if rules is not None and not isinstance(rules, Mapping):
+        raise TypeError(f"rename={rules!r}: give a mapping from saved names to names or None")
+    return Rename(tuple(_rule(pattern, target) for pattern, target in (rules or {}).items()))
+
+
+def _rule(pattern: object, target: object) -> _Rule:
+    what = f"rename has {pattern!r}: {target!r}"
+    if not isinstance(pattern, str) or not isinstance(target, str | None):
+        raise TypeError(f"{what}: map a saved name to a name or None")
+    if not pattern or target == "":
+        raise ValueError(f"{what}: a name cannot be empty")
+    if any(mark in pattern for mark in "?["):
+        raise ValueError(f"{what}: `*` and `{{name}}` are the only wildcards here")
+    saved = _parsed(pattern, what)
+    wildcards = [token.name for token in saved if isinstance(token, _Wildcard)]
+    if any(isinstance(a, _Wildcard) and isinstance(b, _Wildcard) for a, b in pairwise(saved)):
+        raise ValueError(f"{what}: put a text between two wildcards, or leave one of them out")
+    if len(set(wildcards)) < len(wildcards):
+        raise ValueError(f"{what}: give each {{name}} of the pattern a name of its own")
+    new = None if target is None else _parsed(target, what)
+    if new is not None:
+        _check_target(what, wildcards, [t.name for t in new if isinstance(t, _Wildcard)])
+    start = saved[0] if isinstance(saved[0], str) else ""
+    return _Rule(pattern, start, re.compile(_regex(saved), re.DOTALL), tuple(wildcards), new)
+
+
+def _check_target(what: str, given: Sequence[int | str], asked: Sequence[int | str]) -> None:
+    if [n for n in given if isinstance(n, int)] != [n for n in asked if isinstance(n, int)]:
+        raise ValueError(f"{what}: give both sides the same number of `*`")
+    if unknown := [name for name in asked if name not in given]:
+        raise ValueError(f"{what}: the saved name has no {{{unknown[0]}}}: put it there as well")
+
+
+def _parsed(pattern: str, what: str) -> _Pattern:
+    """Take a pattern apart into texts and wildcards."""
+    tokens: list[str | _Wildcard] = []
+    stars, end = count(), 0
+    for match in _WILDCARD.finditer(pattern):
+        tokens += [pattern[end : match.start()]] if match.start() > end else []
+        end = match.end()
+        mark = match.group()
+        if mark[0] != "*" and not mark[1:-1].isidentifier():
+            raise ValueError(f"{what}: write a wildcard as {{name}}, with a word as its name")
+        tokens.append(_Wildcard(next(stars) if mark[0] == "*" else mark[1:-1]))
+    return (*tokens, pattern[end:]) if end < len(pattern) else tuple(tokens)
+
+
+def _regex(pattern: _Pattern) -> str:
+    """Return a regular expression that never goes back behind a wildcard: groups are atomic.
+
+    What follows a wildcard up to the next `*` is looked for as a whole. The first place where it
+    is will do: any later one would leave less for the rest.
+    """
+    runs: list[list[str | _Wildcard]] = [[]]
+    for token in pattern:
+        if isinstance(token, _Wildcard) and isinstance(token.name, int):
+            runs.append([])
+        else:
+            runs[-1].append(token)
+    first, *others = (_run(tokens, is_last=n == len(runs) - 1) for n, tokens in enumerate(runs))
+    if not others:
+        return first
+    *inner, last = others
+    return first + "".join(f"(?>(.*?){run})" for run in inner) + f"(.*?){last}"
+
+
+def _run(tokens: Sequence[str | _Wildcard], *, is_last: bool) -> str:
+    """Return the expression of texts and `{name}`s, of which no two are neighbours."""
+    texts: list[str] = []
+    for number, token in enumerate(tokens):
+        if isinstance(token, _Wildcard):
+            texts.append("([^.]+?)")
+        elif number and not (is_last and number == len(tokens) - 1):
+            texts[-1] = f"(?>{texts[-1]}{re.escape(token)})"
+        else:
+            texts.append(re.escape(token))
+    return "".join(texts)
+
+
+# --- the rule that a user wants --------------------------------------------------------------
+
+
+def rules_for(
+    missing: Iterable[str], free: Collection[str], taken: Collection[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the rules that find missing names which have more or less of a prefix where saved.
+
+    So do the names of a module in a wrapper, such as `module.` of DDP, against those of the bare
+    one. `free` are the saved names that nobody asks for, `taken` the others. Also returns the
+    saved name of each missing one that the rules find.
+    """
+    rules: dict[str, str] = {}
+    found: dict[str, str] = {}
+    left = dict.fromkeys(missing)
+    free = set(free)
+    for _ in range(_MAX_TRIES):
+        if not left:
+            break
+        name = next(iter(left))
+        best: dict[str, str] = {}
+        for old, new in _prefixes(name, free):
+            if any(_is_below(other, old) for other in taken):
+                continue
+            pairs = {
+                one: saved
+                for one in left
+                if _is_below(one, new) and (saved := _moved(one, new, old)) in free
+            }
+            if len(pairs) > len(best):
+                best, rule = pairs, (join(old, "*"), join(new, "*"))
+        if not best:
+            del left[name]
+            continue
+        rules[rule[0]] = rule[1]
+        found.update(best)
+        free.difference_update(best.values())
+        left = {one: None for one in left if one not in best}
+    return _proven(rules, found)
+
+
+def _proven(rules: dict[str, str], found: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return both if the rules do what was found: a name may hold what is a wildcard in a rule."""
+    try:
+        renamed, problems = rename_of(rules).of_all(found.values())
+    except ValueError:
+        return {}, {}
+    fits = not problems and all(renamed[saved] == name for name, saved in found.items())
+    return (rules, found) if fits else ({}, {})
+
+
+def _prefixes(name: str, free: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield prefixes, (saved, asked), of which one is the other and more, that fit the name."""
+    asked = name.split(".")
+    seen: set[tuple[str, str]] = set()
+    for one in sorted(free):
+        if one.rpartition(".")[2] != asked[-1]:
+            continue
+        saved = one.split(".")
+        # What is alike at the end counts first: so the rule is for as many names as can be.
+        below = _num_alike(saved[::-1], asked[::-1])
+        above = _num_alike(saved, asked)
+        pair = ".".join(saved[: len(saved) - below]), ".".join(asked[: len(asked) - below])
+        shorter, longer = sorted((saved, asked), key=len)
+        more = longer[len(shorter) - below : len(longer) - below]
+        # A number is a place in a list, and which of its models is meant is not ours to say.
+        fits = above + below >= len(shorter) and not any(map(str.isdigit, more))
+        if fits and pair not in seen:
+            seen.add(pair)
+            yield pair
+
+
+def _num_alike(one: Sequence[str], other: Sequence[str]) -> int:
+    return sum(1 for _ in takewhile(bool, map(eq, one, other)))
+
+
+def _is_below(name: str, above: str) -> bool:
+    return not above or name.startswith(f"{above}.")
+
+
+def _moved(name: str, above: str, new_above: str) -> str:
+    return join(new_above, name[len(above) + 1 :] if above else name)
