@@ -81,8 +81,9 @@ def load(
     cache does not hold is read past it. `DIST_CKPT_HOST` renames a host.
 
     `strict` makes names that are missing or unexpected an error; shape, dtype and coverage always
-    are one. `include` and `exclude` are globs that cut both sides, `rename` maps globs of saved
-    names to names here. An empty mapping or None in the state takes what was saved there.
+    are one. `include` and `exclude` are globs that cut both sides, `rename` maps saved names to
+    names here, with `*` for any text and `{name}` for one without dots. An empty mapping or None
+    in the state takes what was saved there.
 
     What background saves have left of this very checkpoint in the memory of a host is taken from
     there, checked like what is read from storage, unless another process still trains on it.

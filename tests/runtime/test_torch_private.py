@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Replicate, Shard
 
 from dist_ckpt.runtime import torch_private
@@ -48,3 +49,30 @@ def test_the_default_store_is_that_of_the_job():
         assert torch_private.default_store().get("dist_ckpt") == b"here"
     finally:
         dist.destroy_process_group()
+
+
+def test_wrappers_have_their_module_where_we_look_for_it():
+    part = torch.nn.Linear(1, 1)
+    wrapped = [
+        torch.nn.DataParallel(part),
+        torch.compile(part, backend="eager"),
+        checkpoint_wrapper(part),
+    ]
+    for wrapper in wrapped:
+        assert getattr(wrapper, torch_private.wrapped_child(wrapper)) is part
+    assert torch_private.wrapped_child(part) is None
+    assert torch_private.wrapped_child(torch.nn.ModuleDict({"module": part})) is None
+
+
+def test_hooks_that_follow_a_load_are_seen():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert not torch_private.has_load_hooks(model)
+    model[0].register_load_state_dict_post_hook(lambda *_: None)
+    assert torch_private.has_load_hooks(model)
+
+
+def test_tensors_on_one_memory_have_one_storage_meta_ones_too():
+    for device in ("cpu", "meta"):
+        tensor, other = torch.ones(3, device=device), torch.ones(3, device=device)
+        assert torch_private.storage_id(tensor) == torch_private.storage_id(tensor.detach()[1:])
+        assert torch_private.storage_id(tensor) != torch_private.storage_id(other)
