@@ -24,7 +24,8 @@ def prepared(library: str, seed: int) -> Any:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    data = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=4)  # type: ignore[arg-type]
+    samples: Any = torch.randn(32, 4)
+    data: Any = torch.utils.data.DataLoader(samples, batch_size=4)
     if library == "torch":
         return model, optimizer, scheduler, data, torch.Tensor.backward
     if library == "lightning_fabric":

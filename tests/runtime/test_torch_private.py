@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -53,13 +55,11 @@ def test_the_default_store_is_that_of_the_job():
 
 def test_wrappers_have_their_module_where_we_look_for_it():
     part = torch.nn.Linear(1, 1)
-    wrapped = [
-        torch.nn.DataParallel(part),
-        torch.compile(part, backend="eager"),
-        checkpoint_wrapper(part),
-    ]
-    for wrapper in wrapped:
-        assert getattr(wrapper, torch_private.wrapped_child(wrapper)) is part
+    compiled: Any = torch.compile(part, backend="eager")
+    for wrapper in (torch.nn.DataParallel(part), compiled, checkpoint_wrapper(part)):
+        child = torch_private.wrapped_child(wrapper)
+        assert child is not None
+        assert getattr(wrapper, child) is part
     assert torch_private.wrapped_child(part) is None
     assert torch_private.wrapped_child(torch.nn.ModuleDict({"module": part})) is None
 
