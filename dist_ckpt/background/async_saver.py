@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.background.job import Job
-from dist_ckpt.background.readiness import WhenBusy
+from dist_ckpt.background.readiness import ALIKE, WhenBusy
 from dist_ckpt.background.restore import restore_together
 from dist_ckpt.background.save import BackgroundSave
 from dist_ckpt.comm.exchange import Doc, check_alike
@@ -63,7 +63,7 @@ class _Options:
             _check_number("max_bytes_per_s", self.max_bytes_per_s, MIN_BYTES_PER_S, least)
 
     def asked(self) -> Doc:
-        """Return what all ranks must ask for alike."""
+        """Return what all ranks must ask for alike, in `ALIKE`'s words."""
         # Not the id of a job that the root makes: a file system has other numbers on other hosts.
         root = None if self.root is None or self.job is not None else self._absolute_root()
         return {"job": self.job, "root": root, "when_busy": self.when_busy}
@@ -176,7 +176,7 @@ class AsyncSaver:
             if self._options.job is None and self._root_id is None:
                 self._root_id = self._root_id_above(path)
             save = BackgroundSave(self._ranks, lambda: self._job_of(path), state, path, options)
-            handle = save.run(self._options.when_busy)
+            handle = save.run(self._options.when_busy, self._options.asked())
         self.num_skipped += handle.skipped
         return handle
 
@@ -226,7 +226,9 @@ class AsyncSaver:
                 )
             writer = self._job.writer
             writer.wait_for(lambda: not writer.unsettled, None)
-            found = restore_together(self._ranks, self._job.folder, state, options)
+            found = restore_together(
+                self._ranks, self._job.folder, state, options, saver=self._options.asked()
+            )
             if found is None:
                 self.restored = None
                 return None
@@ -285,7 +287,7 @@ class AsyncSaver:
             return options.asked()
 
         def compare(asked: Sequence[Doc]) -> Doc:
-            check_alike("AsyncSaver", asked, ("job", "root", "when_busy"))
+            check_alike("AsyncSaver", asked, ALIKE)
             return options.root_id()
 
         self._root_id = channel.exchange("options", ask, compare)

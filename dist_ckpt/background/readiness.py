@@ -20,6 +20,9 @@ WhenBusy = Literal["wait", "skip", "supersede"]
 # The store of a group of one: nobody meets.
 _NOWHERE = ("", 0, b"")
 
+# The options of a saver that are the same on all ranks, and so tell savers apart.
+ALIKE = ("job", "root", "when_busy")
+
 # How much later than the newest save one is said to begin at least: a clock may be set back.
 _LATER_S = 0.001
 
@@ -38,13 +41,19 @@ class Start:
 
 
 class Readiness:
-    """One rank's side of that exchange. `begin` returns this rank's writer, which may be dead."""
+    """One rank's side of that exchange.
 
-    def __init__(self, ranks: Session, begin: Callable[[], OwnWriter], when_busy: WhenBusy) -> None:
+    `begin` returns this rank's writer, which may be dead; `saver` has the saver's options `ALIKE`.
+    """
+
+    def __init__(
+        self, ranks: Session, begin: Callable[[], OwnWriter], when_busy: WhenBusy, saver: Doc
+    ) -> None:
         self._ranks = ranks
         self._begin = begin
         self._writer: OwnWriter
         self._when_busy = when_busy
+        self._saver = saver
         self._paused: Order | None = None
 
     def agree(self) -> Start | None:
@@ -88,7 +97,7 @@ class Readiness:
             writer.ensure()
             self._pause()
         return {
-            "when_busy": self._when_busy,
+            **self._saver,
             "failed": failed,
             "committed": [order.snapshot for order in writer.orders if order.is_committed],
             "busy": self._is_busy,
@@ -119,7 +128,7 @@ class Readiness:
         return asdict(failure)
 
     def _decide(self, payloads: Sequence[Doc]) -> Doc:
-        check_alike("AsyncSaver.save", payloads, ("when_busy",))
+        check_alike("AsyncSaver.save", payloads, ALIKE)
         committed = {snapshot for payload in payloads for snapshot in payload["committed"]}
         failed = {
             snapshot: failure

@@ -8,7 +8,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass
 
 from dist_ckpt import __version__, commit
-from dist_ckpt.comm.exchange import Doc
+from dist_ckpt.background.readiness import ALIKE
+from dist_ckpt.comm.exchange import Doc, check_alike
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.receipts import check_receipts, differing_groups
 from dist_ckpt.errors import (
@@ -44,9 +45,12 @@ def restore_together(
     state: MutableState,
     options: LoadOptions,
     storage: Storage | None = None,
+    *,
+    saver: Doc,
 ) -> tuple[str, LoadReport] | None:
     """Fill a state from the newest save of a job that memory has. Collective: every rank calls it.
 
+    `saver` has the options of the saver that are alike on all ranks (`readiness.ALIKE`).
     Each rank holds its trainer's lock in `folder`, its host's, and all of them have settled with
     the writers that an earlier run has left. Returns the snapshot's id and the report; None, having
     touched nothing, if no save is left that can be used:
@@ -64,7 +68,7 @@ def restore_together(
     """
     passed_over: set[str] = set()
     with ExitStack() as stack:
-        restoring = _Restoring(ranks, folder, storage, stack)
+        restoring = _Restoring(ranks, folder, storage, stack, saver)
         while (chosen := restoring.choose(passed_over)) is not None:
             try:
                 report = load_together(ranks, state, chosen.path, options, storage, chosen.kept)
@@ -121,9 +125,15 @@ class _Restoring:
     """One rank's side; its arenas are open until `stack` closes them."""
 
     def __init__(
-        self, ranks: Session, folder: JobFolder, storage: Storage | None, stack: ExitStack
+        self,
+        ranks: Session,
+        folder: JobFolder,
+        storage: Storage | None,
+        stack: ExitStack,
+        saver: Doc,
     ) -> None:
         self._ranks = ranks
+        self._saver = saver
         self._folder = folder
         self._storage = storage
         self._stack = stack
@@ -149,7 +159,7 @@ class _Restoring:
 
         with self._ranks.operation(f"restore of job {self._folder.job}"):
             # When all are here all have settled with their writers: nothing is sealed any more.
-            self._ranks.channel.exchange("settled", lambda: None, lambda _: None)
+            self._ranks.channel.exchange("settled", lambda: self._saver, _compare)
             answer = self._ranks.channel.exchange("snapshots", self._look, decide)
         if answer is None:
             return None
@@ -226,6 +236,10 @@ class _Restoring:
             return rebuilt_index(self._kept.saves[told.id], attempt)
         except (CheckpointError, ValueError) as error:
             raise _UnusableError(str(error)) from error
+
+
+def _compare(savers: Sequence[Doc]) -> Doc:
+    check_alike("AsyncSaver.restore", savers, ALIKE)
 
 
 def _would_replace(told: _Told, found: Attempt) -> bool:

@@ -65,13 +65,13 @@ class BackgroundSave:
         self._arena: Arena
         self._number = 0
 
-    def run(self, when_busy: WhenBusy) -> SaveHandle:
+    def run(self, when_busy: WhenBusy, saver: Doc) -> SaveHandle:
         """Return a handle of the save, which is staged, or skipped. Collective.
 
-        What lies on a CUDA device is still copied.
+        What lies on a CUDA device is still copied. `saver`: its options, as `Readiness` has them.
         """
         with self._phases.phase("ready"):
-            start = Readiness(self._ranks, self._begin, when_busy).agree()
+            start = Readiness(self._ranks, self._begin, when_busy, saver).agree()
         if start is None:
             return SaveHandle(str(self._where), self._options.step)
         self._start = start

@@ -1,7 +1,9 @@
 """One rank's end of the control channel: where it is, whom it waits for, and what is lost.
 
-Keys are `<start>/<number>/<phase>/<rank>` for envelopes and `<start>/<number>/<phase>/answer`: the
-number counts the group's operations, the start how often its ranks have begun to use the store.
+Keys are `<start>/<number>/<turn>/<rank>` for envelopes and `<start>/<number>/<turn>/answer`: the
+number counts the group's operations, the turn an operation's exchanges, the start how often the
+ranks have begun to use the store. None of it names what a rank does, so that ranks which do
+different things meet, and find out.
 Nothing waits in the store: every wait is a loop of this rank's, which watches the heartbeats of
 those that it waits for.
 """
@@ -10,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from dist_ckpt.comm import store_thread
 from dist_ckpt.comm.exchange import Failure
@@ -18,6 +21,7 @@ from dist_ckpt.comm.heartbeat import Heart
 from dist_ckpt.comm.peers import Peers
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, StoreLine, Wording
 from dist_ckpt.config import Config
+from dist_ckpt.errors import listed
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -78,6 +82,7 @@ class Control:
         self.config = config
         self.what = ""
         self.token = ""
+        self.turn = 0
         self.heart = Heart(host)
         self.line = StoreLine(
             store,
@@ -104,8 +109,9 @@ class Control:
             # A store may outlive a process group, and hold what an earlier one has left in it.
             self._start = self.line.call(lambda store: store.add(f"starts/{self.rank}", 1))
             self.heart.key = self._beat_key(self.rank)
+        # The number last: a beat that comes in between must not say that it was left already.
+        self.heart.inside, self.heart.told = True, 0
         self.heart.number = number
-        self.heart.inside = True
         self.line.beat()
 
     def end(self) -> None:
@@ -113,9 +119,9 @@ class Control:
         self.heart.inside = False
         self.line.beat()
 
-    def key(self, phase: str, who: int | str) -> str:
-        """Return the key of an envelope or answer of this operation."""
-        return f"{self._start}/{self.number}/{phase}/{who}"
+    def key(self, who: int | str) -> str:
+        """Return the key of an envelope or answer of the exchange that this rank is in."""
+        return f"{self._start}/{self.number}/{self.turn}/{who}"
 
     def _beat_key(self, rank: int) -> str:
         return f"{self._start}/beat/{rank}"
@@ -155,12 +161,45 @@ class Control:
         for rank in ranks:
             loss = self.peers.loss(rank, self.number, was_in=bool(self.token))
             if loss is not None:
-                message = (
-                    f"{self.peers.name([rank])} {loss} (seen by rank {self.rank} in phase "
-                    f"{phase!r} of {self.what}). {self._wording.lost}"
-                )
+                is_strange = self.peers.is_strange(rank)
+                remedy = self._wording.strange if is_strange else self._wording.lost
+                message = f"{self.peers.name([rank])} {loss} ({self._seen(phase)}). {remedy}"
                 found[rank] = Failure("RankError", message, rank, phase)
         return found
+
+    def strange(self, phase: str, rank: int, error: ValueError) -> str:
+        """Return what to say of a message of a rank's that is none."""
+        return (
+            f"in place of a message of {self.peers.name([rank])} the store has {error} "
+            f"({self._seen(phase)}). {self._wording.strange}"
+        )
+
+    def _seen(self, phase: str) -> str:
+        return f"seen by rank {self.rank} in phase {phase!r} of {self.what}"
+
+    def mixture(self, phase: str, calls: Mapping[int, tuple[str, str]]) -> Failure | None:
+        """Return a failure if ranks are in different calls or phases, which it names.
+
+        `calls` are for each rank its call and its phase.
+        """
+        who = defaultdict(list)
+        for rank, call in sorted(calls.items()):
+            who[call[1]].append(rank)
+        if len(who) == 1:
+            return None
+        self.peers.look(range(self.world_size))  # for the names of hosts
+        told = [
+            f"{self.peers.name(ranks)}: {calls[ranks[0]][0]}, phase {name!r}"
+            for name, ranks in who.items()
+        ]
+        if absent := [rank for rank in range(self.world_size) if rank not in calls]:
+            told.append(f"{self.peers.name(absent)}: nothing yet")
+        message = (
+            f"the ranks of the group are in different calls: {listed(told, '; ')}. "
+            f"{self._wording.mixed}"
+        )
+        odd = next(rank for rank in sorted(calls) if calls[rank][1] != phase)
+        return Failure("RankError", message, odd, phase)
 
     def absences(self, phase: str, ranks: Sequence[int], pace: Pace) -> dict[int, Failure]:
         """Return a failure if some of these ranks have not entered within `arrive_s`.

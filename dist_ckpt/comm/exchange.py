@@ -27,6 +27,8 @@ Doc = Any
 
 COORDINATOR = 0
 MAX_MESSAGE_CHARS = 1 << 16
+# What is more goes over the bulk connections; this bounds what a store can make a rank take.
+MAX_DOCUMENT_NBYTES = 32 << 20
 
 
 class NoAnswerError(RankError):
@@ -195,17 +197,25 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 def pack(doc: Doc) -> bytes:
-    """Encode a document. Raises TypeError if it is none."""
+    """Encode a document. Raises TypeError if it is none, CheckpointError if it is too long."""
     try:
         data: bytes = msgpack.packb(doc)
     except (ValueError, OverflowError) as error:
         raise TypeError(f"not a plain document: {error}") from error
+    if len(data) > MAX_DOCUMENT_NBYTES:
+        raise CheckpointError(
+            f"what one rank tells the others comes to {len(data)} bytes, the limit is "
+            f"{MAX_DOCUMENT_NBYTES}: have fewer tensors, or shorter names"
+        )
     return data
 
 
 def unpack(data: bytes) -> Doc:
-    """Decode what `pack` made."""
-    return msgpack.unpackb(data)
+    """Decode what `pack` made. ValueError for anything else."""
+    try:
+        return msgpack.unpackb(data, max_ext_len=0)
+    except ValueError as error:  # all of msgpack's are; some say nothing
+        raise ValueError(f"{len(data)} bytes that are no document") from error
 
 
 class Alone:
@@ -260,6 +270,8 @@ def check_alike(operation: str, payloads: Sequence[Doc], names: Sequence[str]) -
             )
 
 
+_TOKEN = re.compile("[0-9a-f]{16}")
+
 NONCE_NBYTES = 4
 NO_NONCE = bytes(NONCE_NBYTES)
 
@@ -273,11 +285,13 @@ def new_nonce() -> bytes:
 class Envelope:
     """What one rank's part of a phase came to: a packed document, or a failure.
 
-    `operation` is the token of the operation, "" until its first answer has told it. `gave_up`:
-    the rank waits for the answer no more.
+    `what` and `phase` say where in which call the rank is. `operation` is the token of the
+    operation, "" until its first answer has told it. `gave_up`: the rank waits for the answer no
+    more.
     """
 
     what: str
+    phase: str
     operation: str
     nonce: bytes
     body: bytes
@@ -286,14 +300,17 @@ class Envelope:
 
     def encode(self) -> bytes:
         """Return the envelope as bytes."""
-        failure = _encode_failure(self.failure)
-        return pack([self.what, self.operation, self.nonce, self.body, failure, self.gave_up])
+        return _message(astuple(self))
 
     @staticmethod
     def decode(data: bytes) -> Envelope:
-        """Return the envelope that `encode` made these bytes of."""
-        what, operation, nonce, body, failure, gave_up = unpack(data)
-        return Envelope(what, operation, nonce, body, _decode_failure(failure), gave_up)
+        """Return the envelope that `encode` made these bytes of. ValueError for any others."""
+        match unpack(data):
+            case [str(what), str(phase), str(operation), bytes(nonce), bytes(body), fault, gave_up]:
+                if len(nonce) == NONCE_NBYTES and _is_token(operation) and type(gave_up) is bool:
+                    failure = _decode_failure(fault)
+                    return Envelope(what, phase, operation, nonce, body, failure, gave_up)
+        raise ValueError(f"{len(data)} bytes that are no envelope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,14 +329,16 @@ class Answer:
 
     def encode(self) -> bytes:
         """Return the answer as bytes."""
-        failure = _encode_failure(self.failure)
-        return pack([self.what, self.operation, self.nonces, self.body, failure])
+        return _message(astuple(self))
 
     @staticmethod
     def decode(data: bytes) -> Answer:
-        """Return the answer that `encode` made these bytes of."""
-        what, operation, nonces, body, failure = unpack(data)
-        return Answer(what, operation, nonces, body, _decode_failure(failure))
+        """Return the answer that `encode` made these bytes of. ValueError for any others."""
+        match unpack(data):
+            case [str(what), str(operation), bytes(nonces), bytes(body), fault]:
+                if len(nonces) % NONCE_NBYTES == 0 and _is_token(operation):
+                    return Answer(what, operation, nonces, body, _decode_failure(fault))
+        raise ValueError(f"{len(data)} bytes that are no answer")
 
     def is_to(self, rank: int, own: Envelope) -> bool:
         """Say whether this rank's envelope was decided on."""
@@ -328,14 +347,23 @@ class Answer:
         return self.nonces[rank * NONCE_NBYTES :][:NONCE_NBYTES] == own.nonce
 
 
-def _encode_failure(failure: Failure | None) -> Doc:
-    if failure is None:
-        return None
-    return astuple(failure)
+def _message(fields: Sequence[Doc]) -> bytes:
+    # Not `pack`: its limit is that of the body, and this is a little more.
+    data: bytes = msgpack.packb(fields)
+    return data
+
+
+def _is_token(text: str) -> bool:
+    """Say whether this can be an operation's token; it becomes part of names in the store."""
+    return not text or _TOKEN.fullmatch(text) is not None
 
 
 def _decode_failure(doc: Doc) -> Failure | None:
-    if doc is None:
-        return None
-    kind, message, rank, phase, touched, fallout = doc
-    return Failure(kind, message, rank, phase, tuple(touched), fallout)
+    match doc:
+        case None:
+            return None
+        case [str(kind), str(message), int() | None as rank, str() | None as phase, [*names], fallout]:
+            is_sound = all(type(name) is str for name in names) and type(fallout) is bool
+            if is_sound and kind in _KINDS and type(rank) is not bool:
+                return Failure(kind, message, rank, phase, tuple(names), fallout)
+    raise ValueError("an error of a form or class that this version of dist_ckpt does not know")

@@ -25,7 +25,7 @@ from dist_ckpt.comm.exchange import (
     pack,
     unpack,
 )
-from dist_ckpt.errors import CheckpointError
+from dist_ckpt.errors import CheckpointError, RankError
 
 # Answers to operations that some rank missed are kept for it; so many at most.
 MAX_KEPT_ANSWERS = 64
@@ -45,18 +45,26 @@ class Coordinator:
             envelopes, failures = self._collect(phase, own)
             body = b""
             if not failures:
-                body = pack(decide([unpack(envelopes[rank].body) for rank in sorted(envelopes)]))
+                body = pack(decide(self._documents(phase, envelopes)))
             answer = self._answer(body, first_failure(failures) if failures else None)
         except NoAnswerError:
             raise
         except BaseException as error:
             failure = self._failure_of(error, phase)
-            self._put(phase, self._answer(b"", failure))
+            self._put(self._answer(b"", failure))
             if is_interrupt(error):
                 raise
+            self.confirm_failure()
             raise error_of(failure) from error
-        self._put(phase, answer)
+        self._put(answer)
         return answer
+
+    def confirm_failure(self) -> None:
+        """Wait until all others that live know of a failure: the store may go with this process.
+
+        At most for half the time in which a death is noticed: others may be long at their work.
+        """
+        self.linger(self._control.config.silence_s / 2)
 
     def clean_up(self) -> None:
         """Do nothing: the others may still read the answers of the operation that ends."""
@@ -72,7 +80,8 @@ class Coordinator:
         with suppress(NoAnswerError):
             while control.number and late and time.monotonic() < until:
                 control.peers.look(late)
-                late = [rank for rank in late if control.peers.is_in(rank, control.number)]
+                here = control.number, control.turn
+                late = [rank for rank in late if control.peers.is_waiting(rank, *here)]
                 time.sleep(0.005 if late else 0)
 
     def _failure_of(self, error: BaseException, phase: str) -> Failure:
@@ -84,8 +93,18 @@ class Coordinator:
     def _answer(self, body: bytes, failure: Failure | None) -> Answer:
         return Answer(self._control.what, self._control.token, self._nonces, body, failure)
 
-    def _put(self, phase: str, answer: Answer) -> None:
-        key = self._control.key(phase, "answer")
+    def _documents(self, phase: str, envelopes: Mapping[int, Envelope]) -> list[Doc]:
+        documents = []
+        for rank in sorted(envelopes):
+            try:
+                documents.append(unpack(envelopes[rank].body))
+            except ValueError as error:
+                message = self._control.strange(phase, rank, error)
+                raise RankError(message, rank=rank, phase=phase) from error
+        return documents
+
+    def _put(self, answer: Answer) -> None:
+        key = self._control.key("answer")
         self._control.put(key, answer.encode())
         self._answers.append(key)
 
@@ -96,7 +115,7 @@ class Coordinator:
         envelopes, failures = self._await(phase, own)
         if not own.operation:
             while (left_behind := self._call_given_up(envelopes)) is not None:
-                self._put(phase, left_behind)
+                self._put(left_behind)
                 control.begin(control.number + 1)
                 envelopes, failures = self._await(phase, own)
             control.token = os.urandom(8).hex()
@@ -110,6 +129,15 @@ class Coordinator:
                 failures[rank] = envelope.failure
             elif envelope.operation != own.operation:
                 failures[rank] = Failure("ConflictError", _STALE, rank, phase)
+        # First of all: what else is wrong may come of that, or is about another call.
+        calls = {
+            rank: (envelope.what, envelope.phase)
+            for rank, envelope in envelopes.items()
+            if envelope.operation == own.operation
+        }
+        mixture = control.mixture(phase, calls)
+        if mixture is not None and mixture.rank is not None:
+            failures = {mixture.rank: mixture}
         return envelopes, failures
 
     def _await(self, phase: str, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
@@ -120,16 +148,17 @@ class Coordinator:
         pace = Pace(control.world_size, control.config)
         while len(envelopes) < control.world_size and not failures:
             missing = [rank for rank in range(control.world_size) if rank not in envelopes]
-            keys = [control.key(phase, rank) for rank in missing]
+            keys = [control.key(rank) for rank in missing]
             if (found := control.read_all(keys)) is not None:
-                envelopes.update(zip(missing, map(Envelope.decode, found), strict=True))
+                for rank, data in zip(missing, found, strict=True):
+                    envelopes[rank] = self._envelope(own, rank, data)
                 break
             if _is_told(envelopes) or pace.is_time_to_look():
                 # Heartbeats first: what a rank put before it left is there when its beat says so.
                 control.peers.look(missing)
                 for rank, data in zip(missing, control.read_each(keys), strict=True):
                     if data is not None:
-                        envelopes[rank] = Envelope.decode(data)
+                        envelopes[rank] = self._envelope(own, rank, data)
                 if _is_told(envelopes):
                     break
                 missing = [rank for rank in missing if rank not in envelopes]
@@ -137,6 +166,15 @@ class Coordinator:
                 failures = failures or control.absences(phase, missing, pace)
             pace.pause()
         return envelopes, failures
+
+    def _envelope(self, own: Envelope, rank: int, data: bytes) -> Envelope:
+        """Return a rank's envelope; if what is there is none, one that tells so."""
+        try:
+            return Envelope.decode(data)
+        except ValueError as error:
+            message = self._control.strange(own.phase, rank, error)
+            failure = Failure("RankError", message, rank, own.phase)
+            return replace(own, nonce=NO_NONCE, body=b"", failure=failure)
 
     def _call_given_up(self, envelopes: Mapping[int, Envelope]) -> Answer | None:
         """Return an answer to an earlier call, of which the others have given this rank up.
@@ -212,9 +250,14 @@ class Follower:
     def linger(self, most_s: float) -> None:
         """Do nothing: nobody waits for this rank."""
 
+    def confirm_failure(self) -> None:
+        """Let the coordinator see that this rank knows of a failure."""
+        self._control.heart.told = self._control.turn
+        self._control.line.beat()
+
     def _ask(self, phase: str, own: Envelope) -> Answer:
         control = self._control
-        envelope = control.key(phase, control.rank)
+        envelope = control.key(control.rank)
         self._envelopes.append(envelope)
         self._is_answered = False
         control.put(envelope, own.encode())
@@ -232,14 +275,14 @@ class Follower:
     def _await(self, phase: str) -> Answer:
         """Wait for the answer, or until it is certain that it will never come."""
         control = self._control
-        key = control.key(phase, "answer")
+        key = control.key("answer")
         pace = Pace(control.world_size, control.config)
         while True:
             is_time_to_look = pace.is_time_to_look()
             if is_time_to_look:
                 control.peers.look([COORDINATOR])
             if (data := control.read(key)) is not None:
-                return Answer.decode(data)
+                return self._answer_in(phase, data)
             if is_time_to_look:
                 for failure in control.losses(phase, [COORDINATOR]).values():
                     control.heart.number = control.peers.last_number(COORDINATOR, control.number)
@@ -247,6 +290,14 @@ class Follower:
                 for failure in control.absences(phase, [COORDINATOR], pace).values():
                     raise _NeverCameError(failure.message)
             pace.pause()
+
+
+    def _answer_in(self, phase: str, data: bytes) -> Answer:
+        try:
+            return Answer.decode(data)
+        except ValueError as error:
+            message = self._control.strange(phase, COORDINATOR, error)
+            raise NoAnswerError(message, rank=COORDINATOR, phase=phase) from error
 
 
 class _NeverCameError(Exception):

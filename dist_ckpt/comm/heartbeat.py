@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import msgpack
 
@@ -12,24 +12,35 @@ import msgpack
 class Beat:
     """One heartbeat: `count` grows with each; `number` is the last operation that was entered.
 
-    `inside`: the rank has not left it yet. `gone`: it has closed its channel.
+    `inside`: the rank has not left it yet. `told`: the exchange of it, counted from 1, of whose
+    failure the rank was told last; 0 if it was told of none. `gone`: it has closed its channel.
     """
 
     count: int
     number: int
     inside: bool
+    told: int
     gone: bool
     host: str
 
     def encode(self) -> bytes:
         """Return the beat as bytes."""
-        data: bytes = msgpack.packb([self.count, self.number, self.inside, self.gone, self.host])
+        data: bytes = msgpack.packb(astuple(self))
         return data
 
     @staticmethod
     def decode(data: bytes) -> Beat:
-        """Return the beat that `encode` made these bytes of."""
-        return Beat(*msgpack.unpackb(data))
+        """Return the beat that `encode` made these bytes of. ValueError for any others."""
+        try:
+            fields = msgpack.unpackb(data, max_array_len=6, max_map_len=0, max_ext_len=0)
+        except ValueError:  # all of msgpack's are; some say nothing
+            fields = None
+        match fields:
+            case [int(count), int(number), bool(inside), int(told), bool(gone), str(host)]:
+                numbers = (count, number, told)
+                if min(numbers) >= 0 and bool not in map(type, numbers):
+                    return Beat(count, number, inside, told, gone, host)
+        raise ValueError(f"{len(data)} bytes that are no heartbeat")
 
 
 @dataclass(slots=True)
@@ -43,19 +54,21 @@ class Heart:
     key: str = ""
     number: int = 0
     inside: bool = False
+    told: int = 0
     gone: bool = False
     _count: int = 0
 
     def beat(self) -> bytes:
         """Return the next heartbeat."""
         self._count += 1
-        return Beat(self._count, self.number, self.inside, self.gone, self.host).encode()
+        number, inside, told = self.number, self.inside, self.told
+        return Beat(self._count, number, inside, told, self.gone, self.host).encode()
 
 
 @dataclass(slots=True)
 class _Pulse:
     data: bytes
-    beat: Beat
+    beat: Beat | None
     seen_at: float
     silent_s: float = 0.0
 
@@ -78,17 +91,29 @@ class Pulses:
         now = time.monotonic()
         pulse = self._pulses.get(rank)
         if pulse is None or pulse.data != data:
-            self._pulses[rank] = _Pulse(data, Beat.decode(data), now)
+            self._pulses[rank] = _Pulse(data, _beat_in(data), now)
             return
         pulse.silent_s += min(now - pulse.seen_at, self.step_s)
         pulse.seen_at = now
 
     def beat(self, rank: int) -> Beat | None:
-        """Return the last heartbeat seen of a rank."""
+        """Return the last heartbeat seen of a rank; None as well if it is none of ours."""
         pulse = self._pulses.get(rank)
         return pulse.beat if pulse else None
+
+    def is_strange(self, rank: int) -> bool:
+        """Say whether what is there for a rank is no heartbeat of ours."""
+        pulse = self._pulses.get(rank)
+        return pulse is not None and pulse.beat is None
 
     def silent_s(self, rank: int) -> float:
         """Return for how long a rank's heartbeat has not changed."""
         pulse = self._pulses.get(rank)
         return pulse.silent_s if pulse else 0.0
+
+
+def _beat_in(data: bytes) -> Beat | None:
+    try:
+        return Beat.decode(data)
+    except ValueError:
+        return None

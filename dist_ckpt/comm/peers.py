@@ -37,17 +37,25 @@ class Peers:
         """Say whether a rank was ever seen."""
         return self._pulses.beat(rank) is not None
 
+    def is_strange(self, rank: int) -> bool:
+        """Say whether a rank's heartbeat is none of ours."""
+        return self._pulses.is_strange(rank)
+
     def has_entered(self, rank: int, number: int) -> bool:
         """Say whether a rank was seen to have entered this operation."""
         beat = self._pulses.beat(rank)
         return beat is not None and beat.number >= number
 
-    def is_in(self, rank: int, number: int) -> bool:
-        """Say whether a rank was last seen within this operation, alive."""
+    def is_waiting(self, rank: int, number: int, turn: int) -> bool:
+        """Say whether a rank was last seen within this operation, alive.
+
+        Not if it was told of a failure in the exchange of this turn: it waits for nothing more.
+        """
         beat = self._pulses.beat(rank)
         return (
             beat is not None
             and (beat.number, beat.inside, beat.gone) == (number, True, False)
+            and beat.told < turn
             and self._pulses.silent_s(rank) < self._silence_s
         )
 
@@ -56,6 +64,8 @@ class Peers:
 
         `was_in`: the rank is known to have entered it.
         """
+        if self.is_strange(rank):
+            return "has a heartbeat in the store that is none of ours"
         beat = self._pulses.beat(rank)
         if beat is None:
             return None

@@ -11,6 +11,7 @@ from dist_ckpt.comm.exchange import (
     Doc,
     Envelope,
     FalloutError,
+    NoAnswerError,
     error_of,
     failure_of,
     is_interrupt,
@@ -69,7 +70,7 @@ class StoreChannel:
                 f"{what} is called while {control.what} of the same group is going on in this "
                 "process: call one after the other"
             )
-        control.what, control.token = what, ""
+        control.what, control.token, control.turn = what, "", 0
         control.begin(control.number + 1)
 
     def watch(self, ranks: Sequence[int]) -> None:
@@ -110,13 +111,14 @@ class StoreChannel:
         assert control.heart.inside, "exchange is called between enter and leave"
         self._num_exchanges += 1
         self._phase = phase
+        control.turn += 1
         body, failure, error = b"", None, None
         try:
             body = pack(work())
         except BaseException as raised:  # noqa: BLE001 - raised below, after the exchange
             error = raised
             failure = failure_of(error, rank=self.rank, host=self.host, phase=phase)
-        own = Envelope(control.what, control.token, new_nonce(), body, failure)
+        own = Envelope(control.what, phase, control.token, new_nonce(), body, failure)
         try:
             answer = self._role.settle(phase, own, decide)
         except Exception as lost:
@@ -126,10 +128,15 @@ class StoreChannel:
         if error is not None and is_interrupt(error):
             raise error
         if answer.failure is not None:
+            self._role.confirm_failure()
             # Of what this rank has touched the answer knows nothing if it was given before.
             told = answer.failure if failure is None else with_touched(answer.failure, [failure])
             raise error_of(told) from error
-        return unpack(answer.body)
+        try:
+            return unpack(answer.body)
+        except ValueError as strange:
+            message = control.strange(phase, COORDINATOR, strange)
+            raise NoAnswerError(message, rank=COORDINATOR, phase=phase) from strange
 
 
 def _close(control: Control, role: Coordinator | Follower) -> None:

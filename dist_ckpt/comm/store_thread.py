@@ -132,12 +132,15 @@ class Wording:
     """What errors say of a store and its ranks.
 
     `gone`: the store does not answer, with {} for the fact; `lost`, `absent`: what to do about a
-    rank of which nothing more will come, and one that never came.
+    rank of which nothing more will come, and one that never came; `mixed`: about ranks that make
+    different calls; `strange`: about what no rank of ours has stored.
     """
 
     gone: str
     lost: str
     absent: str
+    mixed: str
+    strange: str
 
 
 OF_THE_JOB = Wording(
@@ -146,6 +149,10 @@ OF_THE_JOB = Wording(
     lost="Look into that rank's log; if it is gone, restart the job from its last checkpoint.",
     absent="Every rank of the group must make the same call; look for a condition like "
     "`if rank == 0:` around it.",
+    mixed="All of them must make the same calls in the same order; look for a condition like "
+    "`if rank == 0:` around one of these.",
+    strange="Let all ranks have the same version of dist_ckpt; if they have, another program "
+    "writes to the job's key-value store: let only the job's hosts reach its port.",
 )
 
 

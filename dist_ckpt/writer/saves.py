@@ -46,6 +46,8 @@ OF_WRITERS = Wording(
     lost="This is about background writers: look into that one's log, then save again. Training "
     "can go on.",
     absent="Its trainer may have ended, or be late: look into that rank's log, then save again.",
+    mixed="Their trainers are out of step: look into the logs of these ranks, then save again.",
+    strange="Let all ranks have the same version of dist_ckpt, then save again.",
 )
 
 

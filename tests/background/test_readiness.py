@@ -40,7 +40,8 @@ class Rank:
 
     def agree(self, when_busy: WhenBusy = "wait") -> Start | None:
         with self.session.operation("background save to /ck"):
-            return Readiness(self.session, lambda: self.writer, when_busy).agree()
+            saver = {"job": "job", "root": None, "when_busy": when_busy}
+            return Readiness(self.session, lambda: self.writer, when_busy, saver).agree()
 
     def error(self) -> Exception:
         """Return what the exchange raises; it must."""

@@ -417,6 +417,41 @@ def test_a_call_by_all_but_rank_0_does_not_spoil_the_next_call_by_all(what, firs
     assert run_ranks(3, run, config=HASTY) == [3, 3, 3]
 
 
+def test_ranks_in_different_calls_are_named_beside_one_that_never_came():
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
+        if rank == 2:
+            return None
+        what, phase = ("save to /a", "agree") if rank == 0 else ("load of /b", "open")
+        channel.enter(what)
+        try:
+            return channel.exchange(phase, int, len)
+        finally:
+            channel.leave()
+
+    raised = errors_of(try_ranks(3, run, config=HASTY)[:2])
+    assert str(raised[0]) == str(raised[1])
+    assert str(raised[0]).startswith(
+        "the ranks of the group are in different calls: rank 0 (host thread-0): save to /a, phase "
+        "'agree'; rank 1 (host thread-1): load of /b, phase 'open'; rank 2: nothing yet. All of "
+    )
+    assert isinstance(raised[0], RankError)
+    assert raised[0].rank == 1
+
+
+def test_ranks_that_part_within_an_operation_are_told_so_and_can_go_on():
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
+        channel.enter("save")
+        try:
+            channel.exchange("agree", int, len)
+            with pytest.raises(RankError, match="different calls: ranks 0, 2: save, phase 'plan'"):
+                channel.exchange("write" if rank == 1 else "plan", int, len)
+        finally:
+            channel.leave()
+        return ask(channel, lambda: rank, sum)
+
+    assert run_ranks(3, run) == [3, 3, 3]
+
+
 def test_a_rank_that_leaves_between_two_exchanges_is_named_at_once():
     done = threading.Barrier(3)
 
@@ -469,13 +504,13 @@ def test_an_unanswered_envelope_is_withdrawn_and_deleted_when_a_later_one_is_ans
                 with pytest.raises(NoAnswerError):
                     channel.exchange("write", lambda: bytes(PART_NBYTES + 1), len)
             channel.leave()
-            while rank == 1 and store.get("1/1/write/1") != b"x2":
+            while rank == 1 and store.get("1/1/2/1") != b"x2":
                 time.sleep(0.001)
             left.wait(10)
             if rank == 0:
-                assert get_each(store, ["1/1/write/1"]) == [None]
-                assert get_all(store, ["1/1/write/1", "1/beat/0"]) is None
-            assert store.check(["1/1/write/1", "1/1/write/1/0", "1/1/write/1/1"])
+                assert get_each(store, ["1/1/2/1"]) == [None]
+                assert get_all(store, ["1/1/2/1", "1/beat/0"]) is None
+            assert store.check(["1/1/2/1", "1/1/2/1/0", "1/1/2/1/1"])
             left.wait(10)
             ask(channel)
 
@@ -626,7 +661,7 @@ def test_an_answer_to_somebody_else_is_never_taken_for_success():
             return ask(channel, lambda: rank, sum)
 
     run_ranks(2, run)
-    store.set("2/1/agree/answer", store.get("1/1/agree/answer"))
+    store.set("2/1/1/answer", store.get("1/1/1/answer"))
     with (
         closing(ThreadChannel(store, 1, 2)) as late,
         pytest.raises(NoAnswerError, match="messages of another job"),

@@ -24,10 +24,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_beat_tells_what_the_heart_was_told():
-    heart = Heart("a", number=7, inside=True)
-    assert Beat.decode(heart.beat()) == Beat(1, 7, True, False, "a")
+    heart = Heart("a", number=7, inside=True, told=3)
+    assert Beat.decode(heart.beat()) == Beat(1, 7, True, 3, False, "a")
     heart.gone = True
-    assert Beat.decode(heart.beat()) == Beat(2, 7, True, True, "a")
+    assert Beat.decode(heart.beat()) == Beat(2, 7, True, 3, True, "a")
 
 
 def test_no_two_beats_are_equal():

@@ -185,7 +185,10 @@ def try_restore(
     def run(rank: int, channel: Any, bulk: Any) -> LoadReport | None:
         session = Session(channel, bulk, TEST_CONFIG)
         folder = folders if isinstance(folders, JobFolder) else folders[rank]
-        found = restore_together(session, folder, states[rank], LoadOptions(**options))
+        saver = {"job": "job", "root": None, "when_busy": "wait"}
+        found = restore_together(
+            session, folder, states[rank], LoadOptions(**options), saver=saver
+        )
         return None if found is None else found[1]
 
     hosts = ["host"] * world_size if isinstance(folders, JobFolder) else None
