@@ -21,7 +21,7 @@ from dist_ckpt.comm.heartbeat import Heart
 from dist_ckpt.comm.peers import Peers
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, StoreLine, Wording
 from dist_ckpt.config import Config
-from dist_ckpt.errors import listed
+from dist_ckpt.errors import RankError, listed
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -107,12 +107,23 @@ class Control:
         """Enter an operation, and let the others see it."""
         if not self._start:
             # A store may outlive a process group, and hold what an earlier one has left in it.
-            self._start = self.line.call(lambda store: store.add(f"starts/{self.rank}", 1))
+            self._start = self._count_start()
             self.heart.key = self._beat_key(self.rank)
         # The number last: a beat that comes in between must not say that it was left already.
         self.heart.inside, self.heart.told = True, 0
         self.heart.number = number
         self.line.beat()
+
+    def _count_start(self) -> int:
+        key = f"starts/{self.rank}"
+        try:
+            return self.line.call(lambda store: store_thread.count_up(store, key))
+        except ValueError as error:
+            raise RankError(
+                f"where the starts of rank {self.rank} are counted the store has {error}. "
+                f"{self._wording.strange}",
+                rank=self.rank,
+            ) from error
 
     def end(self) -> None:
         """Leave the operation, and let the others see it."""

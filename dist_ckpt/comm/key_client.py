@@ -32,6 +32,10 @@ MAX_KEY_CHARS = 1024
 ATTEMPT_S = 5.0
 MAX_PAUSE_S = 0.5
 
+# A server on which strangers crowd may end a connection before it has read the greeting.
+GREETINGS = 4
+GREETING_PAUSE_S = 0.02
+
 _LENGTH = struct.Struct(">I")
 _MAX_READ_NBYTES = 1 << 20
 
@@ -122,17 +126,21 @@ class KeyClient:
         self._name = "the key server at {}:{}".format(*address)
         self._timeout_s = timeout_s
         until = time.monotonic() + connect_s
-        self._socket = self._connect(address, until)
-        try:
-            self._ask(bool, greeting(token), until)
-        except ConnectionError as error:
-            raise ConnectionError(
-                f"{self._name} does not let this process in: it belongs to another job or start "
-                f"({error})"
-            ) from error
-        except BaseException:
-            self.close()
-            raise
+        for attempt in range(1, GREETINGS + 1):
+            self._socket = self._connect(address, until)
+            try:
+                self._ask(bool, greeting(token), until)
+                return
+            except ConnectionError as error:
+                if attempt == GREETINGS:
+                    raise ConnectionError(
+                        f"{self._name} does not let this process in: it belongs to another job or "
+                        f"start ({error})"
+                    ) from error
+            except BaseException:
+                self.close()
+                raise
+            time.sleep(GREETING_PAUSE_S * attempt)
 
     def set(self, key: str, value: bytes, /) -> None:
         """Store a value."""

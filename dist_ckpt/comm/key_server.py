@@ -47,13 +47,14 @@ class Limits:
     """The most that a server takes.
 
     `nbytes` of all keys and values together; of connections that have not presented the token yet
-    `num_strangers`, each for `greeting_s`: more have to wait until they are let in.
+    `num_strangers`, each for `greeting_s`: one more ends the oldest of them, for who knows the
+    token says it at once, and who is silent or slow must not keep others out.
     """
 
     num_keys: int = 1 << 20
     nbytes: int = 1 << 30
     num_connections: int = 1 << 14
-    num_strangers: int = 64
+    num_strangers: int = 128
     greeting_s: float = 10.0
 
 
@@ -225,7 +226,6 @@ class _Service:
         self._connections: set[_Connection] = set()
         # In the order of their coming, with the time until which each is borne.
         self._strangers: dict[_Connection, float] = {}
-        self._accepts = True
         self._accept_at: float | None = None  # when it may accept again
         self._is_open = True
         listener.settimeout(0)
@@ -259,20 +259,16 @@ class _Service:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _look_at_strangers(self) -> None:
-        """Drop those whose time is up, and let others come as there is room."""
+        """Drop those whose time is up or who are too many, the oldest first."""
         now = time.monotonic()
-        for connection, until in tuple(self._strangers.items()):
-            if until > now:
+        while self._strangers:
+            oldest, until = next(iter(self._strangers.items()))
+            if until > now and len(self._strangers) <= self._limits.num_strangers:
                 break
-            self._drop(connection)
+            self._drop(oldest)
         if self._accept_at is not None and self._accept_at <= now:
             self._accept_at = None
-        accepts = self._accept_at is None and len(self._strangers) < self._limits.num_strangers
-        if accepts and not self._accepts:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        elif self._accepts and not accepts:
-            self._selector.unregister(self._listener)
-        self._accepts = accepts
 
     def _accept(self) -> None:
         try:
@@ -281,6 +277,7 @@ class _Service:
             return
         except OSError:
             self._accept_at = time.monotonic() + PAUSE_S
+            self._selector.unregister(self._listener)
             return
         connection = _Connection(link, len(self._greeting))
         try:
@@ -291,6 +288,8 @@ class _Service:
             return
         self._connections.add(connection)
         self._strangers[connection] = time.monotonic() + self._limits.greeting_s
+        # Who knows the token has sent it by now, mostly: then it is no stranger for a moment.
+        self._serve(connection)
 
     def _serve(self, connection: _Connection) -> None:
         """Do what a connection is ready for. Its errors end it, and nothing else."""

@@ -6,6 +6,7 @@ TCPStore whose host is frozen blocks for ever), and beats the heart meanwhile.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +16,19 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar, runtime_checkable
 
-from dist_ckpt.comm.exchange import NoAnswerError
+from dist_ckpt.comm.exchange import MAX_DOCUMENT_NBYTES, NoAnswerError
 from dist_ckpt.comm.heartbeat import Heart
 
 # A TCPStore takes values of 8 MiB at most; larger ones are stored in parts.
 PART_NBYTES = 4 << 20
+
+# A document is a little less than its message.
+MAX_PARTS = MAX_DOCUMENT_NBYTES // PART_NBYTES + 1
+
+# What is read where something stands that `put` did not store: no message of ours is empty.
+NOTHING = b""
+
+_COUNTER = re.compile(rb"[0-9]{1,18}")
 
 MAX_IDLE_S = 3600.0
 
@@ -68,29 +77,41 @@ def put(store: Store, key: str, data: bytes) -> None:
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
-    """Return the values that `put` stored, or None if one is not there yet."""
+    """Return the values that `put` stored, or None if one is not there yet.
+
+    What stands there and was not stored by `put` is returned as `NOTHING`.
+    """
     if not store.check(list(keys)):
         return None
     try:
-        return _values_of(store, keys)
+        values = _stored(store, keys)
+        if any(data[:1] == _WITHDRAWN for data in values):
+            return None
+        found = [_whole(store, *stored) for stored in zip(keys, values, strict=True)]
     except KeyError:  # deleted since then
         return None
+    return None if None in found else [data for data in found if data is not None]
 
 
-def _values_of(store: Store, keys: Sequence[str]) -> list[bytes] | None:
+def _stored(store: Store, keys: Sequence[str]) -> list[bytes]:
     # One round trip where the store can do it, instead of one a rank.
     if isinstance(store, _ManyStore):
-        values = store.multi_get(list(keys))
-    else:
-        values = [store.get(key) for key in keys]
-    if any(data[:1] == _WITHDRAWN for data in values):
-        return None
-    return [
-        data[1:]
-        if data[:1] == _WHOLE
-        else b"".join(store.get(f"{key}/{number}") for number in range(int(data[1:])))
-        for key, data in zip(keys, values, strict=True)
-    ]
+        return store.multi_get(list(keys))
+    return [store.get(key) for key in keys]
+
+
+def _whole(store: Store, key: str, data: bytes) -> bytes | None:
+    """Return the value that begins with these bytes; None if it is deleted just now."""
+    if data[:1] == _WHOLE:
+        return data[1 : PART_NBYTES + 1]
+    parts = _parts(key, data)
+    if data[:1] != _PARTS or not parts:
+        return NOTHING
+    # To get one that is not there would wait for it, for as long as the store likes. They are put
+    # before the value, and deleted after it.
+    if not store.check(parts):
+        return NOTHING if store.check([key]) else None
+    return b"".join(part[:PART_NBYTES] for part in _stored(store, parts))
 
 
 def get_each(store: Store, keys: Sequence[str]) -> list[bytes | None]:
@@ -102,6 +123,15 @@ def get_each(store: Store, keys: Sequence[str]) -> list[bytes | None]:
     return [value for key in keys for value in get_each(store, [key])]
 
 
+def count_up(store: Store, key: str) -> int:
+    """Add 1 to a counter, and return it. ValueError if what stands there is none."""
+    # Of torch's stores one kind raises, and another cuts the connection off, if they are to add to
+    # what is no number; beyond 64 bits they go on with a negative one.
+    if store.check([key]) and not _COUNTER.fullmatch(value := store.get(key)):
+        raise ValueError(f"{len(value)} bytes that are no counter")
+    return store.add(key, 1)
+
+
 def withdraw(store: Store, keys: Sequence[str]) -> None:
     """Have readers see nothing under these keys, though one may be about to read them.
 
@@ -109,7 +139,8 @@ def withdraw(store: Store, keys: Sequence[str]) -> None:
     """
     for key in keys:
         if store.check([key]):
-            store.set(key, _WITHDRAWN + _num_parts(store.get(key)))
+            num_parts = len(_parts(key, store.get(key)))
+            store.set(key, _WITHDRAWN + str(num_parts).encode())
 
 
 def delete(store: Store, keys: Sequence[str]) -> None:
@@ -117,14 +148,19 @@ def delete(store: Store, keys: Sequence[str]) -> None:
     for key in keys:
         if not store.check([key]):
             continue
-        num_parts = int(_num_parts(store.get(key)))
+        parts = _parts(key, store.get(key))
         store.delete_key(key)
-        for number in range(num_parts):
-            store.delete_key(f"{key}/{number}")
+        for part in parts:
+            store.delete_key(part)
 
 
-def _num_parts(data: bytes) -> bytes:
-    return b"0" if data[:1] == _WHOLE else data[1:]
+def _parts(key: str, data: bytes) -> list[str]:
+    """Return the keys of the parts of a value that begins with these bytes."""
+    digits = data[1:]
+    if data[:1] not in (_PARTS, _WITHDRAWN) or len(digits) > 4 or not digits.isdigit():
+        return []
+    num_parts = int(digits)
+    return [f"{key}/{number}" for number in range(num_parts if num_parts <= MAX_PARTS else 0)]
 
 
 @dataclass(frozen=True, slots=True)

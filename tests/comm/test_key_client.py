@@ -33,7 +33,14 @@ from dist_ckpt.comm.key_client import (
     pack,
     unpack,
 )
-from dist_ckpt.comm.key_server import KeyServer, KeyTable, LimitError, Limits, answer
+from dist_ckpt.comm.key_server import (
+    DEFAULT_LIMITS,
+    KeyServer,
+    KeyTable,
+    LimitError,
+    Limits,
+    answer,
+)
 from dist_ckpt.testing import thread_channel
 from dist_ckpt.testing.thread_channel import ThreadStore
 from ranks import free_port
@@ -152,9 +159,17 @@ def test_documents_of_any_size_are_put_and_got(store):
 
 
 def test_what_is_deleted_while_it_is_read_is_not_there(store):
+    class Deleting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def check(self, keys: list[str]) -> bool:
+            if keys != ["a"]:
+                store_thread.delete(store, ["a"])
+            return store.check(keys)
+
     store_thread.put(store, "a", bytes(9 << 20))
-    store.delete_key("a/1")
-    assert store_thread.get_each(store, ["a"]) == [None]
+    assert store_thread.get_each(Deleting(), ["a"]) == [None]
 
 
 def test_all_clients_see_the_same_keys():
@@ -335,25 +350,47 @@ def test_a_client_that_has_greeted_may_be_silent_for_longer():
         assert receive(peer) == ["done", True]
 
 
-def test_more_strangers_than_a_server_bears_wait_until_others_are_let_in_or_out():
-    limits = Limits(num_strangers=2, greeting_s=0.5)
-    with serving(limits) as server, peer_of(server) as one, peer_of(server) as two:
+def test_one_stranger_too_many_ends_the_oldest_and_nobody_who_is_known():
+    limits = Limits(num_strangers=2, greeting_s=LONG_S)
+    with serving(limits) as server, known_peer_of(server) as known, ExitStack() as stack:
+        strangers = [stack.enter_context(peer_of(server)) for _ in range(4)]
+        assert is_closed(strangers[0])
+        assert is_closed(strangers[1])
+        strangers[2].sendall(frame(greeting(TOKEN)))
+        assert receive(strangers[2]) == ["done", True]
+        known.sendall(frame(pack(["check", []])))
+        assert receive(known) == ["done", True]
         assert_serves(server)
-        assert is_closed(one)
-        assert is_closed(two)
 
 
-def test_strangers_beyond_the_limit_are_not_even_accepted():
-    with serving(Limits(num_strangers=1)) as server, ExitStack() as stack:
-        first = stack.enter_context(peer_of(server))
-        second = stack.enter_context(peer_of(server))
-        second.sendall(frame(greeting(TOKEN)))
-        second.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            receive(second)
-        first.sendall(frame(greeting(TOKEN)))
-        second.settimeout(LONG_S)
-        assert receive(second) == ["done", True]
+@pytest.mark.parametrize("said", [b"", frame(greeting(TOKEN))[:1]], ids=["silent", "dripping"])
+def test_hundreds_of_strangers_who_stay_keep_nobody_out(said: bytes):
+    with serving(Limits(greeting_s=LONG_S)) as server, ExitStack() as stack:
+        with client_of(server) as client:
+            for _ in range(3 * DEFAULT_LIMITS.num_strangers):
+                peer = stack.enter_context(peer_of(server))
+                peer.sendall(said)
+                client.add("served", 1)
+        start = time.monotonic()
+        assert_serves(server)
+        assert time.monotonic() - start < 5
+
+
+def test_a_client_that_is_shown_out_before_it_was_heard_tries_again():
+    with serving() as server, socket.create_server(("127.0.0.1", 0)) as crowded:
+        address = crowded.getsockname()
+
+        def end_one_and_serve() -> None:
+            crowded.accept()[0].close()
+            link = crowded.accept()[0]
+            with socket.create_connection(server.address) as onwards, link:
+                onwards.sendall(link.recv(1024))
+                link.sendall(onwards.recv(1024))
+
+        helper = threading.Thread(target=end_one_and_serve)
+        helper.start()
+        KeyClient(address, TOKEN, connect_s=LONG_S, timeout_s=LONG_S).close()
+        helper.join()
 
 
 def test_a_system_without_free_file_numbers_delays_a_connection_and_nothing_else():

@@ -1,13 +1,12 @@
 """A rank is killed in a save, and rank 0, which serves the store, leaves at once when told.
 
-Short here; by hand: `python tests/multi_process/test_leaving_coordinator.py 24`.
+Once each way; more by hand: `DIST_CKPT_TEST_ROUNDS=24 pytest tests/multi_process/test_leaving_coordinator.py`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.waits]
 
 WORLD_SIZE = 4
 VICTIM = 2
-SILENCE_S = 3
-FRAIL = {"DIST_CKPT_SILENCE_S": str(SILENCE_S), "DIST_CKPT_ARRIVE_S": "30"}
+FRAIL = {"DIST_CKPT_SILENCE_S": "3", "DIST_CKPT_ARRIVE_S": "30"}
+NUM_ROUNDS = int(os.environ.get("DIST_CKPT_TEST_ROUNDS", "1"))
 
 
 class Dies:
@@ -68,25 +67,9 @@ def is_named(told: str) -> bool:
 
 
 @pytest.mark.parametrize("how", ["exit", "signal"])
-def test_every_survivor_names_the_dead_rank_though_rank_0_leaves_at_once(how: str, tmp_path: Path):
+@pytest.mark.parametrize("number", range(NUM_ROUNDS))
+def test_every_survivor_names_the_dead_rank_though_rank_0_leaves_at_once(
+    number: int, how: str, tmp_path: Path
+):
     told = survivors_told(str(tmp_path), how)
     assert all(map(is_named, told)), told
-
-
-def count(folder: Path, num_rounds: int) -> None:
-    """Print how many survivors of so many rounds were not told who has died."""
-    lost = []
-    for number in range(num_rounds):
-        own = folder / str(number)
-        own.mkdir()
-        told = survivors_told(str(own), "exit" if number % 2 else "signal")
-        lost += [one for one in told if not is_named(one)]
-        print(f"round {number + 1}: {len(lost)} of {(number + 1) * len(told)} not told", flush=True)
-    print(*lost, sep="\n")
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        count(Path(name), int(sys.argv[1]))
