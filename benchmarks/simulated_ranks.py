@@ -248,9 +248,9 @@ class SimulatedChannel(Alone):
         self, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
     ) -> Doc:
         """See `Channel.exchange`. Ranks of which nothing is given put what rank 0 puts."""
-        given = [self._envelope(doc) for doc in self.others.get(phase, ())]
+        given = [self._envelope(phase, doc) for doc in self.others.get(phase, ())]
         start = time.process_time()
-        own = self._envelope(work())
+        own = self._envelope(phase, work())
         envelopes = [own, *(given or [own] * (self.world_size - 1))]
         answer = pack(decide([unpack(Envelope.decode(data).body) for data in envelopes]))
         self.seconds[phase] = time.process_time() - start
@@ -258,8 +258,8 @@ class SimulatedChannel(Alone):
         self.exchanges = self.exchanges.plus(len(answer))
         return unpack(answer)
 
-    def _envelope(self, doc: Doc) -> bytes:
-        return Envelope(self._what, "0" * 16, new_nonce(), pack(doc), None).encode()
+    def _envelope(self, phase: str, doc: Doc) -> bytes:
+        return Envelope(self._what, phase, "0" * 16, new_nonce(), pack(doc), None).encode()
 
 
 class SimulatedCollective(AloneCollective):

@@ -9,8 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from dist_ckpt.background.writer_client import Order, OwnWriter, error_in, first_error
-from dist_ckpt.comm.exchange import Doc, check_alike, failure_of
+from dist_ckpt.comm.exchange import COORDINATOR, Doc, check_alike, failure_of
+from dist_ckpt.comm.key_client import TOKEN_NBYTES
 from dist_ckpt.comm.session import Session
+from dist_ckpt.comm.store_thread import OF_THE_JOB
+from dist_ckpt.errors import RankError
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS
 
 _log = logging.getLogger("dist_ckpt")
@@ -22,6 +25,9 @@ _NOWHERE = ("", 0, b"")
 
 # The options of a saver that are the same on all ranks, and so tell savers apart.
 ALIKE = ("job", "root", "when_busy")
+
+# A DNS name is no longer.
+MAX_HOST_CHARS = 255
 
 # How much later than the newest save one is said to begin at least: a clock may be set back.
 _LATER_S = 0.001
@@ -78,11 +84,11 @@ class Readiness:
             self._writer.ensure()
         if answer["skipped"]:
             return None
-        host, port, token = answer["store"]
+        store = _checked_store(answer["store"])
         self._writer.newest_at = answer["began_at"]
         is_superseded = self._paused is not None and self._paused.snapshot == answer["queued"]
         queued = self._paused if is_superseded else None
-        return Start((host, port, token), answer["began_at"], queued)
+        return Start(store, answer["began_at"], queued)
 
     def _report(self) -> Doc:
         writer = self._writer = self._begin()
@@ -179,6 +185,19 @@ class Readiness:
         error = first_error([error_in(one) for one in failed.values()])
         error.add_note("That was an earlier save. This one was not begun: save again.")
         raise error
+
+
+def _checked_store(doc: Doc) -> tuple[str, int, bytes]:
+    """Return where the writers meet. RankError if that is no address and no token."""
+    match doc:
+        case [str(host), int(port), bytes(token)]:
+            is_place = 0 < len(host) <= MAX_HOST_CHARS and 0 < port < 1 << 16
+            if (is_place and len(token) == TOKEN_NBYTES) or (host, port, token) == _NOWHERE:
+                return host, port, token
+    raise RankError(
+        f"rank 0 has told no place where the background writers can meet. {OF_THE_JOB.strange}",
+        rank=COORDINATOR,
+    )
 
 
 def _failed(payloads: Sequence[Doc]) -> dict[str, Doc]:

@@ -21,12 +21,17 @@ from dist_ckpt.comm.heartbeat import Heart
 from dist_ckpt.comm.peers import Peers
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, StoreLine, Wording
 from dist_ckpt.config import Config
-from dist_ckpt.errors import RankError, listed
+from dist_ckpt.errors import RankError, listed, ranks_text
 
 _log = logging.getLogger("dist_ckpt")
 
 # With more ranks each polls less often: all of them ask one store.
 MAX_POLLS_PER_S = 20_000
+
+STALE = (
+    "the job's key-value store holds messages of another job or of an earlier start of this one. "
+    "Give every start a store of its own (torchrun does), and restart the job"
+)
 
 # What a wait may take longer than what it waits for: polls grow rarer with the time waited.
 OVERSHOOT = 0.15
@@ -171,9 +176,11 @@ class Control:
         found = {}
         for rank in ranks:
             loss = self.peers.loss(rank, self.number, was_in=bool(self.token))
+            remedy = self._wording.lost
+            if self.peers.is_strange(rank):
+                loss = "has a heartbeat in the store that is none of ours"
+                remedy = self._wording.strange
             if loss is not None:
-                is_strange = self.peers.is_strange(rank)
-                remedy = self._wording.strange if is_strange else self._wording.lost
                 message = f"{self.peers.name([rank])} {loss} ({self._seen(phase)}). {remedy}"
                 found[rank] = Failure("RankError", message, rank, phase)
         return found
@@ -225,6 +232,7 @@ class Control:
             f"{self.host}) has waited for {pace.waited_s:.3g} s. {self._wording.absent}"
         )
         if pace.waited_s >= self.config.arrive_s:
+            message = self._astray(absent) or message
             return {absent[0]: Failure("RankError", message, absent[0], phase)}
         if pace.waited_s >= self.unseen_s:
             for rank in absent:
@@ -234,3 +242,16 @@ class Control:
             pace.has_warned = True
             _log.warning("%s", message)
         return {}
+
+    def _astray(self, ranks: Sequence[int]) -> str:
+        """Say which of these ranks cannot be met, as they count another start; "" if none."""
+        keys = [f"starts/{rank}" for rank in ranks]
+        counts = self.line.call(lambda store: [store_thread.counted(store, key) for key in keys])
+        astray = [
+            rank
+            for rank, count in zip(ranks, counts, strict=True)
+            if count not in (b"", str(self._start).encode())
+        ]
+        if not astray:
+            return ""
+        return f"{ranks_text(astray)} cannot be met by rank {self.rank}: {STALE}"

@@ -306,10 +306,18 @@ class Envelope:
     def decode(data: bytes) -> Envelope:
         """Return the envelope that `encode` made these bytes of. ValueError for any others."""
         match unpack(data):
-            case [str(what), str(phase), str(operation), bytes(nonce), bytes(body), fault, gave_up]:
-                if len(nonce) == NONCE_NBYTES and _is_token(operation) and type(gave_up) is bool:
+            case [
+                str(what),
+                str(phase),
+                str(token),
+                bytes(nonce),
+                bytes(body),
+                fault,
+                bool(gave_up),
+            ]:
+                if len(nonce) == NONCE_NBYTES and _is_token(token):
                     failure = _decode_failure(fault)
-                    return Envelope(what, phase, operation, nonce, body, failure, gave_up)
+                    return Envelope(what, phase, token, nonce, body, failure, gave_up)
         raise ValueError(f"{len(data)} bytes that are no envelope")
 
 
@@ -362,8 +370,8 @@ def _decode_failure(doc: Doc) -> Failure | None:
     match doc:
         case None:
             return None
-        case [str(kind), str(message), int() | None as rank, str() | None as phase, [*names], fallout]:
-            is_sound = all(type(name) is str for name in names) and type(fallout) is bool
-            if is_sound and kind in _KINDS and type(rank) is not bool:
+        case [str(kind), str(message), rank, str() | None as phase, [*names], bool(fallout)]:
+            is_rank = rank is None or type(rank) is int
+            if is_rank and kind in _KINDS and {*map(type, names)} <= {str}:
                 return Failure(kind, message, rank, phase, tuple(names), fallout)
     raise ValueError("an error of a form or class that this version of dist_ckpt does not know")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from dist_ckpt.comm.control import Control, Pace
+from dist_ckpt.comm.control import STALE, Control, Pace
 from dist_ckpt.comm.exchange import (
     COORDINATOR,
     NO_NONCE,
@@ -128,7 +128,7 @@ class Coordinator:
             if envelope.failure is not None:
                 failures[rank] = envelope.failure
             elif envelope.operation != own.operation:
-                failures[rank] = Failure("ConflictError", _STALE, rank, phase)
+                failures[rank] = Failure("ConflictError", STALE, rank, phase)
         # First of all: what else is wrong may come of that, or is about another call.
         calls = {
             rank: (envelope.what, envelope.phase)
@@ -150,8 +150,8 @@ class Coordinator:
             missing = [rank for rank in range(control.world_size) if rank not in envelopes]
             keys = [control.key(rank) for rank in missing]
             if (found := control.read_all(keys)) is not None:
-                for rank, data in zip(missing, found, strict=True):
-                    envelopes[rank] = self._envelope(own, rank, data)
+                came = zip(missing, found, strict=True)
+                envelopes.update((rank, self._envelope(own, rank, data)) for rank, data in came)
                 break
             if _is_told(envelopes) or pace.is_time_to_look():
                 # Heartbeats first: what a rank put before it left is there when its beat says so.
@@ -230,7 +230,7 @@ class Follower:
                 control.token = answer.operation
                 return answer
             if answer.failure is None or own.operation:
-                raise NoAnswerError(_STALE, rank=control.rank, phase=phase)
+                raise NoAnswerError(STALE, rank=control.rank, phase=phase)
             # The others have given up an operation that this rank was not in: was it this call?
             if answer.what != control.what:
                 control.begin(number + 1)
@@ -291,7 +291,6 @@ class Follower:
                     raise _NeverCameError(failure.message)
             pace.pause()
 
-
     def _answer_in(self, phase: str, data: bytes) -> Answer:
         try:
             return Answer.decode(data)
@@ -302,9 +301,3 @@ class Follower:
 
 class _NeverCameError(Exception):
     """The coordinator has not entered the operation in time."""
-
-
-_STALE = (
-    "the job's key-value store holds messages of another job or of an earlier start of this one. "
-    "Give every start a store of its own (torchrun does), and restart the job"
-)

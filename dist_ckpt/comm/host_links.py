@@ -87,8 +87,11 @@ class HostLinks:
         missing = {rank for rank in ranks if rank > self.rank}
         until = time.monotonic() + self._timeout_s
         while missing:
-            self._server.settimeout(max(until - time.monotonic(), 0.001))
             try:
+                # Not forever either if strangers come one after the other.
+                if (left_s := until - time.monotonic()) <= 0:
+                    raise TimeoutError
+                self._server.settimeout(left_s)
                 link, _ = self._server.accept()
             except TimeoutError:
                 raise FalloutError(

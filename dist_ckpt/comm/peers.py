@@ -64,8 +64,6 @@ class Peers:
 
         `was_in`: the rank is known to have entered it.
         """
-        if self.is_strange(rank):
-            return "has a heartbeat in the store that is none of ours"
         beat = self._pulses.beat(rank)
         if beat is None:
             return None

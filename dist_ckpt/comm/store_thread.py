@@ -127,9 +127,15 @@ def count_up(store: Store, key: str) -> int:
     """Add 1 to a counter, and return it. ValueError if what stands there is none."""
     # Of torch's stores one kind raises, and another cuts the connection off, if they are to add to
     # what is no number; beyond 64 bits they go on with a negative one.
-    if store.check([key]) and not _COUNTER.fullmatch(value := store.get(key)):
+    value = counted(store, key)
+    if value and not _COUNTER.fullmatch(value):
         raise ValueError(f"{len(value)} bytes that are no counter")
     return store.add(key, 1)
+
+
+def counted(store: Store, key: str) -> bytes:
+    """Return what stands where a counter is, b"" if nothing does."""
+    return store.get(key) if store.check([key]) else b""
 
 
 def withdraw(store: Store, keys: Sequence[str]) -> None:

@@ -273,3 +273,24 @@ def test_after_a_failure_they_meet_anew(run, what):
 
 def test_one_rank_alone_meets_nobody(run):
     assert run(store_of, 1) == [("", 0, b"")]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        None,
+        ["host", 80],
+        ["", 80, bytes(32)],
+        ["h" * 1000, 80, bytes(32)],
+        ["host", 1 << 16, bytes(32)],
+        ["host", 0, bytes(32)],
+        ["host", "80", bytes(32)],
+        ["host", 80, b"short"],
+        [b"host", 80, bytes(32)],
+    ],
+)
+def test_a_place_to_meet_that_is_none_is_refused(run, monkeypatch, place):
+    monkeypatch.setattr(Readiness, "_store", lambda *_: place)
+    for error in run(Rank.error):
+        assert isinstance(error, RankError)
+        assert "rank 0 has told no place where the background writers can meet" in str(error)

@@ -5,7 +5,10 @@ import os
 import secrets
 import socket
 import struct
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -165,6 +168,33 @@ def test_strangers_are_not_let_in_and_what_they_hand_over_is_closed(meeting, hel
         assert heard(high, 1) == [(0, b"x")]
     low.close()
     high.close()
+
+
+def test_strangers_one_after_the_other_keep_nobody_waiting_for_ever(meeting):
+    links, is_over = links_of(meeting, 0, 0.3), threading.Event()
+
+    def crowd() -> None:
+        while not is_over.is_set():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.settimeout(1)
+                with suppress(OSError):
+                    stranger.connect(links._address(0))
+
+    strangers = [threading.Thread(target=crowd) for _ in range(3)]
+    for one in strangers:
+        one.start()
+    start = time.monotonic()
+    # What ends a wait that nothing else ends.
+    alarm = threading.Timer(10, is_over.set)
+    alarm.start()
+    with pytest.raises(FalloutError, match="no connection from rank 2 within"):
+        links.accept([2])
+    is_over.set()
+    alarm.cancel()
+    assert time.monotonic() - start < 5
+    for one in strangers:
+        one.join()
+    links.close()
 
 
 def test_the_names_of_sockets_do_not_tell_the_meeting(meeting):

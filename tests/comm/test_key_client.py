@@ -166,7 +166,7 @@ def test_what_is_deleted_while_it_is_read_is_not_there(store):
         def check(self, keys: list[str]) -> bool:
             if keys != ["a"]:
                 store_thread.delete(store, ["a"])
-            return store.check(keys)
+            return bool(store.check(keys))
 
     store_thread.put(store, "a", bytes(9 << 20))
     assert store_thread.get_each(Deleting(), ["a"]) == [None]

@@ -186,9 +186,7 @@ def try_restore(
         session = Session(channel, bulk, TEST_CONFIG)
         folder = folders if isinstance(folders, JobFolder) else folders[rank]
         saver = {"job": "job", "root": None, "when_busy": "wait"}
-        found = restore_together(
-            session, folder, states[rank], LoadOptions(**options), saver=saver
-        )
+        found = restore_together(session, folder, states[rank], LoadOptions(**options), saver=saver)
         return None if found is None else found[1]
 
     hosts = ["host"] * world_size if isinstance(folders, JobFolder) else None

@@ -80,7 +80,7 @@ def save_in_a_crowd(rank: int, root: str, job: str, num_strangers: int) -> Any:
         crowd[-1].stdout.readline()
         return host, port, token
 
-    OwnWriter.serve = serve_crowded  # type: ignore[method-assign]
+    OwnWriter.serve = serve_crowded  # type: ignore[method-assign, assignment]
     try:
         with dc.AsyncSaver(job=job) as saver:
             for step in (1, 2):

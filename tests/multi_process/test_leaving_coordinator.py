@@ -1,6 +1,6 @@
 """A rank is killed in a save, and rank 0, which serves the store, leaves at once when told.
 
-Once each way; more by hand: `DIST_CKPT_TEST_ROUNDS=24 pytest tests/multi_process/test_leaving_coordinator.py`.
+Once each way; DIST_CKPT_TEST_ROUNDS=24 is for more, by hand.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def test_two_paths_or_savers_are_a_mixture_as_well(tmp_path: Path, jobs: tuple[s
         assert f"the ranks call {text}: rank 0: " in errors[0][1]
 
 
-OF_MORE = {
+OF_MORE: dict[int, list[tuple[str, ...]]] = {
     3: [("save", "save", "load"), ("save", "load", "load"), ("load", "save", "save_in_background")],
     4: [("save", "load", "restore", "make_a_saver"), ("load", "load", "save", "load")],
 }
@@ -181,9 +181,7 @@ def test_a_mixture_of_more_ranks_names_all_of_them(
     world_size: int, tmp_path: Path, jobs: tuple[str, str]
 ):
     root, mixtures = str(tmp_path), OF_MORE[world_size]
-    values = run_ranks(
-        world_size, mix, mixtures, root, jobs[:1], environ=PATIENT, timeout_s=120
-    )
+    values = run_ranks(world_size, mix, mixtures, root, jobs[:1], environ=PATIENT, timeout_s=120)
     for names, *errors in zip(mixtures, *values, strict=True):
         assert_told(names, [Told(*error) for error in errors], root, jobs[0])
 
