@@ -64,7 +64,7 @@ class StorageError(CheckpointError):
 
 
 class RankError(CheckpointError):
-    """Another rank failed, died or never came; `rank` says which, the message says how."""
+    """Another rank failed, died, never came or made another call; `rank` says which."""
 
 
 # --- messages --------------------------------------------------------------------------------

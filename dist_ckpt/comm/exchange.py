@@ -82,8 +82,10 @@ class Channel(Protocol):
         happened, from the original. An interrupt (KeyboardInterrupt, SystemExit) is raised as it
         is where it happened. An error is told when the coordinator has seen it and ended its own
         work (in an operation's first exchange, when all have); who still works finds the answer
-        afterwards, whatever its own work came to. Raises RankError if a rank dies, has left the
-        operation, or never enters it; NoAnswerError if this rank cannot know the decision.
+        afterwards, whatever its own work came to. The coordinator raises it when the others that
+        live know of it, or after a while. Raises RankError if a rank dies, has left the operation,
+        never enters it, or is in another one or another phase of it; NoAnswerError if this rank
+        cannot know the decision.
         """
 
     def watch(self, ranks: Sequence[int]) -> None:
