@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import msgpack
 
@@ -25,7 +25,8 @@ class Beat:
 
     def encode(self) -> bytes:
         """Return the beat as bytes."""
-        data: bytes = msgpack.packb(astuple(self))
+        place = self.count, self.number, self.inside, self.told
+        data: bytes = msgpack.packb([*place, self.gone, self.host])
         return data
 
     @staticmethod
@@ -35,11 +36,11 @@ class Beat:
             fields = msgpack.unpackb(data, max_array_len=6, max_map_len=0, max_ext_len=0)
         except ValueError:  # all of msgpack's are; some say nothing
             fields = None
-        match fields:
-            case [int(count), int(number), bool(inside), int(told), bool(gone), str(host)]:
-                numbers = (count, number, told)
-                if min(numbers) >= 0 and bool not in map(type, numbers):
-                    return Beat(count, number, inside, told, gone, host)
+        # By `match` it would take ten times as long.
+        if type(fields) is list and [*map(type, fields)] == [int, int, bool, int, bool, str]:
+            count, number, inside, told, gone, host = fields
+            if min(count, number, told) >= 0:
+                return Beat(count, number, inside, told, gone, host)
         raise ValueError(f"{len(data)} bytes that are no heartbeat")
 
 
