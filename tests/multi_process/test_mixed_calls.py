@@ -95,13 +95,11 @@ def told(call: Callable[[], object]) -> Told:
 
 
 def mix(rank: int, mixtures: Sequence[Sequence[str]], root: str, jobs: Sequence[str]) -> Any:
-    """Make mixtures of calls one after the other; after each one, all can save and load."""
+    """Make mixtures of calls one after the other; then all can save."""
     calls = Calls(root, jobs)
     dc.save(state(), f"{root}/old")
-    found = []
-    for number, names in enumerate(mixtures):
-        found.append(tuple(told(getattr(calls, names[rank]))))
-        dc.save(state(), f"{root}/after-{number}")
+    found = [tuple(told(getattr(calls, names[rank]))) for names in mixtures]
+    dc.save(state(), f"{root}/after")
     for saver in calls.savers:
         handle = saver.save(state(), f"{root}/background")
         assert handle.result(60) is not None
