@@ -65,7 +65,7 @@ def gather(names: Sequence[Sequence[str]], facts: Sequence[Json]) -> Rows:
 
 
 def _parse_around(data: bytes, table: Table, what: str) -> tuple[Json, Rows] | None:
-    strict_json.check_num_values(data, what)
+    strict_json.check_size(data, what)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:

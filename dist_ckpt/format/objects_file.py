@@ -6,18 +6,32 @@ what that rank stores: values that rank 0 lacks, and per-rank values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format import filenames
-from dist_ckpt.format.index import Key, Node
+from dist_ckpt.format.index import Catalog, Key, Node
 from dist_ckpt.format.json_fields import VERSION, check_version
 from dist_ckpt.format.plain_decoder import decode_value
 from dist_ckpt.format.plain_encoder import check_plain, encode_value
-from dist_ckpt.format.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar, Size, StandIn
-from dist_ckpt.format.strict_json import Json, corrupt, fields
+from dist_ckpt.format.plain_types import (
+    ArrayValue,
+    Device,
+    DTypeValue,
+    NumpyScalar,
+    Size,
+    StandIn,
+    cost_of,
+)
+from dist_ckpt.format.strict_json import (
+    Json,
+    corrupt,
+    fields,
+    max_memory,
+    memory_problem,
+)
 
 __all__ = [
     "ArrayValue",
@@ -32,6 +46,7 @@ __all__ = [
     "decode_value",
     "encode",
     "encode_value",
+    "lacking",
 ]
 
 # It is read, checked and decoded whole; data of this size belongs into tensors.
@@ -80,7 +95,25 @@ def encode(file: ObjectsFile) -> bytes:
             f"one rank's plain data and per-rank values are {len(data)} bytes, the limit is "
             f"{MAX_NBYTES}: store large data as tensors"
         )
+    # Nothing costs 200 times its bytes: a short file, as most are, is not walked through.
+    cost = cost_of(data, max_memory(len(data))) if len(data) * 200 > max_memory(0) else 0
+    if (problem := memory_problem(len(data), cost)) is not None:
+        raise ValueError(
+            f"one rank's plain data and per-rank values cannot be stored: {problem}; store the "
+            f"many small values of {_largest(doc)} as tensors, or as fewer and larger ones"
+        )
     return data
+
+
+def _largest(doc: Mapping[str, Any]) -> str:
+    """Return the name of what takes the most memory."""
+    values: dict[str, object] = {
+        **doc["values"],
+        **doc["per_rank"],
+        "the metadata": doc["metadata"],
+    }
+    encoded = {name: encode_value(value, name, around=_AROUND) for name, value in values.items()}
+    return max(encoded, key=lambda name: cost_of(encoded[name], 1 << 63))
 
 
 def decode(
@@ -109,6 +142,30 @@ def decode(
         numpy=tuple(_typed(fqn, str, what) for fqn in _typed(numpy, list, what)),
         metadata=_typed(metadata, dict, what),
     )
+
+
+def lacking(file: ObjectsFile, name: str, catalog: Catalog) -> Iterator[str]:
+    """Yield what is not in the file of this name, though the catalog says it is.
+
+    Also what the tree says is in a container, and is neither a container nor in the catalog.
+    """
+    rank = filenames.parse_objects_file(name)
+    is_global = name == filenames.OBJECTS
+    for fqn, holder in catalog.values.items():
+        if holder == rank and is_global == (holder == 0) and fqn not in file.values:
+            yield fqn
+    for fqn, keys in catalog.per_rank.items():
+        held = file.per_rank.get(fqn, {})
+        for key, holder in keys:
+            if holder == rank and not is_global and key not in held:
+                yield f"{fqn} of {key!r}"
+    tables = (catalog.tensors, catalog.aliases, catalog.values, catalog.per_rank)
+    nodes = {node.fqn for node in file.tree}
+    for node in file.tree:
+        for key in node.keys:
+            fqn = f"{node.fqn}.{key}" if node.fqn else str(key)
+            if fqn not in nodes and not any(fqn in table for table in tables):
+                yield f"{fqn}, a child of {node.fqn or 'the state'}"
 
 
 def _typed(value: Any, cls: type, what: str) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime, timedelta, timezone
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ from dist_ckpt.format.layout import check_shape
 from dist_ckpt.format.plain_types import (
     COMPLEX,
     FACTORIES,
+    MAX_ALIKE,
     MAX_DEPTH,
     PATHS,
     ArrayValue,
@@ -28,10 +30,16 @@ from dist_ckpt.format.plain_types import (
     Size,
     StandIn,
     check_hashes,
+    cost_of,
     numpy_itemsize,
 )
+from dist_ckpt.format.strict_json import max_memory, memory_problem
+from dist_ckpt.runtime.gc_pause import paused_collector
 
-_CONTAINERS = frozenset({dict, OrderedDict, Counter, defaultdict, list, tuple, set, frozenset})
+_KEYS = frozenset({str, int})
+_LISTS = frozenset({list, tuple, set, frozenset, deque})
+_DICTS = frozenset({dict, OrderedDict, Counter, defaultdict})
+_LOOKED_AT = _LISTS | _DICTS | {msgpack.Timestamp}
 
 
 def decode_value(
@@ -42,8 +50,12 @@ def decode_value(
     ValueError if they are not a value, IncompatibleError if they have a type of a newer version.
     `make` raises ValueError for what it cannot make. `around` levels do not count as depth.
     """
-    value = _Decoder(make).unpack(data)
-    _check_native(value, MAX_DEPTH + around)
+    cost = cost_of(data, max_memory(len(data)))
+    if (problem := memory_problem(len(data), cost)) is not None:
+        raise ValueError(problem)
+    with paused_collector():
+        value = _Decoder(make).unpack(data)
+        _check_native(value, MAX_DEPTH + around)
     return value
 
 
@@ -53,16 +65,18 @@ def _check_native(value: Any, max_depth: int) -> None:
     Level by level, so that no depth is too much for it.
     """
     level = [value]
-    for _ in range(max_depth + 1):
+    if type(value) is msgpack.Timestamp:
+        raise _unknown_type(-1)
+    for _ in range(max_depth):
+        if not level:
+            return
+        lists = (one for one in level if type(one) in _LISTS)
+        dicts = (one.values() for one in level if type(one) in _DICTS)
+        below = chain.from_iterable(chain(lists, dicts))
+        level = [one for one in below if type(one) in _LOOKED_AT]
         if any(type(one) is msgpack.Timestamp for one in level):
             raise _unknown_type(-1)
-        level = [
-            item
-            for one in level
-            if type(one) in _CONTAINERS
-            for item in (one.values() if isinstance(one, dict) else one)
-        ]
-    if level:
+    if any(level):  # they hold something
         raise _too_deep()
 
 
@@ -110,10 +124,13 @@ class _Decoder:
 
 
 def _unpack_map(pairs: list[tuple[Any, Any]]) -> dict[str | int, Any]:
+    if not pairs:
+        return {}
     # Types first: True is the key 1, and an unhashable key is a TypeError.
-    if any(type(key) is not str and type(key) is not int for key, _ in pairs):
+    if not _KEYS.issuperset([type(key) for key, _ in pairs]):
         raise ValueError("a key that is neither str nor int")
-    check_hashes([key for key, _ in pairs])
+    if len(pairs) > MAX_ALIKE:
+        check_hashes([key for key, _ in pairs])
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a dict with the same key twice")
@@ -149,6 +166,13 @@ def _unpack_defaultdict(payload: Any) -> defaultdict[object, object]:
     if _typed(name, str) not in FACTORIES:
         raise ValueError(f"a defaultdict of {name[:100]!r}")
     return defaultdict(FACTORIES[name], _typed(items, dict))
+
+
+def _unpack_deque(payload: Any) -> deque[object]:
+    maxlen, items = _typed(payload, list)
+    if len(_typed(items, list)) > _typed(len(items) if maxlen is None else maxlen, int):
+        raise ValueError(f"a deque of {len(items)} items, where {maxlen} is its limit")
+    return deque(items, maxlen)
 
 
 def _unpack_datetime(payload: Any) -> datetime:
@@ -210,6 +234,8 @@ _DECODERS: Mapping[int, Callable[[Any], object]] = {
     Ext.ORDERED_DICT: lambda payload: OrderedDict(_typed(payload, dict)),
     Ext.COUNTER: lambda payload: Counter(_typed(payload, dict)),
     Ext.DEFAULTDICT: _unpack_defaultdict,
+    Ext.DEQUE: _unpack_deque,
+    Ext.RANGE: lambda payload: range(*_integers(payload)),
     Ext.SIZE: lambda payload: Size(_integers(payload)),
     Ext.DTYPE: lambda payload: DTypeValue(_typed(payload, str)),
     Ext.NUMPY_SCALAR: _unpack_numpy,

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from datetime import date, datetime, timedelta, timezone
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+    ValuesView,
+)
+from dataclasses import is_dataclass
+from datetime import date, datetime, time, timedelta, timezone
 from typing import Any
 
 import msgpack
@@ -28,7 +38,8 @@ from dist_ckpt.format.plain_types import (
 )
 
 _TYPES = (
-    "dict, list, tuple, set, str, bytes, int, float, bool, None, numpy scalars, datetime or Path"
+    "dict, list, tuple, deque, set, str, bytes, int, float, bool, None, range, numpy scalars, "
+    "datetime or Path"
 )
 
 
@@ -86,13 +97,20 @@ def _wire(value: Any, depth: int) -> object:
 
 def _refusal(value: object) -> str:
     cls = type(value)
-    known = next((base for base in cls.__mro__[1:] if base in _ENCODERS), None)
+    name, base = cls.__name__, next((one for one in cls.__mro__[1:] if one in _ENCODERS), None)
+    tensors = ("Tensor", "ndarray")
     if isinstance(value, enum.Enum):
-        remedy = "store its .value"
-    elif isinstance(value, bytearray | memoryview):
-        remedy = "store bytes(...) of it"
-    elif known is not None:
-        remedy = f"a subclass would come back as its base: convert it to {known.__name__}"
+        remedy = f"store value.value, and make it again with {name}(saved)"
+    elif isinstance(value, tuple) and hasattr(cls, "_fields"):
+        remedy = f"store value._asdict(), and make it again with {name}(**saved)"
+    elif base is not None:
+        remedy = f"store {base.__name__}(value), which is what it would come back as"
+    elif is_dataclass(value) and not isinstance(value, type):
+        remedy = f"store dataclasses.asdict(value), and make it again with {name}(**saved)"
+    elif any(one.__name__ in tensors for one in cls.__mro__):
+        remedy = "put it into dicts, lists and tuples alone, where tensors and arrays are stored"
+    elif line := next((line for one, line in _LINES.items() if isinstance(value, one)), None):
+        remedy = f"store {line}"
     else:
         remedy = f"convert it to plain data ({_TYPES}), or give it state_dict and load_state_dict"
     return f"is a {cls.__module__}.{cls.__qualname__}, which cannot be stored: {remedy}"
@@ -182,6 +200,14 @@ def _wire_set(value: set[object] | frozenset[object], depth: int) -> object:
     )
 
 
+def _wire_deque(value: deque[object], depth: int) -> object:
+    return _ext(Ext.DEQUE, [value.maxlen, _wire_all(value, depth)])
+
+
+def _wire_range(value: range, depth: int) -> object:
+    return _ext(Ext.RANGE, _wire_all((value.start, value.stop, value.step), depth))
+
+
 def _wire_datetime(value: datetime) -> object:
     zone = value.tzinfo
     if zone is None:
@@ -223,6 +249,16 @@ def _wire_array(value: ArrayValue) -> object:
     return _ext(Ext.ARRAY, [value.dtype, list(value.shape), value.data, value.kind])
 
 
+# What stores others; the first that fits. The saved value makes the same again.
+_LINES: Mapping[type, str] = {
+    **dict.fromkeys((bytearray, memoryview), "bytes(value)"),
+    slice: "(value.start, value.stop, value.step)",
+    time: "value.isoformat()",
+    Mapping: "dict(value)",
+    Set: "set(value)",
+    **dict.fromkeys((Sequence, ValuesView, Iterator), "list(value)"),
+}
+
 _Encoder = Callable[[Any, int], object]
 
 _ENCODERS: Mapping[type, _Encoder] = {
@@ -241,6 +277,8 @@ _ENCODERS: Mapping[type, _Encoder] = {
     OrderedDict: lambda value, depth: _ext(Ext.ORDERED_DICT, _wire_map(value, depth)),
     Counter: lambda value, depth: _ext(Ext.COUNTER, _wire_map(value, depth)),
     defaultdict: _wire_defaultdict,
+    deque: _wire_deque,
+    range: _wire_range,
     datetime: lambda value, _: _wire_datetime(value),
     date: lambda value, _: _ext(Ext.DATE, [value.year, value.month, value.day]),
     timedelta: lambda value, _: _ext(

@@ -10,10 +10,12 @@ from __future__ import annotations
 import pathlib
 import re
 import struct
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
+from operator import eq
 from typing import Literal
 
 # Deeper data is refused; so is data that contains itself.
@@ -41,6 +43,8 @@ class Ext(IntEnum):
     TIMEDELTA = 16
     PATH = 17
     ARRAY = 18
+    DEQUE = 19
+    RANGE = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +115,17 @@ PATHS: tuple[type[pathlib.PurePath], ...] = (
 COMPLEX = struct.Struct(">dd")
 
 # Python looks at all members of one hash in turn, and a file can choose them: n cost n * n.
-_MAX_ALIKE = 64
+MAX_ALIKE = 64
 
 
 def check_hashes(members: Collection[object]) -> None:
     """Raise ValueError if a set, or a dict, of these would take for ever to make."""
-    if len(members) <= _MAX_ALIKE:
+    if len(members) <= MAX_ALIKE:
         return
-    _, count = Counter(map(hash, members)).most_common(1)[0]
-    if count > _MAX_ALIKE:
-        raise ValueError(f"{count} members or keys of one hash, where {_MAX_ALIKE} is the limit")
+    # Sorted, not counted: a Counter takes more memory than the members.
+    hashes = sorted(map(hash, members))
+    if any(map(eq, hashes, islice(hashes, MAX_ALIKE, None))):
+        raise ValueError(f"more than {MAX_ALIKE} members or keys of one hash")
 
 
 def numpy_itemsize(code: str) -> int | None:
@@ -132,3 +137,124 @@ def numpy_itemsize(code: str) -> int | None:
     if kind in "SU":
         return size * 4 if kind == "U" else size
     return size if size in _NUMPY_SIZES[kind] and (unit is None or kind in "mM") else None
+
+
+# --- what it costs ---------------------------------------------------------------------------
+
+# About how many bytes Python keeps of a value. An empty dict is one byte in a file and 72 in
+# memory; so what would be made of a file is added up before anything is.
+_PLACE = 8  # in a list
+_NUMBER = 32
+_LIST = 64
+_SMALL_DICTS = [sys.getsizeof(dict.fromkeys(range(count))) for count in range(16)]
+_PAIR = 100  # of a large dict: some of its table is free
+_MEMBER = 112  # of a set, likewise
+
+# Of extensions, beside what is in the payload.
+_EXT_COSTS: Mapping[int, int] = {
+    Ext.TUPLE: 0,
+    Ext.SET: 200,
+    Ext.FROZENSET: 200,
+    Ext.ORDERED_DICT: 136,
+    Ext.COUNTER: 72,
+    Ext.DEFAULTDICT: 72,
+    Ext.DEQUE: 760,
+    Ext.ARRAY: 1024,
+}
+_RAW = (Ext.INT, Ext.TEXT, Ext.COMPLEX)
+_MAX_SMALL = 64
+
+# Of msgpack's first bytes: how many bytes of length follow, of bytes, extensions, text, lists and
+# dicts; and the lengths of the extensions that have none.
+_LENGTHS = {
+    **{first + i: 1 << i for first in (0xC4, 0xC7, 0xD9) for i in range(3)},
+    **{first + i: 2 << i for first in (0xDC, 0xDE) for i in range(2)},
+}
+_FIXED_EXTS = {0xD4 + i: 1 << i for i in range(5)}
+
+
+def cost_of(data: bytes, limit: int) -> int:
+    """Return about how much memory the value of `encode_value`'s bytes takes, if they are one.
+
+    What is above `limit` is not added up. It takes some 0.1 us a value.
+    """
+    at = cost = 0
+    while at < len(data) and cost <= limit:
+        code = data[at]
+        nbytes, more = _FIRST_BYTES[code]
+        if nbytes:
+            at += nbytes
+        else:
+            at, more = _long_cost(data, at)
+        cost += more
+    return cost
+
+
+def _long_cost(data: bytes, at: int) -> tuple[int, int]:
+    """Return where the next value begins, and the cost of one whose size has to be read."""
+    code = data[at]
+    start, count = _length(data, at)
+    if code in (0xC4, 0xC5, 0xC6):
+        return start + count, _PLACE + 48 + count
+    if code in (0xD9, 0xDA, 0xDB):
+        return start + count, _PLACE + _text_cost(count)
+    if code in (0xDC, 0xDD):
+        return start, _PLACE + _LIST + _PLACE * count
+    if code in (0xDE, 0xDF):
+        return start, _PLACE + _dict_cost(count)
+    return _ext_cost(data, start, count)
+
+
+def _length(data: bytes, at: int) -> tuple[int, int]:
+    """Return where a value's bytes, items or pairs begin, and how many they are."""
+    code = data[at]
+    if 0x80 <= code < 0xA0:
+        return at + 1, code & 0xF
+    start = at + 1 + _LENGTHS.get(code, 0)
+    return start, _FIXED_EXTS.get(code) or int.from_bytes(data[at + 1 : start], "big")
+
+
+def _ext_cost(data: bytes, at: int, nbytes: int) -> tuple[int, int]:
+    """Return the same of an extension, whose type is at `at`."""
+    start = at + 1
+    if start >= len(data):
+        return start, 0
+    kind = data[at]
+    if kind in _RAW:
+        return start + nbytes, _PLACE + _text_cost(nbytes)
+    if kind not in _EXT_COSTS and nbytes <= _MAX_SMALL:
+        return start + nbytes, _PLACE + 64 + 8 * nbytes
+    # The payload is copied, and is a value itself: the next.
+    cost = _PLACE + _EXT_COSTS.get(kind, 0) + 48 + nbytes
+    if kind in (Ext.SET, Ext.FROZENSET):
+        cost += _MEMBER * _length(data, start)[1]
+    return start, cost
+
+
+def _dict_cost(count: int) -> int:
+    return _SMALL_DICTS[count] if count < len(_SMALL_DICTS) else _PAIR * count
+
+
+def _text_cost(nbytes: int) -> int:
+    # Python has one string of each character up to U+00FF. A character beyond U+FFFF makes all of
+    # a text take four bytes each.
+    return 0 if nbytes < 2 else 64 + (2 if nbytes < 32 else 4) * nbytes
+
+
+# Of each first byte: the bytes and the cost of a value, or of a list or dict without what is in it.
+# 0 bytes where a size has to be read. Of the values that cost no more than their place, Python has
+# one of each.
+_FIRST_BYTES: Sequence[tuple[int, int]] = (
+    *[(1, _PLACE)] * 128,  # 00: 0 to 127
+    *[(1, _PLACE + _dict_cost(count)) for count in range(16)],  # 80
+    *[(1, _PLACE + _LIST + _PLACE * count) for count in range(16)],  # 90
+    *[(1 + nbytes, _PLACE + _text_cost(nbytes)) for nbytes in range(32)],  # a0
+    *[(1, _PLACE)] * 4,  # c0: nil, false, true
+    *[(0, 0)] * 6,  # c4
+    *[(1 + nbytes, _PLACE + _NUMBER) for nbytes in (4, 8)],  # ca: floats
+    *[(1 + nbytes, _PLACE + _NUMBER * (nbytes > 1)) for nbytes in (1, 2, 4, 8)],  # cc: from 0 on
+    *[(1 + nbytes, _PLACE + _NUMBER) for nbytes in (1, 2, 4, 8)],  # d0: below 0
+    *[(0, 0)] * 12,  # d4
+    *[(1, _PLACE + _NUMBER)] * 27,  # e0: -32 to -6
+    *[(1, _PLACE)] * 5,  # fb: -5 to -1
+)

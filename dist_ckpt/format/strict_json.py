@@ -19,9 +19,18 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_DEPTH = 64
 
-# What Python makes of a value takes some 64 bytes, of which the text "[]," is three. The index of
-# 16,384 ranks and 3,000 tensors has about a million values.
+# The index of 16,384 ranks and 3,000 tensors has about a million values.
 MAX_VALUES = 1 << 24
+
+# What Python makes of a document takes several times its bytes: of `{},`, three bytes, 140. What we
+# write takes some ten times, and a short document may take what it likes. `docs/format.md` has it.
+_MAX_RATIO = 16
+FREE_NBYTES = 128 << 20
+
+# About how many bytes Python takes for what ends with, or begins with, each of these in a text:
+# half of a string; a number and its place; a list; a dict, and what it is made from; a key's place
+# in both.
+_COSTS = {b'"': 32, b",": 40, b"[": 64, b"{": 104, b":": 160}
 
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
@@ -44,7 +53,7 @@ def parse(data: bytes, what: str) -> Json:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise corrupt(what, f"not UTF-8 at byte {error.start}") from None
-    check_num_values(data, what)
+    check_size(data, what)
     try:
         doc: Json = json.loads(
             text,
@@ -69,9 +78,9 @@ def dump(doc: Json) -> bytes:
 
 
 def checked(data: bytes) -> bytes:
-    """Return an encoded document; ValueError if it may have too many values to be parsed."""
-    if (count := _num_values(data)) > MAX_VALUES:
-        raise ValueError(f"up to {count} values, where {MAX_VALUES} is the limit")
+    """Return an encoded document; ValueError if `parse` would find it too large."""
+    if (problem := _size_problem(data)) is not None:
+        raise ValueError(problem)
     return data
 
 
@@ -80,17 +89,39 @@ def text_of(doc: Json) -> str:
     return _ENCODER.encode(doc)
 
 
-def check_num_values(data: bytes, what: str) -> None:
-    """Raise CorruptError if a document may have too many values to be parsed."""
-    if (count := _num_values(data)) > MAX_VALUES:
-        raise corrupt(what, f"up to {count} values, where {MAX_VALUES} is the limit")
+def check_size(data: bytes, what: str) -> None:
+    """Raise CorruptError if a document may have too many values, or take too much memory."""
+    if (problem := _size_problem(data)) is not None:
+        raise corrupt(what, problem)
 
 
-def _num_values(data: bytes) -> int:
-    """Return how many values a document has at most; a pair of an object counts as one."""
-    if len(data) < MAX_VALUES:
-        return 1 + len(data)  # few enough, however many they are
-    return 1 + data.count(b",") + data.count(b"[") + data.count(b"{")
+def max_memory(nbytes: int) -> int:
+    """Return how many bytes of memory we let a document of so many bytes take."""
+    return FREE_NBYTES + _MAX_RATIO * nbytes
+
+
+def memory_problem(nbytes: int, memory: int) -> str | None:
+    """Say that a document of `nbytes` would take more memory than it may, or None."""
+    if memory <= (most := max_memory(nbytes)):
+        return None
+    return f"its {nbytes} bytes would take more than {most} bytes of memory, the limit for so many"
+
+
+def _size_problem(data: bytes) -> str | None:
+    """Say what is too much about a document, from an upper bound; None if nothing is."""
+    # Each costs at most 80 a byte: so nothing is wrong with a short one, and few are longer.
+    if len(data) * 80 <= FREE_NBYTES:
+        return None
+    # A pair of an object is one value.
+    if (count := 1 + sum(map(data.count, b",[{"))) > MAX_VALUES:
+        return f"up to {count} values, where {MAX_VALUES} is the limit"
+    return memory_problem(len(data), cost_of(data))
+
+
+def cost_of(data: bytes) -> int:
+    """Return about how much memory a document takes, if it is one, while it is parsed."""
+    text = len(data) if data.isascii() else 4 * len(data)
+    return text + sum(cost * data.count(mark) for mark, cost in _COSTS.items())
 
 
 def is_text(text: str) -> bool:

@@ -160,6 +160,7 @@ def test_too_many_values_are_refused_before_anything_is_made_of_them(
 ) -> None:
     data = items(cast("Json", ITEM_ROWS * 20))
     monkeypatch.setattr(strict_json, "MAX_VALUES", 100)
+    monkeypatch.setattr(strict_json, "FREE_NBYTES", 5000)
     with pytest.raises(CorruptError, match="values, where 100 is the limit"):
         json_rows.parse(data, ITEMS, "doc")
 

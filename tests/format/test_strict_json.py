@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -68,6 +69,7 @@ def test_what_could_be_read_in_two_ways_is_refused(data, fact):
 
 def test_what_would_become_too_many_values_is_not_parsed_nor_written(monkeypatch):
     monkeypatch.setattr(strict_json, "MAX_VALUES", 100)
+    monkeypatch.setattr(strict_json, "FREE_NBYTES", 5000)
     taken: strict_json.Json = [[]] * 49
     assert strict_json.parse(strict_json.dump(taken), "doc") == taken
     docs: list[Any] = [[[]] * 51, [{}] * 51, list(range(101)), {str(n): n for n in range(101)}]
@@ -110,3 +112,53 @@ def test_fields_must_be_there_and_known_but_for_extensions():
 def test_an_integer_is_neither_a_bool_nor_a_float_nor_out_of_range(value):
     with pytest.raises(CorruptError, match="is not an integer from 0 to 10"):
         strict_json.integer(value, 0, 10, "doc")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("{}", 3000), ("[]", 3000), ("[" * 20 + "]" * 20, 150), ('{"":0}', 2000), ('{"a":{}}', 2000)],
+    ids=["empty dicts", "empty lists", "nested", "dicts of one", "dicts of dicts"],
+)
+def test_a_document_that_would_take_far_more_than_its_bytes_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, text: str, count: int
+) -> None:
+    data = f"[{','.join([text] * count)}]".encode()
+    assert strict_json.parse(data, "doc")
+    monkeypatch.setattr(strict_json, "FREE_NBYTES", 1 << 15)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match=r"bytes would take more than \d+ bytes of memory"):
+            strict_json.parse(data, "doc")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(data)
+    with pytest.raises(ValueError, match=r"bytes would take more than \d+ bytes of memory"):
+        strict_json.dump(json.loads(data))
+
+
+@pytest.mark.parametrize(
+    "doc",
+    [
+        *([{}] * 3000, [[]] * 3000, [[[[]]]] * 1000, [{"": 0}] * 1000, [{"a": {"b": {}}}] * 1000),
+        *(list(range(1000, 5000)), [0.5] * 3000, ["ab"] * 3000, ["ab\U0001f600" * 10] * 100),
+        *({str(n): n for n in range(3000)}, {str(n): "abc" for n in range(3000)}),
+        {f"model.layers.{n}.weight": ["float32", [4096, 4096], n, 0, 1] for n in range(1000)},
+    ],
+    ids=[
+        *("empty dicts", "empty lists", "nested lists", "dicts of one", "nested dicts"),
+        *("integers", "floats", "strings", "no ASCII", "numbers by name", "strings by name"),
+        "tensors",
+    ],
+)
+def test_what_a_document_costs_is_known_from_its_bytes(doc: strict_json.Json) -> None:
+    data = strict_json.dump(doc)
+    tracemalloc.start()
+    try:
+        parsed = strict_json.parse(data, "doc")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert parsed == doc
+    assert peak <= 1.3 * strict_json.cost_of(data)
+    assert strict_json.cost_of(data) <= 3 * peak
