@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from math import prod
-from operator import index as as_int
 from threading import Lock
-from types import EllipsisType
-from typing import SupportsIndex
 
 from dist_ckpt import commit
 from dist_ckpt.commit.attempts import AttemptState, while_it_is_there
@@ -27,6 +25,7 @@ from dist_ckpt.format.index import Index, Key
 from dist_ckpt.format.objects_file import ObjectsFile, StandIn
 from dist_ckpt.format.strict_json import Json
 from dist_ckpt.memory.host_array import Array, ArrayTarget
+from dist_ckpt.offline.basic_index import BasicIndex, select
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import LoadPlan, Wanted
 from dist_ckpt.shard_io.block_reader import read
@@ -36,9 +35,6 @@ from dist_ckpt.storage import Storage, open_storage
 
 # So many shard files stay open between reads: enough for a tensor's shards on one host.
 MAX_KEPT = 64
-
-# What a tensor can be indexed with; each is one entry of a tuple, too.
-Slice = SupportsIndex | slice | EllipsisType
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  # it is `dc.open`
@@ -68,8 +64,11 @@ class Checkpoint:
     """A committed checkpoint: what it holds, read when it is asked for and checked when read.
 
     `ck["model.w"][rows, cols]` reads the blocks that hold these elements. Close it when done, or
-    use it in a `with`. Threads may share it; they take turns.
+    use it in a `with`: files that it has read stay open until then. Like a file of Python's, one
+    that is forgotten goes with a ResourceWarning. Threads may share it; they take turns.
     """
+
+    _files: OrderedDict[int, OpenFile] | None = None
 
     def __init__(self, storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
         self.path = path
@@ -78,7 +77,7 @@ class Checkpoint:
         self._attempt = attempt
         self._folder = f"{path}/{attempt.name}"
         self._threads = Config.from_environment().threads
-        self._files: OrderedDict[int, OpenFile] | None = OrderedDict()
+        self._files = OrderedDict()
         self._own: dict[int, ObjectsFile] = {}
         self._turn = Lock()
 
@@ -173,9 +172,22 @@ class Checkpoint:
     def close(self) -> None:
         """Let the open files go; nothing can be read after it. Never raises."""
         with self._turn:
-            for file in (self._files or {}).values():
-                file.close()
-            self._files = None
+            self._close_files()
+
+    def _close_files(self) -> None:
+        for file in (self._files or {}).values():
+            file.close()
+        self._files = None
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
+        if not self._files:
+            return
+        try:
+            message = f"{self!r} was not closed: call close(), or use it in a `with`"
+            warn(message, ResourceWarning, stacklevel=2, source=self)
+        finally:
+            # Nobody else has it: without its turn, which a fork may have left taken.
+            self._close_files()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -260,50 +272,13 @@ class StoredTensor:
         """Its size in bytes."""
         return self._info.nbytes
 
-    def __getitem__(self, where: Slice | tuple[Slice, ...]) -> Array:
+    def __getitem__(self, where: BasicIndex | tuple[BasicIndex, ...]) -> Array:
         region, shape = select(where, self.shape)
         read = self.checkpoint.read(self.fqn, region)
         return Array(read.dtype, shape, read.data)
 
     def __repr__(self) -> str:
         return f"StoredTensor({self.fqn!r}, {self.dtype}, {self.shape})"
-
-
-def select(where: Slice | tuple[Slice, ...], shape: Shape) -> tuple[Region, Shape]:
-    """Return the box that an index means, and the shape of what it returns.
-
-    Raises IndexError as numpy does, ValueError for what is no basic index of step 1.
-    """
-    entries = where if isinstance(where, tuple) else (where,)
-    if (num_dots := sum(entry is Ellipsis for entry in entries)) > 1:
-        raise ValueError("an index can have one `...` only")
-    if (num_dims := len(entries) - num_dots) > len(shape):
-        raise IndexError(f"{num_dims} indices for a tensor of {len(shape)} dimensions")
-    rest = (slice(None),) * (len(shape) - num_dims)
-    at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    offset, extent, kept = [], [], []
-    for dim, entry in enumerate((*entries[:at], *rest, *entries[at + 1 :])):
-        bounds = _bounds(entry, shape[dim], dim)
-        offset.append(bounds.start)
-        extent.append(len(bounds))
-        if isinstance(entry, slice):
-            kept.append(len(bounds))
-    return Region(tuple(offset), tuple(extent)), tuple(kept)
-
-
-def _bounds(entry: Slice, size: int, dim: int) -> range:
-    """Return what one entry of an index selects of its dimension."""
-    if isinstance(entry, slice):
-        start, stop, step = entry.indices(size)
-        if step != 1:
-            raise ValueError(f"a step of {step}: read the range and pick from it")
-        return range(start, stop)
-    if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
-        raise ValueError(f"{entry!r} is no index here: use integers, slices and `...`")
-    number = as_int(entry)
-    if not -size <= number < size:
-        raise IndexError(f"index {number} is out of bounds for dimension {dim} of size {size}")
-    return range(number % size, number % size + 1)
 
 
 def _made(stand_in: StandIn) -> object:

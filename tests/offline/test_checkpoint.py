@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -28,7 +29,8 @@ from dist_ckpt.format.layout import Flat, Layout
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.memory.host_array import Array
 from dist_ckpt.offline import checkpoint
-from dist_ckpt.offline.checkpoint import Checkpoint, CheckpointSummary, checkpoints_in, select
+from dist_ckpt.offline.basic_index import select
+from dist_ckpt.offline.checkpoint import Checkpoint, CheckpointSummary, checkpoints_in
 from dist_ckpt.storage import ReadableFile
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -98,6 +100,12 @@ SAVED = {f"model.{name}": saved for name, saved in LAYOUTS.items()}
 CHECKPOINT = opened(SAVED, 3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _closing() -> Iterator[None]:
+    with CHECKPOINT:
+        yield
+
+
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(SAVED)))
 def test_a_slice_is_what_plain_python_picks(data: st.DataObject, name: str) -> None:
@@ -164,12 +172,12 @@ def test_only_the_blocks_of_a_slice_are_read() -> None:
             return file
 
     storage, index = in_memory(tensors)
-    ck = Checkpoint(Counting(storage.tree()), "/ck", Attempt(1, "0123456789abcdef"), index)
-    assert not counted
-    assert ck["model.w"].shape == shape
-    assert not counted
-    assert ck["model.w"][40:43, 2:5].shape == (3, 3)
-    assert sum(counted) == 3 * 64
+    with Checkpoint(Counting(storage.tree()), "/ck", Attempt(1, "0123456789abcdef"), index) as ck:
+        assert not counted
+        assert ck["model.w"].shape == shape
+        assert not counted
+        assert ck["model.w"][40:43, 2:5].shape == (3, 3)
+        assert sum(counted) == 3 * 64
 
 
 def test_damage_is_found_when_it_is_read_and_not_elsewhere() -> None:
@@ -180,10 +188,10 @@ def test_damage_is_found_when_it_is_read_and_not_elsewhere() -> None:
     data = bytearray(tree[name] or b"")
     data[index.files[0].header_nbytes + 50 * 64] ^= 16
     tree[name] = bytes(data)
-    ck = Checkpoint(MemoryStorage(tree), "/ck", Attempt(1, "0123456789abcdef"), index)
-    assert ck["model.w"][:50].shape == (50, 16)
-    with pytest.raises(CorruptError, match=r"model\.w rows 50:51: damaged"):
-        ck["model.w"][50, 0]
+    with Checkpoint(MemoryStorage(tree), "/ck", Attempt(1, "0123456789abcdef"), index) as ck:
+        assert ck["model.w"][:50].shape == (50, 16)
+        with pytest.raises(CorruptError, match=r"model\.w rows 50:51: damaged"):
+            ck["model.w"][50, 0]
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -233,9 +241,9 @@ def test_the_file_that_was_used_last_stays_open(monkeypatch: pytest.MonkeyPatch)
     saved = random_tensor((6, 2), rows((6, 2), 2, 4))
     storage, index = in_memory({"model.w": saved}, 3)
     watched = Watched(storage.tree())
-    ck = Checkpoint(watched, "/ck", Attempt(1, "0123456789abcdef"), index)
-    for row in (0, 2, 0, 4, 0, 1):
-        ck["model.w"][row]
+    with Checkpoint(watched, "/ck", Attempt(1, "0123456789abcdef"), index) as ck:
+        for row in (0, 2, 0, 4, 0, 1):
+            ck["model.w"][row]
     assert watched.num_opened == 3
 
 
@@ -266,11 +274,74 @@ def test_threads_that_share_a_checkpoint_take_turns(monkeypatch: pytest.MonkeyPa
     saved = SAVED["model.rows"]
     storage, index = in_memory(SAVED, 3)
     ck = Checkpoint(Busy(storage.tree()), "/ck", Attempt(1, "0123456789abcdef"), index)
-    with ThreadPoolExecutor(4) as executor:
+    with ck, ThreadPoolExecutor(4) as executor:
         rows_read = executor.map(lambda i: ck["model.rows"][i % 6, 0].data, range(60), timeout=60)
         got = [bytes(data) for data in rows_read]
     assert got == [saved.data[i % 6 * 80 : i % 6 * 80 + 16] for i in range(60)]
     assert not overlaps
+
+
+# --- who forgets to close it -----------------------------------------------------------------
+
+
+def descriptors() -> set[str]:
+    """Return the files of checkpoints that this process has open."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.add(str(link.readlink()))
+    return {name for name in found if name.endswith(".safetensors")}
+
+
+def test_a_forgotten_checkpoint_goes_with_a_warning_and_its_files(tmp_path: Path) -> None:
+    full_checkpoint(tmp_path / "ck")
+    with pytest.warns(ResourceWarning, match=r"ck', step=7.*was not closed: call close\(\), or"):
+        part = checkpoint.open(tmp_path / "ck")["model.w"][0:3]
+    assert part.shape == (3, 2)
+    assert not descriptors()
+
+
+def test_a_tensor_of_a_checkpoint_keeps_it(tmp_path: Path) -> None:
+    full_checkpoint(tmp_path / "ck")
+    tensor = checkpoint.open(tmp_path / "ck")["model.w"]
+    assert tensor[0:3] == tensor[0:3]
+    assert len(descriptors()) == 2
+    with pytest.warns(ResourceWarning):
+        del tensor
+    assert not descriptors()
+
+
+@pytest.mark.filterwarnings("error")
+def test_who_closes_or_has_read_nothing_hears_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_checkpoint(tmp_path / "ck")
+    ck = checkpoint.open(tmp_path / "ck")
+    _ = ck["model.w"][0], ck.objects
+    ck.close()
+    ck.close()
+    del ck
+    with checkpoint.open(tmp_path / "ck") as ck:
+        _ = ck["model.w"][0]
+    del ck
+    _ = checkpoint.open(tmp_path / "ck").objects
+    monkeypatch.setenv("DIST_CKPT_THREADS", "none")
+    with pytest.raises(ValueError, match="DIST_CKPT_THREADS"):
+        checkpoint.open(tmp_path / "ck")
+
+
+def test_neither_the_end_of_a_process_nor_a_fork_makes_a_noise_or_waits(tmp_path: Path) -> None:
+    full_checkpoint(tmp_path / "ck")
+    script = (
+        "import os, sys; from dist_ckpt.offline.checkpoint import open; "
+        "ck = open(sys.argv[1]); ck['model.w'][1:, 0]; ck._turn.acquire(); child = os.fork()\n"
+        "if not child: del ck; os._exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7; ck._turn.release(); "
+        "assert len(ck['model.w'][1:, 0].data) == 12"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "ck")]
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 # --- what it says of itself ------------------------------------------------------------------
