@@ -51,19 +51,16 @@ class Stored:
             sources = dict(self.index.catalog.per_rank[fqn])
             for key, rank in keys:
                 name = filenames.objects_file(sources[key])
-                try:
-                    value = self.files[name].per_rank[fqn][key]
-                except KeyError:
-                    raise CorruptError(
-                        f"{self._folder}/{name} lacks {fqn} of {key!r}; use another checkpoint"
-                    ) from None
+                value = self.files[name].per_rank[fqn][key]
                 keyed.setdefault(rank, {}).setdefault(fqn, {})[key] = value
         return keyed
 
     def _read_objects(self, record: ObjectsFileRecord) -> objects_file.ObjectsFile:
-        return objects_file.decode(
-            read_objects(self._storage, self._folder, record), what=record.name
-        )
+        data = read_objects(self._storage, self._folder, record)
+        file = objects_file.decode(data, what=record.name)
+        for what in objects_file.lacking(file, record.name, self.index.catalog):
+            raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
+        return file
 
     def fetch(self, wanted: Sequence[Wanted], memory: memoryview) -> None:
         """Read the wanted cells, one after another, into `memory`."""

@@ -185,6 +185,9 @@ class _Verifying:
         index, folder = self._index, self._folder
         known = {filenames.INDEX, filenames.CLAIM, *(record.name for record in index.objects)}
         known.update(index.file_name(record) for record in index.files)
+        if filenames.OBJECTS not in known:
+            what = f"{folder}: the index lists no {filenames.OBJECTS}"
+            self.problems.append(Problem(filenames.INDEX, None, None, None, what))
         for entry in self._storage.list(folder):
             if entry.name in known:
                 continue
@@ -204,14 +207,18 @@ class _Verifying:
             self.problems.append(Problem(filenames.CLAIM, None, None, None, str(error)))
 
     def _check_objects(self, record: ObjectsFileRecord) -> None:
+        path = f"{self._folder}/{record.name}"
+        rank = filenames.parse_objects_file(record.name)
         try:
             data = read_objects(self._storage, self._folder, record)
-            objects_file.decode(data, what=f"{self._folder}/{record.name}")
+            file = objects_file.decode(data, what=path)
         except CheckpointError as error:
-            rank = filenames.parse_objects_file(record.name)
             self.problems.append(Problem(record.name, rank, None, None, str(error)))
             return
         self._count(record.nbytes)
+        for what in objects_file.lacking(file, record.name, self._index.catalog):
+            text = f"{path} lacks {what}, which the checkpoint should hold"
+            self.problems.append(Problem(record.name, rank, None, None, text))
 
     # --- shard files ---
 

@@ -10,10 +10,11 @@ import pytest
 from dist_ckpt.commit import claim, commit
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.format.geometry import Span
+from dist_ckpt.format.index import Node
 from dist_ckpt.format.layout import Flat, Layout
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.offline import verify as verify_module
-from dist_ckpt.offline.verify import Problem, VerifyReport, verify
+from dist_ckpt.offline.verify import Level, Problem, VerifyReport, verify
 from dist_ckpt.storage.local import LocalStorage
 from written import Saved, catalog_of, one_cell, random_tensor, rows, save, write_catalog
 
@@ -215,7 +216,8 @@ def test_shards_that_the_index_does_not_expect_are_reported(tmp_path: Path) -> N
     saved = tensors()
     storage = LocalStorage()
     claimed = claim(storage, str(tmp_path / "ck"), overwrite=False, by="a test")
-    index = write_catalog(storage, claimed.folder, saved, catalog_of(saved, 2))
+    objects = {0: {"objects.msgpack": ObjectsFile()}}
+    index = write_catalog(storage, claimed.folder, saved, catalog_of(saved, 2), objects=objects)
     catalog = index.catalog
     tensors_of_index = dict(catalog.tensors)
     tensors_of_index["model.g"] = tensors_of_index.pop("model.f")
@@ -227,6 +229,50 @@ def test_shards_that_the_index_does_not_expect_are_reported(tmp_path: Path) -> N
     assert told == {(r, f"model.{name}") for r in (0, 1) for name in "fgw"}
     assert any("has nothing, the index says float32 [6, 5]" in str(p) for p in report.problems)
     assert any("has float32 [40, 8], the index says int32" in str(p) for p in report.problems)
+
+
+@pytest.mark.parametrize("level", ["full", "quick"])
+def test_a_value_that_its_file_lacks_is_reported(tmp_path: Path, level: Level) -> None:
+    saved = {"model.w": random_tensor((2,), one_cell((2,)))}
+    catalog = replace(
+        catalog_of(saved, 2),
+        values={"lr": 0, "late": 1},
+        per_rank={"rng": ((("dp", 0), 0), (("dp", 1), 1))},
+    )
+    root = Node("", "dict", ("model", "lr", "late", "rng"))
+    whole = {
+        0: {
+            "objects.msgpack": ObjectsFile((root, Node("model", "dict", ("w",))), {"lr": 1}),
+            "objects-00000.msgpack": ObjectsFile(per_rank={"rng": {("dp", 0): 1}}),
+        },
+        1: {"objects-00001.msgpack": ObjectsFile((), {"late": 1}, {"rng": {("dp", 1): 1}})},
+    }
+    save(tmp_path / "whole", saved, catalog=catalog, objects=whole)
+    assert verify(tmp_path / "whole", level=level).ok
+    lacking = {
+        0: {
+            "objects.msgpack": ObjectsFile(tree=(root, Node("model", "dict", ("w", 0)))),
+            "objects-00000.msgpack": ObjectsFile(values={"lr": 1, "late": 1}),
+        },
+        1: {"objects-00001.msgpack": ObjectsFile(per_rank={"rng": {("dp", 0): 1}})},
+    }
+    save(tmp_path / "ck", saved, catalog=catalog, objects=lacking)
+    problems = verify(tmp_path / "ck", level=level).problems
+    told = {(p.file, p.rank, p.what.partition(" lacks ")[2]) for p in problems}
+    end = ", which the checkpoint should hold"
+    assert told == {
+        ("objects.msgpack", 0, f"lr{end}"),
+        ("objects.msgpack", 0, f"model.0, a child of model{end}"),
+        ("objects-00000.msgpack", 0, f"rng of ('dp', 0){end}"),
+        ("objects-00001.msgpack", 1, f"late{end}"),
+        ("objects-00001.msgpack", 1, f"rng of ('dp', 1){end}"),
+    }
+
+
+def test_a_checkpoint_without_its_global_objects_file_is_a_problem(tmp_path: Path) -> None:
+    save(tmp_path / "ck", {"model.w": random_tensor((2,), one_cell((2,)))})
+    (problem,) = verify(tmp_path / "ck").problems
+    assert problem.what.endswith("the index lists no objects.msgpack")
 
 
 def test_nothing_to_verify_is_an_error(tmp_path: Path) -> None:
