@@ -155,7 +155,9 @@ def _groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
     groups: dict[str, Sequence[str]] = {}
     for name, value in main.values.items():
         group = name.removesuffix(_PARAMS)
-        if group != name and group in catalog.values and isinstance(value, list):
+        if group == name or group not in catalog.values or not isinstance(value, list):
+            continue
+        if all(isinstance(param, str) for param in value):  # else it is a value of the user's
             groups[group] = value
     return groups
 

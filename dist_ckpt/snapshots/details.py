@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import msgpack
 
 from dist_ckpt.comm.collective import Bodies
+from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.strict_json import Json
 from dist_ckpt.planning.plan import ReplicaDigests
+
+_NOT_OURS = "these are no details of a snapshot"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,27 @@ def decode_details(data: bytes) -> Details:
             tuple(bodies),
             tuple(replicas),
         ):
-            unpacked = tuple(
-                (bytes(body), tuple(rank for start, stop in runs for rank in range(start, stop)))
-                for body, runs in bodies
-            )
+            unpacked = tuple(map(_body, bodies))
             return Details(overwrite, mirrored, saved_by, began_at, unpacked, replicas)
-    raise ValueError("these are no details of a snapshot")
+    raise ValueError(_NOT_OURS)
+
+
+def _body(value: object) -> tuple[bytes, tuple[int, ...]]:
+    match value:
+        case (bytes(body), tuple(runs)):
+            ranks: list[int] = []
+            for run in runs:
+                ranks += _ranks(run, MAX_WORLD_SIZE - len(ranks))
+            return body, tuple(ranks)
+    raise ValueError(_NOT_OURS)
+
+
+def _ranks(run: object, most: int) -> range:
+    """Return the ranks of a run. A short one can ask for many: at most so many."""
+    match run:
+        case (int(start), int(stop)) if 0 <= start < stop and stop - start <= most:
+            return range(start, stop)
+    raise ValueError(_NOT_OURS)
 
 
 def _runs(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
