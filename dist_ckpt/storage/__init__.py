@@ -2,9 +2,9 @@
 
 A backend keeps `protocol.py`, and is tested by a subclass of
 `dist_ckpt.testing.storage_contract.StorageContract`. `local.py` is the only one so far, with
-`descriptor.py` and `direct_io.py` behind it: `open_storage` refuses other schemes, and
-`snapshots/job_folder.py` and `cli/changing.py` know paths of local files only. `counting.py`,
-`deadline.py` and `pacing.py` wrap any backend.
+`descriptor.py`, `direct_io.py` and `exclusive_rename.py` behind it: `open_storage` refuses other
+schemes, and `snapshots/job_folder.py` and `cli/changing.py` know paths of local files only.
+`counting.py`, `deadline.py` and `pacing.py` wrap any backend.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
 
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 from dist_ckpt.format.checksums import Buffer
@@ -22,13 +21,11 @@ from dist_ckpt.format.geometry import Span
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.storage.descriptor import Descriptor
 from dist_ckpt.storage.direct_io import READ_SLOT_NBYTES, DirectFile, DirectIO, DirectReads
+from dist_ckpt.storage.exclusive_rename import UNSUPPORTED, rename_exclusively, system_call
 from dist_ckpt.storage.protocol import Entry, ReadableFile, WritableFile
 
 # One call moves at most 2 GiB on Linux, and fails above that on macOS.
 _MAX_CALL_NBYTES = 1 << 30
-
-# What a call says where the file system has no such operation.
-_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 _REMEDIES = {
     errno.ENOSPC: "free space, or save somewhere else",
@@ -122,12 +119,7 @@ class LocalStorage:
     def rename(self, old: str, new: str) -> None:
         """Rename without replacing: by the system's own call, else by a link for a file."""
         with _errors_of(new, FileExistsError, FileNotFoundError):
-            if _rename_exclusively(old, new):
-                return
-            if stat.S_ISDIR(os.lstat(old).st_mode):
-                _rename_folder(old, new)
-            else:
-                _rename_by_link(old, new)
+            rename_exclusively(old, new)
 
     def remove(self, path: str) -> None:
         """Remove a file (of a link, the link) or an empty folder."""
@@ -149,7 +141,7 @@ class LocalStorage:
             except OSError as error:
                 # Some network file systems have no fsync of folders: their names are as durable
                 # as they get when the call that made them returns.
-                if error.errno not in _UNSUPPORTED:
+                if error.errno not in UNSUPPORTED:
                     raise
             finally:
                 os.close(fd)
@@ -312,18 +304,11 @@ def _sync(fd: int) -> None:
         try:
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in UNSUPPORTED:
                 raise
         else:
             return
     os.fsync(fd)
-
-
-@cache
-def _system_call(name: str) -> Callable[..., int] | None:
-    """Return a function of the C library that Python's `os` lacks, or None."""
-    function: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    return function
 
 
 def _reserve(fd: int, nbytes: int) -> None:
@@ -341,56 +326,11 @@ def _allocate(fd: int, nbytes: int) -> bool:
     Not by `os.posix_fallocate`, which writes the whole file where the call is missing. The size
     stays 0 (mode 1), so that `finish` sees what was written.
     """
-    fallocate = _system_call("fallocate") if sys.platform == "linux" else None
+    fallocate = system_call("fallocate") if sys.platform == "linux" else None
     while fallocate and fallocate(fd, 1, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         code = ctypes.get_errno()
-        if code in _UNSUPPORTED:
+        if code in UNSUPPORTED:
             return False
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
     return fallocate is not None
-
-
-def _rename_exclusively(old: str, new: str) -> bool:
-    """Rename by the call that never replaces; False where there is none, or not here."""
-    names = os.fsencode(old), os.fsencode(new)
-    if sys.platform == "darwin":
-        renamex = _system_call("renamex_np")
-        failed = renamex is None or renamex(*names, 4)  # RENAME_EXCL
-    else:
-        renameat2 = _system_call("renameat2")
-        # AT_FDCWD twice, RENAME_NOREPLACE
-        failed = renameat2 is None or renameat2(-100, names[0], -100, names[1], 1)
-    if not failed:
-        return True
-    code = ctypes.get_errno()
-    if code in _UNSUPPORTED:
-        return False
-    raise OSError(code, os.strerror(code), old, None, new)
-
-
-def _rename_by_link(old: str, new: str) -> None:
-    """Rename a file where no call does so exclusively (NFS): link, which never replaces."""
-    try:
-        os.link(old, new, follow_symlinks=False)
-    except FileExistsError:
-        # A repeated request may find what its first, unanswered one did. Two callers that rename
-        # the same file both get past here, and one of them fails to unlink.
-        if not os.path.samestat(os.lstat(old), os.lstat(new)):
-            raise
-    except OSError as error:
-        if error.errno in (errno.EPERM, errno.EMLINK, *_UNSUPPORTED):
-            raise OSError(errno.ENOTSUP, "no exclusive rename and no links here") from error
-        raise
-    os.unlink(old)
-
-
-def _rename_folder(old: str, new: str) -> None:
-    """Rename a folder where no call does so exclusively.
-
-    Plain rename replaces only an empty folder, and the names that a folder is renamed to are
-    made by nobody but the one who moves that folder.
-    """
-    if os.path.lexists(new):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-    os.rename(old, new)

@@ -19,7 +19,7 @@ from dist_ckpt import commit
 from dist_ckpt.commit import attempts
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 from dist_ckpt.format.index import Abandoned
-from dist_ckpt.storage import Storage, local, open_storage
+from dist_ckpt.storage import Storage, exclusive_rename, local, open_storage
 from dist_ckpt.storage.local import LocalStorage, write_all
 from dist_ckpt.testing.storage_contract import StorageContract, read, write
 
@@ -37,7 +37,7 @@ def storage() -> Storage:
 @pytest.fixture
 def no_exclusive_rename(monkeypatch) -> None:
     """Make the system what NFS and old kernels are: without an exclusive rename."""
-    monkeypatch.setattr(local, "_rename_exclusively", lambda *_: False)
+    monkeypatch.setattr(exclusive_rename, "_rename_by_call", lambda *_: False)
 
 
 class TestLocalStorage(StorageContract):
@@ -254,7 +254,7 @@ def test_a_file_system_whose_rename_replaces_is_refused_at_the_claim(storage, ro
         os.rename(old, new)
         return True
 
-    monkeypatch.setattr(local, "_rename_exclusively", rename)
+    monkeypatch.setattr(exclusive_rename, "_rename_by_call", rename)
     with pytest.raises(StorageError, match="a rename here replaces"):
         commit.claim(storage, f"{root}/ck", overwrite=False, by="me")
     assert os.listdir(root) == []
@@ -266,7 +266,7 @@ def test_a_file_system_whose_rename_replaces_is_refused_at_the_claim(storage, ro
 @pytest.mark.parametrize("rename", ["exclusive", "by link"])
 def test_save_overwrite_and_delete(rename, storage, root, monkeypatch):
     if rename == "by link":
-        monkeypatch.setattr(local, "_rename_exclusively", lambda *_: False)
+        monkeypatch.setattr(exclusive_rename, "_rename_by_call", lambda *_: False)
     path = f"{root}/runs/ck"
     save(storage, 1, path=path, ranks=2)
     with pytest.raises(ExistsError):

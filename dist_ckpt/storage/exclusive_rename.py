@@ -1,0 +1,76 @@
+"""Rename and never replace: by the system's own call, else by what comes nearest to it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import sys
+from collections.abc import Callable
+from functools import cache
+
+# What a call says where the file system has no such operation.
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def rename_exclusively(old: str, new: str) -> None:
+    """Rename a file or folder; FileExistsError if the new name is taken."""
+    if _rename_by_call(old, new):
+        return
+    if stat.S_ISDIR(os.lstat(old).st_mode):
+        _rename_folder(old, new)
+    else:
+        _rename_by_link(old, new)
+
+
+@cache
+def system_call(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library that Python's `os` lacks, or None."""
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    return function
+
+
+def _rename_by_call(old: str, new: str) -> bool:
+    """Rename by the call that never replaces; False where there is none, or not here."""
+    names = os.fsencode(old), os.fsencode(new)
+    if sys.platform == "darwin":
+        renamex = system_call("renamex_np")
+        failed = renamex is None or renamex(*names, 4)  # RENAME_EXCL
+    else:
+        renameat2 = system_call("renameat2")
+        # AT_FDCWD twice, RENAME_NOREPLACE
+        failed = renameat2 is None or renameat2(-100, names[0], -100, names[1], 1)
+    if not failed:
+        return True
+    code = ctypes.get_errno()
+    if code in UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), old, None, new)
+
+
+def _rename_by_link(old: str, new: str) -> None:
+    """Rename a file where no call does so exclusively (NFS): link, which never replaces."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except FileExistsError:
+        # A repeated request may find what its first, unanswered one did. Two callers that rename
+        # the same file both get past here, and one of them fails to unlink.
+        if not os.path.samestat(os.lstat(old), os.lstat(new)):
+            raise
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EMLINK, *UNSUPPORTED):
+            raise OSError(errno.ENOTSUP, "no exclusive rename and no links here") from error
+        raise
+    os.unlink(old)
+
+
+def _rename_folder(old: str, new: str) -> None:
+    """Rename a folder where no call does so exclusively.
+
+    Plain rename replaces only an empty folder, and the names that a folder is renamed to are
+    made by nobody but the one who moves that folder.
+    """
+    if os.path.lexists(new):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+    os.rename(old, new)
