@@ -34,14 +34,11 @@ def system_call(name: str) -> Callable[..., int] | None:
 def _rename_by_call(old: str, new: str) -> bool:
     """Rename by the call that never replaces; False where there is none, or not here."""
     names = os.fsencode(old), os.fsencode(new)
-    if sys.platform == "darwin":
-        renamex = system_call("renamex_np")
-        failed = renamex is None or renamex(*names, 4)  # RENAME_EXCL
-    else:
-        renameat2 = system_call("renameat2")
-        # AT_FDCWD twice, RENAME_NOREPLACE
-        failed = renameat2 is None or renameat2(-100, names[0], -100, names[1], 1)
-    if not failed:
+    is_mac = sys.platform == "darwin"
+    if (call := system_call("renamex_np" if is_mac else "renameat2")) is None:
+        return False
+    # RENAME_EXCL; AT_FDCWD twice, RENAME_NOREPLACE
+    if not (call(*names, 4) if is_mac else call(-100, names[0], -100, names[1], 1)):
         return True
     code = ctypes.get_errno()
     if code in UNSUPPORTED:

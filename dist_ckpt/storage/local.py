@@ -40,6 +40,7 @@ _REMEDIES = {
     errno.ELOOP: "choose a path without circular links",
     errno.ENOTDIR: "a part of the path is a file; choose another path",
     errno.ENOTEMPTY: "look what is in it",
+    errno.ESTALE: "look whether the server is up, mount it again if need be, then try again",
     errno.ENOTSUP: "choose a file system where a checkpoint can be committed safely",
 }
 _OTHERWISE = "check the disk or the network (the kernel's log may say more), then try again"
@@ -66,7 +67,7 @@ class LocalStorage:
     def make_folder(self, folder: str) -> None:
         """Create one folder, readable and writable as the umask says."""
         passed = (FileExistsError, FileNotFoundError, NotADirectoryError)
-        with _errors_of(folder, *passed):
+        with _errors_of(folder, *passed, needs=os.path.dirname(folder)):
             try:
                 os.mkdir(folder)
             except FileExistsError:
@@ -77,7 +78,8 @@ class LocalStorage:
     def create(self, path: str, nbytes: int) -> WritableFile:
         """Create a file exclusively and reserve its space; a file that finds none is removed."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        with _errors_of(path, FileExistsError, FileNotFoundError):
+        passed = (FileExistsError, FileNotFoundError)
+        with _errors_of(path, *passed, needs=os.path.dirname(path)):
             fd = os.open(path, flags, 0o666)
             direct = None
             try:
@@ -118,7 +120,7 @@ class LocalStorage:
 
     def rename(self, old: str, new: str) -> None:
         """Rename without replacing: by the system's own call, else by a link for a file."""
-        with _errors_of(new, FileExistsError, FileNotFoundError):
+        with _errors_of(new, FileExistsError, FileNotFoundError, needs=old):
             rename_exclusively(old, new)
 
     def remove(self, path: str) -> None:
@@ -234,19 +236,35 @@ def write_all(
 
 
 @contextmanager
-def _errors_of(path: str, *passed: type[OSError]) -> Iterator[None]:
-    """Turn an OSError into a StorageError that says what to do, but for the `passed` ones."""
+def _errors_of(path: str, *passed: type[OSError], needs: str = "") -> Iterator[None]:
+    """Turn an OSError into a StorageError that says what to do, but for the `passed` ones.
+
+    The call `needs` what FileNotFoundError says is gone, if that is not `path`.
+    """
     try:
         yield
     except passed:
         raise
     except OSError as error:
-        # An NFS client says "stale" of what another one removed.
-        if error.errno == errno.ESTALE and FileNotFoundError in passed:
+        # An NFS client says "stale" of what another one removed, but also where the server has
+        # started anew: whoever took that for gone would report what is not there, or hide what is.
+        is_stale = error.errno == errno.ESTALE and FileNotFoundError in passed
+        if is_stale and _is_gone(needs or path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
         code = errno.errorcode.get(error.errno or 0, "no errno")
         remedy = _REMEDIES.get(error.errno or 0, _OTHERWISE)
         raise StorageError(f"{path}: {error.strerror} ({code}): {remedy}") from error
+
+
+def _is_gone(path: str) -> bool:
+    """Say whether certainly nothing has this name."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @contextmanager

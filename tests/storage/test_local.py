@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -218,13 +218,37 @@ def test_a_folder_sync_fails_unless_the_file_system_has_none(
         storage.sync(root)
 
 
-def test_stale_means_gone(storage, root, monkeypatch):
-    def scandir(path: str) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_stale_means_gone_only_of_what_is_gone(is_gone, storage, root, monkeypatch):
+    """A server that has started anew calls everything stale."""
 
-    monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(FileNotFoundError):
-        storage.list(root)
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def calls() -> Iterator[Callable[[], object]]:
+        yield lambda: storage.list(f"{root}/folder")
+        yield lambda: storage.open(f"{root}/folder/file")
+        yield lambda: storage.create(f"{root}/folder/new", 0)
+        yield lambda: storage.make_folder(f"{root}/folder/new")
+        yield lambda: storage.rename(f"{root}/folder/file", f"{root}/folder/new")
+        yield lambda: storage.sync(f"{root}/folder")
+
+    if not is_gone:
+        storage.make_folder(f"{root}/folder")
+        write(storage, f"{root}/folder/file", b"1")
+    for name in ("scandir", "open", "mkdir", "link"):
+        monkeypatch.setattr(os, name, stale)
+    monkeypatch.setattr(exclusive_rename, "_rename_by_call", stale)
+    for call in calls():
+        with pytest.raises(FileNotFoundError if is_gone else StorageError):
+            call()
+
+
+def test_where_the_system_has_no_exclusive_rename_at_all_a_link_does_it(storage, root, monkeypatch):
+    monkeypatch.setattr(exclusive_rename, "system_call", lambda _: None)
+    write(storage, f"{root}/old", b"1")
+    storage.rename(f"{root}/old", f"{root}/new")
+    assert os.listdir(root) == ["new"]
 
 
 # --- renaming without the newest calls -------------------------------------------------------
