@@ -263,7 +263,7 @@ def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: s
         else:
             storage.sync(folder)  # whoever put it may have died before doing so
     except FileNotFoundError as error:
-        if not _is_gone(storage, folder):
+        if not is_gone(storage, folder):
             raise StorageError(f"{folder}: an index vanished while it was put: {error}") from error
         return True
     return not isinstance(there, Index)
@@ -342,9 +342,12 @@ def _discard(storage: Storage, file: str) -> None:
         storage.remove(file)
 
 
-def _is_gone(storage: Storage, folder: str) -> bool:
+def is_gone(storage: Storage, folder: str) -> bool:
+    """Say whether a folder that was there has certainly been removed."""
     try:
         storage.list(folder)
     except (FileNotFoundError, NotADirectoryError):
         return True
+    except StorageError:
+        return False
     return False

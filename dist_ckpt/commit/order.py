@@ -25,6 +25,7 @@ from dist_ckpt.commit.attempts import (
     attempts_in,
     encode_abandoned,
     has_index,
+    is_gone,
     list_attempts,
     new_id,
     put_index,
@@ -34,6 +35,7 @@ from dist_ckpt.commit.attempts import (
     was_removed,
 )
 from dist_ckpt.commit.removal import remove
+from dist_ckpt.commit.verdicts import check_abandoned
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -68,6 +70,7 @@ class Claim:
     path: str
     attempt: Attempt
     folder: str
+    by: str
     made: tuple[str, ...]
 
 
@@ -102,15 +105,22 @@ def claim(storage: Storage, path: str, *, overwrite: bool, by: str) -> Claim:
         _store_claim(storage, path, attempt, by)
         for folder in (path, *map(_parent, made)):
             storage.sync(folder)
-    except BaseException as error:
+    except OSError as error:
+        somebody_did = is_gone(storage, f"{path}/{attempt}")
         _take_back(storage, path, attempt, made)
-        if not isinstance(error, OSError):
-            raise
-        raise ConflictError(
-            f"{path}/{attempt} was removed by somebody else while it was claimed: "
-            f"see that only one job saves here, then save again"
+        if somebody_did:
+            raise ConflictError(
+                f"{path}/{attempt} was removed by somebody else while it was claimed: "
+                f"see that only one job saves here, then save again"
+            ) from error
+        raise StorageError(
+            f"{path}/{attempt} does not hold what was just put into it ({error}): check the "
+            f"storage, then save again"
         ) from error
-    return Claim(path, attempt, f"{path}/{attempt}", tuple(made))
+    except BaseException:
+        _take_back(storage, path, attempt, made)
+        raise
+    return Claim(path, attempt, f"{path}/{attempt}", by, tuple(made))
 
 
 def _survey(storage: Storage, path: str, made: list[str], *, overwrite: bool) -> Sequence[Entry]:
@@ -330,7 +340,8 @@ def commit(storage: Storage, claim: Claim, index: Index, text: CatalogText | Non
 
     `text` is that of the index's catalog, if a save of the same plan has left it. On return the
     index is durable and readers on any host see it. Raises ConflictError if the attempt was
-    abandoned, naming who. After a StorageError what became of it is unknown: `abandon` settles it.
+    abandoned, naming who; StorageError, which says so if the checkpoint is there all the same, or
+    if that is unknown. Whatever else is raised, nothing is committed.
     """
     temporary = f"{claim.folder}/{temporary_index(new_id())}"
     try:
@@ -340,8 +351,14 @@ def commit(storage: Storage, claim: Claim, index: Index, text: CatalogText | Non
         _check_readable(data, text, temporary)
         if read_document(storage, temporary) != data:
             raise StorageError(f"{temporary} reads back as something else: check the storage")
-        there = put_index(storage, claim.path, claim.attempt, temporary)
     except FileNotFoundError:
+        raise _conflict(storage, claim.path, claim.attempt, None) from None
+    try:
+        there = put_index(storage, claim.path, claim.attempt, temporary)
+    except (CheckpointError, FileNotFoundError) as error:
+        check_abandoned(storage, claim.path, claim.attempt, error, by=claim.by)
+        if isinstance(error, CheckpointError):
+            raise
         raise _conflict(storage, claim.path, claim.attempt, None) from None
     if isinstance(there, Abandoned):
         raise _conflict(storage, claim.path, claim.attempt, there)

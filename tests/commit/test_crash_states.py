@@ -125,6 +125,15 @@ def collector_finishes_a_delete(disk: CrashStorage) -> None:
     disk.mark("deleted")
 
 
+def collector_finds_an_overwrite_that_was_not_synced(disk: CrashStorage) -> None:
+    """The saver is killed between the rename of its index and the sync, or that sync fails."""
+    put(disk, 1)
+    claim = begin(disk, 2, overwrite=True)
+    with pytest.raises(KilledError):
+        commit.commit(_KilledAtSync(disk), claim, index_of(claim.attempt, 2, 1))
+    commit.collect(disk, PATH, grace_s=3600)
+
+
 def failed_overwrite(disk: CrashStorage) -> None:
     put(disk, 1)
     claim = begin(disk, 2, overwrite=True)
@@ -140,6 +149,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     rank_gives_up_on_a_full_disk,
     later_claim_fences_a_dead_save,
     collector_finishes_a_delete,
+    collector_finds_an_overwrite_that_was_not_synced,
     failed_overwrite,
 )
 
@@ -202,7 +212,7 @@ def wrong(point: CrashPoint, storage: MemoryStorage) -> str | None:
 def _survivor_commits(storage: MemoryStorage, step: int) -> None:
     """Let the coordinator of a step that was reported failed try to commit it all the same."""
     for attempt in attempts.list_attempts(storage, PATH):
-        claimed = Claim(PATH, attempt, f"{PATH}/{attempt}", ())
+        claimed = Claim(PATH, attempt, f"{PATH}/{attempt}", "me", ())
         if f"a{step}-" in attempt.name:
             with pytest.raises(ConflictError):
                 commit.commit(storage, claimed, index_of(attempt, step, 1))
