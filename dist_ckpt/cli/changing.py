@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from dist_ckpt import commit
 from dist_ckpt.cli import output
-from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.errors import StorageError
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.offline.reshard import reshard as rewrite
 from dist_ckpt.planning.sharding_config import ShardingConfig
@@ -54,6 +54,11 @@ class Bytes(click.ParamType[int]):
     help="A ShardingConfig in a .json or .toml file.",
 )
 @click.option("--max-memory", type=Bytes(), default="1GiB", show_default=True)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the checkpoint at TARGET, which may be SOURCE, once the new one is durable.",
+)
 def reshard(
     source: str,
     target: str,
@@ -61,6 +66,7 @@ def reshard(
     world_size: int | None,
     sharding: str | None,
     max_memory: int,
+    overwrite: bool,
 ) -> None:
     """Write the checkpoint SOURCE again at TARGET, laid out for other ranks.
 
@@ -79,6 +85,7 @@ def reshard(
             sharding=config,
             world_size=world_size,
             max_memory=max_memory,
+            overwrite=overwrite,
             progress=update,
         )
     click.echo(
@@ -93,8 +100,7 @@ def reshard(
 def rm(path: str, *, yes: bool) -> None:
     """Delete the checkpoint at PATH. There is no way back."""
     storage, where = open_storage(path)
-    if not commit.statuses(storage, where):
-        raise NotFoundError(f"{where} is no checkpoint; nothing is deleted")
+    commit.check_deletable(storage, where)
     if not yes:
         if not sys.stdin.isatty():
             click.echo(f"dist-ckpt: {path} is not deleted: say --yes to mean it", err=True)

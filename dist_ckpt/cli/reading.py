@@ -7,11 +7,12 @@ from collections import Counter
 
 import click
 
-from dist_ckpt.cli import output
+from dist_ckpt.cli import output, verified
 from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline import verify as verifier
 from dist_ckpt.offline.checkpoint import Checkpoint, CheckpointSummary
 from dist_ckpt.reports import size
+from dist_ckpt.storage import open_storage
 
 _path = click.argument("path", type=click.Path())
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -181,50 +182,12 @@ def tree(path: str, depth: int, *, as_json: bool) -> None:
 def verify(path: str, *, quick: bool, as_json: bool) -> None:
     """Check every byte of a checkpoint and name what is damaged.
 
-    Exit code 1 if anything is.
+    PATH is one checkpoint, or a run's folder: then all that "dist-ckpt ls" lists are checked, but
+    for what is not committed. Exit code 1 if anything is damaged.
     """
-    with output.progress("verify") as update:
-        level: verifier.Level = "quick" if quick else "full"
-        report = verifier.verify(path, level=level, progress=update)
-    try:
-        _print_verified(report, as_json=as_json)
-    except BrokenPipeError:  # nobody reads on: what was found is the exit code all the same
-        if report.ok:
-            raise
-    if not report.ok:
-        raise click.exceptions.Exit(output.FINDING)
-
-
-def _print_verified(report: verifier.VerifyReport, *, as_json: bool) -> None:
-    if as_json:
-        facts = {
-            "path": report.path,
-            "level": report.level,
-            "ok": report.ok,
-            "num_files": report.num_files,
-            "nbytes_checked": report.nbytes_checked,
-            "problems": [
-                {
-                    "file": problem.file,
-                    "rank": problem.rank,
-                    "tensor": problem.tensor,
-                    "rows": problem.rows and [problem.rows.start, problem.rows.stop],
-                    "what": problem.what,
-                }
-                for problem in report.problems
-            ],
-            "notes": list(report.notes),
-        }
-        output.print_json("verify", facts)
+    level: verifier.Level = "quick" if quick else "full"
+    found = checkpoint.checkpoints_in(path)
+    if not found or found[0].path == open_storage(path)[1]:
+        verified.verify_one(path, level, as_json=as_json)
     else:
-        for problem in report.problems:
-            click.echo(f"DAMAGED  {output.printable(problem.what)}")
-        for note in report.notes:
-            click.echo(f"note     {output.printable(note)}")
-        checked = f"{report.num_files} files, {size(report.nbytes_checked)} checked"
-        verdict = "ok" if report.ok else f"{_problems(len(report.problems))}; load an older one"
-        click.echo(f"{output.printable(report.path)}: {checked}: {verdict}")
-
-
-def _problems(count: int) -> str:
-    return "1 problem" if count == 1 else f"{count} problems"
+        verified.verify_all(path, found, level, as_json=as_json)

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from dist_ckpt.format.dtypes import DTYPES
@@ -79,14 +80,14 @@ class Array:
         """Return it as a numpy array. Raises TypeError for a dtype that numpy lacks."""
         if self.dtype not in _NUMPY:
             raise TypeError(f"numpy has no {self.dtype}: use `.torch()`, or the bytes in `.data`")
-        numpy = importlib.import_module("numpy")
+        numpy = _installed("numpy", "numpy")
         dtype = numpy.dtype(self.dtype).newbyteorder("<")
         array: np.ndarray = numpy.frombuffer(self.data, dtype).reshape(self.shape)
         return array
 
     def torch(self) -> torch.Tensor:
         """Return it as a CPU tensor."""
-        torch = importlib.import_module("torch")
+        torch = _installed("torch", '"dist-ckpt[torch]"')
         dtype = getattr(torch, self.dtype, None)
         if dtype is None:
             raise TypeError(f"torch {torch.__version__} has no {self.dtype}: upgrade torch")
@@ -283,6 +284,15 @@ def _places(dims: Sequence[_Dim], target: int, source: int) -> Iterator[tuple[in
 def _words(memory: memoryview, size: int) -> memoryview:
     whole = memory.cast("B")
     return whole[: whole.nbytes // size * size].cast(_WORDS[size])
+
+
+def _installed(module: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ImportError(f"Array.{module} needs {module}: pip install {package}") from None
 
 
 def _nested(values: Iterator[object], shape: Shape) -> object:

@@ -51,6 +51,7 @@ def reshard(
     sharding: ShardingConfig | None = None,
     world_size: int | None = None,
     max_memory: int = 1 << 30,
+    overwrite: bool = False,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Write the checkpoint at `source` again at `target`, laid out for other ranks.
@@ -60,9 +61,10 @@ def reshard(
     memory besides, without torch or a GPU. Every byte read is checked. Plain data and per-rank
     values, with the keys they were saved under, are carried over; the keys go round the ranks.
 
-    On return the target is complete and durable. Raises ExistsError if something is there;
-    otherwise as a load from `source` and a save to `target` would, so NotFoundError if the source
-    was replaced or deleted meanwhile.
+    On return the target is complete and durable. `overwrite` replaces the checkpoint that is
+    there, which may be the source itself, once the new one is durable. Raises ExistsError if
+    something is there; otherwise as a load from `source` and a save to `target` would, so
+    NotFoundError if the source was replaced or deleted meanwhile.
     """
     if (sharding is None) == (world_size is None):
         raise ValueError("give either sharding= or world_size=")
@@ -70,11 +72,15 @@ def reshard(
         raise TypeError(f"sharding is a {type(sharding).__name__}: give a ShardingConfig")
     if type(max_memory) is not int or max_memory < MIN_MEMORY:
         raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
     config = sharding if sharding is not None else ShardingConfig.even(_count(world_size))
     source_storage, source_path = open_storage(source)
     target_storage, target_path = open_storage(target)
-    if source_path == target_path:
-        raise ValueError(f"source and target are both {source_path}: give another target")
+    if source_path == target_path and not overwrite:
+        raise ValueError(
+            f"source and target are both {source_path}: give another target, or pass overwrite=True"
+        )
     if target_path.startswith(f"{source_path}/"):
         raise ValueError(f"the target {target_path} lies in the source: give another target")
     counted = CountingStorage(source_storage)
@@ -83,7 +89,8 @@ def reshard(
         stored = Stored(counted, f"{source_path}/{attempt.name}", index)
         plan = plan_target(index, stored.main, config)
         storage = CountingStorage(target_storage)
-        return _Reshard(stored, plan, storage, target_path, max_memory, progress).run()
+        run = _Reshard(stored, plan, storage, target_path, max_memory, progress)
+        return run.run(overwrite=overwrite)
 
 
 def _count(world_size: int | None) -> int:
@@ -148,9 +155,9 @@ class _Reshard:
         self._nbytes = self._nbytes_read = 0
         self._phases = Phases("reshard", path, quiet=False)
 
-    def run(self) -> SaveReport:
+    def run(self, *, overwrite: bool) -> SaveReport:
         by = f"reshard on {socket.gethostname()}"
-        claim = commit.claim(self._storage, self._path, overwrite=False, by=by)
+        claim = commit.claim(self._storage, self._path, overwrite=overwrite, by=by)
         try:
             with self._phases.phase("write"):
                 receipts = self._write(claim.folder)
@@ -160,6 +167,7 @@ class _Reshard:
         except BaseException as error:
             self._withdraw(claim, by, error)
             raise
+        self._clean_up(claim)
         report = self._report(claim.attempt.name, receipts)
         self._phases.done(report)
         return report
@@ -172,6 +180,13 @@ class _Reshard:
                 commit.give_up(self._storage, claim)
         except (CheckpointError, OSError) as failure:
             _log.warning("%s could not be cleaned up: %s", claim.folder, failure)
+
+    def _clean_up(self, claim: commit.Claim) -> None:
+        """Remove what the new checkpoint superseded. Never raises: the reshard has succeeded."""
+        try:
+            commit.supersede(self._storage, self._path, claim.attempt)
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s: an older attempt could not be removed yet: %s", self._path, error)
 
     def _write(self, folder: str) -> list[Receipt]:
         self._nbytes = sum(stored_nbytes(self._plan.catalog).values())

@@ -54,6 +54,11 @@ from dist_ckpt.writer.saves import Meetings, WriterSaves, WriterSettings, host_o
 
 _log = logging.getLogger("dist_ckpt")
 
+_BY_HAND = (
+    "dist_ckpt.writer: dc.AsyncSaver starts it, and gives it a socket to a rank's trainer; "
+    "to look at checkpoints, start dist-ckpt (python -m dist_ckpt)"
+)
+
 # How long the trainer may take to say whose writer this is.
 HELLO_S = 60.0
 
@@ -331,7 +336,10 @@ def main(arguments: list[str]) -> int:
     _log_to_stderr("?")
     try:
         termination.begin()
-        problem = _serve_trainer(Link(socket.socket(fileno=int(arguments[0]))), termination)
+        if (end := _link_of(arguments)) is None:
+            print(_BY_HAND, file=sys.stderr)
+            return 2
+        problem = _serve_trainer(end, termination)
     except TerminatedError as error:
         _log.warning("ended: %s; what was not committed is abandoned", error)
         return EXIT_CODE
@@ -345,6 +353,15 @@ def main(arguments: list[str]) -> int:
         return 1
     _log.info("ended: everything is settled")
     return 0
+
+
+def _link_of(arguments: list[str]) -> Link | None:
+    """Return the link whose end a trainer hands over; None if this was started otherwise."""
+    try:
+        (number,) = arguments
+        return Link(socket.socket(fileno=int(number)))
+    except (ValueError, OSError):
+        return None
 
 
 def _serve_trainer(link: Link, termination: Termination) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +157,63 @@ def test_verify_names_what_is_damaged_and_exits_with_a_finding(run, checkpoint):
     assert document["problems"][0]["rank"] == 0
 
 
+def test_verify_of_a_runs_folder_verifies_all_in_it(run, checkpoint):
+    root = checkpoint.parent
+    dc.save({"model": {"w": torch.ones(4)}}, root / "step-00000008", step=8)
+    open_attempt(root / "step-00000009")
+    (root / "logs").mkdir()
+    code, out, _ = run("verify", root)
+    assert code == 0
+    assert [line.partition(": ")[0] for line in out.splitlines()] == [
+        str(checkpoint),
+        str(root / "step-00000008"),
+        f"note     {root / 'step-00000009'}",
+        str(root),
+    ]
+    assert "not committed (open): it is not checked" in out
+    assert out.endswith("2 checkpoints checked, 0 damaged\n")
+    file = damage(checkpoint)
+    code, out, _ = run("verify", root)
+    assert code == 1
+    assert file.name in out
+    assert out.endswith("2 checkpoints checked, 1 damaged\n")
+    code, out, _ = run("verify", root, "--json")
+    document = json.loads(out)
+    assert (code, document["schema"], document["ok"]) == (1, "dist-ckpt.verify-all/1", False)
+    assert [one["ok"] for one in document["checkpoints"]] == [False, True]
+    assert document["not_checked"] == [
+        {"path": str(root / "step-00000009"), "why": "not committed (open)"}
+    ]
+
+
+def test_verify_of_a_runs_folder_goes_on_after_one_that_cannot_be_read(run, checkpoint):
+    other = checkpoint.parent / "step-00000008"
+    dc.save({"model": {"w": torch.ones(4)}}, other, step=8)
+    (index,) = checkpoint.glob("a1-*/index.json")
+    (text, newer) = (
+        index.read_text(),
+        index.read_text().replace('"version":1', '"version":99'),
+    )
+    assert newer != text
+    for content, code, told in (
+        ("torn", 1, "DAMAGED  "),
+        (newer, 4, f"note     {checkpoint}: "),
+    ):
+        index.write_text(content)
+        found, out, _ = run("verify", checkpoint.parent)
+        assert found == code
+        assert out.startswith(told)
+        assert re.search(rf"^{other}: [0-9]+ files, .* checked: ok$", out, re.M)
+
+
+def test_verify_of_a_folder_with_no_checkpoint_finds_none(run, tmp_path):
+    open_attempt(tmp_path / "run" / "step-1")
+    code, _, err = run("verify", tmp_path / "run")
+    assert code == 3
+    assert "no committed checkpoint is in" in err
+    assert run("verify", tmp_path)[0] == 3
+
+
 def test_a_quick_verify_reads_no_tensor(run, checkpoint):
     damage(checkpoint)
     assert run("verify", checkpoint, "--quick")[0] == 0
@@ -171,6 +229,18 @@ def test_reshard_writes_what_was_stored_for_other_ranks(run, checkpoint, tmp_pat
         assert new.objects == old.objects
         assert new.per_rank == old.per_rank
         assert new.metadata == old.metadata
+
+
+def test_reshard_overwrites_if_it_is_told_to(run, checkpoint, tmp_path):
+    run("reshard", checkpoint, tmp_path / "wide", "--world-size", 3)
+    arguments = ("reshard", checkpoint, tmp_path / "wide", "--world-size", 2)
+    code, _, err = run(*arguments)
+    assert code == 5
+    assert "overwrite=True" in err
+    assert run(*arguments, "--overwrite")[0] == 0
+    assert dc.verify(tmp_path / "wide").ok
+    assert dc.open(tmp_path / "wide").world_size == 2
+    assert [entry.name[:3] for entry in (tmp_path / "wide").iterdir()] == ["a2-"]
 
 
 def test_reshard_takes_a_sharding_from_a_file(run, checkpoint, tmp_path):
@@ -301,7 +371,9 @@ def test_a_reader_that_goes_away_ends_it_quietly_and_well(checkpoint, words):
     assert len(done.stdout.splitlines()) == 1
 
 
-@pytest.mark.parametrize("words", ["verify {}", "verify {} --json"])
+@pytest.mark.parametrize(
+    "words", ["verify {}", "verify {} --json", "verify {}/..", "verify {}/.. --json"]
+)
 def test_damage_is_told_by_the_exit_code_though_nobody_reads_on(checkpoint, words):
     (file,) = Path(checkpoint).glob("*/model-00000.safetensors")
     data = bytearray(file.read_bytes())

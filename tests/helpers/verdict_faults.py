@@ -137,6 +137,10 @@ def reshard(folder: Path) -> None:
     dc.reshard(folder / "source", folder / "ck", world_size=2)
 
 
+def reshard_over(folder: Path) -> None:
+    dc.reshard(folder / "source", folder / "ck", world_size=2, overwrite=True)
+
+
 def gc(folder: Path) -> None:
     commit.collect_all(LocalStorage(), str(folder), grace_s=-1)
 
@@ -161,7 +165,15 @@ CASES = (
         3,
     ),
     Case("save(overwrite=True)", older, overwrite, {**WRITES, "not done": 1}, overwrite_again, 3),
-    Case("reshard", source, reshard, {**WRITES, "not done": None}, overwrite_again, 3),
+    Case("reshard", source, reshard, {**WRITES, "not done": None}, reshard_over, 2),
+    Case(
+        "reshard(overwrite=True)",
+        source_and_older,
+        reshard_over,
+        {**WRITES, "not done": 1},
+        reshard_over,
+        2,
+    ),
     Case(
         "delete",
         leftovers,

@@ -39,6 +39,25 @@ def test_what_was_saved_on_a_mesh_is_resharded_to_fewer_and_to_more_ranks(world_
         assert checkpoint.per_rank["loader"] == {rank: {"position": rank} for rank in range(4)}
 
 
+def test_a_checkpoint_can_be_resharded_in_place_if_that_is_asked_for(tmp_path):
+    rank_threads.save(LocalStorage(), [{"model": {"w": torch.arange(8.0)}}], str(tmp_path / "ck"))
+    with pytest.raises(ValueError, match=r"are both .*ck: .* or pass overwrite=True"):
+        dc.reshard(tmp_path / "ck", tmp_path / "ck", world_size=2)
+    dc.reshard(tmp_path / "ck", tmp_path / "ck", world_size=2, overwrite=True)
+    (tmp_path / "link").symlink_to(tmp_path / "ck")
+    dc.reshard(tmp_path / "ck", tmp_path / "link", world_size=4, overwrite=True)
+    assert dc.verify(tmp_path / "ck").ok
+    with dc.open(tmp_path / "ck") as checkpoint:
+        assert checkpoint.world_size == 4
+        assert checkpoint["model.w"][...].torch().tolist() == list(range(8))
+    assert [entry.name[:3] for entry in (tmp_path / "ck").iterdir()] == ["a3-"]
+
+
+def test_overwrite_is_a_flag(tmp_path):
+    with pytest.raises(TypeError, match="overwrite='no': give True or False"):
+        dc.reshard(tmp_path / "a", tmp_path / "b", world_size=2, overwrite="no")  # type: ignore[arg-type]
+
+
 def test_a_key_whose_value_is_gone_is_found_before_anything_is_written(tmp_path):
     tensors = {"model.b": random_tensor((2,), one_cell((2,)))}
     catalog = replace(catalog_of(tensors, 1), per_rank={"rng": ((("dp", 0), 0),)})
