@@ -79,8 +79,9 @@ class VerifyReport:
 def verify(
     path: str | os.PathLike[str], *, level: Level = "full", progress: Progress | None = None
 ) -> VerifyReport:
-    """Check a checkpoint and report everything that is wrong with it.
+    """Check one checkpoint and report everything that is wrong with it.
 
+    `dist-ckpt verify` of a run's folder does this with each checkpoint in it.
     "quick" checks the index, every file's presence and size, every shard file's header against
     the index, and the objects files; "full" also every byte of every shard. A damaged checkpoint
     is a report, not an error: NotFoundError if there is none, IncompatibleError if a newer

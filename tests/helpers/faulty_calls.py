@@ -13,9 +13,10 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 from dist_ckpt.storage import direct_io, exclusive_rename, local
 
@@ -137,7 +138,7 @@ class _Entry:
 def system_calls(fault: Fault | None, *, exclusive: bool = True) -> Iterator[SystemCalls]:
     """Plant a fault. Without `exclusive` there is no call that renames exclusively (NFS)."""
     calls = SystemCalls(fault)
-    real_call = local.system_call
+    real_call = exclusive_rename.system_call
 
     def system_call(name: str) -> Callable[..., int] | None:
         real = real_call(name)
@@ -147,16 +148,12 @@ def system_calls(fault: Fault | None, *, exclusive: bool = True) -> Iterator[Sys
             return _unsupported
         return lambda *arguments: _called(calls, name, real, arguments)
 
-    modules: Sequence[Any] = (local, direct_io, exclusive_rename)
-    for module in modules:
-        module.os = _FaultyOs(calls)
-    local.system_call = exclusive_rename.system_call = system_call
-    try:
+    with ExitStack() as stack:
+        for module in (local, direct_io, exclusive_rename):
+            stack.enter_context(patch.object(module, "os", _FaultyOs(calls)))
+            if hasattr(module, "system_call"):
+                stack.enter_context(patch.object(module, "system_call", system_call))
         yield calls
-    finally:
-        for module in modules:
-            module.os = os
-        local.system_call = exclusive_rename.system_call = real_call
 
 
 def _unsupported(*_: object) -> int:
