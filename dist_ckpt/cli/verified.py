@@ -27,7 +27,7 @@ def verify_one(path: str, level: Level, *, as_json: bool) -> None:
 
 
 @dataclass(slots=True)
-class _Found:
+class _RunFindings:
     """What came of a run's checkpoints; `not_checked` are paths, and why."""
 
     reports: list[VerifyReport] = field(default_factory=list)
@@ -43,7 +43,7 @@ def verify_all(
     Exits with `FINDING` if one is damaged, else with the code of the first that could not be
     checked. Raises NotFoundError if none is committed.
     """
-    found = _Found()
+    found = _RunFindings()
     for one in checkpoints:
         _verify(one, level, found)
         if not as_json:
@@ -62,7 +62,7 @@ def verify_all(
             click.echo(f"{output.printable(root)}: {checked}, {num_damaged} damaged")
 
 
-def _verify(one: CheckpointSummary, level: Level, found: _Found) -> None:
+def _verify(one: CheckpointSummary, level: Level, found: _RunFindings) -> None:
     if one.state in ("open", "abandoned"):
         found.not_checked.append((one.path, f"not committed ({one.state})"))
         return
@@ -76,7 +76,7 @@ def _verify(one: CheckpointSummary, level: Level, found: _Found) -> None:
         found.codes.add(output.exit_code(error))
 
 
-def _print_last(one: CheckpointSummary, found: _Found) -> None:
+def _print_last(one: CheckpointSummary, found: _RunFindings) -> None:
     if found.reports and found.reports[-1].path == one.path:
         _print(found.reports[-1])
     else:
@@ -96,7 +96,7 @@ def _exit_code_of(code: int) -> Iterator[None]:
         raise click.exceptions.Exit(code)
 
 
-def _facts_of_all(root: str, found: _Found) -> dict[str, object]:
+def _facts_of_all(root: str, found: _RunFindings) -> dict[str, object]:
     return {
         "path": root,
         "ok": all(report.ok for report in found.reports) and not found.codes,
