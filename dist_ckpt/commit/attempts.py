@@ -13,7 +13,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
 from dist_ckpt.format import index_json
 from dist_ckpt.format.filenames import (
     CLAIM,
@@ -180,6 +186,16 @@ def read_document(storage: Storage, file: str) -> bytes:
     finally:
         reader.close()
     return bytes(data[:count])
+
+
+def claimed_by(storage: Storage, path: str, attempt: Attempt) -> str:
+    """Return by whom an attempt was claimed, for a message."""
+    file = f"{path}/{attempt}/{CLAIM}"
+    try:
+        document = index_json.decode(read_document(storage, file), what=file)
+    except (CheckpointError, FileNotFoundError):
+        return "by whom is not known yet"
+    return f"by {document.by}" if isinstance(document, Abandoned) else "by whom is not known"
 
 
 def nothing_found(storage: Storage, path: str) -> NotFoundError:

@@ -23,6 +23,7 @@ from dist_ckpt.commit.attempts import (
     ROUNDS,
     abandon,
     attempts_in,
+    claimed_by,
     encode_abandoned,
     has_index,
     is_gone,
@@ -188,7 +189,7 @@ def _fence(storage: Storage, path: str, attempt: Attempt, *, overwrite: bool, by
     for other in others:
         if other > attempt:
             raise ConflictError(
-                f"{path}: {other} was claimed {_claimed_by(storage, path, other)} at the same "
+                f"{path}: {other} was claimed {claimed_by(storage, path, other)} at the same "
                 f"time: see that only one job saves here, then save again"
             )
     reason = f"{attempt} was claimed by {by}"
@@ -240,15 +241,6 @@ def _store_claim(storage: Storage, path: str, attempt: Attempt, by: str) -> None
         f"{folder}: a rename here replaces what has the name, so that no commit is safe: "
         f"choose another file system"
     )
-
-
-def _claimed_by(storage: Storage, path: str, attempt: Attempt) -> str:
-    file = f"{path}/{attempt}/{CLAIM}"
-    try:
-        document = index_json.decode(read_document(storage, file), what=file)
-    except (CheckpointError, FileNotFoundError):
-        return "by whom is not known yet"
-    return f"by {document.by}" if isinstance(document, Abandoned) else "by whom is not known"
 
 
 def _take_back(storage: Storage, path: str, attempt: Attempt | None, made: Sequence[str]) -> None:
@@ -386,7 +378,7 @@ def _conflict(
         later = [other for other in list_attempts(storage, path) if other > attempt]
         told = "removed by a collector or a delete"
         if later:
-            told = f"removed, and {later[-1]} claimed {_claimed_by(storage, path, later[-1])}"
+            told = f"removed, and {later[-1]} claimed {claimed_by(storage, path, later[-1])}"
     return ConflictError(
         f"{path}/{attempt} was {told}. Nothing of it is committed: see that only one job saves "
         f"here, then save again"
