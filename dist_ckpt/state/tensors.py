@@ -1,4 +1,4 @@
-"""The only module that knows torch's sharded tensors: a leaf of the state -> what this rank holds.
+"""A leaf of the state -> what this rank holds. Only here and in `dtensors.py` is torch's sharding.
 
 `describe` for a save and `describe_target` for a load recognise, in this order: our wrappers;
 DTensor, whose regions we compute ourselves; ShardedTensor; other classes with torch's
@@ -8,23 +8,21 @@ strided layout. Others are refused. For a new one see `_held`, `is_tensor_leaf`,
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
 from typing import Protocol, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
-from dist_ckpt.memory.torch_tensor import overlaps_itself, slices_of
+from dist_ckpt.memory.torch_tensor import overlaps_itself
 from dist_ckpt.planning import plan
 from dist_ckpt.planning.mesh import cells_of, readings
-from dist_ckpt.runtime.torch_private import ShardedTensor, StridedShard
+from dist_ckpt.runtime.torch_private import ShardedTensor
+from dist_ckpt.state.dtensors import boxes_in, cells_that_fit, local_of, mesh_within, placement_of
 from dist_ckpt.state.local_tensors import PLAIN, class_name, dtype_name, plain, torch_dtype
 from dist_ckpt.state.wrappers import FlatShard, LocalShard
 
@@ -104,7 +102,7 @@ def is_meta(value: object) -> bool:
         case LocalShard() | FlatShard():
             return is_meta(value.tensor)
         case DTensor():
-            return bool(_local(value).is_meta)
+            return bool(local_of(value).is_meta)
         case ShardedTensor():
             # It answers itself, and only where it has one shard.
             return False
@@ -207,11 +205,11 @@ def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> HeldTensor:
 
 def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> HeldTensor:
     shape = tuple(value.shape)
-    placements = tuple(_placement(placement, value, fqn) for placement in value.placements)
-    local = _local(value)
+    placements = tuple(placement_of(placement, value, fqn) for placement in value.placements)
+    local = local_of(value)
     if _is_chunked(local):
         return _parts(fqn, local.dtype, shape, _shards_of(local, fqn))
-    mesh = _mesh_of(value.device_mesh, group, fqn)
+    mesh = mesh_within(value.device_mesh, group, fqn)
     view = plan.Placed(mesh, placements) if mesh else plan.Parts(())
     if mesh is None or rank not in mesh.ranks:
         return HeldTensor(dtype_name(value.dtype, fqn), shape, view, (), ())
@@ -220,14 +218,14 @@ def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> Hel
     if 0 in shape:
         return HeldTensor(dtype, shape, view, (Region.whole(shape),), (local.new_empty(shape),))
     possible = readings(plan.Placed(mesh, placements), shape)
-    cells = _cells_that_fit([cells_of(r, rank, shape) for r in possible], local, value, fqn)
+    cells = cells_that_fit([cells_of(r, rank, shape) for r in possible], local, value, fqn)
     # Ranks that read the placements in two ways say which cells they mean.
     return HeldTensor(
         dtype,
         shape,
         view if len(possible) == 1 else plan.Parts(cells),
         cells,
-        tuple(_boxes_in(local, cells)),
+        tuple(boxes_in(local, cells)),
     )
 
 
@@ -286,107 +284,9 @@ def _parts(
     return HeldTensor(name, shape, plan.Parts(cells), cells, tuple(tensor for _, tensor in shards))
 
 
-# --- DTensor ---------------------------------------------------------------------------------
-
-
-def _local(value: DTensor) -> torch.Tensor:
-    with torch.no_grad():
-        return value.to_local()
-
-
-def _placement(placement: Placement, value: DTensor, fqn: str) -> plan.Placement:
-    match placement:
-        case Replicate():
-            return plan.Replicate()
-        # In some versions of torch it is a subclass of Shard.
-        case StridedShard():
-            return plan.StridedShard(placement.dim % value.ndim, int(placement.split_factor))
-        case Shard():
-            return plan.Shard(placement.dim % value.ndim)
-        case Partial():
-            raise ValueError(
-                f"{fqn}: a DTensor under {placement!r} is not yet summed up over its mesh: "
-                "`redistribute` it to Replicate or Shard first"
-            )
-    raise TypeError(
-        f"{fqn}: the placement {placement} of class {class_name(placement)} is unknown: "
-        "`redistribute` the DTensor to Replicate or Shard first"
-    )
-
-
-def _mesh_of(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> plan.Mesh | None:
-    """Return the mesh in ranks of the group, or None: a mesh that we are not on may not say."""
-    # Two slices of one mesh are equal though their ranks differ: which it is depends on our rank.
-    own_rank = dist.get_rank() if dist.is_initialized() else -1
-    try:
-        return _mesh_in(mesh, own_rank, group)
-    except ValueError as error:
-        raise ValueError(f"{fqn}: {error}") from None
-
-
-# A job has a few meshes and thousands of tensors, and a mesh may have thousands of ranks.
-@lru_cache(maxsize=64)
-def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.Mesh | None:
-    try:
-        ranks: list[int] = mesh.mesh.flatten().tolist()
-    except RuntimeError:
-        return None
-    numbers = {rank: number for number, rank in enumerate(group)}
-    if strange := [rank for rank in ranks if rank not in numbers]:
-        raise ValueError(
-            f"its mesh has the global ranks {strange[:8]}, which are not in the group: call with "
-            "a group that holds the whole mesh"
-        )
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return plan.Mesh(tuple(names), tuple(mesh.shape), tuple(numbers[rank] for rank in ranks))
-
-
-def _cells_that_fit(
-    readings: Sequence[tuple[Cell, ...]], local: torch.Tensor, value: DTensor, fqn: str
-) -> tuple[Cell, ...]:
-    what = f"{fqn}: a DTensor of shape {tuple(value.shape)} under {value.placements}"
-    fitting = {cells for cells in readings if _extent(cells, local) == tuple(local.shape)}
-    if not fitting:
-        raise ValueError(
-            f"{what} on {value.device_mesh} has a local tensor of shape {tuple(local.shape)} here, "
-            "which is not what its placements give: use dist_ckpt.LocalShard for such parts"
-        )
-    if len(fitting) > 1:
-        raise ValueError(
-            f"{what} can be read in two ways here: choose sizes that divide evenly over the mesh, "
-            "or use dist_ckpt.LocalShard"
-        )
-    return fitting.pop()
-
-
-def _runs(cells: Sequence[Cell], dim: int) -> dict[int, int]:
-    """Return the parts of a dimension that the boxes take, ascending: offset and size of each."""
-    boxes = [cell for cell in cells if isinstance(cell, Region)]
-    return dict(sorted((box.offset[dim], box.shape[dim]) for box in boxes))
-
-
-def _extent(cells: Sequence[Cell], local: torch.Tensor) -> Shape:
-    """Return the shape of the boxes put together; where nothing is held, any empty one is right."""
-    if not cells and not local.numel():
-        return tuple(local.shape)
-    return tuple(sum(_runs(cells, dim).values()) for dim in range(local.ndim))
-
-
-def _boxes_in(local: torch.Tensor, cells: Sequence[Cell]) -> Iterator[torch.Tensor]:
-    """Return the part of the local tensor that each box is."""
-    starts = []
-    for dim in range(local.ndim):
-        runs = _runs(cells, dim)
-        starts.append(dict(zip(runs, accumulate(runs.values(), initial=0), strict=False)))
-    for cell in cells:
-        assert isinstance(cell, Region)
-        at = tuple(starts[dim][offset] for dim, offset in enumerate(cell.offset))
-        yield local[slices_of(Region(at, cell.shape))]
-
-
 def _empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(value, DTensor):
-        local, mesh = _local(value).detach(), value.device_mesh
+        local, mesh = local_of(value).detach(), value.device_mesh
         device = mesh.device_type if local.is_meta else local.device
         return DTensor.from_local(
             torch.empty_like(local, dtype=dtype, device=device),
