@@ -21,8 +21,9 @@ from typing import assert_never
 
 from dist_ckpt.binding.bind_modules import bind_module
 from dist_ckpt.binding.bind_optimizers import bind_optimizer
+from dist_ckpt.binding.contents import Contents, Deferred
 from dist_ckpt.binding.rename import rules_for
-from dist_ckpt.binding.requests import Contents, Deferred, Requests
+from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.saved_tree import Saved, saved_of
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.template import Template, survey
@@ -34,6 +35,7 @@ from dist_ckpt.planning.plan import Wanted
 from dist_ckpt.state.containers import container, entries_of, join, kind_of
 from dist_ckpt.state.tree import (
     Branch,
+    CompoundLeaf,
     GroupLeaf,
     ModuleLeaf,
     ObjectLeaf,
@@ -130,11 +132,13 @@ class Binding:
         """Take what is asked for out of `files`, those of `needs`. Changes nothing.
 
         Raises CorruptError if a value is in none of them, IncompatibleError if a state of the
-        generators cannot be set here.
+        generators cannot be set here, or a tensor was made of others in another way.
         """
         main = ObjectsFile(values=self._requests.saved.values)
         self._contents = Contents.of([main, *files])
         self._contents.check(self._requests.needed)
+        for check in self._requests.checks:
+            check(self._contents)
         for generators, get in self._requests.last:
             generators.check(get(self._contents))
 
@@ -241,6 +245,8 @@ class _Binder:
                 return self._branch(name, tree)
             case TensorLeaf():
                 return self._tensor(name, tree)
+            case CompoundLeaf():
+                self._requests.compound(name, tree)
             case PlainLeaf():
                 return self._plain(name, tree.value)
             case PerRankLeaf():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dist_ckpt.binding.requests import Contents, Deferred, Requests
+from dist_ckpt.binding.contents import Contents, Deferred
+from dist_ckpt.binding.requests import Requests
 from dist_ckpt.state.containers import join
+from dist_ckpt.state.local_tensors import PLAIN
 from dist_ckpt.state.modules import ModulePart
 from dist_ckpt.state.tensors import is_meta
-from dist_ckpt.state.tree import ModuleLeaf, TensorLeaf, users_code
+from dist_ckpt.state.tree import CompoundLeaf, ModuleLeaf, TensorLeaf, read_tensor, users_code
 
 
 def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
@@ -18,14 +20,18 @@ def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
     assigned: dict[str, object] = {}
     for name, live in state.live.items():
         full = join(fqn, name)
+        # The live tensor, not what the state dict returned: a hook may have copied that.
+        own = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
+        if isinstance(own, CompoundLeaf):
+            requests.compound(full, own)
+            continue
         if not requests.takes(full):
             continue
         if not is_meta(live):
-            # The live tensor, not what the state dict returned, which may have lost its class.
-            requests.targets.fill(full, TensorLeaf(live))
+            requests.targets.fill(full, own)
             continue
         if id(live) not in made:
-            made[id(live)] = full, requests.targets.fill(full, TensorLeaf(live))
+            made[id(live)] = full, requests.targets.fill(full, own)
         # Tied parameters stay one object.
         first, assigned[name] = made[id(live)]
         requests.targets.check_tied(first, full)

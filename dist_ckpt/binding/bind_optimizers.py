@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from dist_ckpt.binding.requests import Contents, Deferred, Requests
+from dist_ckpt.binding.contents import Contents, Deferred
+from dist_ckpt.binding.fresh_compounds import compound_classes
+from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.targets import Beside
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.state.containers import PathKey, join
@@ -46,11 +49,12 @@ def bind_optimizer(
     state, groups = join(fqn, "state"), join(fqn, "param_groups")
     requests.split(groups)
     saved = _saved_groups(requests, groups)
+    classes = compound_classes(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         on_host = not (group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             name = names[id(parameter)]
-            beside = Beside(parameter, name.rule, on_host)
+            beside = Beside(parameter, name.rule, on_host, classes)
             full = join(state, name.stored)
             if name.stored in saved and not requests.has(full):
                 _drop_state(requests, full, optimizer, parameter)
@@ -123,7 +127,7 @@ def _entry(
         if isinstance(live, TensorLeaf):
             requests.misfit(name, "a tensor")
             return None
-        return requests.subtree(name, live, Beside(beside.parameter, beside.rule))
+        return requests.subtree(name, live, replace(beside, on_host=False))
     if isinstance(live, TensorLeaf):
         requests.restore(name)
         value = requests.targets.fill(name, live)
@@ -132,7 +136,7 @@ def _entry(
         requests.misfit(name, "no tensor")
         return None
     on_host = beside.on_host and key == _STEP
-    return requests.subtree(name, None, Beside(beside.parameter, beside.rule, on_host))
+    return requests.subtree(name, None, replace(beside, on_host=on_host))
 
 
 def _bind_group(requests: Requests, fqn: str, group: dict[str, Any]) -> None:

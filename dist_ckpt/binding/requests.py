@@ -3,60 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
-from dist_ckpt.binding.saved_tree import Saved
+from dist_ckpt.binding.contents import Contents, Deferred
+from dist_ckpt.binding.fresh_compounds import fresh_compound
+from dist_ckpt.binding.saved_tree import Saved, mesh_text
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.targets import Beside, Fresh, Targets
 from dist_ckpt.binding.template import Template
-from dist_ckpt.errors import CorruptError
+from dist_ckpt.errors import CheckpointError, IncompatibleError
 from dist_ckpt.format.index import Key
-from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.state.containers import PathKey, container, entries_of, join
+from dist_ckpt.state.compounds import difference
+from dist_ckpt.state.containers import RECORD, PathKey, container, entries_of, join
+from dist_ckpt.state.local_tensors import class_name
+from dist_ckpt.state.tensors import is_meta
 from dist_ckpt.state.tree import (
-    Branch,
-    ModuleLeaf,
+    CompoundLeaf,
     ObjectLeaf,
     PerRankLeaf,
     TensorLeaf,
     Tree,
-    module_children,
+    children_of,
     users_code,
 )
 from dist_ckpt.state.wrappers import RNG, OnReshard, PerRank, key_of
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Contents:
-    """The plain values of a checkpoint that were read, by the catalog's names."""
-
-    values: Mapping[str, object]
-    per_rank: Mapping[str, Mapping[Key, object]]
-
-    @staticmethod
-    def of(files: Sequence[ObjectsFile]) -> Contents:
-        """Put the objects files that were read together."""
-        values: dict[str, object] = {}
-        per_rank: dict[str, dict[Key, object]] = {}
-        for file in files:
-            values.update(file.values)
-            for name, keyed in file.per_rank.items():
-                per_rank.setdefault(name, {}).update(keyed)
-        return Contents(values, per_rank)
-
-    def check(self, needed: Sequence[tuple[str, Key | None]]) -> None:
-        """Raise CorruptError unless these values (and keys of per-rank values) are there."""
-        for fqn, key in needed:
-            if key is None and fqn not in self.values:
-                raise CorruptError(f"{fqn}: no objects file has it: load an older checkpoint")
-            if key is not None and key not in self.per_rank.get(fqn, {}):
-                raise CorruptError(
-                    f"{fqn}: no objects file has it for {key!r}: load an older checkpoint"
-                )
-
-
-# Returns what was asked for, once it has been read.
-Deferred = Callable[[Contents], object]
+_MAKE_ALIKE = "make them alike"
 
 
 class Requests:
@@ -64,7 +35,7 @@ class Requests:
 
     `needs` are the ranks whose objects file is needed, `needed` the values and keys in them.
     `effects` put things in place, in order; `loads` call the user's objects; `last` are the
-    generators.
+    generators. `checks` raise where values that were read are not as the state has them.
     """
 
     def __init__(
@@ -87,6 +58,7 @@ class Requests:
         self.effects: list[Callable[[Contents], None]] = []
         self.loads: list[tuple[str, Callable[[Contents], None]]] = []
         self.last: list[tuple[RNG, Deferred]] = []
+        self.checks: list[Callable[[Contents], None]] = []
         self._selection = selection
         self._keys = keys or {}
         self._split: dict[str, object] = {}
@@ -138,7 +110,7 @@ class Requests:
         self.restored[name] = None
         return True
 
-    def misfit(self, name: str, asked: str) -> None:
+    def misfit(self, name: str, asked: str, remedy: str = _MAKE_ALIKE) -> None:
         """Report that a name is missing, or is not what the state has there."""
         kind = self._kind(name)
         if kind is None:
@@ -147,8 +119,8 @@ class Requests:
         for leaf in (name, *self.saved.below(name)):
             self.claim(leaf)
         self.problems.append(
-            f"{name}: saved as {kind}, the state has {asked}: make them alike, put None there to "
-            "take what was saved, or exclude the name"
+            f"{name}: saved as {kind}, the state has {asked}: {remedy}, put None there to take "
+            "what was saved, or exclude the name"
         )
 
     def claim(self, name: str) -> None:
@@ -162,13 +134,7 @@ class Requests:
         self.restored[name] = None
 
     def _kind(self, name: str) -> str | None:
-        if self.saved.tensor(name) is not None:
-            return "a tensor"
-        if self.saved.keys_of(name) is not None:
-            return "a per-rank value"
-        if name in self._split or self.saved.is_value(name):
-            return "a value without tensors"
-        return "a container with tensors" if self.saved.holds(name) else None
+        return "a value without tensors" if name in self._split else self.saved.kind_of(name)
 
     # --- values ------------------------------------------------------------------------------
 
@@ -230,6 +196,63 @@ class Requests:
         names = self.saved.values.get(self.saved.leaves.get(f"{group}.params", ""))
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else ()
 
+    # --- tensors that are made of others -----------------------------------------------------
+
+    def compound(self, name: str, leaf: CompoundLeaf) -> None:
+        """Ask for what a tensor is made of, to be filled in place.
+
+        It must have been saved from one that was made alike.
+        """
+        own = class_name(leaf.value)
+        if is_meta(leaf.value) and self.chosen(name):
+            self.problems.append(
+                f"{name}: a {own} without data, which only its class could give it: materialize "
+                "it (`to_empty`), or convert the model once it has memory, before the load"
+            )
+            return
+        if self.saved.is_leaf(name) and self.selected(name):
+            self.misfit(name, f"a {own}", "load into a plain tensor and convert that then")
+            return
+        for attribute, inner in leaf.inner.items():
+            full = join(name, attribute)
+            if isinstance(inner, CompoundLeaf):
+                self.compound(full, inner)
+            elif self.takes(full):
+                self.targets.fill(full, inner)
+        self._check_record(name, leaf)
+
+    def _fresh_compound(self, name: str, beside: Beside) -> Deferred | None:
+        """Ask for a compound tensor that this load makes."""
+        parts = [*self.saved.below(name)]
+        if len(self.chosen(name)) < len(parts):
+            return None
+        for part in parts:
+            self.restore(part)
+        try:
+            fresh = fresh_compound(self.saved, self.targets, name, beside)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            return None
+        return lambda _: fresh.make()
+
+    def _check_record(self, name: str, leaf: CompoundLeaf) -> None:
+        full = join(name, RECORD)
+        if not self.selected(full):
+            return
+        get = self.value(full)
+        if get is None:
+            self.misfit(full, "what a tensor is made of")
+            return
+
+        def check(contents: Contents) -> None:
+            if found := difference(get(contents), leaf.record):
+                raise IncompatibleError(
+                    f"{name}: a {class_name(leaf.value)} {found}: convert the state in the way in "
+                    "which the saved one was, or exclude the name"
+                )
+
+        self.checks.append(check)
+
     # --- per-rank values ---------------------------------------------------------------------
 
     def per_rank(self, name: str, wrapper: PerRank | RNG) -> Deferred | None:
@@ -273,8 +296,8 @@ class Requests:
         if policy == "error":
             self.problems.append(
                 f"{name}: saved for the keys {_listed([k for k, _ in saved])} (mesh "
-                f"{_mesh_text(self.saved.catalog.mesh)}), the state has {_listed(now)} (mesh "
-                f"{_mesh_text(self._live_mesh())}): what belongs to one rank has no meaning for "
+                f"{mesh_text(self.saved.catalog.mesh)}), the state has {_listed(now)} (mesh "
+                f"{mesh_text(self._live_mesh())}): what belongs to one rank has no meaning for "
                 'another; choose on_reshard="drop" or a function for it, or exclude it'
             )
             return None
@@ -298,17 +321,7 @@ class Requests:
         return self._mesh
 
     def _same_mesh(self) -> bool:
-        """Say whether a rank means what it meant at the save, as far as both meshes are known."""
-        catalog = self.saved.catalog
-        if catalog.world_size != self.template.world_size:
-            return False
-        saved = [axis for axis in catalog.mesh if axis[1] > 1]
-        now = [axis for axis in self._live_mesh() if axis[1] > 1]
-        if not saved or not now:
-            return True
-        if [size for _, size in saved] != [size for _, size in now]:
-            return False
-        return all(a == b or not (a and b) for (a, _), (b, _) in zip(saved, now, strict=True))
+        return self.saved.is_of_mesh(self._live_mesh(), self.template.world_size)
 
     # --- whole subtrees ----------------------------------------------------------------------
 
@@ -320,8 +333,13 @@ class Requests:
         A tensor of `tree` that fits is filled in place and put there; else a new one is, whole in
         host memory or as `beside` says. None if nothing of it is selected.
         """
+        if isinstance(tree, CompoundLeaf):
+            self.compound(name, tree)
+            return lambda _: tree.value
+        if beside is not None and self.saved.is_compound(name):
+            return self._fresh_compound(name, beside)
         own = self._leaf(name, _leaf_at(tree), beside) if self._is_leaf(name) else None
-        children = _children_of(tree)
+        children = children_of(tree)
         found: list[tuple[PathKey, Deferred]] = []
         for key, child in self.saved.children(name):
             get = self.subtree(child, children.get(key), beside)
@@ -378,21 +396,6 @@ def _leaf_at(tree: Tree | None) -> Tree | None:
     return _leaf_at(tree.content) if isinstance(tree, ObjectLeaf) else tree
 
 
-def _children_of(tree: Tree | None) -> Mapping[PathKey, Tree]:
-    match tree:
-        case Branch():
-            return tree.children
-        case ModuleLeaf():
-            return module_children(tree)
-        case ObjectLeaf():
-            return _children_of(tree.content)
-    return {}
-
-
 def _listed(keys: Sequence[Key]) -> str:
     more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
     return ", ".join(map(repr, keys[:8])) + more
-
-
-def _mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
-    return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "unknown"

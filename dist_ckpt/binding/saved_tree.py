@@ -10,7 +10,7 @@ from dist_ckpt.binding.rename import rename_of
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.state.containers import MAX_DEPTH, PathKey, check_kind, is_mapping, join
+from dist_ckpt.state.containers import MAX_DEPTH, RECORD, PathKey, check_kind, is_mapping, join
 
 _PARAMS = ".params"
 _GROUPS = ".param_groups."
@@ -51,6 +51,40 @@ class Saved:
     def is_as_saved(self) -> bool:
         """Say whether all names are those of the catalog: no rename has touched them."""
         return not self.dropped and all(name == fqn for name, fqn in self.leaves.items())
+
+    def is_leaf(self, name: str) -> bool:
+        """Say whether a tensor or a value has the name, and no container."""
+        return name in self.leaves
+
+    def is_compound(self, name: str) -> bool:
+        """Say whether the name is that of a tensor which is made of others."""
+        return join(name, RECORD) in self.leaves
+
+    def kind_of(self, name: str) -> str | None:
+        """Say in words what was saved under a name; None if nothing was."""
+        if self.tensor(name) is not None:
+            return "a tensor"
+        if self.keys_of(name) is not None:
+            return "a per-rank value"
+        if self.is_value(name):
+            return "a value without tensors"
+        if self.is_compound(name):
+            saved = self.values.get(self.leaves[join(name, RECORD)])
+            what = saved.get("class") if isinstance(saved, Mapping) else None
+            return f"the parts of a {what or 'tensor of a class of its own'}"
+        return "a container with tensors" if self.holds(name) else None
+
+    def is_of_mesh(self, mesh: Sequence[tuple[str, int]], world_size: int) -> bool:
+        """Say whether a rank means what it meant at the save, as far as both meshes are known."""
+        if self.catalog.world_size != world_size:
+            return False
+        saved = [axis for axis in self.catalog.mesh if axis[1] > 1]
+        now = [axis for axis in mesh if axis[1] > 1]
+        if not saved or not now:
+            return True
+        if [size for _, size in saved] != [size for _, size in now]:
+            return False
+        return all(a == b or not (a and b) for (a, _), (b, _) in zip(saved, now, strict=True))
 
     def is_value(self, name: str) -> bool:
         """Say whether the name is a value that is no tensor and nobody's alone."""
@@ -100,6 +134,11 @@ class Saved:
                 return leaf[:cut]
             cut += 1
         return leaf
+
+
+def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
+    """Word a mesh, for messages."""
+    return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "unknown"
 
 
 def saved_of(

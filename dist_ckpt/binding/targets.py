@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -39,11 +39,15 @@ class Fresh:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beside:
-    """The parameter that state lies beside; `on_host` says that the state stays in host memory."""
+    """The parameter that state lies beside; `on_host` says that the state stays in host memory.
+
+    `classes` are those of which compound state may be made, by their full names.
+    """
 
     parameter: torch.Tensor
     rule: str
     on_host: bool = False
+    classes: Mapping[str, type[torch.Tensor]] = field(default_factory=dict)
 
 
 class _Fill(NamedTuple):

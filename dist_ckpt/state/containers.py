@@ -20,6 +20,10 @@ MutableState = MutableMapping[Any, Any]
 # Of containers in containers, in a state and in a checkpoint.
 MAX_DEPTH = 100
 
+# Under a compound tensor's name: what its inner tensors are parts of. No attribute of an object
+# that is a tensor can have this name.
+RECORD = "__class__"
+
 _MAPPING = "dict"
 _DEFAULT = "defaultdict:"
 

@@ -26,6 +26,7 @@ from dist_ckpt.state.tensors import HeldTensor, describe, tie_key
 from dist_ckpt.state.tree import (
     LOOSE,
     Branch,
+    CompoundLeaf,
     GroupLeaf,
     ModuleLeaf,
     ObjectLeaf,
@@ -35,6 +36,7 @@ from dist_ckpt.state.tree import (
     TensorLeaf,
     Tree,
     as_tensor,
+    compound_children,
     is_array,
     module_children,
     read_state,
@@ -185,6 +187,8 @@ class _Taker:
                 self._add_tensor(fqn, tree)
             case Branch():
                 self._add_branch(fqn, tree.kind, tree.children)
+            case CompoundLeaf():
+                self._add_branch(fqn, "dict", compound_children(tree))
             case ModuleLeaf():
                 self._owners.append((fqn, tree))
                 self._add_branch(fqn, "dict", module_children(tree))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -32,6 +33,8 @@ def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     if remedy := _remedy(tensor):
         raise TypeError(f"{fqn}: {class_name(tensor)} cannot be stored: {remedy}")
     tensor = tensor.detach()
+    if type(tensor) not in PLAIN:
+        tensor = torch.Tensor.as_subclass(tensor, torch.Tensor)
     if tensor.numel() and not tensor.is_meta and not _has_memory(tensor):
         raise ValueError(
             f"{fqn}: the memory of this tensor is not there: it was freed (a resharded or "
@@ -64,20 +67,47 @@ def is_ordinary(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _remedy(tensor: torch.Tensor) -> str | None:
+    if tensor.is_nested:
+        return "a nested tensor; store its `values()` and `offsets()`, or the parts of `unbind()`"
     if type(tensor) not in PLAIN:
         if torch.nn.parameter.is_lazy(tensor):
             return "run the module once, so that its parameters exist"
-        return (
-            "its memory is not its value; store the plain tensors that it is made of, or give the "
-            "class `__create_chunk_list__` and `__get_tensor_shard__`"
-        )
-    if tensor.is_nested:
-        return "a nested tensor; store its `values()` and `offsets()`, or the parts of `unbind()`"
+        if remedy := _remedy_of_class(tensor):
+            return remedy
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}; store `to_dense()`, or its indices and values"
     if tensor.is_quantized:
-        return "it is quantised; store `int_repr()`, the scales and the zero points"
+        return (
+            "it is quantised; store `int_repr()`, the scales and the zero points, or "
+            "`dequantize()`; the quantized tensors of torchao are stored as they are"
+        )
     return None
+
+
+def _remedy_of_class(tensor: torch.Tensor) -> str | None:
+    """Say what to do about a subclass that is more than a name for a plain tensor."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            "its memory is not its value; store the plain tensors that it is made of, or give the "
+            "class `__tensor_flatten__` and `__tensor_unflatten__`"
+        )
+    for name, value in vars(tensor).items():
+        if not _is_beside_the_value(value):
+            return (
+                f"its {name!r} is a {class_name(value)}, which would be lost; store that beside "
+                "its `as_subclass(torch.Tensor)`"
+            )
+    return None
+
+
+def _is_beside_the_value(value: object) -> bool:
+    """Say whether an attribute of a tensor may be left out: settings and hooks, no data."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_beside_the_value, value))
+    return (value is None) or isinstance(value, _SETTINGS)
+
+
+_SETTINGS = (bool, int, float, str, torch.dtype, torch.device, FunctionType, MethodType, type)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -136,4 +166,9 @@ def from_numpy(array: np.ndarray, fqn: str, *, writable: bool) -> torch.Tensor:
 
 def class_name(value: object) -> str:
     """Return the full name of a value's class, for messages."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return full_name(type(value))
+
+
+def full_name(cls: type) -> str:
+    """Return the name of a class with that of its module."""
+    return f"{cls.__module__}.{cls.__qualname__}"

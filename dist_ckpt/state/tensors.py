@@ -2,8 +2,9 @@
 
 `describe` for a save and `describe_target` for a load recognise, in this order: our wrappers;
 DTensor, whose regions we compute ourselves; ShardedTensor; other classes with torch's
-`__create_chunk_list__` and `__get_tensor_shard__`; exactly Tensor, Parameter and Buffer with
-strided layout. Others are refused. For a new one see `_held`, `is_tensor_leaf`, `is_meta` as well.
+`__create_chunk_list__` and `__get_tensor_shard__`; what is a Tensor in all but its class, with
+strided layout. Others are refused; what is made of other tensors `compounds.py` takes apart
+before. For a new one see `_held`, `is_tensor_leaf`, `is_meta` as well.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dist_ckpt.memory.torch_tensor import overlaps_itself
 from dist_ckpt.planning import plan
 from dist_ckpt.planning.mesh import cells_of, readings
 from dist_ckpt.runtime.torch_private import ShardedTensor
+from dist_ckpt.state.compounds import unwrapped
 from dist_ckpt.state.dtensors import boxes_in, cells_that_fit, local_of, mesh_within, placement_of
 from dist_ckpt.state.local_tensors import PLAIN, class_name, dtype_name, plain, torch_dtype
 from dist_ckpt.state.wrappers import FlatShard, LocalShard
@@ -167,7 +169,7 @@ def _held(value: object, fqn: str, rank: int, group: tuple[int, ...]) -> HeldTen
     if _is_chunked(value):
         return _parts(fqn, value.dtype, tuple(value.shape), _shards_of(value, fqn))
     if isinstance(value, torch.Tensor):
-        return _whole(value, fqn)
+        return _whole(unwrapped(value), fqn)
     raise TypeError(f"{fqn}: {class_name(value)} is not a tensor")
 
 
@@ -206,7 +208,7 @@ def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> HeldTensor:
 def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> HeldTensor:
     shape = tuple(value.shape)
     placements = tuple(placement_of(placement, value, fqn) for placement in value.placements)
-    local = local_of(value)
+    local = unwrapped(local_of(value))
     if _is_chunked(local):
         return _parts(fqn, local.dtype, shape, _shards_of(local, fqn))
     mesh = mesh_within(value.device_mesh, group, fqn)
@@ -286,7 +288,7 @@ def _parts(
 
 def _empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(value, DTensor):
-        local, mesh = local_of(value).detach(), value.device_mesh
+        local, mesh = unwrapped(local_of(value)).detach(), value.device_mesh
         device = mesh.device_type if local.is_meta else local.device
         return DTensor.from_local(
             torch.empty_like(local, dtype=dtype, device=device),
@@ -296,5 +298,6 @@ def _empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             shape=value.shape,
             stride=value.stride(),
         )
+    value = unwrapped(value).detach()
     device = "cpu" if value.is_meta else value.device
-    return torch.empty_like(value.detach(), dtype=dtype, device=device)
+    return torch.empty_like(value, dtype=dtype, device=device)

@@ -13,16 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.strict_json import is_text
-from dist_ckpt.state.containers import MAX_DEPTH, PathKey, State, entries_of, join, kind_of
+from dist_ckpt.state.compounds import inner_tensors, is_compound, record_of, unwrapped
+from dist_ckpt.state.containers import MAX_DEPTH, RECORD, PathKey, State, entries_of, join, kind_of
 from dist_ckpt.state.local_tensors import PLAIN, from_numpy
 from dist_ckpt.state.modules import ModuleState, merged, module_state
-from dist_ckpt.state.tensors import is_tensor_leaf
+from dist_ckpt.state.tensors import is_meta, is_tensor_leaf
 from dist_ckpt.state.wrappers import RNG, Named, PerRank
 
 if TYPE_CHECKING:
@@ -54,6 +56,15 @@ class TensorLeaf:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CompoundLeaf:
+    """A tensor that is made of others: these by attribute, and the record of what it is."""
+
+    value: torch.Tensor
+    inner: Mapping[str, TensorLeaf | CompoundLeaf]
+    record: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PlainLeaf:
     """Anything else: plain data, or what a save has to refuse."""
 
@@ -72,7 +83,7 @@ class ModuleLeaf:
     """A module; `extras` are the entries of its state dict that are not its live tensors."""
 
     state: ModuleState
-    tensors: Mapping[str, TensorLeaf]
+    tensors: Mapping[str, TensorLeaf | CompoundLeaf]
     extras: Mapping[str, Tree]
 
 
@@ -107,6 +118,7 @@ class GroupLeaf:
 Tree = (
     Branch
     | TensorLeaf
+    | CompoundLeaf
     | PlainLeaf
     | PerRankLeaf
     | ModuleLeaf
@@ -143,14 +155,10 @@ def walk(root: Branch) -> Iterator[tuple[str, str, Tree]]:
 
 def _inside(fqn: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
     yield fqn, tree
-    children: Mapping[PathKey, Tree] = {}
-    if isinstance(tree, Branch):
-        children = tree.children
-    elif isinstance(tree, ModuleLeaf):
-        children = module_children(tree)
-    elif isinstance(tree, ObjectLeaf):
+    if isinstance(tree, ObjectLeaf):
         yield from _inside(fqn, tree.content)
-    for key, child in children.items():
+        return
+    for key, child in children_of(tree).items():
         name = join(fqn, key)
         if isinstance(child, TensorLeaf):
             yield name, child  # most are: without a generator for each
@@ -158,10 +166,45 @@ def _inside(fqn: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
             yield from _inside(name, child)
 
 
+def children_of(tree: Tree | None) -> Mapping[PathKey, Tree]:
+    """Return what is below the name of a leaf or branch; of an object, what is in its content."""
+    match tree:
+        case Branch():
+            return tree.children
+        case ModuleLeaf():
+            return module_children(tree)
+        case CompoundLeaf():
+            return compound_children(tree)
+        case ObjectLeaf():
+            return children_of(tree.content)
+    return {}
+
+
 def module_children(leaf: ModuleLeaf) -> Mapping[PathKey, Tree]:
     """Return what a module's state dict holds, in its order."""
     both: Mapping[str, Tree] = {**leaf.tensors, **leaf.extras}
     return {name: both[name] for name in leaf.state.entries}
+
+
+def compound_children(leaf: CompoundLeaf) -> Mapping[PathKey, Tree]:
+    """Return what a checkpoint holds of a tensor that is made of others."""
+    children: dict[PathKey, Tree] = {RECORD: PlainLeaf(leaf.record)}
+    children.update(leaf.inner)
+    return children
+
+
+def read_tensor(value: object, fqn: str) -> TensorLeaf | CompoundLeaf:
+    """Read a tensor; one that is made of others is taken apart. Raises TypeError if it cannot be.
+
+    One on the meta device stays what it is: only its own class could give it memory.
+    """
+    if not is_meta(value):
+        value = unwrapped(value)
+    if type(value) in PLAIN or not is_compound(value):
+        return TensorLeaf(value)
+    inner = inner_tensors(value, fqn)
+    leaves = {name: read_tensor(tensor, join(fqn, name)) for name, tensor in inner.items()}
+    return CompoundLeaf(value, leaves, record_of(value, fqn))
 
 
 def is_array(value: object) -> TypeGuard[np.ndarray]:
@@ -247,8 +290,10 @@ def _read_container(
 
 
 def _leaf(value: object, fqn: str) -> Tree | None:
-    if type(value) in PLAIN or is_tensor_leaf(value) or is_array(value):
+    if type(value) in PLAIN or is_array(value):
         return TensorLeaf(value)
+    if is_tensor_leaf(value):
+        return read_tensor(value, fqn)
     if isinstance(value, PerRank | RNG):
         return PerRankLeaf(value)
     if isinstance(value, Named):
@@ -310,11 +355,12 @@ def _state_of_module(module: nn.Module, fqn: str) -> ModuleState:
 
 
 def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> ModuleLeaf:
-    tensors: dict[str, TensorLeaf] = {}
+    tensors: dict[str, TensorLeaf | CompoundLeaf] = {}
     extras: dict[str, Tree] = {}
     for name, value in state.entries.items():
         if name in state.live:
-            tensors[name] = TensorLeaf(value)
+            plain = type(value) in PLAIN  # most are: no name is made for them
+            tensors[name] = TensorLeaf(value) if plain else read_tensor(value, join(fqn, name))
         else:
             extras[name] = _read(value, join(fqn, name), above)
     return ModuleLeaf(state, tensors, extras)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dist_ckpt.binding.bind import Binding, bind, saved_of, survey, unexpected_problem
@@ -60,6 +61,12 @@ class InMemory:
             selection=selection_of(options.get("include"), options.get("exclude")),
             keys=options.get("keys", {name: (key,) for name, key in template.keys.items()}),
         )
+
+    def change(self, fqn: str, value: object) -> None:
+        """Replace a value that was saved, as somebody could who writes the files."""
+        main = self._decoded(self._main)
+        changed = replace(main, values={**main.values, fqn: value})
+        self._main = objects_file.encode(changed)
 
     def finish(self, binding: Binding) -> None:
         binding.check([self._decoded(self._keyed)])
