@@ -402,29 +402,50 @@ def test_wrappers_hold_tensors_only():
         alone(FlatShard(torch.ones(4, 4).t(), (16,), 0))
 
 
+class Named(torch.Tensor):
+    """A class that only gives a tensor a name, as that of an image."""
+
+
+class Setting(torch.nn.Parameter):
+    """A parameter that carries how it is to be used."""
+
+
+def test_a_class_that_adds_no_data_is_stored_as_the_tensor_that_it_is():
+    parameter = Setting(torch.ones(2, 3))
+    parameter.tensor_parallel, parameter.loader, parameter.dims = True, alone, (0, None)
+    for value in (torch.ones(2, 3).as_subclass(Named), parameter):
+        held = describe_target(value, "w", **ALONE)
+        assert type(held.parts[0]) is torch.Tensor
+        assert held.parts[0].data_ptr() == value.data_ptr()
+
+
 def refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
         compressed = torch.eye(2).to_sparse_csr()
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        masked = torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False]))
     freed = torch.ones(3)
     freed.untyped_storage().resize_(0)
     shortened = torch.ones(8)
     shortened.untyped_storage().resize_(16)
     from torch._subclasses import FakeTensorMode
 
-    class Unknown(torch.Tensor):
-        pass
-
+    with_scales = torch.ones(2).as_subclass(Named)
+    with_scales.scales = torch.ones(2)
+    with_object = Setting(torch.ones(2))
+    with_object.quant_state = object()
     return {
         "to_dense": torch.eye(2).to_sparse(),
         "sparse_csr": compressed,
         "unbind": nested,
-        "NestedTensor": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        "offsets": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
         "int_repr": quantised,
         "FakeTensor": FakeTensorMode().from_tensor(torch.ones(2)),
-        "Unknown": torch.ones(2).as_subclass(Unknown),
+        "MaskedTensor": masked,
+        "its 'scales' is a torch.Tensor, which would be lost": with_scales,
+        "its 'quant_state' is a builtins.object": with_object,
         "run the module once": torch.nn.UninitializedParameter(),
         "memory of this tensor": freed,
         "memory": shortened,
