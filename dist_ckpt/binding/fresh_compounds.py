@@ -13,15 +13,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dist_ckpt.binding.saved_tree import Saved
 from dist_ckpt.binding.targets import Beside, Fresh, Targets
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.format.geometry import row_major_strides
-from dist_ckpt.state.compounds import difference, inner_tensors, is_compound_class, record_of
+from dist_ckpt.format.geometry import Region, Shape, row_major_strides
+from dist_ckpt.runtime.torch_private import local_tensor
+from dist_ckpt.state.compounds import (
+    difference,
+    inner_tensors,
+    is_compound,
+    is_compound_class,
+    record_of,
+    resized,
+    unwrapped,
+)
 from dist_ckpt.state.containers import RECORD, join
 from dist_ckpt.state.local_tensors import class_name, full_name, torch_dtype
+from dist_ckpt.state.sharded_compounds import Cut, cut_of, inner_cut
+from dist_ckpt.state.tensors import device_of
 from dist_ckpt.state.tree import users_code
 
 _REMEDY = (
@@ -35,7 +47,10 @@ def compound_classes(optimizer: Optimizer) -> dict[str, type[torch.Tensor]]:
 
     They are those of its parameters, and those in the modules that define its own classes.
     """
-    found: list[object] = [type(p) for group in optimizer.param_groups for p in group["params"]]
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    found: list[object] = [
+        type(local_tensor(p) if isinstance(p, DTensor) else p) for p in parameters
+    ]
     for cls in type(optimizer).__mro__:
         found += vars(sys.modules[cls.__module__]).values() if cls.__module__ in sys.modules else ()
     return {full_name(cls): cls for cls in found if is_compound_class(cls)}
@@ -43,20 +58,40 @@ def compound_classes(optimizer: Optimizer) -> dict[str, type[torch.Tensor]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FreshCompound:
-    """A compound tensor that is made once the memory of its inner ones is there and filled."""
+    """A compound tensor that is made once the memory of its inner ones is there and filled.
+
+    `like` is one without memory, and `context` what its class gets. It becomes a DTensor where
+    its parameter is one.
+    """
 
     name: str
-    cls: type[torch.Tensor]
-    record: Mapping[str, object]
+    like: torch.Tensor
+    context: object
     inner: Mapping[str, Fresh | FreshCompound]
+    parameter: torch.Tensor
 
     def make(self) -> object:
         """Return it. Raises CheckpointError if its class does not make it."""
+        made = self._local()
+        if not isinstance(self.parameter, DTensor):
+            return made
+        with users_code(self.name, made, "a view"), torch.no_grad():
+            return DTensor.from_local(
+                made,
+                self.parameter.device_mesh,
+                self.parameter.placements,
+                run_check=False,
+                shape=self.parameter.shape,
+                stride=self.parameter.stride(),
+            )
+
+    def _local(self) -> torch.Tensor:
         inner = {
-            name: one.make() if isinstance(one, FreshCompound) else one.value
+            name: one._local() if isinstance(one, FreshCompound) else one.value
             for name, one in self.inner.items()
         }
-        return _unflattened(self.cls, self.record, inner, self.name)
+        shape = tuple(self.like.shape)
+        return _unflattened(type(self.like), self.context, inner, shape, self.name)
 
 
 def fresh_compound(saved: Saved, targets: Targets, name: str, beside: Beside) -> FreshCompound:
@@ -64,21 +99,34 @@ def fresh_compound(saved: Saved, targets: Targets, name: str, beside: Beside) ->
 
     Raises CheckpointError if it could not be made of them.
     """
-    _trial(saved, name, beside)
-    return _wanted(saved, targets, name, beside)
+    whole = _trial(saved, name, beside)
+    parameter = unwrapped(beside.parameter)
+    shape = tuple(whole.shape)
+    if not isinstance(parameter, DTensor):
+        cut = Cut(shape, Region.whole(shape))
+    elif shape == tuple(parameter.shape):
+        cut = cut_of(parameter, name)
+    else:
+        raise IncompatibleError(
+            f"{name}: saved with shape {shape} under a parameter of shape "
+            f"{tuple(parameter.shape)}, which is sharded: {_REMEDY}"
+        )
+    return _wanted(saved, targets, name, beside, whole, cut)
 
 
 def _trial(saved: Saved, name: str, beside: Beside) -> torch.Tensor:
-    """Make one without memory, and see that it is what was saved."""
+    """Make one without memory, whole, and see that it is what was saved."""
     cls, record = _class_of(saved, name, beside)
-    inner = {}
+    inner: dict[str, torch.Tensor] = {}
     for attribute, child in _inner_names(saved, name):
         if (stored := saved.tensor(child)) is None:
             inner[attribute] = _trial(saved, child, beside)
             continue
         dtype = torch_dtype(stored[1].dtype)
         inner[attribute] = torch.empty(stored[1].shape, dtype=dtype, device="meta")
-    made = _unflattened(cls, record, inner, name)
+    shape = record["shape"]
+    assert isinstance(shape, tuple)
+    made = _unflattened(cls, record["context"], inner, shape, name)
     found = difference(record, record_of(made, name))
     if found is None and inner_tensors(made, name).keys() != inner.keys():
         found = f"saved with the parts {', '.join(inner)}, it has others"
@@ -87,17 +135,35 @@ def _trial(saved: Saved, name: str, beside: Beside) -> torch.Tensor:
     return made
 
 
-def _wanted(saved: Saved, targets: Targets, name: str, beside: Beside) -> FreshCompound:
-    cls, record = _class_of(saved, name, beside)
-    inner = {
-        attribute: (
-            targets.beside(child, beside)
-            if saved.tensor(child) is not None
-            else _wanted(saved, targets, child, beside)
+def _wanted(
+    saved: Saved, targets: Targets, name: str, beside: Beside, whole: torch.Tensor, cut: Cut
+) -> FreshCompound:
+    """Want what a rank needs for its part of a whole one."""
+    local = whole
+    for dim in cut.dims:
+        with users_code(name, whole, f"narrow({dim}, ...)"):
+            local = local.narrow(dim, cut.box.offset[dim], cut.box.shape[dim])
+    if type(local) is not type(whole):
+        raise IncompatibleError(
+            f"{name}: a part of a {class_name(whole)} is a {class_name(local)}: {_REMEDY}"
         )
-        for attribute, child in _inner_names(saved, name)
-    }
-    return FreshCompound(name, cls, record, inner)
+    _, record = _class_of(saved, name, beside)
+    parts, wholes = inner_tensors(local, name), inner_tensors(whole, name)
+    inner: dict[str, Fresh | FreshCompound] = {}
+    for attribute, child in _inner_names(saved, name):
+        part, shape = parts[attribute], tuple(wholes[attribute].shape)
+        box = inner_cut(cut, tuple(part.shape), is_table=tuple(part.shape) == shape)
+        if box is None or box.shape != shape:
+            raise IncompatibleError(
+                f"{name}: of its {attribute!r} of shape {shape} this rank would need "
+                f"{tuple(part.shape)}, which is not a part that can be told: {_REMEDY}"
+            )
+        if is_compound(wholes[attribute]):
+            inner[attribute] = _wanted(saved, targets, child, beside, wholes[attribute], box)
+        else:
+            inner[attribute] = targets.box(child, box.box, device_of(beside.parameter))
+    context = resized(record["context"], cut.shape, cut.box.shape)
+    return FreshCompound(name, local, context, inner, beside.parameter)
 
 
 def _class_of(
@@ -109,7 +175,8 @@ def _class_of(
             f"{name}: what it is made of is written in another rank's objects file: {_REMEDY}"
         )
     cls = beside.classes.get(str(record.get("class")))
-    if cls is None or record.get("exact") is not True or not _is_shape(record.get("shape")):
+    can_be_made = record.get("exact") is True and _is_shape(record.get("shape"))
+    if cls is None or not can_be_made or "for_each_shard" in record:
         raise IncompatibleError(
             f"{name}: saved as the parts of a {record.get('class')}, and there is none here to "
             f"fill: {_REMEDY}"
@@ -126,13 +193,15 @@ def _inner_names(saved: Saved, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _unflattened(
-    cls: type[torch.Tensor], record: Mapping[str, object], inner: Mapping[str, object], name: str
+    cls: type[torch.Tensor],
+    context: object,
+    inner: Mapping[str, object],
+    shape: Shape,
+    name: str,
 ) -> torch.Tensor:
-    shape = record["shape"]
-    assert isinstance(shape, tuple)
     strides = row_major_strides(shape)
     with users_code(name, cls, "__tensor_unflatten__"), torch.no_grad():
         made: torch.Tensor = cls.__tensor_unflatten__(  # type: ignore[attr-defined]
-            inner, record["context"], torch.Size(shape), strides
+            inner, context, torch.Size(shape), strides
         )
     return made

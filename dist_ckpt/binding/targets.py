@@ -184,6 +184,14 @@ class Targets:
         like = parameter.detach()
         return self._want_fresh(name, whole, lambda: like.new_empty(record.shape, dtype=dtype))
 
+    def box(self, name: str, box: Region, device: torch.device) -> Fresh:
+        """Want a box of a tensor in new memory."""
+        dtype = torch_dtype(self._tensor(name)[1].dtype)
+        cells = (box,) if box.numel else ()
+        return self._want_fresh(
+            name, cells, lambda: torch.empty(box.shape, dtype=dtype, device=device)
+        )
+
     def check_tied(self, first: str, name: str) -> None:
         """Report it if two names of one tensor in the state were saved as two tensors."""
         if self._tensor(first)[0] != self._tensor(name)[0]:

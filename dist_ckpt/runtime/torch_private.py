@@ -10,6 +10,7 @@
 | `wrapped_child`         | `_dynamo.eval_frame`, checkpoint_wrapper | wrappers that add a prefix  |
 | `has_load_hooks`        | `nn.Module`                              | hooks that follow a load    |
 | `storage_id`            | `UntypedStorage`                         | tensors on one memory       |
+| `local_tensor`          | `distributed.tensor.DTensor`             | its class, without autograd |
 
 `tests/runtime/test_torch_private.py` says which of them a new version of torch has moved.
 """
@@ -17,6 +18,7 @@
 from __future__ import annotations
 
 import sys
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -33,10 +35,14 @@ __all__ = [
     "StridedShard",
     "default_store",
     "has_load_hooks",
+    "local_tensor",
     "module_fqns",
     "storage_id",
     "wrapped_child",
 ]
+
+# `to_local` takes ten times as long, which counts where there are thousands of DTensors.
+local_tensor = attrgetter("_local_tensor")
 
 
 def wrapped_child(module: nn.Module) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
+from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.objects_file import check_plain
 from dist_ckpt.runtime.torch_private import AsyncCollectiveTensor
 from dist_ckpt.state.containers import join
@@ -72,19 +73,33 @@ def inner_tensors(value: torch.Tensor, fqn: str) -> dict[str, torch.Tensor]:
     return inner
 
 
-def record_of(value: torch.Tensor, fqn: str) -> dict[str, object]:
+def record_of(value: torch.Tensor, fqn: str, shape: Shape | None = None) -> dict[str, object]:
     """Return what a checkpoint says of a tensor beside its inner ones: plain data.
 
-    `exact` says whether `context` is the context itself, so that one could be made of it.
+    `shape` is that of the whole, if the value is a part. `exact` says whether `context` is the
+    context itself, so that one could be made of it.
     """
     described = _Described(f"{fqn}: the context of {class_name(value)}")
+    whole = tuple(value.shape) if shape is None else shape
     return {
         "class": class_name(value),
         "dtype": value.dtype,
-        "shape": tuple(value.shape),
-        "context": described.of(_flattened(value)[1]),
+        "shape": whole,
+        "context": resized(described.of(_flattened(value)[1]), tuple(value.shape), whole),
         "exact": described.is_exact,
     }
+
+
+def resized(context: object, shape: Shape, new: Shape) -> object:
+    """Return a described context with the size of another part of the whole, where it has one."""
+    if isinstance(context, torch.Size):
+        return torch.Size(new) if tuple(context) == shape else context
+    if type(context) is dict:
+        return {key: resized(item, shape, new) for key, item in context.items()}
+    if type(context) in (list, tuple):
+        assert isinstance(context, list | tuple)
+        return type(context)([resized(item, shape, new) for item in context])
+    return context
 
 
 def difference(saved: object, own: object, name: str = "") -> str | None:

@@ -138,6 +138,11 @@ def empty_like_saved(value: torch.Tensor, dtype: str) -> torch.Tensor:
     return _empty_like(value, torch_dtype(dtype))
 
 
+def device_of(value: torch.Tensor) -> torch.device:
+    """Return where the memory of a tensor is, or that of its local part."""
+    return local_of(value).device if isinstance(value, DTensor) else value.device
+
+
 def tie_key(held: HeldTensor) -> Hashable | None:
     """Return a key that two leaves share if they are the same memory, seen the same way.
 

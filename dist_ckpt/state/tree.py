@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.strict_json import is_text
+from dist_ckpt.runtime.torch_private import local_tensor
 from dist_ckpt.state.compounds import inner_tensors, is_compound, record_of, unwrapped
 from dist_ckpt.state.containers import MAX_DEPTH, RECORD, PathKey, State, entries_of, join, kind_of
 from dist_ckpt.state.local_tensors import PLAIN, from_numpy
 from dist_ckpt.state.modules import ModuleState, merged, module_state
+from dist_ckpt.state.sharded_compounds import inner_shards
 from dist_ckpt.state.tensors import is_meta, is_tensor_leaf
 from dist_ckpt.state.wrappers import RNG, Named, PerRank
 
@@ -198,6 +201,9 @@ def read_tensor(value: object, fqn: str) -> TensorLeaf | CompoundLeaf:
 
     One on the meta device stays what it is: only its own class could give it memory.
     """
+    if isinstance(value, DTensor):
+        local = local_tensor(value)
+        return TensorLeaf(value) if type(local) in PLAIN else _read_sharded(value, local, fqn)
     if not is_meta(value):
         value = unwrapped(value)
     if type(value) in PLAIN or not is_compound(value):
@@ -205,6 +211,21 @@ def read_tensor(value: object, fqn: str) -> TensorLeaf | CompoundLeaf:
     inner = inner_tensors(value, fqn)
     leaves = {name: read_tensor(tensor, join(fqn, name)) for name, tensor in inner.items()}
     return CompoundLeaf(value, leaves, record_of(value, fqn))
+
+
+def _read_sharded(value: DTensor, local: torch.Tensor, fqn: str) -> TensorLeaf | CompoundLeaf:
+    """Read a DTensor of which this rank has a tensor of another class."""
+    if is_compound(local) and local.is_meta:
+        inner = inner_tensors(local, fqn)
+        return CompoundLeaf(value, {name: TensorLeaf(t) for name, t in inner.items()}, {})
+    local = unwrapped(local)
+    if type(local) in PLAIN or not is_compound(local):
+        return TensorLeaf(value)
+    shards, single = inner_shards(value, local, fqn)
+    record = record_of(local, fqn, tuple(value.shape))
+    if single is not None:
+        record["for_each_shard"] = single
+    return CompoundLeaf(value, {name: TensorLeaf(shard) for name, shard in shards.items()}, record)
 
 
 def is_array(value: object) -> TypeGuard[np.ndarray]:

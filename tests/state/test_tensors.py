@@ -412,7 +412,7 @@ class Setting(torch.nn.Parameter):
 
 def test_a_class_that_adds_no_data_is_stored_as_the_tensor_that_it_is():
     parameter = Setting(torch.ones(2, 3))
-    parameter.tensor_parallel, parameter.loader, parameter.dims = True, alone, (0, None)
+    vars(parameter).update(tensor_parallel=True, loader=alone, dims=(0, None))
     for value in (torch.ones(2, 3).as_subclass(Named), parameter):
         held = describe_target(value, "w", **ALONE)
         assert type(held.parts[0]) is torch.Tensor
@@ -433,9 +433,9 @@ def refused():
     from torch._subclasses import FakeTensorMode
 
     with_scales = torch.ones(2).as_subclass(Named)
-    with_scales.scales = torch.ones(2)
+    vars(with_scales)["scales"] = torch.ones(2)
     with_object = Setting(torch.ones(2))
-    with_object.quant_state = object()
+    vars(with_object)["quant_state"] = object()
     return {
         "to_dense": torch.eye(2).to_sparse(),
         "sparse_csr": compressed,
