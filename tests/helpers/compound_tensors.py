@@ -27,7 +27,7 @@ class _Made(torch.Tensor):
     def dequantize(self) -> torch.Tensor:
         raise NotImplementedError
 
-    def cut(self, start: int, stop: int) -> Any:
+    def cut(self, dim: int, start: int, stop: int) -> Any:
         raise NotImplementedError
 
     @classmethod
@@ -36,8 +36,12 @@ class _Made(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0].renewed({n: getattr(args[0], n).detach() for n in args[0].names})
-        if func is torch.ops.aten.slice.Tensor and args[1:2] in ((), (0,)):
-            return args[0].cut(args[2], args[3])
+        if func is torch.ops.aten.slice.Tensor:
+            _, dim, start, stop = args
+            return args[0].cut(dim, start, min(stop, args[0].shape[dim]))
+        # What DTensor does to a local tensor.
+        if func is torch.ops.aten.view.default and tuple(args[1]) == tuple(args[0].shape):
+            return args[0].renewed({n: getattr(args[0], n) for n in args[0].names})
         whole = [arg.dequantize() if isinstance(arg, _Made) else arg for arg in args]
         return func(*tree_map(_whole, whole), **tree_map(_whole, kwargs or {}))
 
@@ -93,8 +97,9 @@ class Quantized(_Made):
         whole: torch.Tensor = self.qdata * self.scale
         return whole
 
-    def cut(self, start: int, stop: int) -> Any:
-        return self.renewed({"qdata": self.qdata[start:stop], "scale": self.scale[start:stop]})
+    def cut(self, dim: int, start: int, stop: int) -> Any:
+        scale = self.scale[start:stop] if dim == 0 else self.scale
+        return self.renewed({"qdata": self.qdata.narrow(dim, start, stop - start), "scale": scale})
 
 
 class Pair(_Made):
@@ -150,8 +155,8 @@ class GatheredLow(_Made):
         whole: torch.Tensor = self.whole
         return whole
 
-    def cut(self, start: int, stop: int) -> Any:
-        return GatheredLow(self.whole[start:stop])
+    def cut(self, dim: int, start: int, stop: int) -> Any:
+        return GatheredLow(self.whole.narrow(dim, start, stop - start))
 
 
 class Codes(_Made):
@@ -190,9 +195,9 @@ class Codes(_Made):
         whole: torch.Tensor = blocks.reshape(self.codes.shape).float()
         return whole
 
-    def cut(self, start: int, stop: int) -> Any:
+    def cut(self, dim: int, start: int, stop: int) -> Any:
         row, block = self.codes[0].numel(), self.codes.numel() // self.scale.numel()
-        if start * row % block or stop * row % block:
+        if dim or start * row % block or stop * row % block:
             raise ValueError("not at a block")
         inner = {"codes": self.codes[start:stop], "table": self.table.clone()}
         inner["scale"] = self.scale[start * row // block : stop * row // block]
