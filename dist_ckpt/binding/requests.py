@@ -226,6 +226,9 @@ class Requests:
         parts = [*self.saved.below(name)]
         if len(self.chosen(name)) < len(parts):
             return None
+        if self.template.sharding is not None:
+            self.problems.append(f"{name}: a ShardingConfig says nothing of such state: exclude it")
+            return None
         for part in parts:
             self.restore(part)
         try:

@@ -188,6 +188,7 @@ class _Taker:
             case Branch():
                 self._add_branch(fqn, tree.kind, tree.children)
             case CompoundLeaf():
+                self._rules.check_whole(fqn, tree)
                 self._add_branch(fqn, "dict", compound_children(tree))
             case ModuleLeaf():
                 self._owners.append((fqn, tree))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import prod
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dist_ckpt.format.geometry import Cell, Region, Shape
 from dist_ckpt.planning.mesh import cells_of
@@ -13,7 +14,8 @@ from dist_ckpt.planning.plan import Flattened, Ruled
 from dist_ckpt.planning.sharded_views import chunked
 from dist_ckpt.planning.sharding_config import ShardingConfig, axes_under, name_of, parameter_of
 from dist_ckpt.state.containers import join, names_above
-from dist_ckpt.state.tree import Branch, ModuleLeaf, TensorLeaf, walk
+from dist_ckpt.state.local_tensors import class_name
+from dist_ckpt.state.tree import Branch, CompoundLeaf, ModuleLeaf, TensorLeaf, walk
 
 
 class Rules:
@@ -78,6 +80,17 @@ class Rules:
             return None if whole is None else (Flattened(self._sharding.ranks()), whole)
         axes = axes_under(self._sharding, name, shape, parameter)
         return (Ruled(self._sharding.ranks(), axes), shape) if any(axes) else None
+
+    def check_whole(self, fqn: str, leaf: CompoundLeaf) -> None:
+        """Raise TypeError if the config cuts a compound tensor: it says nothing of its parts."""
+        value = leaf.value
+        if self._sharding is None or isinstance(value, DTensor):
+            return
+        if self.view(fqn, TensorLeaf(value), tuple(value.shape)) is not None:
+            raise TypeError(
+                f"{fqn}: the ShardingConfig cuts a {class_name(value)}, which is made of other "
+                "tensors: put those into the state as dc.LocalShard, or make it a DTensor"
+            )
 
     def flat_part(self, shape: Shape) -> tuple[Cell, ...] | None:
         """Return what ZeRO gives this rank of new state under a parameter of `shape`, if flat."""

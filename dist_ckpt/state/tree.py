@@ -191,8 +191,9 @@ def module_children(leaf: ModuleLeaf) -> Mapping[PathKey, Tree]:
 
 def compound_children(leaf: CompoundLeaf) -> Mapping[PathKey, Tree]:
     """Return what a checkpoint holds of a tensor that is made of others."""
-    children: dict[PathKey, Tree] = {RECORD: PlainLeaf(leaf.record)}
+    children: dict[PathKey, Tree] = {}
     children.update(leaf.inner)
+    children[RECORD] = PlainLeaf(leaf.record)
     return children
 
 

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 
@@ -224,12 +225,27 @@ class CodedSGD(torch.optim.Optimizer):
                 self._update(parameter, state["momentum"], group["lr"])
 
     def _zeros(self, parameter: torch.Tensor) -> Any:
-        return Codes.zeros(parameter.shape, signed=False)
+        made = Codes.zeros(_local(parameter).shape, signed=False)
+        if not isinstance(parameter, DTensor):
+            return made
+        return DTensor.from_local(
+            made,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     def _update(self, parameter: torch.Tensor, momentum: Any, lr: float) -> None:
-        value = momentum.dequantize() * 0.5 + parameter.grad.abs()  # type: ignore[union-attr]
+        own, grad, momentum = map(_local, (parameter, parameter.grad, momentum))
+        value = momentum.dequantize() * 0.5 + grad.abs()
         blocks = value.reshape(momentum.scale.numel(), -1)
         scale = blocks.amax(dim=1) / 255 + 1e-9
         momentum.scale.copy_(scale)
         momentum.codes.copy_((blocks / scale[:, None]).round().reshape(value.shape))
-        parameter.sub_(lr * momentum.dequantize())
+        own.sub_(lr * momentum.dequantize())
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import dist_ckpt as dc
 from compound_tensors import CodedSGD, Codes, GatheredLow, Kernel, Pair, Quantized, Rounding
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.state.local_state import take
@@ -181,6 +182,14 @@ def test_an_object_gets_compound_tensors_as_it_gave_them() -> None:
     load(save({"o": saved}), {"o": live})
     assert type(live.value) is Quantized
     assert torch.equal(live.value.dequantize(), saved.value.dequantize())
+
+
+def test_a_sharding_config_that_cuts_one_is_refused_by_name() -> None:
+    config = dc.ShardingConfig(mesh={"tp": 1}, rules={"w": {"tp": 0}})
+    plain = {"m": {"w": weights(), "b": Quantized.of(weights())}}
+    load(save(plain, sharding=config), plain, sharding=config)
+    with pytest.raises(TypeError, match=r"m.w: the ShardingConfig cuts a .*Quantized, .*LocalSh"):
+        save({"m": {"w": Quantized.of(weights())}}, sharding=config)
 
 
 # --- optimizers ------------------------------------------------------------------------------
