@@ -32,7 +32,7 @@ from dist_ckpt.state.compounds import (
 )
 from dist_ckpt.state.containers import RECORD, join
 from dist_ckpt.state.local_tensors import class_name, full_name, torch_dtype
-from dist_ckpt.state.sharded_compounds import Cut, cut_of, inner_cut
+from dist_ckpt.state.sharded_compounds import HeldBox, held_box, inner_cut
 from dist_ckpt.state.tensors import device_of
 from dist_ckpt.state.tree import users_code
 
@@ -103,9 +103,9 @@ def fresh_compound(saved: Saved, targets: Targets, name: str, beside: Beside) ->
     parameter = unwrapped(beside.parameter)
     shape = tuple(whole.shape)
     if not isinstance(parameter, DTensor):
-        cut = Cut(shape, Region.whole(shape))
+        cut = HeldBox(shape, Region.whole(shape))
     elif shape == tuple(parameter.shape):
-        cut = cut_of(parameter, name)
+        cut = held_box(parameter, name)
     else:
         raise IncompatibleError(
             f"{name}: saved with shape {shape} under a parameter of shape "
@@ -136,7 +136,7 @@ def _trial(saved: Saved, name: str, beside: Beside) -> torch.Tensor:
 
 
 def _wanted(
-    saved: Saved, targets: Targets, name: str, beside: Beside, whole: torch.Tensor, cut: Cut
+    saved: Saved, targets: Targets, name: str, beside: Beside, whole: torch.Tensor, cut: HeldBox
 ) -> FreshCompound:
     """Want what a rank needs for its part of a whole one."""
     local = whole

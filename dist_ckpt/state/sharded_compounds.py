@@ -28,7 +28,7 @@ from dist_ckpt.state.wrappers import LocalShard
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class HeldBox:
     """Which box of the tensor of `shape` a rank has."""
 
     shape: Shape
@@ -41,7 +41,7 @@ class Cut:
         return tuple(dim for dim, (whole, part) in enumerate(sizes) if whole != part)
 
 
-def cut_of(value: DTensor, fqn: str) -> Cut:
+def held_box(value: DTensor, fqn: str) -> HeldBox:
     """Return which box of a DTensor this rank has. Raises TypeError if it is more than one."""
     shape = tuple(value.shape)
     ranks: list[int] = value.device_mesh.mesh.flatten().tolist()
@@ -60,8 +60,8 @@ def cut_of(value: DTensor, fqn: str) -> Cut:
         )
     for cell in cells:
         assert isinstance(cell, Region)
-        return Cut(shape, cell)
-    return Cut(shape, Region((0,) * len(shape), (0, *shape[1:])))
+        return HeldBox(shape, cell)
+    return HeldBox(shape, Region((0,) * len(shape), (0, *shape[1:])))
 
 
 def inner_shards(
@@ -71,7 +71,7 @@ def inner_shards(
 
     And what the record says of those that are stored for each shard, if there are any.
     """
-    cut = cut_of(value, fqn)
+    cut = held_box(value, fqn)
     inner = inner_tensors(local, fqn)
     tables = _tables(local, cut, inner)
     shards, single = {}, []
@@ -90,14 +90,14 @@ def inner_shards(
     return shards, {"parts": single, "placements": str(value.placements), "mesh": mesh}
 
 
-def inner_cut(cut: Cut, shape: Shape, *, is_table: bool | None) -> Cut | None:
+def inner_cut(cut: HeldBox, shape: Shape, *, is_table: bool | None) -> HeldBox | None:
     """Return which box an inner tensor of a local `shape` is, or None if that cannot be told.
 
     `is_table` says whether every rank has all of it, where the shape leaves that open; None if
     that is not known.
     """
     if not cut.dims or is_table:
-        return Cut(shape, Region.whole(shape))
+        return HeldBox(shape, Region.whole(shape))
     if shape == cut.box.shape:
         return cut
     if len(shape) == len(cut.shape) and (found := _in_blocks(cut, shape)):
@@ -105,7 +105,7 @@ def inner_cut(cut: Cut, shape: Shape, *, is_table: bool | None) -> Cut | None:
     return _in_runs(cut, shape) if is_table is False else None
 
 
-def _in_blocks(cut: Cut, shape: Shape) -> Cut | None:
+def _in_blocks(cut: HeldBox, shape: Shape) -> HeldBox | None:
     """Return the box of a tensor with an element for each block of the whole, as a scale."""
     sizes, offset = [], []
     for dim, size in enumerate(shape):
@@ -122,10 +122,10 @@ def _in_blocks(cut: Cut, shape: Shape) -> Cut | None:
             return None
         sizes.append(whole // block)
         offset.append(start // block)
-    return Cut(tuple(sizes), Region(tuple(offset), shape))
+    return HeldBox(tuple(sizes), Region(tuple(offset), shape))
 
 
-def _in_runs(cut: Cut, shape: Shape) -> Cut | None:
+def _in_runs(cut: HeldBox, shape: Shape) -> HeldBox | None:
     """Return the box of a tensor with an element for each run of the whole's row-major ones."""
     if len(shape) != 1 or cut.dims != (0,) or not prod(shape):
         return None
@@ -133,10 +133,12 @@ def _in_runs(cut: Cut, shape: Shape) -> Cut | None:
     run = cut.box.numel // shape[0]
     if not run or cut.box.numel % shape[0] or start % run or prod(cut.shape) % run:
         return None
-    return Cut((prod(cut.shape) // run,), Region((start // run,), shape))
+    return HeldBox((prod(cut.shape) // run,), Region((start // run,), shape))
 
 
-def _tables(local: torch.Tensor, cut: Cut, inner: Mapping[str, torch.Tensor]) -> dict[str, bool]:
+def _tables(
+    local: torch.Tensor, cut: HeldBox, inner: Mapping[str, torch.Tensor]
+) -> dict[str, bool]:
     """Ask the class which inner tensors are cut with it, by a few rows: those that are not."""
     if cut.dims != (0,):
         return {}

@@ -16,7 +16,7 @@ from compound_tensors import CodedSGD, Codes, GatheredLow, Quantized
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.planning.save_planner import plan_save
 from dist_ckpt.state.local_state import take
-from dist_ckpt.state.sharded_compounds import Cut, inner_cut
+from dist_ckpt.state.sharded_compounds import HeldBox, inner_cut
 from in_memory import InMemory
 
 Make = Callable[[Any], Any]
@@ -256,6 +256,6 @@ def test_a_cut_within_a_block_is_refused_by_name() -> None:
 def test_how_an_inner_tensor_is_cut_follows_from_its_shape(
     shape: Any, is_table: Any, expected: Any
 ) -> None:
-    cut = Cut((12, 8), Region((4, 0), (4, 8)))
+    cut = HeldBox((12, 8), Region((4, 0), (4, 8)))
     found = inner_cut(cut, shape, is_table=is_table)
     assert (found and (found.shape, found.box.offset)) == expected
