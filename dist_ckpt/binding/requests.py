@@ -8,7 +8,7 @@ from dist_ckpt.binding.contents import Contents, Deferred
 from dist_ckpt.binding.fresh_compounds import fresh_compound
 from dist_ckpt.binding.saved_tree import Saved, mesh_text
 from dist_ckpt.binding.selection import Selection
-from dist_ckpt.binding.targets import Beside, Fresh, Targets
+from dist_ckpt.binding.targets import Beside, Targets
 from dist_ckpt.binding.template import Template
 from dist_ckpt.errors import CheckpointError, IncompatibleError
 from dist_ckpt.format.index import Key
@@ -388,11 +388,7 @@ class Requests:
             value = self.targets.fill(name, leaf)
             return lambda _: value
         fresh = self.targets.whole(name) if beside is None else self.targets.beside(name, beside)
-        return _value_of(fresh)
-
-
-def _value_of(fresh: Fresh) -> Deferred:
-    return lambda _: fresh.value
+        return lambda _: fresh.value
 
 
 def _leaf_at(tree: Tree | None) -> Tree | None:
