@@ -352,7 +352,7 @@ def whole_tensors(
     for fqn, parameter in model.named_parameters():
         tensors = {f"model.{fqn}": parameter.detach()}
         for name, moment in optimizer.state[parameter].items():
-            tensors[f"optim.state.{fqn}.{name}"] = moment
+            tensors[f"optim.state.model.{fqn}.{name}"] = moment
         for name, tensor in tensors.items():
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -33,6 +33,7 @@ from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.planning.plan import Wanted
 from dist_ckpt.state.containers import container, entries_of, join, kind_of
+from dist_ckpt.state.read_tree import has_state, users_code
 from dist_ckpt.state.tree import (
     Branch,
     CompoundLeaf,
@@ -44,8 +45,6 @@ from dist_ckpt.state.tree import (
     PlainLeaf,
     TensorLeaf,
     Tree,
-    has_state,
-    users_code,
 )
 from dist_ckpt.state.wrappers import RNG
 
@@ -131,8 +130,9 @@ class Binding:
     def check(self, files: Sequence[ObjectsFile]) -> None:
         """Take what is asked for out of `files`, those of `needs`. Changes nothing.
 
-        Raises CorruptError if a value is in none of them, IncompatibleError if a state of the
-        generators cannot be set here, or a tensor was made of others in another way.
+        Raises CorruptError if a value is in none of them, IncompatibleError if the hyperparameters
+        of an optimizer do not fit, a state of the generators cannot be set here, or a tensor was
+        made of others in another way.
         """
         main = ObjectsFile(values=self._requests.saved.values)
         self._contents = Contents.of([main, *files])
@@ -255,7 +255,7 @@ class _Binder:
                 bind_module(self._requests, name, tree)
             case OptimizerLeaf():
                 names = self._template.parameters[name]
-                bind_optimizer(self._requests, name, tree.optimizer, names, strict=self._strict)
+                bind_optimizer(self._requests, name, tree, names, strict=self._strict)
             case ObjectLeaf():
                 self._object(name, tree)
             case GroupLeaf():

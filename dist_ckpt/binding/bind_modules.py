@@ -9,8 +9,9 @@ from dist_ckpt.binding.requests import Requests
 from dist_ckpt.state.containers import join
 from dist_ckpt.state.local_tensors import PLAIN
 from dist_ckpt.state.modules import ModulePart
+from dist_ckpt.state.read_tree import read_tensor, users_code
 from dist_ckpt.state.tensors import is_meta
-from dist_ckpt.state.tree import CompoundLeaf, ModuleLeaf, TensorLeaf, read_tensor, users_code
+from dist_ckpt.state.tree import CompoundLeaf, ModuleLeaf, TensorLeaf
 
 
 def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:

@@ -1,6 +1,8 @@
-"""Optimizers on the loading side: state and groups are assigned directly.
+"""Optimizers on the loading side: state and groups are put in place, or given to the class.
 
-`Optimizer.load_state_dict` is never called: it casts state to the parameter's dtype.
+Torch's own `load_state_dict` is never called: it casts state to the parameter's dtype. An optimizer
+with methods of its own gets what it told, with what was saved in place of it, and what its
+`load_state_dict` casts is put back.
 """
 
 from __future__ import annotations
@@ -10,17 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
+from dist_ckpt.binding.bind_groups import GroupBinding, saved_groups, sources_of
 from dist_ckpt.binding.contents import Contents, Deferred
 from dist_ckpt.binding.fresh_compounds import compound_classes
 from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.targets import Beside
-from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.state.containers import PathKey, join
-from dist_ckpt.state.optimizers import LOCAL_KEYS, ParameterName, state_branch
+from dist_ckpt.state.containers import PathKey, entries_of, join
+from dist_ckpt.state.optimizer_state import GROUPS, STATE, OptimizerState, told_state
+from dist_ckpt.state.optimizers import ParameterName, state_branch
+from dist_ckpt.state.read_tree import read_value, users_code
 from dist_ckpt.state.tensors import is_meta
-from dist_ckpt.state.tree import Branch, PlainLeaf, TensorLeaf, Tree, read_value
+from dist_ckpt.state.tree import OptimizerLeaf, PlainLeaf, TensorLeaf, Tree
 
 # As torch does: unless the step is computed on the device, it is counted in host memory.
 _STEP = "step"
@@ -29,7 +32,7 @@ _STEP = "step"
 def bind_optimizer(
     requests: Requests,
     fqn: str,
-    optimizer: Optimizer,
+    leaf: OptimizerLeaf,
     names: Mapping[int, ParameterName],
     *,
     strict: bool,
@@ -38,69 +41,81 @@ def bind_optimizer(
 
     State that the checkpoint has and memory lacks is made. State of a parameter that was saved
     without any, as before its first step, is dropped; other state in memory that the checkpoint
-    lacks is missing. Under `strict` a parameter must be in the group in which it was saved.
+    lacks is missing. A group takes the hyperparameters that its parameters were saved with: those
+    have to agree, and under `strict` to be those of this optimizer's class.
     """
-    if requests.chosen(fqn) and any(map(is_meta, _parameters(optimizer))):
+    held = leaf.held
+    if requests.chosen(fqn) and any(map(is_meta, _parameters(held))):
         requests.problems.append(
             f"{fqn}: the optimizer holds meta parameters, which a load of the module replaces: "
             "materialize the module (`to_empty`) and make the optimizer then"
         )
         return
-    state, groups = join(fqn, "state"), join(fqn, "param_groups")
+    state, groups = join(fqn, STATE), join(fqn, GROUPS)
     requests.split(groups)
-    saved = _saved_groups(requests, groups)
-    classes = compound_classes(optimizer)
-    for number, group in enumerate(optimizer.param_groups):
+    saved = saved_groups(requests, groups)
+    stored = _stored_names(held, names, saved)
+    classes = compound_classes(held.optimizer)
+    before = len(requests.effects)
+    for number, group in enumerate(held.groups):
         on_host = not (group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            beside = Beside(parameter, name.rule, on_host, classes)
-            full = join(state, name.stored)
-            if name.stored in saved and not requests.has(full):
-                _drop_state(requests, full, optimizer, parameter)
+        for parameter in filter(held.keeps, group["params"]):
+            name = stored[id(parameter)]
+            beside = Beside(parameter, names[id(parameter)].rule, on_host, classes)
+            full = join(state, name)
+            if name in saved and not requests.has(full):
+                _drop_state(requests, full, held, parameter)
             else:
-                _bind_state(requests, full, optimizer, beside)
-        _bind_group(requests, join(groups, number), group)
-    if strict:
-        _check_groups(requests, groups, optimizer, names, saved)
+                _bind_state(requests, full, held, beside)
+        sources = sources_of(number, [stored[id(p)] for p in group["params"]], saved)
+        GroupBinding(requests, groups, number, sources, group).bind(held.defaults if strict else {})
+    _bind_shared(requests, state, held, saved)
+    further = _further(requests, fqn, leaf.further)
+    if held.told is not None and (further or len(requests.effects) > before):
+        _load(requests, fqn, held, further)
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def _parameters(held: OptimizerState) -> Iterator[torch.Tensor]:
+    return (parameter for group in held.groups for parameter in group["params"])
 
 
-def _saved_groups(requests: Requests, groups: str) -> dict[str, int]:
-    """Return the group in which each parameter was saved, by its name."""
-    saved: dict[str, int] = {}
-    number = 0
-    while requests.has(name := join(groups, number)):
-        saved.update(dict.fromkeys(requests.params(name), number))
-        number += 1
-    return saved
+def _stored_names(
+    held: OptimizerState, names: Mapping[int, ParameterName], saved: Mapping[str, int]
+) -> dict[int, str]:
+    """Return what the checkpoint calls the parameters, by id().
+
+    Torch's helpers and `dc.Named` may have called them as their module does, not as the state.
+    """
+    parameters = list(dict.fromkeys(map(id, _parameters(held))))
+    own = {key: names[key].own for key in parameters}
+    stored = {key: names[key].stored for key in parameters}
+    if saved.keys().isdisjoint(stored.values()) and len({*own.values()}) == len(own):
+        return own if not saved.keys().isdisjoint(own.values()) else stored
+    return stored
 
 
 def _drop_state(
-    requests: Requests, fqn: str, optimizer: Optimizer, parameter: torch.Tensor
+    requests: Requests, fqn: str, held: OptimizerState, parameter: torch.Tensor
 ) -> None:
     """Go back to before the parameter's first step."""
-    live = [key for key in optimizer.state.get(parameter, {}) if requests.selected(join(fqn, key))]
+    live = [key for key in held.state.get(parameter, {}) if requests.selected(join(fqn, key))]
     requests.dropped += [join(fqn, key) for key in live]
 
     def drop(_: Contents) -> None:
-        state = optimizer.state[parameter]
+        state = held.state[parameter]
         for key in live:
             del state[key]
         if not state:
-            del optimizer.state[parameter]
+            del held.state[parameter]
 
     if live:
         requests.effects.append(drop)
 
 
-def _bind_state(requests: Requests, fqn: str, optimizer: Optimizer, beside: Beside) -> None:
+def _bind_state(requests: Requests, fqn: str, held: OptimizerState, beside: Beside) -> None:
     parameter = beside.parameter
     under = beside.rule, tuple(parameter.shape)
-    live = state_branch(optimizer.state.get(parameter, {}), fqn, under).children
+    live = state_branch(held.state.get(parameter, {}), fqn, under).children
     requests.split(fqn)
     saved = requests.children(fqn)
     gets: dict[PathKey, Deferred] = {}
@@ -113,10 +128,34 @@ def _bind_state(requests: Requests, fqn: str, optimizer: Optimizer, beside: Besi
 
     def assign(contents: Contents) -> None:
         entries = {key: get(contents) for key, get in gets.items()}
-        optimizer.state[parameter].update(entries)
+        held.state.setdefault(parameter, {}).update(entries)
 
     if gets:
         requests.effects.append(assign)
+
+
+def _bind_shared(
+    requests: Requests, state: str, held: OptimizerState, saved: Mapping[str, int]
+) -> None:
+    """Ask for the state that is under no parameter. Saved without any state it is dropped."""
+    live = held.shared()
+    found = {key: name for key, name in requests.children(state) if saved and key not in saved}
+    gets: dict[str, Deferred] = {}
+    for key, name in found.items():
+        tree = read_value(live[key], name) if key in live else None
+        if (get := requests.subtree(name, tree)) is not None:
+            gets[str(key)] = get
+    for key in live.keys() - found.keys():
+        if requests.selected(name := join(state, key)):
+            if requests.children(state):
+                requests.missing[name] = None
+            else:
+                requests.dropped.append(name)
+                requests.effects.append(lambda _, key=key: held.state.pop(key))  # type: ignore[misc]
+    if gets:
+        requests.effects.append(
+            lambda contents: held.state.update((key, get(contents)) for key, get in gets.items())
+        )
 
 
 def _entry(
@@ -139,57 +178,50 @@ def _entry(
     return requests.subtree(name, None, replace(beside, on_host=on_host))
 
 
-def _bind_group(requests: Requests, fqn: str, group: dict[str, Any]) -> None:
-    if not requests.selected(fqn):
-        return
-    # One that is no optimizer's own but a dict of tensors and values was saved as a container.
-    container = requests.is_container(fqn)
-    get = requests.subtree(fqn, _group_tree(fqn, group)) if container else requests.value(fqn)
-    if get is None:
-        requests.misfit(fqn, "a parameter group")
-        return
-    values = get
-    tensors: dict[PathKey, Deferred] = {}
-    for key, name in () if container else requests.children(fqn):
-        live = read_value(group.get(str(key)), name)
-        if (tensor := requests.subtree(name, live)) is not None:
-            tensors[key] = tensor
-
-    def assign(contents: Contents) -> None:
-        saved = values(contents)
-        if not isinstance(saved, Mapping):
-            raise IncompatibleError(
-                f"{fqn}: saved as a {type(saved).__name__}, the state has a parameter group: "
-                "exclude it, or load an optimizer's checkpoint"
-            )
-        group.update((key, value) for key, value in saved.items() if key not in LOCAL_KEYS)
-        group.update((str(key), get(contents)) for key, get in tensors.items())
-
-    requests.effects.append(assign)
+def _further(requests: Requests, fqn: str, trees: Mapping[PathKey, Tree]) -> dict[str, Deferred]:
+    """Ask for what a class tells besides the groups and the state."""
+    found: dict[str, Deferred] = {}
+    for key, tree in trees.items():
+        name = join(fqn, key)
+        if requests.has(name):
+            if (get := requests.subtree(name, tree)) is not None:
+                found[str(key)] = get
+        elif requests.selected(name):
+            requests.missing[name] = None
+    return found
 
 
-def _group_tree(fqn: str, group: Mapping[str, Any]) -> Branch:
-    children: dict[PathKey, Tree] = {
-        key: read_value(value, join(fqn, key))
-        for key, value in group.items()
-        if key not in LOCAL_KEYS
-    }
-    return Branch("dict", None, children)
-
-
-def _check_groups(
-    requests: Requests,
-    groups: str,
-    optimizer: Optimizer,
-    names: Mapping[int, ParameterName],
-    saved: Mapping[str, int],
+def _load(
+    requests: Requests, fqn: str, held: OptimizerState, further: Mapping[str, Deferred]
 ) -> None:
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            name = names[id(parameter)].stored
-            if saved.get(name, number) != number and requests.selected(join(groups, number)):
-                requests.problems.append(
-                    f"{groups}: {name} was saved in group {saved[name]} and is in group {number} "
-                    "here: group the parameters as they were, or exclude the groups to keep the "
-                    "present hyperparameters"
-                )
+    """Give an optimizer what it told, once what was saved is in place of it."""
+
+    def load(contents: Contents) -> None:
+        state = held.state_dict({key: get(contents) for key, get in further.items()})
+        with users_code(fqn, held.optimizer, "load_state_dict"):
+            held.optimizer.load_state_dict(state)
+        with users_code(fqn, held.optimizer, "state_dict"):
+            told = told_state(held.optimizer, held.optimizer.state_dict(), live=True)
+        if told is not None:
+            _put_back(told.state, held.state)
+
+    requests.loads.append((fqn, load))
+
+
+def _put_back(told: Mapping[Any, Any], saved: Mapping[Any, Any]) -> None:
+    """Undo the casts of torch's `load_state_dict`, where what is told is the state itself.
+
+    Where it is a copy, that changes nothing: the class then says what becomes of its state.
+    """
+    for parameter, entries in saved.items():
+        live = told.get(parameter, {})
+        # State under no parameter is not cast.
+        for name, value in entries.items() if isinstance(parameter, torch.Tensor) else ():
+            if name in live and _dtypes(live[name]) != _dtypes(value):
+                live[name] = value
+
+
+def _dtypes(value: object) -> list[torch.dtype]:
+    if isinstance(value, torch.Tensor):
+        return [value.dtype]
+    return [dtype for item in (entries_of(value) or {}).values() for dtype in _dtypes(item)]

@@ -32,9 +32,9 @@ from dist_ckpt.state.compounds import (
 )
 from dist_ckpt.state.containers import RECORD, join
 from dist_ckpt.state.local_tensors import class_name, full_name, torch_dtype
+from dist_ckpt.state.read_tree import users_code
 from dist_ckpt.state.sharded_compounds import HeldBox, held_box, inner_cut
 from dist_ckpt.state.tensors import device_of
-from dist_ckpt.state.tree import users_code
 
 _REMEDY = (
     "let the optimizer make its state before the load, such as by a step: the load replaces all "

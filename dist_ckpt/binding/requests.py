@@ -15,6 +15,7 @@ from dist_ckpt.format.index import Key
 from dist_ckpt.state.compounds import difference
 from dist_ckpt.state.containers import RECORD, PathKey, container, entries_of, join
 from dist_ckpt.state.local_tensors import class_name
+from dist_ckpt.state.read_tree import users_code
 from dist_ckpt.state.tensors import is_meta
 from dist_ckpt.state.tree import (
     CompoundLeaf,
@@ -23,7 +24,6 @@ from dist_ckpt.state.tree import (
     TensorLeaf,
     Tree,
     children_of,
-    users_code,
 )
 from dist_ckpt.state.wrappers import RNG, OnReshard, PerRank, key_of
 
@@ -34,8 +34,9 @@ class Requests:
     """What one rank asks for. Each method claims the saved names that it serves.
 
     `needs` are the ranks whose objects file is needed, `needed` the values and keys in them.
+    `checks` raise IncompatibleError where what was read does not fit, before anything changes.
     `effects` put things in place, in order; `loads` call the user's objects; `last` are the
-    generators. `checks` raise where values that were read are not as the state has them.
+    generators.
     """
 
     def __init__(
@@ -55,12 +56,11 @@ class Requests:
         self.claimed: set[str] = set()
         self.needs: set[int] = set()
         self.needed: list[tuple[str, Key | None]] = []
+        self.checks: list[Callable[[Contents], None]] = []
         self.effects: list[Callable[[Contents], None]] = []
         self.loads: list[tuple[str, Callable[[Contents], None]]] = []
         self.last: list[tuple[RNG, Deferred]] = []
-        self.checks: list[Callable[[Contents], None]] = []
-        self._selection = selection
-        self._keys = keys or {}
+        self._selection, self._keys = selection, keys or {}
         self._split: dict[str, object] = {}
         self._mesh: tuple[tuple[str, int], ...] | None = None
 

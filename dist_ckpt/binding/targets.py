@@ -16,7 +16,7 @@ from dist_ckpt.format.index import TensorRecord
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.plan import Flattened, Ruled, Wanted, Whole
-from dist_ckpt.state.local_tensors import is_ordinary, torch_dtype
+from dist_ckpt.state.local_tensors import as_tensor, is_array, is_ordinary, torch_dtype
 from dist_ckpt.state.sharding_rules import target_cells
 from dist_ckpt.state.tensors import (
     HeldTensor,
@@ -26,7 +26,7 @@ from dist_ckpt.state.tensors import (
     materialize,
     tie_key,
 )
-from dist_ckpt.state.tree import TensorLeaf, as_tensor, is_array
+from dist_ckpt.state.tree import TensorLeaf
 
 
 @dataclass(slots=True, eq=False)

@@ -11,9 +11,10 @@ from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.containers import State
 from dist_ckpt.state.local_state import mesh_of
 from dist_ckpt.state.optimizers import ParameterName, name_parameters
+from dist_ckpt.state.read_tree import read_state
 from dist_ckpt.state.sharding_rules import Rules
 from dist_ckpt.state.tensors import describe
-from dist_ckpt.state.tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, Tree, read_state, walk
+from dist_ckpt.state.tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, Tree, walk
 from dist_ckpt.state.wrappers import key_of
 
 

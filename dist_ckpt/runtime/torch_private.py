@@ -11,6 +11,7 @@
 | `has_load_hooks`        | `nn.Module`                              | hooks that follow a load    |
 | `storage_id`            | `UntypedStorage`                         | tensors on one memory       |
 | `local_tensor`          | `distributed.tensor.DTensor`             | its class, without autograd |
+| `STATE_DICT_HOOKS`      | `optim.Optimizer`                        | hooks around state dicts    |
 
 `tests/runtime/test_torch_private.py` says which of them a new version of torch has moved.
 """
@@ -30,6 +31,7 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
+    "STATE_DICT_HOOKS",
     "AsyncCollectiveTensor",
     "ShardedTensor",
     "StridedShard",
@@ -43,6 +45,15 @@ __all__ = [
 
 # `to_local` takes ten times as long, which counts where there are thousands of DTensors.
 local_tensor = attrgetter("_local_tensor")
+
+# The attributes in which an optimizer keeps its hooks: those around saving first. Of one that
+# wraps another without torch's own constructor some are missing.
+STATE_DICT_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 def wrapped_child(module: nn.Module) -> str | None:

@@ -1,7 +1,7 @@
 """What a rank holds: tensors, modules, optimizers, and the wrappers around them.
 
-`tree.py` tells what each key of a state is; `tensors.py` and `dtensors.py` know sharded tensors,
-`compounds.py` and `sharded_compounds.py` those that are made of others, `modules.py` and
-`optimizers.py` what is in those (no table by class: all are read alike); `local_state.py` puts it
-together for a save. How a load fills it is in `dist_ckpt.binding`.
+`tree.py` tells what each key of a state is, and `read_tree.py` finds it out; `tensors.py` and
+`dtensors.py` know sharded tensors, `compounds.py` and `sharded_compounds.py` those that are made of
+others, `modules.py` and `optimizers.py` what is in those (no table by class: all are read alike);
+`local_state.py` puts it together for a save. How a load fills it is in `dist_ckpt.binding`.
 """

@@ -18,9 +18,11 @@ from dist_ckpt.memory.torch_tensor import TensorSource, synchronize
 from dist_ckpt.planning.plan import Flattened, Inventory, NameList, Placed, TensorEntry, View, Whole
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.containers import PathKey, State, join
-from dist_ckpt.state.local_tensors import is_ordinary
+from dist_ckpt.state.local_tensors import as_tensor, is_array, is_ordinary
+from dist_ckpt.state.optimizer_state import check_told
 from dist_ckpt.state.optimizers import ParameterName, name_parameters, optimizer_tree
 from dist_ckpt.state.plain_torch import without_tensors
+from dist_ckpt.state.read_tree import read_state, state_of
 from dist_ckpt.state.sharding_rules import Rules
 from dist_ckpt.state.tensors import HeldTensor, describe, tie_key
 from dist_ckpt.state.tree import (
@@ -35,12 +37,8 @@ from dist_ckpt.state.tree import (
     PlainLeaf,
     TensorLeaf,
     Tree,
-    as_tensor,
     compound_children,
-    is_array,
     module_children,
-    read_state,
-    state_of,
     walk,
 )
 from dist_ckpt.state.wrappers import RNG, PerRank, key_of
@@ -75,7 +73,7 @@ class LocalState:
             if isinstance(leaf, OptimizerLeaf):
                 state = join(fqn, "state.")
                 names.update(name for name in self.parts if name.startswith(state))
-                groups = leaf.optimizer.param_groups
+                groups = leaf.held.groups
                 stepped.update(
                     id(p) for group in groups for p in group["params"] if p.requires_grad
                 )
@@ -220,6 +218,8 @@ class _Taker:
 
     def _add_per_rank(self, fqn: str, wrapper: PerRank | RNG) -> None:
         self._claim(fqn)
+        if isinstance(wrapper, PerRank) and isinstance(wrapper.value, torch.optim.Optimizer):
+            check_told(wrapper.value, fqn, ())
         value = wrapper.capture() if isinstance(wrapper, RNG) else state_of(wrapper.value, fqn)
         data = without_tensors(value, fqn)
         objects_file.check_plain(data, fqn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -172,3 +173,16 @@ def class_name(value: object) -> str:
 def full_name(cls: type) -> str:
     """Return the name of a class with that of its module."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_array(value: object) -> TypeGuard[np.ndarray]:
+    """Say whether a value is a numpy array, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def as_tensor(value: object, fqn: str, *, writable: bool) -> object:
+    """Return what `describe` takes for the value of a TensorLeaf: a numpy array as a tensor."""
+    if type(value) in PLAIN or not is_array(value):
+        return value
+    return from_numpy(value, fqn, writable=writable)

@@ -4,10 +4,9 @@ Torch's helpers are not used: they take a real step on an optimizer without stat
 moments to the parameter's dtype, and fail on state that only some parameters have. Reading here
 looks, and creates nothing.
 
-Names come from the modules of the same state, by the identity of the parameter. If one module
-has all of an optimizer's parameters, they are called as in that module (`layers.0.weight`);
-if there are several, after the modules as well (`generator.layers.0.weight`). Of tied parameters
-the first name counts.
+Names come from the modules of the same state, by the identity of the parameter, and are those that
+the parameters have in the checkpoint: `model.layers.0.weight`, whatever other modules there are.
+Of tied parameters the first name counts.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.optim import Optimizer
 
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.state.containers import PathKey, join
+from dist_ckpt.state.optimizer_state import GROUPS, STATE, OptimizerState, check_told
+from dist_ckpt.state.read_tree import read_value
 from dist_ckpt.state.tree import (
     Branch,
     GroupLeaf,
@@ -28,7 +28,6 @@ from dist_ckpt.state.tree import (
     PlainLeaf,
     TensorLeaf,
     Tree,
-    read_value,
 )
 
 # What says which parameters a group has, in other words than ours.
@@ -37,10 +36,14 @@ LOCAL_KEYS = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """`stored`: the name in the checkpoint. `rule`: what a ShardingConfig's patterns see."""
+    """`stored`: the name in the checkpoint. `rule`: what a ShardingConfig's patterns see.
+
+    `own`: the name in its module alone, as torch's helpers have it.
+    """
 
     stored: str
     rule: str
+    own: str
 
 
 def name_parameters(
@@ -48,11 +51,16 @@ def name_parameters(
 ) -> dict[str, dict[int, ParameterName]]:
     """Return the names of the parameters of each optimizer in a state, by their id().
 
-    `leaves` are what `walk` yields. Raises ValueError for a parameter without a name or with two.
+    `leaves` are what `walk` yields. Raises ValueError for a parameter without a name or with two,
+    and for an optimizer that keeps another which neither it nor the state tells of.
     """
     found = [one for one in leaves if isinstance(one[2], ModuleLeaf | OptimizerLeaf)]
     names = _Names(found)
-    return {fqn: names.of(leaf, fqn) for fqn, _, leaf in found if isinstance(leaf, OptimizerLeaf)}
+    optimizers = [(fqn, leaf) for fqn, _, leaf in found if isinstance(leaf, OptimizerLeaf)]
+    all_of_them = {id(leaf.held.optimizer) for _, leaf in optimizers}
+    for fqn, leaf in optimizers:
+        check_told(leaf.held.optimizer, fqn, all_of_them)
+    return {fqn: names.of(leaf, fqn) for fqn, leaf in optimizers}
 
 
 class _Names:
@@ -67,11 +75,11 @@ class _Names:
 
     def of(self, leaf: OptimizerLeaf, fqn: str) -> dict[int, ParameterName]:
         if leaf.names is None:
-            names = self._by_module(leaf.optimizer, fqn)
+            names = self._by_module(leaf.held, fqn)
         else:
-            names = {identity: ParameterName(name, name) for identity, name in leaf.names.items()}
+            names = {key: ParameterName(name, name, name) for key, name in leaf.names.items()}
         taken: dict[str, str] = {}
-        for parameter, where in _parameters(leaf.optimizer):
+        for parameter, where in _parameters(leaf.held):
             if id(parameter) not in names:
                 raise ValueError(f"{fqn}: {where} has no name in dc.Named: add it to `names`")
             name = names[id(parameter)].stored
@@ -82,21 +90,17 @@ class _Names:
                 )
         return names
 
-    def _by_module(self, optimizer: Optimizer, fqn: str) -> dict[int, ParameterName]:
-        places = {}
-        for parameter, where in _parameters(optimizer):
+    def _by_module(self, held: OptimizerState, fqn: str) -> dict[int, ParameterName]:
+        names = {}
+        for parameter, where in _parameters(held):
             found = self._places.get(id(parameter), [])
             if len(found) != 1:
                 raise ValueError(f"{fqn}: {where} {_found(found)}{_REMEDY}")
-            places[id(parameter)] = found[0]
-        several = len({module for _, module, _ in places.values()}) > 1
-        return {
-            identity: ParameterName(
-                stored=join(module, name) if several else name,
-                rule=join(module, name).removeprefix(f"{component}."),
-            )
-            for identity, (component, module, name) in places.items()
-        }
+            component, module, name = found[0]
+            stored = join(module, name)
+            rule = stored.removeprefix(f"{component}.")
+            names[id(parameter)] = ParameterName(stored, rule, own=name)
+        return names
 
 
 _REMEDY = "put that module into the state once, or pass dc.Named(optimizer, names)"
@@ -109,22 +113,23 @@ def _found(places: list[tuple[str, str, str]]) -> str:
     return f"has unrelated names in the state, {names}: "
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
+def _parameters(held: OptimizerState) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield each parameter, and where it is in words."""
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(held.groups):
         for position, parameter in enumerate(group["params"]):
             where = f"parameter {position} of group {number}, shape {tuple(parameter.shape)},"
             yield parameter, where
 
 
 def optimizer_tree(leaf: OptimizerLeaf, names: Mapping[int, ParameterName], fqn: str) -> Branch:
-    """Return what a save stores of an optimizer: a branch of `state` and `param_groups`.
+    """Return what a save stores of an optimizer: `state`, `param_groups`, and what it adds.
 
     Raises ValueError for state that belongs to no parameter of a group.
     """
-    optimizer = leaf.optimizer
-    parameters = [parameter for parameter, _ in _parameters(optimizer)]
-    strange = set(map(id, optimizer.state)) - set(map(id, parameters))
+    held = leaf.held
+    parameters = [parameter for parameter, _ in _parameters(held)]
+    shared = held.shared()
+    strange = set(map(id, held.state)) - set(map(id, parameters)) - set(map(id, shared))
     if strange:
         raise ValueError(
             f"{fqn}: the optimizer has state for {len(strange)} keys that are no parameters of its "
@@ -132,21 +137,23 @@ def optimizer_tree(leaf: OptimizerLeaf, names: Mapping[int, ParameterName], fqn:
         )
     state: dict[str | int, Tree] = {}
     for parameter in parameters:
-        entries = optimizer.state.get(parameter)
+        entries = held.state.get(parameter)
         if entries:
             name = names[id(parameter)]
             state[name.stored] = state_branch(
-                entries, join(join(fqn, "state"), name.stored), (name.rule, tuple(parameter.shape))
+                entries, join(join(fqn, STATE), name.stored), (name.rule, tuple(parameter.shape))
             )
+    for key, value in shared.items():
+        state[key] = read_value(value, join(join(fqn, STATE), key))
     groups: dict[str | int, Tree] = {
-        number: group_leaf(group, names, join(join(fqn, "param_groups"), number))
-        for number, group in enumerate(optimizer.param_groups)
+        number: group_leaf(group, names, join(join(fqn, GROUPS), number))
+        for number, group in enumerate(held.groups)
     }
-    return Branch(
-        "dict",
-        None,
-        {"state": Branch("dict", None, state), "param_groups": Branch("list", None, groups)},
-    )
+    told: dict[str | int, Tree] = {
+        STATE: Branch("dict", None, state),
+        GROUPS: Branch("list", None, groups),
+    }
+    return Branch("dict", None, {**told, **leaf.further})
 
 
 def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shape]) -> Branch:

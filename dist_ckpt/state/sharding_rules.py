@@ -31,6 +31,7 @@ class Rules:
         self._rank = rank
         self._components: frozenset[str] = frozenset()
         self._shapes: Mapping[str, Shape] = {}
+        self._rule_names: dict[str, str] = {}
         self._buffers: frozenset[str] = frozenset()
         if sharding is None:
             return
@@ -44,11 +45,13 @@ class Rules:
         )
         # Plain dicts may hold an optimizer's state, as torch's helpers make it: it follows the
         # rule of the parameter that another part of the state has.
-        held = {
-            self._name(fqn): tuple(leaf.value.shape)
-            for fqn, _, leaf in walk(root)
-            if isinstance(leaf, TensorLeaf) and isinstance(leaf.value, torch.Tensor)
-        }
+        held: dict[str, Shape] = {}
+        for fqn, _, leaf in walk(root):
+            if isinstance(leaf, TensorLeaf) and isinstance(leaf.value, torch.Tensor):
+                # The helpers call a parameter as its model does, an optimizer here as the state.
+                for name in (rule_name := self._name(fqn), fqn):
+                    held.setdefault(name, tuple(leaf.value.shape))
+                    self._rule_names.setdefault(name, rule_name)
         self._shapes = {**held, **sharding.shapes}
         self._buffers = frozenset(
             join(fqn, name)
@@ -73,7 +76,7 @@ class Rules:
         if self._sharding is None:
             return None
         name = self._name(fqn)
-        parameter = leaf.under or parameter_of(name, self._shapes)
+        parameter = leaf.under or self._parameter(name)
         if self._sharding.flat:
             self._check_known(fqn, leaf, parameter[0] if parameter else name, shape)
             whole = self._flattened(name, parameter, shape)
@@ -97,6 +100,14 @@ class Rules:
         if self._sharding is None or not self._sharding.flat or not shape:
             return None
         return cells_of(Flattened(self._sharding.ranks()), self._rank, shape)
+
+    def _parameter(self, name: str) -> tuple[str, Shape] | None:
+        """Return the parameter under which a name lies, as patterns see it, and its shape."""
+        found = parameter_of(name, self._shapes)
+        if found is None:
+            return None
+        rule_name = self._rule_names.get(found[0], found[0])
+        return rule_name, self._shapes[rule_name]
 
     def _name(self, fqn: str) -> str:
         """Return the name that patterns see."""

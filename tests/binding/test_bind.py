@@ -411,7 +411,7 @@ def test_a_config_cuts_uneven_on_save_and_as_chunk_does_on_load() -> None:
     first["optim"].state[first["model"]["w"]]["sum"].fill_(5)
     second["optim"].state[second["model"]["w"]]["sum"].fill_(6)
     saved = save(first, second, sharding=TP)
-    assert saved.catalog.tensors["optim.state.w.sum"].shape == (5, 2)
+    assert saved.catalog.tensors["optim.state.model.w.sum"].shape == (5, 2)
     target = tp_state(3)
     target["optim"].state.clear()
     load(saved, target, rank=0, world_size=2, sharding=TP)
@@ -598,7 +598,7 @@ def test_renamed_names_go_where_the_state_has_them() -> None:
     state = {"model": target, "opt": other, "n": {"step": 0, "t": torch.ones(1)}}
     rename = {
         "encoder.*": "model.backbone.*",
-        "optim.state.*": "opt.state.backbone.*",
+        "optim.state.encoder.*": "opt.state.model.backbone.*",
         "optim.param_groups.*": "opt.param_groups.*",
         "step": "n.step",
         "old": None,

@@ -189,10 +189,11 @@ def _zero_3(cut: str, values: str) -> dict[str, Any]:
     model = quantities["weight"].state_dict()
     state: dict[str, Any] = {}
     for name, _ in quantities["weight"].named_parameters():
-        state[name] = {q: held(quantities[q].get_parameter(name)) for q in MOMENTS}
-        state[name]["step"] = torch.tensor(5.0 if values == SAVED else 0.0)
+        entries = {q: held(quantities[q].get_parameter(name)) for q in MOMENTS}
+        entries["step"] = torch.tensor(5.0 if values == SAVED else 0.0)
+        state[f"model.{name}"] = entries
     groups = adamw(quantities["weight"], 0.125).param_groups if values == SAVED else None
-    names = {id(p): name for name, p in quantities["weight"].named_parameters()}
+    names = {id(p): f"model.{name}" for name, p in quantities["weight"].named_parameters()}
     for group in groups or []:
         group["params"] = [names[id(p)] for p in group["params"]]
     return {
@@ -229,7 +230,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    names = {id(p): name for name, p in parameters_of(model).items()}
+    names = {id(p): f"model.{name}" for name, p in parameters_of(model).items()}
     groups: list[dict[str, Any]] = [
         {**group, "params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups

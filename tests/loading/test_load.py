@@ -111,7 +111,7 @@ def test_the_report_says_what_was_restored(path: Path) -> None:
     assert (report.path, report.step) == (str(path), 4)
     assert (path / report.attempt).is_dir()
     assert {"model.embed.weight", "model.head.weight", "lr", "seen"} <= set(report.restored)
-    assert "optim.state.embed.weight.exp_avg" in report.restored
+    assert "optim.state.model.embed.weight.exp_avg" in report.restored
     assert set(report.seconds) == {"open", "check", "read", "place"}
     with dc.open(path) as ck:
         sizes = [info.nbytes for info in ck.tensors.values() if info.alias_of is None]

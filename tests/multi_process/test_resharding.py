@@ -48,7 +48,7 @@ def test_the_whole_tensors_are_read_to_the_last_bit_without_ranks_from(cut, save
             assert bytes(checkpoint[f"model.{name}"][...].data) == as_bytes(tensor)
         for quantity in MOMENTS:
             for name, tensor in whole(SAVED, quantity).named_parameters():
-                stored = checkpoint[f"optim.state.{name}.{quantity}"]
+                stored = checkpoint[f"optim.state.model.{name}.{quantity}"]
                 assert (stored.dtype, stored.shape) == ("float32", tuple(tensor.shape))
                 assert bytes(stored[...].data) == as_bytes(tensor)
         assert checkpoint.objects["data"] == plain_data(SAVED)

@@ -44,6 +44,21 @@ def test_names_of_a_module_lose_the_prefix_of_its_wrapper():
     assert torch_private.module_fqns(model, "0.weight") == {"0.weight"}
 
 
+def test_an_optimizers_hooks_are_where_we_look_for_them():
+    weight = torch.nn.Parameter(torch.ones(1))
+    registrations = [
+        "register_state_dict_pre_hook",
+        "register_state_dict_post_hook",
+        "register_load_state_dict_pre_hook",
+        "register_load_state_dict_post_hook",
+    ]
+    for register, name in zip(registrations, torch_private.STATE_DICT_HOOKS, strict=True):
+        optimizer = torch.optim.SGD([weight])
+        assert not any(getattr(optimizer, other) for other in torch_private.STATE_DICT_HOOKS)
+        getattr(optimizer, register)(print)
+        assert list(getattr(optimizer, name).values()) == [print]
+
+
 def test_the_default_store_is_that_of_the_job():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:

@@ -297,8 +297,8 @@ def test_a_dtensor_describes_its_mesh_and_a_fully_sharded_module_its_optimizer(m
     local = taken({"model": model, "optim": optimizer}, rank=1, world_size=4, group_ranks=range(4))
     views = {e.fqn: local.inventory.views[e.view] for e in local.inventory.tensors}
     assert isinstance(views["model.weight"], plan.Placed)
-    assert views["optim.state.weight.exp_avg"] == views["model.weight"]
-    assert views["optim.state.weight.step"] == plan.Whole()
+    assert views["optim.state.model.weight.exp_avg"] == views["model.weight"]
+    assert views["optim.state.model.weight.step"] == plan.Whole()
     assert local.inventory.mesh == (("dp", 2),)
 
 
@@ -320,7 +320,10 @@ def test_a_rule_holds_for_a_parameter_and_for_what_is_stored_under_it() -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    by_helpers = {"state": {"wq.weight": {"exp_avg": torch.ones(2, 4), "step": torch.ones(())}}}
+    named = ("wq.weight", "model.wq.weight")
+    by_helpers = {
+        "state": {name: {"exp_avg": torch.ones(2, 4), "step": torch.ones(())} for name in named}
+    }
     local = taken(
         {
             "model": model,
@@ -336,9 +339,10 @@ def test_a_rule_holds_for_a_parameter_and_for_what_is_stored_under_it() -> None:
     ruled = {fqn for fqn, view in views.items() if isinstance(view, plan.Ruled)}
     assert ruled == {
         "model.wq.weight",
-        "nested.optim.state.wq.weight.exp_avg",
-        "nested.optim.state.wq.weight.exp_avg_sq",
+        "nested.optim.state.model.wq.weight.exp_avg",
+        "nested.optim.state.model.wq.weight.exp_avg_sq",
         "more.state.wq.weight.exp_avg",
+        "more.state.model.wq.weight.exp_avg",
     }
     assert local.inventory.mesh == (("dp", 2), ("tp", 2))
 

@@ -1,0 +1,172 @@
+"""Parameter groups on the loading side: hyperparameters come back by the parameters' names.
+
+A group takes those that its parameters were saved with, in whatever group they were then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from dist_ckpt.binding.requests import Contents, Deferred, Requests
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.state.containers import PathKey, join
+from dist_ckpt.state.optimizers import LOCAL_KEYS
+from dist_ckpt.state.read_tree import read_value
+from dist_ckpt.state.tree import Branch, Tree
+
+# How a step is computed, not what: torch lets any of them change between two steps.
+_WAYS_TO_STEP = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def saved_groups(requests: Requests, groups: str) -> dict[str, int]:
+    """Return the group in which each parameter was saved, by its name."""
+    saved: dict[str, int] = {}
+    number = 0
+    while requests.has(name := join(groups, number)):
+        saved.update(dict.fromkeys(requests.params(name), number))
+        number += 1
+    return saved
+
+
+def sources_of(number: int, params: Sequence[str], saved: Mapping[str, int]) -> list[int]:
+    """Return the saved groups that the parameters of a group come from.
+
+    Where nothing names a parameter, that of the same number.
+    """
+    if not params or not saved:
+        return [number]
+    return list(dict.fromkeys(saved[name] for name in params if name in saved))
+
+
+class GroupBinding:
+    """One parameter group, and the saved ones that its parameters come from."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        groups: str,
+        number: int,
+        sources: Sequence[int],
+        group: dict[str, Any],
+    ) -> None:
+        self._requests = requests
+        self._fqn = join(groups, number)
+        self._sources = [join(groups, source) for source in sources]
+        self._group = group
+
+    def bind(self, defaults: Mapping[str, object]) -> None:
+        """Ask for the hyperparameters; `defaults` are those that they are checked against."""
+        requests = self._requests
+        if not self._sources and requests.selected(self._fqn):
+            requests.missing[self._fqn] = None
+        sources = list(filter(requests.selected, self._sources))
+        asked = [get for name in sources if (get := self._ask(name)) is not None]
+        if not asked or len(asked) < len(sources) or self._has_several_tensors(sources):
+            return
+
+        def check(contents: Contents) -> None:
+            saved = [get(contents) for get in asked]
+            self._check_agreement(dict(zip(sources, saved, strict=True)))
+            self._check_options(saved[0], defaults)
+
+        def assign(contents: Contents) -> None:
+            for key, value in asked[0](contents).items():
+                # What is the group's own was filled in place; the rest other groups may get too.
+                self._group[key] = value if value is self._group.get(key) else deepcopy(value)
+
+        requests.checks.append(check)
+        requests.effects.append(assign)
+
+    def _has_several_tensors(self, sources: Sequence[str]) -> bool:
+        """Report it if hyperparameters would have to be compared that are tensors, not yet read."""
+        saved = self._requests.saved
+        tensors = [leaf for name in sources for leaf in saved.below(name) if saved.tensor(leaf)]
+        if len(sources) == 1 or not tensors:
+            return False
+        self._requests.problems.append(
+            f"{self._fqn}: its parameters were saved in {' and '.join(sources)}, and {tensors[0]} "
+            "is a tensor, which may differ between them: group them as they were, or exclude the "
+            "groups to keep the present hyperparameters"
+        )
+        return True
+
+    def _ask(self, name: str) -> Callable[[Contents], dict[str, Any]] | None:
+        """Ask for the hyperparameters of a saved group."""
+        requests = self._requests
+        # One that is no optimizer's own but a dict of tensors and values was saved as a container.
+        container = requests.is_container(name)
+        values = requests.subtree(name, self._tree(name)) if container else requests.value(name)
+        if values is None:
+            requests.misfit(name, "a parameter group")
+            return None
+        tensors: dict[PathKey, Deferred] = {}
+        for key, child in () if container else requests.children(name):
+            live = read_value(self._group.get(str(key)), child)
+            if (tensor := requests.subtree(child, live)) is not None:
+                tensors[key] = tensor
+
+        def get(contents: Contents) -> dict[str, Any]:
+            saved = values(contents)
+            if not isinstance(saved, Mapping):
+                raise IncompatibleError(
+                    f"{name}: saved as a {type(saved).__name__}, the state has a parameter group: "
+                    "exclude it, or load an optimizer's checkpoint"
+                )
+            options = {key: value for key, value in saved.items() if key not in LOCAL_KEYS}
+            return {**options, **{str(key): tensor(contents) for key, tensor in tensors.items()}}
+
+        return get
+
+    def _tree(self, name: str) -> Branch:
+        children: dict[PathKey, Tree] = {
+            key: read_value(value, join(name, key))
+            for key, value in self._group.items()
+            if key not in LOCAL_KEYS
+        }
+        return Branch("dict", None, children)
+
+    def _check_agreement(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise IncompatibleError if the parameters were saved with different hyperparameters."""
+        (first, options), *others = saved.items()
+        for name, other in others:
+            for key in dict.fromkeys((*options, *other)):
+                one, two = options.get(key), other.get(key)
+                if type(one) is not type(two) or one != two:
+                    raise IncompatibleError(
+                        f"{self._fqn}: its parameters were saved in {first} and in {name}, which "
+                        f"differ in {key!r} ({_short(one)} and {_short(two)}): group them as they "
+                        "were, or exclude the groups to keep the present hyperparameters"
+                    )
+
+    def _check_options(self, saved: Mapping[str, Any], defaults: Mapping[str, object]) -> None:
+        """Raise IncompatibleError for hyperparameters of another optimizer, or other state.
+
+        A switch may be missing: torch's versions add some. One that is on here and was off may
+        need state that was not saved.
+        """
+        live = {key: self._group[key] for key in defaults if key in self._group}
+        absent = [
+            key
+            for key, value in live.items()
+            if key not in saved and not (value is None or isinstance(value, bool))
+        ]
+        if absent:
+            raise IncompatibleError(
+                f"{self._fqn}: saved with {', '.join(sorted(saved))}, but without "
+                f"{', '.join(absent)}, which the optimizer here has: make the optimizer as it was "
+                "saved, exclude its name, or load with strict=False"
+            )
+        for key, value in live.items():
+            was_off = key in saved and (saved[key] is None or saved[key] is False)
+            if value is True and was_off and key not in _WAYS_TO_STEP:
+                raise IncompatibleError(
+                    f"{self._fqn}: saved with {key}={saved[key]}, the optimizer here has "
+                    f"{key}=True, for which state may not have been saved: make it as it was "
+                    "saved, exclude its name, or load with strict=False to go on as saved"
+                )
+
+
+def _short(value: object) -> str:
+    return repr(value)[:100]
