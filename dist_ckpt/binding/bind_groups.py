@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from dist_ckpt.binding.requests import Contents, Deferred, Requests
+from dist_ckpt.binding.contents import Contents, Deferred
+from dist_ckpt.binding.requests import Requests
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.state.containers import PathKey, join
 from dist_ckpt.state.optimizers import LOCAL_KEYS

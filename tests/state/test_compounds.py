@@ -230,7 +230,7 @@ def test_a_class_that_the_optimizer_does_not_show_is_not_looked_up() -> None:
     written = save({"model": model, "optim": optimizer})
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     message = problems_of(written, {"model": model, "optim": sgd})
-    assert "optim.state.weight.momentum: saved as the parts of a compound_tensors.Codes" in message
+    assert "optim.state.model.weight.momentum: saved as the parts of a compound_tensors.Codes" in message
     assert "let the optimizer make its state before the load" in message
     assert not sgd.state
 
@@ -257,7 +257,7 @@ def test_what_its_class_cannot_be_made_of_is_a_problem_before_anything_is_read(
 ) -> None:
     model, optimizer = trained(0, 1)
     written = save({"model": model, "optim": optimizer})
-    name = "optim.state.weight.momentum.__class__"
+    name = "optim.state.model.weight.momentum.__class__"
     written.change(name, {**written.values[name], **change})
     other, resumed = trained(1, 0)
     problems = written.bind({"model": other, "optim": resumed}).problems
@@ -266,5 +266,5 @@ def test_what_its_class_cannot_be_made_of_is_a_problem_before_anything_is_read(
         assert problems == ()
     else:
         (problem,) = problems
-        assert problem.startswith("optim.state.weight.momentum: ")
+        assert problem.startswith("optim.state.model.weight.momentum: ")
         assert re.search(message, problem)

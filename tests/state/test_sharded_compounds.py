@@ -201,7 +201,7 @@ def test_state_in_blocks_is_cut_anew_and_its_table_is_everybodys(
 ) -> None:
     written = saved(optimizers(3, stepped=True), *source)
     shapes = {
-        name.removeprefix("optim.state.w."): record.shape
+        name.removeprefix("optim.state.model.w."): record.shape
         for name, record in written.catalog.tensors.items()
     }
     assert shapes["momentum.codes"] == (12, 8)
@@ -233,7 +233,7 @@ def test_a_cut_within_a_block_is_refused_by_name() -> None:
     written = saved(misplaced, (2,), [Shard(0)])
     found = problems(written, misplaced, (4,), [Shard(0)])
     assert found
-    assert all("optim.state.w.momentum: narrow(0, ...) of Codes raised" in text for text in found)
+    assert all("optim.state.model.w.momentum: narrow(0, ...) of Codes raised" in text for text in found)
 
 
 @pytest.mark.parametrize(
