@@ -6,6 +6,7 @@ checkpoint is a `CheckpointError`. A message carries the facts and ends with the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 # So many problems or names are spelled out in one message; the others are counted.
@@ -85,3 +86,20 @@ def ranks_text(ranks: Iterable[int]) -> str:
         runs.append((first, rank))
     text = listed([f"{a}" if a == b else f"{a}-{b}" for a, b in runs])
     return f"rank{'s' * (len(ordered) > 1)} {text}"
+
+
+# What `Optimizer.state_dict` calls a parameter: by its number, in each rank's own order.
+_BY_NUMBER = re.compile(r"(^|\.)state\.\d+\b")
+
+
+def remedy_of_parts(names: Iterable[str], remedy: str) -> str:
+    """Return what to do with names that are not the same on all ranks: `remedy` for most.
+
+    Where an optimizer keeps parts of parameters, its state dict says neither of which nor where.
+    """
+    if any(_BY_NUMBER.search(name) for name in names):
+        return (
+            "if that is an optimizer's state_dict(), put the optimizer itself into the state, "
+            "beside its module: under FSDP1 or ZeRO the dict has this rank's parts"
+        )
+    return remedy

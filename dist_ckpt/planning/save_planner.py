@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dist_ckpt.errors import remedy_of_parts
 from dist_ckpt.format import filenames
 from dist_ckpt.format.checksums import BLOCK_NBYTES
 from dist_ckpt.format.dtypes import DTYPES
@@ -72,9 +73,10 @@ def plan_save(
     tensors = _tensors(bodies, problems)
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
+        remedy = remedy_of_parts(problems, "wrap what each rank has for itself in dc.PerRank")
         raise ValueError(
             f"the states of the ranks do not make one checkpoint:{listed}\n"
-            "Make the ranks agree, or wrap what each rank has for itself in dc.PerRank."
+            f"Make the ranks agree, or {remedy}."
         )
     stored = balance(
         [Holding(fqn, DTYPES[t.dtype].itemsize, t.layout) for fqn, t in tensors.items()],

@@ -16,7 +16,7 @@ from dist_ckpt import commit
 from dist_ckpt.comm.exchange import COORDINATOR, Channel, Doc, NoAnswerError
 from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
 from dist_ckpt.config import Config
-from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text
+from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index
@@ -249,8 +249,8 @@ def _name_unequal_replicas(payloads: Sequence[Doc]) -> Doc:
         for name, found in holders.items()
         if len(found) > 1
     ]
+    remedy = remedy_of_parts(holders, "wrap what belongs to one rank in dc.PerRank")
     raise ValueError(
         f"ranks hold different values under the same name: {listed(unequal, '; ')}. What is stored "
-        "once must be equal everywhere: broadcast it first, or wrap what belongs to one rank in "
-        "dc.PerRank."
+        f"once must be equal everywhere: broadcast it first, or {remedy}."
     )

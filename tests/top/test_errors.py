@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dist_ckpt.errors import MAX_LISTED, listed, ranks_text
+from dist_ckpt.errors import MAX_LISTED, listed, ranks_text, remedy_of_parts
 
 
 def test_ranks_are_written_as_ranges() -> None:
@@ -20,3 +20,10 @@ def test_of_many_texts_the_first_are_named_and_the_others_counted() -> None:
     assert listed(texts[:2]) == "0, 1"
     assert listed(texts[:MAX_LISTED], "; ").endswith("; 19")
     assert listed(texts, "; ").endswith("; 19; and 3 more")
+
+
+def test_an_optimizers_own_dict_is_not_to_be_kept_per_rank() -> None:
+    for name in ("optim.state.0.exp_avg: on rank 0", "state.12.step", "a.optim.state.3"):
+        assert "put the optimizer itself" in remedy_of_parts(["rng", name], "wrap it")
+    for name in ("states.0.weight", "optim.state.layers.0.weight.exp_avg", "estate.1"):
+        assert remedy_of_parts([name], "wrap it") == "wrap it"
