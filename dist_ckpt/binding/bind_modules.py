@@ -39,6 +39,8 @@ def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
     extras = _bind_extras(requests, fqn, leaf)
     for part in state.parts:
         _assign(requests, part, {n: v for n, v in assigned.items() if n in part.keys})
+        if part.flat is not None:
+            requests.effects.append(lambda _, flat=part.flat: flat.settle())  # type: ignore[misc]
         _load(requests, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
 
 

@@ -19,6 +19,7 @@ from dist_ckpt.binding.fresh_compounds import compound_classes
 from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.targets import Beside
 from dist_ckpt.state.containers import PathKey, entries_of, join
+from dist_ckpt.state.flat_optimizers import FlatOptimizer
 from dist_ckpt.state.optimizer_state import GROUPS, STATE, OptimizerState, told_state
 from dist_ckpt.state.optimizers import ParameterName, state_branch
 from dist_ckpt.state.read_tree import read_value, users_code
@@ -70,9 +71,28 @@ def bind_optimizer(
         sources = sources_of(number, [stored[id(p)] for p in group["params"]], saved)
         GroupBinding(requests, groups, number, sources, group).bind(held.defaults if strict else {})
     _bind_shared(requests, state, held, saved)
+    if isinstance(held, FlatOptimizer):
+        _bind_flat(requests, state, held, stored)
+        held = held.own
     further = _further(requests, fqn, leaf.further)
     if held.told is not None and (further or len(requests.effects) > before):
         _load(requests, fqn, held, further)
+
+
+def _bind_flat(
+    requests: Requests, state: str, held: FlatOptimizer, stored: Mapping[int, str]
+) -> None:
+    """Hand on what is bound to a view of an optimizer; what has one state needs all or nothing."""
+    for parts in held.in_one():
+        here = [stored[id(part)] for part in parts]
+        lacking = [name for name in here if not requests.chosen(join(state, name))]
+        if lacking and len(lacking) < len(here):
+            has = next(name for name in here if name not in lacking)
+            requests.problems.append(
+                f"{state}: FSDP1 has one state for {lacking[0]} and {has} here, and the load has "
+                f"some for {has} alone: wrap the model with use_orig_params=True, or exclude both"
+            )
+    requests.effects.append(lambda _: held.write_back())
 
 
 def _parameters(held: OptimizerState) -> Iterator[torch.Tensor]:

@@ -22,7 +22,10 @@ from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format.geometry import Region, Shape, row_major_strides
 from dist_ckpt.runtime.torch_private import local_tensor
 from dist_ckpt.state.compounds import (
+    HeldBox,
     difference,
+    held_box,
+    inner_cut,
     inner_tensors,
     is_compound,
     is_compound_class,
@@ -31,9 +34,9 @@ from dist_ckpt.state.compounds import (
     unwrapped,
 )
 from dist_ckpt.state.containers import RECORD, join
+from dist_ckpt.state.fsdp1 import ParameterPart
 from dist_ckpt.state.local_tensors import class_name, full_name, torch_dtype
 from dist_ckpt.state.read_tree import users_code
-from dist_ckpt.state.sharded_compounds import HeldBox, held_box, inner_cut
 from dist_ckpt.state.tensors import device_of
 
 _REMEDY = (
@@ -100,6 +103,11 @@ def fresh_compound(saved: Saved, targets: Targets, name: str, beside: Beside) ->
     Raises CheckpointError if it could not be made of them.
     """
     whole = _trial(saved, name, beside)
+    if isinstance(beside.parameter, ParameterPart):
+        raise IncompatibleError(
+            f"{name}: saved as a {class_name(whole)} beside a parameter that FSDP1 has cut into "
+            "flat parts: exclude it, or load into `fully_shard`"
+        )
     parameter = unwrapped(beside.parameter)
     shape = tuple(whole.shape)
     if not isinstance(parameter, DTensor):
@@ -139,6 +147,7 @@ def _wanted(
     saved: Saved, targets: Targets, name: str, beside: Beside, whole: torch.Tensor, cut: HeldBox
 ) -> FreshCompound:
     """Want what a rank needs for its part of a whole one."""
+    assert isinstance(beside.parameter, torch.Tensor)
     local = whole
     for dim in cut.dims:
         with users_code(name, whole, f"narrow({dim}, ...)"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from dist_ckpt.format.index import TensorRecord
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.plan import Flattened, Ruled, Wanted, Whole
+from dist_ckpt.state.fsdp1 import ParameterPart
 from dist_ckpt.state.local_tensors import as_tensor, is_array, is_ordinary, torch_dtype
 from dist_ckpt.state.sharding_rules import target_cells
 from dist_ckpt.state.tensors import (
@@ -44,7 +45,7 @@ class Beside:
     `classes` are those of which compound state may be made, by their full names.
     """
 
-    parameter: torch.Tensor
+    parameter: torch.Tensor | ParameterPart
     rule: str
     on_host: bool = False
     classes: Mapping[str, type[torch.Tensor]] = field(default_factory=dict)
@@ -162,6 +163,8 @@ class Targets:
             return self._want_fresh(
                 name, whole, lambda: torch.empty(record.shape, dtype=dtype, device="cpu")
             )
+        if isinstance(parameter, ParameterPart):
+            return self._beside_part(name, parameter, record, dtype)
         held = self._held(parameter, name)
         if record.shape == held.shape and isinstance(held.view, Whole):
             flat = self._template.rules.flat_part(record.shape)
@@ -190,6 +193,28 @@ class Targets:
         cells = (box,) if box.numel else ()
         return self._want_fresh(
             name, cells, lambda: torch.empty(box.shape, dtype=dtype, device=device)
+        )
+
+    def _beside_part(
+        self, name: str, part: ParameterPart, record: TensorRecord, dtype: torch.dtype
+    ) -> Fresh:
+        """Want a tensor in new memory beside a part of a parameter: cut alike, or a scalar."""
+        if record.shape == part.global_shape:
+            cells = self._held(part, name).cells
+            empty = part.tensor.new_empty
+            return self._want_fresh(
+                name, cells, lambda: replace(part, tensor=empty(part.tensor.shape, dtype=dtype))
+            )
+        if record.shape:
+            self.problems.append(
+                f"{name}: saved with shape {record.shape} beside a parameter of shape "
+                f"{part.global_shape}, which FSDP1 has cut into flat parts: exclude it, or load "
+                "into `fully_shard`"
+            )
+        whole = (Region.whole(record.shape),)
+        device = part.tensor.device
+        return self._want_fresh(
+            name, whole, lambda: torch.empty(record.shape, dtype=dtype, device=device)
         )
 
     def check_tied(self, first: str, name: str) -> None:

@@ -9,6 +9,7 @@ from dist_ckpt.format.index import Key
 from dist_ckpt.planning.plan import View
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.containers import State
+from dist_ckpt.state.flat_optimizers import unflattened
 from dist_ckpt.state.local_state import mesh_of
 from dist_ckpt.state.optimizers import ParameterName, name_parameters
 from dist_ckpt.state.read_tree import read_state
@@ -61,7 +62,7 @@ def survey(
 
     Raises TypeError or ValueError for a state that cannot be loaded into.
     """
-    root = read_state(state)
+    root = unflattened(read_state(state))
     if not isinstance(state, MutableMapping):
         raise TypeError(f"the state is a {type(state).__name__}, which is read-only: give a dict")
     leaves = tuple(walk(root))

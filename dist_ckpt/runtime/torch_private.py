@@ -1,4 +1,4 @@
-"""The private names of torch that we depend on, and nothing else.
+"""The private names of torch that we depend on, and nothing else; `torch_fsdp1.py` has FSDP1's.
 
 | name                    | from `torch.`                            | for                         |
 | ----------------------- | ---------------------------------------- | --------------------------- |

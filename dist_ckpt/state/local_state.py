@@ -18,6 +18,7 @@ from dist_ckpt.memory.torch_tensor import TensorSource, synchronize
 from dist_ckpt.planning.plan import Flattened, Inventory, NameList, Placed, TensorEntry, View, Whole
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.containers import PathKey, State, join
+from dist_ckpt.state.flat_optimizers import unflattened
 from dist_ckpt.state.local_tensors import as_tensor, is_array, is_ordinary
 from dist_ckpt.state.optimizer_state import check_told
 from dist_ckpt.state.optimizers import ParameterName, name_parameters, optimizer_tree
@@ -109,7 +110,7 @@ def take(
     are compared in no time. Raises TypeError or ValueError for a state that cannot be saved,
     naming the key path, the class and what to do.
     """
-    root = read_state(state)
+    root = unflattened(read_state(state))
     taker = _Taker(
         Rules(sharding, root, rank=rank, world_size=world_size),
         name_parameters(walk(root)),
@@ -144,6 +145,8 @@ class _Taker:
         # How an ordinary tensor of a dtype and a shape is stored, if no rule says otherwise.
         self._kinds: dict[tuple[torch.dtype, Shape], tuple[str, Shape, int]] = {}
         self._starts: dict[int, tuple[str, TensorLeaf]] = {}
+        # Of which nothing is here, by id().
+        self._nothing: dict[int, str] = {}
         # What was found out of a tensor, but for those that are like another of their kind.
         self._seen: dict[str, tuple[HeldTensor, View, Shape]] = {}
         self._ties: dict[Hashable, str] = {}
@@ -249,6 +252,10 @@ class _Taker:
             self._numpy.append(fqn)
         held, view, shape = self._seen[fqn] = self._see(fqn, leaf)
         self._parts[fqn] = held.parts
+        if not held.parts and self._nothing.setdefault(id(value), fqn) != fqn:
+            # One object under two names: tied, on the ranks as well that hold nothing of it.
+            self._aliases.append((fqn, self._nothing[id(value)]))
+            return
         if held.parts and not self._is_first(fqn, leaf, held.parts[0]):
             first = self._tied(fqn, held.parts[0])
             if first != fqn:

@@ -14,36 +14,43 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.runtime.torch_private import (
     has_load_hooks,
-    module_fqns,
     storage_id,
     wrapped_child,
 )
+from dist_ckpt.state.fsdp1 import FlatModule, ParameterPart, flat_module
 from dist_ckpt.state.local_tensors import PLAIN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModulePart:
-    """A module, without wrappers around it, and the key of each name in its own state dict."""
+    """A module, without wrappers around it, and the key of each name in its own state dict.
+
+    With FSDP1 in it `flat` is there, and no state dict is made.
+    """
 
     module: nn.Module
     keys: Mapping[str, str]
+    flat: FlatModule | None = None
 
     def loads_itself(self) -> bool:
         """Say whether its `load_state_dict` may do more than to fill tensors.
 
         A class that overrides it may, and so may hooks that are called after it.
         """
+        if self.flat is not None:
+            return False
         overrides = type(self.module).load_state_dict is not nn.Module.load_state_dict
         return overrides or has_load_hooks(self.module)
 
     def load(self, values: Mapping[str, object], *, assign: bool = False) -> None:
         """Hand values, by name, to the module's `load_state_dict`."""
+        if self.flat is not None:
+            self.flat.set_extra_state(values)
+            return
         load = self.module.load_state_dict
         parameters = inspect.signature(load).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -65,24 +72,36 @@ class ModuleState:
 
     parts: Sequence[ModulePart]
     entries: Mapping[str, object]
-    live: Mapping[str, torch.Tensor]
+    live: Mapping[str, torch.Tensor | ParameterPart]
     left_out: Mapping[str, torch.Tensor]
 
     def names_of_parameters(self) -> dict[int, str]:
         """Return the name of each parameter by its id(): of tied ones, the first."""
         names: dict[int, str] = {}
         for name, tensor in (*self.live.items(), *self.left_out.items()):
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter | ParameterPart):
                 names.setdefault(id(tensor), name)
         return names
 
 
-def module_state(module: nn.Module) -> ModuleState:
-    """Read a module. Its `state_dict` is called once, and what that raises is not caught."""
+def flat_state(module: nn.Module, fqn: str) -> ModuleState | None:
+    """Read a module with FSDP1 in it, without its `state_dict`; None if there is none."""
+    module = _innermost(module)
+    if (flat := flat_module(module, fqn)) is None:
+        return None
+    part = ModulePart(module, {name: name for name in flat.entries}, flat)
+    return ModuleState((part,), flat.entries, flat.live, {})
+
+
+def _innermost(module: nn.Module) -> nn.Module:
     while (child := wrapped_child(module)) is not None:
         module = getattr(module, child)
-    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-        return _of_fsdp1(module)
+    return module
+
+
+def module_state(module: nn.Module) -> ModuleState:
+    """Read a module. Its `state_dict` is called once, and what that raises is not caught."""
+    module = _innermost(module)
     prefixes = _prefixes(module)
     state = module.state_dict()
     keys = _keys_of(state, prefixes)
@@ -107,7 +126,7 @@ def merged(states: Sequence[ModuleState]) -> ModuleState | None:
     What two parts hold both, as tied weights, may be in both under one name.
     """
     entries: dict[str, object] = {}
-    live: dict[str, torch.Tensor] = {}
+    live: dict[str, torch.Tensor | ParameterPart] = {}
     left_out: dict[str, torch.Tensor] = {}
     for state in states:
         shared = state.entries.keys() & entries.keys()
@@ -188,14 +207,3 @@ def _place(tensor: torch.Tensor) -> Hashable | None:
         return None
     start = tensor.storage_offset()
     return storage_id(tensor), start, tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _of_fsdp1(module: nn.Module) -> ModuleState:
-    entries = get_model_state_dict(module)
-    own = {
-        name: tensor
-        for own_name, tensor in _tensors_of(module)
-        for name in module_fqns(module, own_name)
-    }
-    live = {name: own[name] for name in entries if name in own}
-    return ModuleState((ModulePart(module, {n: n for n in entries}),), entries, live, {})

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.strict_json import is_text
 from dist_ckpt.runtime.torch_private import local_tensor
-from dist_ckpt.state.compounds import inner_tensors, is_compound, record_of, unwrapped
+from dist_ckpt.state.compounds import inner_shards, inner_tensors, is_compound, record_of, unwrapped
 from dist_ckpt.state.containers import MAX_DEPTH, PathKey, State, entries_of, join, kind_of
+from dist_ckpt.state.fsdp1 import check_whole
 from dist_ckpt.state.local_tensors import PLAIN, is_array
-from dist_ckpt.state.modules import ModuleState, merged, module_state
+from dist_ckpt.state.modules import ModuleState, flat_state, merged, module_state
 from dist_ckpt.state.optimizer_state import check_unnamed, direct_state, told_state
-from dist_ckpt.state.sharded_compounds import inner_shards
 from dist_ckpt.state.tensors import is_meta, is_tensor_leaf
 from dist_ckpt.state.tree import (
     Branch,
@@ -158,6 +158,8 @@ def _read_container(
 
 def _leaf(value: object, fqn: str) -> Tree | None:
     if type(value) in PLAIN or is_array(value):
+        if isinstance(value, nn.Parameter):
+            check_whole(value, fqn)
         return TensorLeaf(value)
     if is_tensor_leaf(value):
         return read_tensor(value, fqn)
@@ -209,8 +211,14 @@ def _read_modules(
 
 
 def _state_of_module(module: nn.Module, fqn: str) -> ModuleState:
+    if (flat := flat_state(module, fqn)) is not None:
+        return flat
     with users_code(fqn, module, "state_dict"):
-        return module_state(module)
+        state = module_state(module)
+    for name, tensor in (*state.live.items(), *state.left_out.items()):
+        if isinstance(tensor, nn.Parameter):
+            check_whole(tensor, fqn, name)
+    return state
 
 
 def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> ModuleLeaf:

@@ -78,7 +78,8 @@ class ModuleLeaf:
 class OptimizerLeaf:
     """An optimizer, with the names that the user gave its parameters, by id().
 
-    `further` is what its `state_dict` tells besides the groups and the parameters' state.
+    `further` is what its `state_dict` tells besides the groups and the parameters' state. One over
+    FSDP1's flat parameters is replaced by a view of it (`flat_optimizers.py`).
     """
 
     held: OptimizerState

@@ -75,6 +75,7 @@ WITHOUT_TORCH = (
 WITH_TORCH = {
     "dist_ckpt.comm.gloo",
     "dist_ckpt.comm.process_group",
+    "dist_ckpt.runtime.torch_fsdp1",
     "dist_ckpt.runtime.torch_private",
 }
 # Of other packages, what starts and ends writers: it runs before a trainer has anything to save.

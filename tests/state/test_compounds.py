@@ -230,7 +230,10 @@ def test_a_class_that_the_optimizer_does_not_show_is_not_looked_up() -> None:
     written = save({"model": model, "optim": optimizer})
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     message = problems_of(written, {"model": model, "optim": sgd})
-    assert "optim.state.model.weight.momentum: saved as the parts of a compound_tensors.Codes" in message
+    assert (
+        "optim.state.model.weight.momentum: saved as the parts of a compound_tensors.Codes"
+        in message
+    )
     assert "let the optimizer make its state before the load" in message
     assert not sgd.state
 

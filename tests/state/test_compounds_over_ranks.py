@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from compound_tensors import CodedSGD, Codes, GatheredLow, Quantized
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.planning.save_planner import plan_save
+from dist_ckpt.state.compounds import HeldBox, inner_cut
 from dist_ckpt.state.local_state import take
-from dist_ckpt.state.sharded_compounds import HeldBox, inner_cut
 from in_memory import InMemory
 
 Make = Callable[[Any], Any]
@@ -233,7 +233,9 @@ def test_a_cut_within_a_block_is_refused_by_name() -> None:
     written = saved(misplaced, (2,), [Shard(0)])
     found = problems(written, misplaced, (4,), [Shard(0)])
     assert found
-    assert all("optim.state.model.w.momentum: narrow(0, ...) of Codes raised" in text for text in found)
+    assert all(
+        "optim.state.model.w.momentum: narrow(0, ...) of Codes raised" in text for text in found
+    )
 
 
 @pytest.mark.parametrize(
