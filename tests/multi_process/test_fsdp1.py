@@ -498,7 +498,7 @@ def test_one_state_for_several_parameters_takes_only_what_they_agree_on(tmp_path
         assert "use_orig_params=True" in said
     for steps, said in run_ranks(2, step_apart, str(tmp_path), "never"):
         assert set(steps) <= {1.0}
-        assert "one state for middle.bias and middle.weight" in said
+        assert "one state for model.middle.bias and model.middle.weight" in said
         assert "use_orig_params=True" in said
 
 
