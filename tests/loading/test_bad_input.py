@@ -292,6 +292,12 @@ class Wrapped(torch.Tensor):
     pass
 
 
+def scaled() -> Wrapped:
+    tensor = torch.ones(1).as_subclass(Wrapped)
+    tensor.scale = 2.0  # type: ignore[attr-defined]
+    return tensor
+
+
 class Colour(enum.Enum):
     RED = 1
 
@@ -340,10 +346,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a class": (lambda: Custom, TypeError, "builtins.type"),
     "a module of python": (lambda: sys, TypeError, "builtins.module"),
     "a set of tensors": (lambda: {torch.ones(1)}, TypeError, "torch.Tensor"),
-    "a deque of tensors": (lambda: collections.deque([torch.ones(1)]), TypeError, "deque"),
-    "a named tuple": (lambda: Pair(torch.ones(1)), TypeError, "convert it to tuple"),
-    "an enum": (lambda: Colour.RED, TypeError, "store its .value"),
-    "a bytearray": (lambda: bytearray(2), TypeError, "store bytes(...) of it"),
+    "a deque of tensors": (lambda: collections.deque([torch.ones(1)]), TypeError, "put it into"),
+    "a named tuple": (lambda: Pair(torch.ones(1)), TypeError, "store value._asdict()"),
+    "an enum": (lambda: Colour.RED, TypeError, "store value.value"),
+    "a bytearray": (lambda: bytearray(2), TypeError, "store bytes(value)"),
     "an open default": (lambda: collections.defaultdict(lambda: 0), TypeError, "defaultdict"),
     "a generator of numbers": (torch.Generator, TypeError, "Generator"),
     "a storage": (lambda: torch.ones(1).untyped_storage(), TypeError, "UntypedStorage"),
@@ -355,7 +361,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "sparse": (lambda: torch.eye(2).to_sparse(), TypeError, "sparse_coo"),
     "quantized": (quantized, TypeError, "quantised"),
     "nested tensor": (jagged, TypeError, "NestedTensor"),
-    "a subclass": (lambda: torch.ones(1).as_subclass(Wrapped), TypeError, ".Wrapped"),
+    "a subclass with more": (scaled, TypeError, ".Wrapped"),
     "a freed tensor": (freed, ValueError, "the memory of this tensor is not there"),
     "lazy": (lambda: torch.nn.LazyLinear(2), TypeError, "UninitializedParameter"),
     "an array of objects": (lambda: np.array([Custom()]), TypeError, "dtype object"),
