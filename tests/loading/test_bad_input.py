@@ -294,7 +294,7 @@ class Wrapped(torch.Tensor):
 
 def scaled() -> Wrapped:
     tensor = torch.ones(1).as_subclass(Wrapped)
-    tensor.scale = 2.0  # type: ignore[attr-defined]
+    tensor.scale = torch.ones(1)  # type: ignore[attr-defined]
     return tensor
 
 
