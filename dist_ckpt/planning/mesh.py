@@ -204,12 +204,18 @@ def _flat_layout(mesh: Mesh, shape: Shape) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def readings(view: Placed, shape: Shape) -> tuple[Placed, ...]:
+def readings(view: Placed, shape: Shape, *, as_defined: bool = True) -> tuple[Placed, ...]:
     """Return the views that these placements may stand for: one, or two that differ.
 
-    FSDP2's comes first.
+    FSDP2's comes first. It is the only one, or there is none, where strided shards of uneven sizes
+    are not cut `as_defined`.
     """
-    if _is_even(view, shape) or (reordered := as_applied(view)) is None:
+    if _is_even(view, shape) or not _is_strided(view):
+        return (view,)
+    reordered = as_applied(view)
+    if not as_defined:
+        return (reordered,) if reordered else ()
+    if reordered is None:
         return (view,)
     if layout_of(view, shape) == layout_of(reordered, shape):
         return (view,)
@@ -233,7 +239,7 @@ def as_applied(view: Placed) -> Placed | None:
         if place is None:
             return None
         order.insert(place, axis)
-    if not any(isinstance(placement, StridedShard) for placement in view.placements):
+    if not _is_strided(view):
         return None
     cutting = [axis for order in orders.values() for axis in order]
     axes = cutting + [a for a in range(len(view.placements)) if a not in cutting]
@@ -251,6 +257,10 @@ def _place(placement: Shard | StridedShard, sizes: list[int]) -> int | None:
         if prod(sizes[:place]) == placement.split_factor:
             return place
     return None
+
+
+def _is_strided(view: Placed) -> bool:
+    return any(isinstance(placement, StridedShard) for placement in view.placements)
 
 
 def _is_even(view: Placed, shape: Shape) -> bool:

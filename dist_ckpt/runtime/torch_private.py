@@ -9,6 +9,7 @@
 | `default_store`         | `distributed.distributed_c10d`           | control messages            |
 | `wrapped_child`         | `_dynamo.eval_frame`, checkpoint_wrapper | wrappers that add a prefix  |
 | `has_load_hooks`        | `nn.Module`                              | hooks that follow a load    |
+| `cuts_strided_alike`    | `distributed.tensor.placement_types`     | how this torch cuts         |
 | `storage_id`            | `UntypedStorage`                         | tensors on one memory       |
 | `local_tensor`          | `distributed.tensor.DTensor`             | its class, without autograd |
 | `STATE_DICT_HOOKS`      | `optim.Optimizer`                        | hooks around state dicts    |
@@ -19,6 +20,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from operator import attrgetter
 
 import torch
@@ -26,7 +28,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.distributed.checkpoint.state_dict import _get_fqns as module_fqns
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
@@ -35,6 +37,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "ShardedTensor",
     "StridedShard",
+    "cuts_strided_alike",
     "default_store",
     "has_load_hooks",
     "local_tensor",
@@ -42,6 +45,9 @@ __all__ = [
     "storage_id",
     "wrapped_child",
 ]
+
+# Without the cache that it has in 2.7, which keeps every module for ever.
+module_fqns = getattr(_get_fqns, "__wrapped__", _get_fqns)
 
 # `to_local` takes ten times as long, which counts where there are thousands of DTensors.
 local_tensor = attrgetter("_local_tensor")
@@ -75,6 +81,20 @@ def wrapped_child(module: nn.Module) -> str | None:
 def has_load_hooks(module: nn.Module) -> bool:
     """Say whether anything is called after `load_state_dict` of a module or a part of it."""
     return any(part._load_state_dict_post_hooks for part in module.modules())
+
+
+@cache
+def cuts_strided_alike() -> bool:
+    """Say whether torch cuts what a strided shard does not divide as it defines that today.
+
+    2.7 refuses to, 2.8 to 2.10 cut in another way, which was not FSDP2's even then.
+    """
+    split = StridedShard(0, split_factor=2)._split_tensor
+    try:
+        parts, _ = split(torch.arange(8), 3, with_padding=False)
+    except AssertionError:
+        return False
+    return [part.tolist() for part in parts] == [[0, 1, 4, 5], [2, 3, 6, 7], []]
 
 
 def storage_id(tensor: torch.Tensor) -> int:

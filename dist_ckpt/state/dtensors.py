@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dist_ckpt.format.geometry import Cell, Region, Shape
 from dist_ckpt.memory.torch_tensor import slices_of
 from dist_ckpt.planning import plan
-from dist_ckpt.runtime.torch_private import StridedShard
+from dist_ckpt.planning.mesh import readings
+from dist_ckpt.runtime.torch_private import StridedShard, cuts_strided_alike
 from dist_ckpt.state.local_tensors import class_name
 
 
@@ -72,15 +73,20 @@ def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.M
     return plan.Mesh(tuple(names), tuple(mesh.shape), tuple(numbers[rank] for rank in ranks))
 
 
+def readings_of(view: plan.Placed, shape: Shape) -> tuple[plan.Placed, ...]:
+    """Return the views that placements may stand for, in this version of torch."""
+    return readings(view, shape, as_defined=cuts_strided_alike())
+
+
 def cells_that_fit(
-    readings: Sequence[tuple[Cell, ...]], local: torch.Tensor, value: DTensor, fqn: str
+    possible: Sequence[tuple[Cell, ...]], local: torch.Tensor, value: DTensor, fqn: str
 ) -> tuple[Cell, ...]:
     """Return the cells, out of several readings of the placements, that the local shape has.
 
     Raises ValueError if none has it, or more than one.
     """
     what = f"{fqn}: a DTensor of shape {tuple(value.shape)} under {value.placements}"
-    fitting = {cells for cells in readings if _extent(cells, local) == tuple(local.shape)}
+    fitting = {cells for cells in possible if _extent(cells, local) == tuple(local.shape)}
     if not fitting:
         raise ValueError(
             f"{what} on {value.device_mesh} has a local tensor of shape {tuple(local.shape)} here, "

@@ -21,10 +21,17 @@ from torch.distributed.tensor import DTensor
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
 from dist_ckpt.memory.torch_tensor import overlaps_itself
 from dist_ckpt.planning import plan
-from dist_ckpt.planning.mesh import cells_of, readings
+from dist_ckpt.planning.mesh import cells_of
 from dist_ckpt.runtime.torch_private import ShardedTensor
 from dist_ckpt.state.compounds import unwrapped
-from dist_ckpt.state.dtensors import boxes_in, cells_that_fit, local_of, mesh_within, placement_of
+from dist_ckpt.state.dtensors import (
+    boxes_in,
+    cells_that_fit,
+    local_of,
+    mesh_within,
+    placement_of,
+    readings_of,
+)
 from dist_ckpt.state.local_tensors import PLAIN, class_name, dtype_name, plain, torch_dtype
 from dist_ckpt.state.wrappers import FlatShard, LocalShard
 
@@ -224,13 +231,13 @@ def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> Hel
     dtype = dtype_name(local.dtype, fqn)
     if 0 in shape:
         return HeldTensor(dtype, shape, view, (Region.whole(shape),), (local.new_empty(shape),))
-    possible = readings(plan.Placed(mesh, placements), shape)
+    possible = readings_of(plan.Placed(mesh, placements), shape)
     cells = cells_that_fit([cells_of(r, rank, shape) for r in possible], local, value, fqn)
     # Ranks that read the placements in two ways say which cells they mean.
     return HeldTensor(
         dtype,
         shape,
-        view if len(possible) == 1 else plan.Parts(cells),
+        possible[0] if len(possible) == 1 else plan.Parts(cells),
         cells,
         tuple(boxes_in(local, cells)),
     )

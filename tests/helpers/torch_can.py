@@ -9,34 +9,21 @@ import pytest
 import torch
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from dist_ckpt.runtime.torch_private import StridedShard
-
-
-def cut_strided() -> bool:
-    """Say whether torch cuts what a strided shard does not divide, and as it defines that now.
-
-    2.7 refuses to; 2.8 to 2.10 cut in another way, which even then was not FSDP2's.
-    """
-    return _strided_parts() == [[0, 1, 4, 5], [2, 3, 6, 7], []]
+from dist_ckpt.runtime.torch_private import StridedShard, cuts_strided_alike
 
 
 def cut_unevenly() -> bool:
     """Say whether FSDP2 over TP takes sizes that do not divide evenly, as it does not in 2.7."""
-    return bool(_strided_parts())
-
-
-@cache
-def _strided_parts() -> list[list[int]]:
-    split = StridedShard(0, split_factor=2)._split_tensor
     try:
-        return [part.tolist() for part in split(torch.arange(8), 3, with_padding=False)[0]]
+        StridedShard(0, split_factor=2)._split_tensor(torch.arange(8), 3, with_padding=False)
     except AssertionError:
-        return []
+        return False
+    return True
 
 
 def need_strided(placements: Iterable[object]) -> None:
     """Skip the test if these placements are some that this torch cuts otherwise than today's."""
-    if not cut_strided() and any(isinstance(one, StridedShard) for one in placements):
+    if not cuts_strided_alike() and any(isinstance(one, StridedShard) for one in placements):
         pytest.skip("this torch cuts strided shards unevenly in another way, or not at all")
 
 

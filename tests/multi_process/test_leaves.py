@@ -25,16 +25,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import dist_ckpt as dc
-from dist_ckpt.runtime.torch_private import ShardedTensor, StridedShard
+from dist_ckpt.runtime.torch_private import (
+    ShardedTensor,
+    StridedShard,
+    cuts_strided_alike,
+)
 from ranks import run_ranks
-from torch_can import cut_strided, wrap_several_boxes
+from torch_can import wrap_several_boxes
 
 pytestmark = pytest.mark.multi_process
 
 WORLD_SIZE = 4
 
 LINE: list[list[Placement]] = [[Replicate()], [Shard(0)], [Shard(1)]]
-if cut_strided():
+if cuts_strided_alike():
     LINE += [[StridedShard(0, split_factor=2)], [StridedShard(1, split_factor=3)]]
 GRID: list[list[Placement]] = [
     list(pair)
@@ -42,7 +46,7 @@ GRID: list[list[Placement]] = [
         [Replicate(), Shard(0), Shard(1), StridedShard(0, split_factor=2)],
         [Replicate(), Shard(0), Shard(1), StridedShard(0, split_factor=2)],
     )
-    if cut_strided() or not any(isinstance(one, StridedShard) for one in pair)
+    if cuts_strided_alike() or not any(isinstance(one, StridedShard) for one in pair)
 ]
 # Even and uneven over four ranks; and such that the last ones have nothing.
 SHAPES = [(8, 12), (9, 7), (1, 5), (0, 4)]

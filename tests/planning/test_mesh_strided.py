@@ -65,3 +65,13 @@ def test_what_fsdp_holds_comes_before_what_torch_says():
     assert torchs == FSDP_OVER_TP
     assert [cells_of(fsdp, rank, (7,)) for rank in (4, 5)] == [(), (Region((6,), (1,)),)]
     assert [cells_of(torchs, rank, (7,)) for rank in (4, 5)] == [(Region((6,), (1,)),), ()]
+
+
+def test_where_torch_cuts_in_a_third_way_only_what_fsdp_holds_is_read():
+    fsdp, _ = readings(FSDP_OVER_TP, (7,))
+    assert readings(FSDP_OVER_TP, (7,), as_defined=False) == (fsdp,)
+    assert readings(FSDP_OVER_TP, (12, 5), as_defined=False) == (FSDP_OVER_TP,)
+    alone = Placed(DP_TP, (StridedShard(0, 4), Shard(0)))
+    assert readings(alone, (7,), as_defined=False) == ()
+    uneven = Placed(DP_TP, (Shard(0), Shard(0)))
+    assert readings(uneven, (7,), as_defined=False) == (uneven,)

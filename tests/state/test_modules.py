@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_ckpt.state.modules import merged, module_state
 
@@ -39,7 +40,7 @@ def parallel(model: nn.Module) -> nn.Module:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    dist.init_process_group("fake", rank=1, world_size=2)
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     yield
     dist.destroy_process_group()
 

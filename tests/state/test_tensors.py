@@ -25,6 +25,7 @@ from dist_ckpt.memory.torch_tensor import slices_of
 from dist_ckpt.planning import plan
 from dist_ckpt.planning.mesh import cells_of
 from dist_ckpt.runtime.torch_private import AsyncCollectiveTensor, ShardedTensor, StridedShard
+from dist_ckpt.state import dtensors
 from dist_ckpt.state.tensors import (
     describe,
     describe_target,
@@ -156,6 +157,39 @@ def test_fsdp_over_tp_holds_what_its_memory_says_however_uneven(on_ranks, style,
                 assert isinstance(cell, Region)
                 copies[slices_of(cell)] += 1
         assert (copies == 1).all()
+
+
+@pytest.mark.skipif(not cut_unevenly(), reason="FSDP2 over TP cuts evenly only in this torch")
+def test_in_a_torch_that_cuts_in_a_third_way_only_fsdp_s_uneven_shards_are_taken(
+    on_ranks, monkeypatch
+):
+    monkeypatch.setattr(dtensors, "cuts_strided_alike", lambda: False)
+    full, copies = numbered(7).view(7, 1).float(), torch.zeros(7, 1)
+    for rank in on_ranks(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        layer = torch.nn.Linear(1, 7, bias=False)
+        model = torch.nn.Sequential(layer)
+        with torch.no_grad():
+            layer.weight.copy_(full)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}, src_data_rank=None)
+        fully_shard(model, mesh=mesh["dp"])
+        held = describe(layer.weight, "w", rank=rank, group=range(4))
+        check_parts(held, full)
+        assert cells_of(held.view, rank, (7, 1)) == held.cells
+        for cell in held.cells:
+            assert isinstance(cell, Region)
+            copies[slices_of(cell)] += 1
+        uneven = DTensor.from_local(
+            torch.ones(2, 1),
+            mesh,
+            [StridedShard(0, split_factor=4), Shard(0)],
+            run_check=False,
+            shape=torch.Size((7, 1)),
+            stride=(1, 1),
+        )
+        with pytest.raises(ValueError, match="not what its placements give"):
+            describe(uneven, "w", rank=rank, group=range(4))
+    assert (copies == 1).all()
 
 
 def test_a_shape_that_reads_in_two_ways_is_given_as_explicit_cells(on_ranks):
