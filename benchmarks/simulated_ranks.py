@@ -86,18 +86,19 @@ def training_state(shapes: Mapping[str, Shape], place: Place) -> Inventory:
         model.append(TensorEntry(f"model.{name}", "float32", shape, view, 0))
     whole = views.setdefault(Whole(), len(views))
     for (name, shape), entry in zip(shapes.items(), model, strict=True):
-        fqn = f"optim.state.{name}"
+        fqn = f"optim.state.model.{name}"
         optim += (
             TensorEntry(f"{fqn}.step", "float32", (), whole, 1),
             TensorEntry(f"{fqn}.exp_avg", "float32", shape, entry.view, 1),
             TensorEntry(f"{fqn}.exp_avg_sq", "float32", shape, entry.view, 1),
         )
+    parameters = tuple(f"model.{name}" for name in shapes)
     nodes = {
         "": ("model", "optim", "rng", "step"),
         "model": tuple(shapes),
         "optim": ("state", "param_groups"),
-        "optim.state": tuple(shapes),
-        **{f"optim.state.{name}": ("step", "exp_avg", "exp_avg_sq") for name in shapes},
+        "optim.state": parameters,
+        **{f"optim.state.{name}": ("step", "exp_avg", "exp_avg_sq") for name in parameters},
     }
     meshes = [view.mesh for view in views if isinstance(view, Placed)]
     return Inventory(
@@ -112,7 +113,7 @@ def training_state(shapes: Mapping[str, Shape], place: Place) -> Inventory:
             *(Node(fqn, "dict", keys) for fqn, keys in nodes.items()),
             Node("optim.param_groups", "list", (0,)),
         ),
-        name_lists=(NameList("optim.param_groups.0.params", tuple(shapes)),),
+        name_lists=(NameList("optim.param_groups.0.params", parameters),),
         numpy=(),
     )
 

@@ -20,7 +20,15 @@ from dist_ckpt.state.containers import join
 from dist_ckpt.state.fsdp1 import ParameterPart
 from dist_ckpt.state.optimizer_state import OptimizerState
 from dist_ckpt.state.read_tree import read_value
-from dist_ckpt.state.tree import Branch, ModuleLeaf, ObjectLeaf, OptimizerLeaf, PlainLeaf, Tree
+from dist_ckpt.state.tree import (
+    Branch,
+    ModuleLeaf,
+    ObjectLeaf,
+    OptimizerLeaf,
+    PlainLeaf,
+    TensorLeaf,
+    Tree,
+)
 from dist_ckpt.state.wrappers import FlatShard
 
 ByParameter = Mapping[int, tuple[ParameterPart, ...]]
@@ -239,8 +247,12 @@ def _collect(fqn: str, tree: Tree, parts: dict[int, tuple[ParameterPart, ...]]) 
     """Gather the parts that the modules have; say whether any optimizer is over flat parameters."""
     match tree:
         case Branch():
-            children = [_collect(join(fqn, key), one, parts) for key, one in tree.children.items()]
-            return any(children)
+            over = [
+                _collect(join(fqn, key), one, parts)
+                for key, one in tree.children.items()
+                if not isinstance(one, TensorLeaf)  # most are
+            ]
+            return any(over)
         case ObjectLeaf():
             return _collect(fqn, tree.content, parts)
         case ModuleLeaf():

@@ -108,9 +108,9 @@ def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
         raise type(error)(f"{fqn}: FullyShardedDataParallel: {error}") from error
 
 
-def check_whole(parameter: torch.Tensor, *path: str) -> None:
+def check_whole(value: object, *path: str) -> None:
     """Refuse a flat part of a parameter where the module that keeps it is not at hand."""
-    if is_flattened(parameter):
+    if is_flattened(value):
         raise ValueError(
             f"{'.'.join(path)}: a flat part of a parameter of FullyShardedDataParallel: put that "
             "module itself into the state"

@@ -159,6 +159,7 @@ class _Taker:
         self._values: dict[str, object] = {}
         self._per_rank: dict[str, tuple[Key, object]] = {}
         self._keys: dict[str, Key | None] = {}
+        self._wrappers: dict[str, PerRank | RNG] = {}
         self._owners: list[tuple[str, ModuleLeaf | OptimizerLeaf]] = []
 
     def add_root(self, root: Branch) -> None:
@@ -166,6 +167,9 @@ class _Taker:
         for key, child in root.children.items():
             self._component = LOOSE if isinstance(child, TensorLeaf) else str(key)
             self._add(str(key), child)
+        # Users' code, with collectives in it for all we know: in one order on all ranks.
+        for fqn in sorted(self._wrappers):
+            self._read_per_rank(fqn, self._wrappers[fqn])
 
     def taken(self, sharding: ShardingConfig | None) -> LocalState:
         inventory = Inventory(
@@ -202,7 +206,9 @@ class _Taker:
             case PlainLeaf():
                 self._add_value(fqn, tree.value)
             case PerRankLeaf():
-                self._add_per_rank(fqn, tree.wrapper)
+                self._claim(fqn)
+                self._keys[fqn] = tree.wrapper.key
+                self._wrappers[fqn] = tree.wrapper
             case GroupLeaf():
                 self._add_group(fqn, tree)
             case _:
@@ -219,15 +225,13 @@ class _Taker:
         objects_file.check_plain(value, fqn)
         self._values[fqn] = value
 
-    def _add_per_rank(self, fqn: str, wrapper: PerRank | RNG) -> None:
-        self._claim(fqn)
+    def _read_per_rank(self, fqn: str, wrapper: PerRank | RNG) -> None:
         if isinstance(wrapper, PerRank) and isinstance(wrapper.value, torch.optim.Optimizer):
             check_told(wrapper.value, fqn, ())
         value = wrapper.capture() if isinstance(wrapper, RNG) else state_of(wrapper.value, fqn)
         data = without_tensors(value, fqn)
         objects_file.check_plain(data, fqn)
         self._per_rank[fqn] = (key_of(wrapper, self._rank), data)
-        self._keys[fqn] = wrapper.key
 
     def _add_group(self, fqn: str, group: GroupLeaf) -> None:
         self._add_value(fqn, dict(group.values))

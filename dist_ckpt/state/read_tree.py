@@ -158,8 +158,7 @@ def _read_container(
 
 def _leaf(value: object, fqn: str) -> Tree | None:
     if type(value) in PLAIN or is_array(value):
-        if isinstance(value, nn.Parameter):
-            check_whole(value, fqn)
+        check_whole(value, fqn)
         return TensorLeaf(value)
     if is_tensor_leaf(value):
         return read_tensor(value, fqn)
@@ -173,7 +172,10 @@ def _children(
 ) -> dict[PathKey, Tree]:
     for key in entries:
         _check_key(key, fqn or "the state")
-    leaves = {key: _leaf(child, join(fqn, key)) for key, child in entries.items()}
+    leaves = {  # most are tensors: without a name and a look for each
+        key: TensorLeaf(child) if type(child) is torch.Tensor else _leaf(child, join(fqn, key))
+        for key, child in entries.items()
+    }
     # What is not yet read may be code of the user's with collectives in it: it runs in one order on
     # all ranks, whatever the order of their keys.
     further = {
@@ -216,8 +218,7 @@ def _state_of_module(module: nn.Module, fqn: str) -> ModuleState:
     with users_code(fqn, module, "state_dict"):
         state = module_state(module)
     for name, tensor in (*state.live.items(), *state.left_out.items()):
-        if isinstance(tensor, nn.Parameter):
-            check_whole(tensor, fqn, name)
+        check_whole(tensor, fqn, name)
     return state
 
 

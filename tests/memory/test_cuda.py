@@ -197,7 +197,7 @@ def test_what_others_than_optimizers_may_change_is_copied_before_anything_else_i
     assert found["model"]["frozen"].unique().tolist() == [1]
     assert found["model"]["weight"].unique().tolist() == [1]
     assert found["optim"]["param_groups"][0]["lr"] == 1
-    assert found["optim"]["state"]["weight"]["momentum_buffer"].unique().tolist() == [-1]
+    assert found["optim"]["state"]["model.weight"]["momentum_buffer"].unique().tolist() == [-1]
 
 
 def test_an_average_of_the_weights_that_requires_gradients_as_well_is_copied_before(

@@ -76,7 +76,7 @@ def test_a_run_under_fsdp_goes_on_with_other_ranks(tmp_path: Path, optimizer_cla
     dc.load({"model": model, "optim": optimizer}, path)
     kept = optimizer.state[model[0].weight]
     momentum = kept["momentum" if optimizer_class == "CodedSGD" else "exp_avg"]
-    saved = state["optim"]["state"]["0.weight"]
+    saved = state["optim"]["state"]["model.0.weight"]
     saved = saved["momentum" if optimizer_class == "CodedSGD" else "exp_avg"]
     for name in ("codes", "scale"):
         assert torch.equal(getattr(momentum, name), saved[name])

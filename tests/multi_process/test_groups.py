@@ -128,6 +128,7 @@ def save_and_load_in_another_order(rank: int, path: str) -> None:
     names = ["a", "b", "c", "inner"]
     made: dict[str, Any] = {name: Meets(name) for name in names[:3]}
     made["m"], made["k"] = MeetsInModule("m"), MeetsInModule("k")
+    made["p"], made["q"] = dc.PerRank(Meets("p")), dc.PerRank(Meets("q"))
     made["nested"] = {"z": Meets("z"), "y": [Meets("y0"), {"x": Meets("x")}], 7: Meets("seven")}
     keys = sorted(made, reverse=bool(rank % 2))
     state = {key: made[key] for key in keys}
@@ -137,6 +138,7 @@ def save_and_load_in_another_order(rank: int, path: str) -> None:
     dc.load(state, path)
     assert made["a"].met == [["a"]]
     assert made["k"].meets.met == [["k"]]
+    assert made["q"].value.met == [["q"]]
     assert list(state) == keys
 
 
