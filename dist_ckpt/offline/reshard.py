@@ -38,6 +38,8 @@ from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
+from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.storage.protocol import Storage
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -77,11 +79,16 @@ def reshard(
     config = sharding if sharding is not None else ShardingConfig.even(_count(world_size))
     source_storage, source_path = open_storage(source)
     target_storage, target_path = open_storage(target)
-    if source_path == target_path and not overwrite:
+    real_source, real_target = (
+        _real(source_storage, source_path),
+        _real(target_storage, target_path),
+    )
+    if real_source == real_target and not overwrite:
         raise ValueError(
-            f"source and target are both {source_path}: give another target, or pass overwrite=True"
+            f"source and target are both {source_path}: give another target, or overwrite it "
+            "(overwrite=True, on the command line --overwrite)"
         )
-    if target_path.startswith(f"{source_path}/"):
+    if real_target.startswith(f"{real_source}/"):
         raise ValueError(f"the target {target_path} lies in the source: give another target")
     counted = CountingStorage(source_storage)
     attempt, index = commit.find(counted, source_path)
@@ -131,6 +138,11 @@ def plan_target(index: Index, main: objects_file.ObjectsFile, config: ShardingCo
         for fqn, keys in catalog.per_rank.items()
     }
     return replace(plan, catalog=replace(plan.catalog, per_rank=per_rank))
+
+
+def _real(storage: Storage, path: str) -> str:
+    """Return a path by which a folder is known from another, whatever links lead to it."""
+    return os.path.realpath(path) if isinstance(storage, LocalStorage) else path
 
 
 class _Reshard:

@@ -39,9 +39,22 @@ def test_what_was_saved_on_a_mesh_is_resharded_to_fewer_and_to_more_ranks(world_
         assert checkpoint.per_rank["loader"] == {rank: {"position": rank} for rank in range(4)}
 
 
+def test_a_target_within_the_source_is_refused_whatever_link_leads_there(tmp_path):
+    dc.save({"w": torch.arange(4.0)}, tmp_path / "ck")
+    (tmp_path / "other").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "ck")
+    for target in ("ck/inner", "other/ck/inner", "link/inner"):
+        with pytest.raises(ValueError, match="lies in the source"):
+            dc.reshard(tmp_path / "ck", tmp_path / target, world_size=2)
+    for target in ("other/ck", "link"):
+        with pytest.raises(ValueError, match="are both"):
+            dc.reshard(tmp_path / "ck", tmp_path / target, world_size=2)
+    assert dc.verify(tmp_path / "ck").ok
+
+
 def test_a_checkpoint_can_be_resharded_in_place_if_that_is_asked_for(tmp_path):
     rank_threads.save(LocalStorage(), [{"model": {"w": torch.arange(8.0)}}], str(tmp_path / "ck"))
-    with pytest.raises(ValueError, match=r"are both .*ck: .* or pass overwrite=True"):
+    with pytest.raises(ValueError, match=r"are both .*ck: .*overwrite=True, .*--overwrite"):
         dc.reshard(tmp_path / "ck", tmp_path / "ck", world_size=2)
     dc.reshard(tmp_path / "ck", tmp_path / "ck", world_size=2, overwrite=True)
     (tmp_path / "link").symlink_to(tmp_path / "ck")
