@@ -38,8 +38,6 @@ from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
-from dist_ckpt.storage.local import LocalStorage
-from dist_ckpt.storage.protocol import Storage
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -79,10 +77,8 @@ def reshard(
     config = sharding if sharding is not None else ShardingConfig.even(_count(world_size))
     source_storage, source_path = open_storage(source)
     target_storage, target_path = open_storage(target)
-    real_source, real_target = (
-        _real(source_storage, source_path),
-        _real(target_storage, target_path),
-    )
+    # By whatever links they lead there.
+    real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)
     if real_source == real_target and not overwrite:
         raise ValueError(
             f"source and target are both {source_path}: give another target, or overwrite it "
@@ -138,11 +134,6 @@ def plan_target(index: Index, main: objects_file.ObjectsFile, config: ShardingCo
         for fqn, keys in catalog.per_rank.items()
     }
     return replace(plan, catalog=replace(plan.catalog, per_rank=per_rank))
-
-
-def _real(storage: Storage, path: str) -> str:
-    """Return a path by which a folder is known from another, whatever links lead to it."""
-    return os.path.realpath(path) if isinstance(storage, LocalStorage) else path
 
 
 class _Reshard:
