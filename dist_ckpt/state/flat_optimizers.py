@@ -74,6 +74,8 @@ class FlatOptimizer(OptimizerState):
                 flat.state[parameter] = entries
                 continue
             for part in parts[parameter]:
+                if part.original.parameter is not None and not part.original.numel:
+                    continue  # what it has, such as a count of steps, is about no element
                 flat.state[part] = {
                     key: flat._cut(value, part, key) for key, value in entries.items()
                 }

@@ -133,7 +133,7 @@ def optimizer_tree(leaf: OptimizerLeaf, names: Mapping[int, ParameterName], fqn:
     if strange:
         raise ValueError(
             f"{fqn}: the optimizer has state for {len(strange)} keys that are no parameters of its "
-            "groups: remove it, or put the optimizer's state_dict() into the state"
+            "groups: remove it from `state`"
         )
     state: dict[str | int, Tree] = {}
     for parameter in parameters:

@@ -541,6 +541,27 @@ def test_a_load_fills_the_state_that_is_there(tmp_path: Path):
     assert run_ranks(2, in_place, str(tmp_path)) == [[True, True]] * 2
 
 
+def with_adagrad(rank: int, folder: str) -> list[tuple[float, bool]]:
+    """Return the steps of each parameter after a load, and whether its sums came back."""
+    torch.manual_seed(0)
+    states = []
+    for _ in range(2):
+        state = make("FULL_SHARD orig")
+        state["optim"] = torch.optim.Adagrad(state["model"].parameters(), lr=0.01)
+        states.append(state)
+    train(states[0])
+    dc.save(states[0], folder)
+    dc.load(states[1], folder)
+    pairs = zip(*(state["optim"].state.values() for state in states), strict=True)
+    return [(new["step"].item(), torch.equal(old["sum"], new["sum"])) for old, new in pairs]
+
+
+def test_state_that_an_optimizer_makes_for_parts_without_elements_is_no_matter(tmp_path: Path):
+    # Adagrad makes its state at once, and counts steps only where there are gradients.
+    for found in run_ranks(3, with_adagrad, str(tmp_path / "c")):
+        assert found == [(2.0, True)] * len(found)
+
+
 def in_background(rank: int, folder: str) -> list[Any]:
     torch.manual_seed(0)
     found = []
