@@ -46,20 +46,20 @@ def check_abandoned(
     reason = f"the commit failed: {error}"[:500]
     fate = settle(storage, path, attempt, by=by, reason=reason)
     if fate != "abandoned":
-        raise unsettled(fate, path, error) from error
+        raise unsettled(fate, path, str(error)) from error
 
 
-def unsettled(fate: Fate, path: str, error: BaseException) -> StorageError:
-    """Return the error of a commit that met `error`, and was not abandoned."""
+def unsettled(fate: Fate, path: str, reason: str) -> StorageError:
+    """Return the error of a commit that was stopped, as `reason` says, and was not abandoned."""
     if fate == "unknown":
         return StorageError(
-            f"{error}. Now it is unknown whether it is committed at {path}: see what is wrong with "
-            f"the storage, look with `dist-ckpt ls` what is there, then do it once more with "
+            f"{reason}. Now it is unknown whether it is committed at {path}: see what is wrong "
+            f"with the storage, look with `dist-ckpt ls` what is there, then do it once more with "
             f"overwrite=True"
         )
     # A sync that failed cannot be made good by another one (fsync forgets its errors).
     return StorageError(
-        f"{error}. The checkpoint is in place at {path}, but it is unknown whether it outlives a "
+        f"{reason}. The checkpoint is in place at {path}, but it is unknown whether it outlives a "
         f"power cut: see what is wrong with the storage, then do it once more with overwrite=True"
     )
 

@@ -111,9 +111,29 @@ class AttemptRun:
 
         On return the checkpoint is durable. Whatever is raised instead, no checkpoint was made;
         a StorageError that says so is the exception: it is there, but may not outlive a power
-        cut, or that is unknown. `text` is that of the plan's catalog; `replica_digests` tells the
-        digests of one replica group's members, by name.
+        cut, or that is unknown. So is an interrupt, which is raised as it is on the rank where it
+        happened: what the others are told is logged there. `text` is that of the plan's catalog;
+        `replica_digests` tells the digests of one replica group's members, by name.
         """
+        try:
+            verdict = self._settle(text, attempt, write, replica_digests)
+        except CheckpointError as error:
+            if self._interrupt is None:
+                raise
+            # Who exits says nothing of what it was raised from.
+            _log.warning("%s: %s", type(self._interrupt).__name__, error)
+            raise self._interrupt from error
+        if self._interrupt is not None:
+            raise self._interrupt
+        return verdict
+
+    def _settle(
+        self,
+        text: CatalogText,
+        attempt: Attempt,
+        write: Callable[[], Receipt],
+        replica_digests: Callable[[str], Mapping[str, str]],
+    ) -> Verdict:
         channel = self._channel
         try:
             answer = channel.exchange(
@@ -127,8 +147,6 @@ class AttemptRun:
                     lambda: {group: dict(replica_digests(group)) for group in differing},
                     _name_unequal_replicas,
                 )
-            if self._interrupt is not None:
-                raise self._interrupt
             return Verdict(**answer["verdict"])
         except BaseException as error:
             verdict = self.recover(attempt, error)
@@ -179,16 +197,16 @@ class AttemptRun:
         try:
             commit.commit(self._storage, claim, index, text)
         except (KeyboardInterrupt, SystemExit) as interrupt:
-            reason = f"it was interrupted: {type(interrupt).__name__}"
+            reason = f"the commit was interrupted: {type(interrupt).__name__}"
             fate = commit.settle(
                 self._storage, self._path, claim.attempt, by=self._by, reason=reason
             )
             if fate == "abandoned":
                 raise
-            if fate != "committed":
-                raise commit.unsettled(fate, self._path, interrupt) from interrupt
             # The others must be told what is true: it is raised when they have been.
             self._interrupt = interrupt
+            if fate != "committed":
+                raise commit.unsettled(fate, self._path, reason) from interrupt
 
     def recover(self, attempt: Attempt, error: BaseException) -> Verdict | None:
         """Make "not committed" true after a failure, or find that it was committed after all.
