@@ -22,7 +22,13 @@ from dist_ckpt.commit.attempts import (
 )
 from dist_ckpt.commit.verdicts import KEEPS_DATA, half_deleted
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
-from dist_ckpt.format.filenames import Attempt, is_in_attempt, is_trash, trash_name
+from dist_ckpt.format.filenames import (
+    Attempt,
+    is_in_attempt,
+    is_temporary_root_id,
+    is_trash,
+    trash_name,
+)
 from dist_ckpt.storage import Entry, Storage
 
 _log = logging.getLogger("dist_ckpt")
@@ -98,14 +104,22 @@ def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
 def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     """Remove what dead and abandoned saves left at `path`; return the names of what is gone.
 
-    That is trash, abandoned attempts, those below a later committed one, and open ones in which
-    nothing was written for `grace_s`, by the storage's own clock. Damaged ones are left, and
-    while there are any, older checkpoints too.
+    That is trash, abandoned attempts, those below a later committed one, and by the storage's own
+    clock open ones in which nothing was written for `grace_s`, and ids of the folder that for so
+    long were not renamed into place. Damaged ones are left, and while there are any, older
+    checkpoints too.
     """
     names = _empty_all(storage, path)
     found = statuses(storage, path)
     superseded = _superseded(storage, path, found)
-    now = _now(storage, path) if any(status.state == "open" for status in found) else 0.0
+    ids = [entry for entry in _entries(storage, path) if _is_lost_id(entry)]
+    has_open = any(status.state == "open" for status in found)
+    now = _now(storage, path) if has_open or ids else 0.0
+    for entry in ids:
+        if now - entry.modified_at > grace_s:
+            with suppress(FileNotFoundError):  # its maker has renamed it after all
+                storage.remove(f"{path}/{entry.name}")
+                names.append(entry.name)
     for status in found:
         attempt = status.attempt
         if (
@@ -183,10 +197,18 @@ def _empty_all(storage: Storage, path: str) -> list[str]:
 
 def _trash_at(storage: Storage, path: str) -> list[Entry]:
     """Return what is named like trash at a path: folders, and what is not ours."""
+    return [entry for entry in _entries(storage, path) if is_trash(entry.name)]
+
+
+def _entries(storage: Storage, path: str) -> Sequence[Entry]:
     try:
-        return [entry for entry in storage.list(path) if is_trash(entry.name)]
+        return storage.list(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _is_lost_id(entry: Entry) -> bool:
+    return entry.kind == "file" and is_temporary_root_id(entry.name)
 
 
 def _empty(storage: Storage, path: str, trash: str) -> bool:

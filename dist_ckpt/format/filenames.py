@@ -21,6 +21,7 @@ ID_LENGTH = 16
 _ATTEMPT = re.compile(r"a([1-9][0-9]{0,8})-([0-9a-f]{16})")
 _TRASH = re.compile(r"\.trash-(a[1-9][0-9]{0,8}-[0-9a-f]{16})")
 _TEMPORARY = re.compile(r"\.(?:index|claim)-[0-9a-f]{16}\.tmp")
+_TEMPORARY_ROOT_ID = re.compile(rf"{ROOT_ID}\.[0-9a-f]{{16}}")
 _STEM = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _SHARD_FILE = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,9})\.safetensors")
 _OBJECTS_FILE = re.compile(r"objects-([0-9]{5,9})\.msgpack")
@@ -77,6 +78,16 @@ def temporary_claim(nonce: str) -> str:
 def is_temporary(name: str) -> bool:
     """Say whether a file in an attempt is one that was never renamed into place."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def temporary_root_id(nonce: str) -> str:
+    """Return the name under which a folder's id is written before it is renamed into place."""
+    return f"{ROOT_ID}.{nonce}"
+
+
+def is_temporary_root_id(name: str) -> bool:
+    """Say whether a file in a folder of checkpoints is an id that was never renamed into place."""
+    return _TEMPORARY_ROOT_ID.fullmatch(name) is not None
 
 
 def is_stem(text: str) -> bool:

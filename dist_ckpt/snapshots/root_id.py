@@ -17,7 +17,7 @@ from contextlib import suppress
 from dist_ckpt.commit.attempts import ROUNDS, new_id, store
 from dist_ckpt.commit.order import make_folders
 from dist_ckpt.errors import CorruptError, StorageError
-from dist_ckpt.format.filenames import ROOT_ID
+from dist_ckpt.format.filenames import ROOT_ID, temporary_root_id
 from dist_ckpt.storage import Storage
 
 _CONTENT = re.compile(rb"([0-9a-f]{32})\n")
@@ -77,7 +77,7 @@ def make_root_id(storage: Storage, root: str) -> str:
 
 def _put(storage: Storage, root: str) -> None:
     file = posixpath.join(root, ROOT_ID)
-    temporary = f"{file}.{new_id()}"
+    temporary = posixpath.join(root, temporary_root_id(new_id()))
     try:
         _make_durably(storage, root)
         store(storage, temporary, f"{secrets.token_hex(16)}\n".encode())

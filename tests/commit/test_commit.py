@@ -791,6 +791,22 @@ def test_a_collector_leaves_older_checkpoints_while_one_is_damaged():
     assert storage.tree() == before
 
 
+def test_a_collector_removes_ids_of_the_folder_that_were_long_not_renamed_into_place():
+    clock = _Clock()
+    storage = MemoryStorage(clock=clock)
+    storage.make_folder("/runs")
+    storage.make_folder(PATH)
+    lost, new = (f"DIST_CKPT_ROOT.{digit * 16}" for digit in "01")
+    foreign = ["DIST_CKPT_ROOT", f"{lost}0", "DIST_CKPT_ROOT.mine"]
+    for name in (lost, *foreign):
+        write(storage, f"{PATH}/{name}", b"0" * 32 + b"\n")
+    storage.make_folder(f"{PATH}/DIST_CKPT_ROOT.{'2' * 16}")
+    clock.now += 3601
+    write(storage, f"{PATH}/{new}", b"")
+    assert commit.collect(storage, PATH, grace_s=3600) == (lost,)
+    assert names_in(storage) == sorted([*foreign, new, f"DIST_CKPT_ROOT.{'2' * 16}"])
+
+
 def test_a_collector_finds_nothing_where_nothing_is():
     assert commit.collect(MemoryStorage(), PATH, grace_s=0) == ()
 

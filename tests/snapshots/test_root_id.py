@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.commit import claim
+from dist_ckpt.commit import claim, collect
 from dist_ckpt.commit.attempts import is_there
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 from dist_ckpt.format.filenames import ROOT_ID
@@ -107,6 +107,27 @@ def test_what_is_no_id_is_refused_and_left(kind: str, tmp_path: Path) -> None:
         with pytest.raises(CorruptError, match=f"{ROOT_ID} is n.* remove it.*job="):
             look(tmp_path)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_what_a_maker_that_dies_leaves_is_collected() -> None:
+    disk = MemoryStorage()
+
+    class Dead(FaultyStorage):
+        def rename(self, old: str, new: str) -> None:
+            raise KeyboardInterrupt
+
+        def remove(self, path: str) -> None:
+            raise StorageError("dead")
+
+    with pytest.raises(KeyboardInterrupt):
+        make_root_id(Dead(disk), "/runs")
+    (left,) = disk.list("/runs")
+    assert left.name.startswith(f"{ROOT_ID}.")
+    first = make_root_id(disk, "/runs")
+    assert collect(disk, "/runs", grace_s=3600) == ()
+    assert collect(disk, "/runs", grace_s=-1) == (left.name,)
+    assert [entry.name for entry in disk.list("/runs")] == [ROOT_ID]
+    assert find_root_id(disk, "/runs") == first
 
 
 @pytest.mark.parametrize("done", [False, True])
