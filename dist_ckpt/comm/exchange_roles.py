@@ -54,13 +54,13 @@ class Coordinator:
             self._put(self._answer(b"", failure))
             if is_interrupt(error):
                 raise
-            self.confirm_failure()
+            self.ensure_failure_is_known()
             raise error_of(failure) from error
         self._put(answer)
         return answer
 
-    def confirm_failure(self) -> None:
-        """Wait until all others that live know of a failure: the store may go with this process.
+    def ensure_failure_is_known(self) -> None:
+        """Wait until all others that live have told that they know: the store may go with us.
 
         At most for half the time in which a death is noticed: others may be long at their work.
         """
@@ -250,8 +250,8 @@ class Follower:
     def linger(self, most_s: float) -> None:
         """Do nothing: nobody waits for this rank."""
 
-    def confirm_failure(self) -> None:
-        """Let the coordinator see that this rank knows of a failure."""
+    def ensure_failure_is_known(self) -> None:
+        """Tell the coordinator, which waits for it, that this rank knows of a failure."""
         self._control.heart.told = self._control.turn
         self._control.line.beat()
 

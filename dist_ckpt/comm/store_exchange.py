@@ -128,7 +128,7 @@ class StoreChannel:
         if error is not None and is_interrupt(error):
             raise error
         if answer.failure is not None:
-            self._role.confirm_failure()
+            self._role.ensure_failure_is_known()
             # Of what this rank has touched the answer knows nothing if it was given before.
             told = answer.failure if failure is None else with_touched(answer.failure, [failure])
             raise error_of(told) from error
