@@ -120,7 +120,7 @@ class Binding:
     @property
     def places(self) -> bool:
         """Whether `place` has anything to do."""
-        return bool(self._requests.effects)
+        return bool(self._requests.assigns or self._requests.effects)
 
     @property
     def loads_objects(self) -> bool:
@@ -155,7 +155,12 @@ class Binding:
         self._requests.targets.synchronize()
 
     def place(self) -> None:
-        """Put plain values and new tensors where they belong."""
+        """Put plain values and new tensors where they belong; those of modules first.
+
+        These by their names in order, as in `load_objects`: a class may have its own way to load.
+        """
+        for _, assign in sorted(self._requests.assigns, key=itemgetter(0)):
+            assign(self._contents)
         for effect in self._requests.effects:
             effect(self._contents)
 

@@ -38,7 +38,7 @@ def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
         requests.targets.check_tied(first, full)
     extras = _bind_extras(requests, fqn, leaf)
     for part in state.parts:
-        _assign(requests, part, {n: v for n, v in assigned.items() if n in part.keys})
+        _assign(requests, fqn, part, {n: v for n, v in assigned.items() if n in part.keys})
         if part.flat is not None:
             requests.effects.append(lambda _, flat=part.flat: flat.settle())  # type: ignore[misc]
         _load(requests, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
@@ -56,9 +56,13 @@ def _bind_extras(requests: Requests, fqn: str, leaf: ModuleLeaf) -> dict[str, De
     return extras
 
 
-def _assign(requests: Requests, part: ModulePart, assigned: Mapping[str, object]) -> None:
+def _assign(requests: Requests, fqn: str, part: ModulePart, assigned: Mapping[str, object]) -> None:
+    def assign(_: Contents) -> None:
+        with users_code(fqn, part.module, "load_state_dict"):
+            part.load(assigned, assign=True)
+
     if assigned:
-        requests.effects.append(lambda _: part.load(assigned, assign=True))
+        requests.assigns.append((fqn, assign))
 
 
 def _load(

@@ -35,8 +35,7 @@ class Requests:
 
     `needs` are the ranks whose objects file is needed, `needed` the values and keys in them.
     `checks` raise IncompatibleError where what was read does not fit, before anything changes.
-    `effects` put things in place, in order; `loads` call the user's objects; `last` are the
-    generators.
+    Then `assigns` fill meta modules, `effects` what else there is; `loads` and `last` call objects.
     """
 
     def __init__(
@@ -57,6 +56,7 @@ class Requests:
         self.needs: set[int] = set()
         self.needed: list[tuple[str, Key | None]] = []
         self.checks: list[Callable[[Contents], None]] = []
+        self.assigns: list[tuple[str, Callable[[Contents], None]]] = []
         self.effects: list[Callable[[Contents], None]] = []
         self.loads: list[tuple[str, Callable[[Contents], None]]] = []
         self.last: list[tuple[RNG, Deferred]] = []

@@ -307,6 +307,39 @@ def test_a_meta_module_is_materialized_and_keeps_tied_parameters_tied() -> None:
         assert torch.equal(value, target.state_dict()[name])
 
 
+class LoadsItself(nn.Linear):
+    """A module with a way to load of its own, such as one that talks to other ranks."""
+
+    called: list[str]
+
+    def __init__(self, name: str, *, fails: bool = False) -> None:
+        super().__init__(2, 2, device="meta")
+        self.name, self.fails = name, fails
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.called.append(self.name)
+        if self.fails:
+            raise OSError("no")
+        return super().load_state_dict(*args, **kwargs)
+
+
+def test_meta_modules_with_a_way_to_load_of_their_own_are_assigned_in_the_order_of_names() -> None:
+    saved = save({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    orders = []
+    for names in ("ab", "ba"):
+        LoadsItself.called = []
+        load(saved, {name: LoadsItself(name) for name in names})
+        orders.append(LoadsItself.called)
+    # To assign, and then because the class may do more than that.
+    assert orders == [["a", "b", "a", "b"]] * 2
+
+
+def test_an_error_of_a_meta_modules_own_way_to_load_says_where_it_was() -> None:
+    LoadsItself.called = []
+    with pytest.raises(CheckpointError, match=r"m: load_state_dict of LoadsItself raised OSError"):
+        load(save({"m": nn.Linear(2, 2)}), {"m": LoadsItself("m", fails=True)})
+
+
 def test_an_optimizer_over_meta_parameters_is_a_problem() -> None:
     def pair(device: str) -> dict[str, Any]:
         model = nn.Linear(2, 2, device=device)
