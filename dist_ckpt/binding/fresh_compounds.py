@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -44,19 +45,30 @@ _REMEDY = (
     "that it changes"
 )
 
+_KEYS = {"class", "dtype", "shape", "context", "exact"}
+
 
 def compound_classes(optimizer: Optimizer) -> dict[str, type[torch.Tensor]]:
     """Return the classes that an optimizer may keep its state in, by their full names.
 
-    They are those of its parameters, and those in the modules that define its own classes.
+    They are those of its parameters, and those in the modules that define its own classes; of the
+    latter only what is of the same package, and not what it imports of others.
     """
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    found: list[object] = [
-        type(local_tensor(p) if isinstance(p, DTensor) else p) for p in parameters
-    ]
-    for cls in type(optimizer).__mro__:
-        found += vars(sys.modules[cls.__module__]).values() if cls.__module__ in sys.modules else ()
+    found = [type(local_tensor(p) if isinstance(p, DTensor) else p) for p in parameters]
+    for owner in type(optimizer).__mro__:
+        module = sys.modules.get(owner.__module__)
+        named = vars(module).values() if module is not None else ()
+        found += [
+            cls
+            for cls in named
+            if is_compound_class(cls) and _package_of(cls) == _package_of(owner)
+        ]
     return {full_name(cls): cls for cls in found if is_compound_class(cls)}
+
+
+def _package_of(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +140,11 @@ def _trial(saved: Saved, name: str, beside: Beside) -> torch.Tensor:
     inner: dict[str, torch.Tensor] = {}
     for attribute, child in _inner_names(saved, name):
         if (stored := saved.tensor(child)) is None:
+            if not saved.is_compound(child):
+                raise IncompatibleError(
+                    f"{child}: saved as {saved.kind_of(child)}, where a part of a "
+                    f"{record['class']} is a tensor: {_REMEDY}"
+                )
             inner[attribute] = _trial(saved, child, beside)
             continue
         dtype = torch_dtype(stored[1].dtype)
@@ -135,8 +152,10 @@ def _trial(saved: Saved, name: str, beside: Beside) -> torch.Tensor:
     shape = record["shape"]
     assert isinstance(shape, tuple)
     made = _unflattened(cls, record["context"], inner, shape, name)
-    found = difference(record, record_of(made, name))
-    if found is None and inner_tensors(made, name).keys() != inner.keys():
+    with users_code(name, made, "__tensor_flatten__"):
+        own, parts = record_of(made, name), inner_tensors(made, name)
+    found = difference(record, own)
+    if found is None and parts.keys() != inner.keys():
         found = f"saved with the parts {', '.join(inner)}, it has others"
     if found is not None:
         raise IncompatibleError(f"{name}: what {class_name(made)} makes of its parts: {found}")
@@ -157,7 +176,13 @@ def _wanted(
             f"{name}: a part of a {class_name(whole)} is a {class_name(local)}: {_REMEDY}"
         )
     _, record = _class_of(saved, name, beside)
-    parts, wholes = inner_tensors(local, name), inner_tensors(whole, name)
+    with users_code(name, local, "__tensor_flatten__"):
+        parts, wholes = inner_tensors(local, name), inner_tensors(whole, name)
+    if parts.keys() != wholes.keys():
+        raise IncompatibleError(
+            f"{name}: a part of a {class_name(whole)} is made of {', '.join(parts)}, the whole of "
+            f"{', '.join(wholes)}: {_REMEDY}"
+        )
     inner: dict[str, Fresh | FreshCompound] = {}
     for attribute, child in _inner_names(saved, name):
         part, shape = parts[attribute], tuple(wholes[attribute].shape)
@@ -178,19 +203,37 @@ def _wanted(
 def _class_of(
     saved: Saved, name: str, beside: Beside
 ) -> tuple[type[torch.Tensor], Mapping[str, object]]:
-    record = saved.values.get(saved.leaves[join(name, RECORD)])
-    if not isinstance(record, Mapping):
+    full = join(name, RECORD)
+    fqn = saved.leaves[full]
+    if saved.is_value(full) and fqn not in saved.values:
         raise IncompatibleError(
             f"{name}: what it is made of is written in another rank's objects file: {_REMEDY}"
         )
-    cls = beside.classes.get(str(record.get("class")))
-    can_be_made = record.get("exact") is True and _is_shape(record.get("shape"))
-    if cls is None or not can_be_made or "for_each_shard" in record:
+    record = saved.values.get(fqn)
+    if not _is_record(record):
         raise IncompatibleError(
-            f"{name}: saved as the parts of a {record.get('class')}, and there is none here to "
-            f"fill: {_REMEDY}"
+            f"{name}: what was saved under {RECORD!r} is not what dist_ckpt writes there: exclude "
+            "the name, or load an older checkpoint"
+        )
+    cls = beside.classes.get(str(record["class"]))
+    if cls is None or not record["exact"] or "for_each_shard" in record:
+        raise IncompatibleError(
+            f"{name}: saved as the parts of a {record['class']}, and there is none here to fill: "
+            f"{_REMEDY}"
         )
     return cls, record
+
+
+def _is_record(record: object) -> TypeGuard[Mapping[str, object]]:
+    """Say whether a value of the file has the form of what `record_of` returns."""
+    if not isinstance(record, Mapping) or record.keys() - {"for_each_shard"} != _KEYS:
+        return False
+    return (
+        isinstance(record["class"], str)
+        and isinstance(record["dtype"], torch.dtype)
+        and isinstance(record["exact"], bool)
+        and _is_shape(record["shape"])
+    )
 
 
 def _is_shape(value: object) -> bool:
@@ -212,5 +255,10 @@ def _unflattened(
     with users_code(name, cls, "__tensor_unflatten__"), torch.no_grad():
         made: torch.Tensor = cls.__tensor_unflatten__(  # type: ignore[attr-defined]
             inner, context, torch.Size(shape), strides
+        )
+    if not isinstance(made, cls):
+        raise IncompatibleError(
+            f"{name}: __tensor_unflatten__ of {cls.__name__} returned a {class_name(made)}: mend "
+            "the class"
         )
     return made

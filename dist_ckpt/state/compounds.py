@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from math import gcd, prod
+from math import gcd, isnan, prod
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TypeGuard
 
@@ -116,7 +116,20 @@ def difference(saved: object, own: object, name: str = "") -> str | None:
             if found is not None:
                 return found
         return None
-    return None if saved == own else f"saved with {name} {saved!r}, the state has {own!r}"
+    return None if _are_alike(saved, own) else f"saved with {name} {saved!r}, the state has {own!r}"
+
+
+def _are_alike(saved: object, own: object) -> bool:
+    """Compare plain values: a NaN is like another one, and a list is not like a tuple."""
+    if isinstance(saved, Mapping) and isinstance(own, Mapping):
+        return saved.keys() == own.keys() and all(_are_alike(saved[k], own[k]) for k in saved)
+    if isinstance(saved, list | tuple) and isinstance(own, list | tuple):
+        if isinstance(saved, list) != isinstance(own, list) or len(saved) != len(own):
+            return False
+        return all(map(_are_alike, saved, own))
+    if isinstance(saved, float) and isinstance(own, float) and isnan(saved):
+        return isnan(own)
+    return saved == own
 
 
 def _flattened(value: torch.Tensor) -> tuple[Sequence[str], object]:

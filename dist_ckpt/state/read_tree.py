@@ -103,14 +103,18 @@ def state_of(value: object, fqn: str) -> object:
 
 @contextmanager
 def users_code(fqn: str, owner: object, what: str) -> Iterator[None]:
-    """Run code of the user's: what it raises becomes a CheckpointError that says where it was."""
+    """Run code of the user's: what it raises becomes a CheckpointError that says where it was.
+
+    `owner` is the object or the class that the code belongs to.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:  # anything may come out of it
+        cls = owner if isinstance(owner, type) else type(owner)
         raise CheckpointError(
-            f"{fqn}: {what} of {type(owner).__name__} raised {type(error).__name__} ({error}): "
+            f"{fqn}: {what} of {cls.__name__} raised {type(error).__name__} ({error}): "
             "mend it and call again"
         ) from error
 

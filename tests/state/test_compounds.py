@@ -11,7 +11,9 @@ from torch import nn
 
 import dist_ckpt as dc
 from compound_tensors import CodedSGD, Codes, GatheredLow, Kernel, Pair, Quantized, Rounding
+from dist_ckpt.binding.fresh_compounds import compound_classes
 from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.state.compounds import difference
 from dist_ckpt.state.local_state import take
 from in_memory import InMemory, load, save
 
@@ -241,17 +243,21 @@ def test_a_class_that_the_optimizer_does_not_show_is_not_looked_up() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"context": [1, 2, 3]}, "__tensor_unflatten__ of .* raised TypeError"),
-        ({"context": None}, "__tensor_unflatten__ of .* raised TypeError"),
+        ({"context": [1, 2, 3]}, "__tensor_unflatten__ of Codes raised TypeError"),
+        ({"context": None}, "__tensor_unflatten__ of Codes raised TypeError"),
         ({"context": [5]}, None),
         ({"shape": (8, 4)}, r"saved with shape \(8, 4\), the state has \(4, 8\)"),
-        ({"shape": (-1,)}, "none here to fill"),
-        ({"shape": "x"}, "none here to fill"),
+        ({"shape": (-1,)}, "not what dist_ckpt writes"),
+        ({"shape": "x"}, "not what dist_ckpt writes"),
         ({"dtype": torch.int8}, "saved with dtype"),
         ({"exact": False}, "none here to fill"),
+        ({"exact": 1}, "not what dist_ckpt writes"),
+        ({"dtype": "x"}, "not what dist_ckpt writes"),
+        ({"more": 1}, "not what dist_ckpt writes"),
+        ({"shape": (1 << 70,)}, "__tensor_unflatten__ of Codes raised|shape|not what"),
         ({"class": "compound_tensors.Pair"}, "none here to fill|raised KeyError"),
         ({"class": "os.system"}, "none here to fill"),
-        ({"class": ["x"]}, "none here to fill"),
+        ({"class": ["x"]}, "not what dist_ckpt writes"),
     ],
     ids=str,
 )
@@ -271,3 +277,121 @@ def test_what_its_class_cannot_be_made_of_is_a_problem_before_anything_is_read(
         (problem,) = problems
         assert problem.startswith("optim.state.model.weight.momentum: ")
         assert re.search(message, problem)
+
+
+MOMENTUM = "optim.state.model.weight.momentum"
+
+
+def fresh_problems(written: InMemory) -> list[str]:
+    other, resumed = trained(1, 0)
+    return list(written.bind({"model": other, "optim": resumed}).problems)
+
+
+def saved_with(**change: Any) -> InMemory:
+    """Save an optimizer's state as a dict that only looks like the parts of a tensor."""
+    model, optimizer = trained(0, 1)
+    momentum = optimizer.state[model.weight]["momentum"]
+    parts = {name: getattr(momentum, name) for name in Codes.names}
+    record = {
+        "class": "compound_tensors.Codes",
+        "dtype": torch.float32,
+        "shape": (4, 8),
+        "context": [False],
+        "exact": True,
+    }
+    parts = {**parts, "__class__": record, **change}
+    group = {"lr": 0.1, "params": ["model.weight"]}
+    state = {"model.weight": {"step": torch.tensor(1.0), "momentum": parts}}
+    return save({"model": model, "optim": {"state": state, "param_groups": [group]}})
+
+
+def test_parts_that_a_dict_has_are_taken_as_those_of_a_tensor() -> None:
+    assert fresh_problems(saved_with()) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ("text", "a value without tensors"),
+        ({"a": torch.ones(1)}, "a container with tensors"),
+        (dc.PerRank(1), "a per-rank value"),
+    ],
+    ids=["value", "container", "per rank"],
+)
+def test_a_part_that_is_no_tensor_is_a_problem_by_name(part: Any, kind: str) -> None:
+    (problem,) = fresh_problems(saved_with(scale=part))
+    assert problem.startswith(f"{MOMENTUM}.scale: saved as {kind}, where a part of a ")
+
+
+@pytest.mark.parametrize("missing", ["class", "dtype", "shape", "context", "exact"])
+def test_a_record_that_lacks_something_is_a_problem(missing: str) -> None:
+    written = saved_with()
+    name = f"{MOMENTUM}.__class__"
+    record: Any = written.values[name]
+    written.change(name, {key: value for key, value in record.items() if key != missing})
+    (problem,) = fresh_problems(written)
+    assert f"{MOMENTUM}: what was saved under '__class__' is not what dist_ckpt wri" in problem
+
+
+@pytest.mark.parametrize(
+    "record", [5, None, ["class"], torch.ones(1), dc.PerRank(1)], ids=lambda one: type(one).__name__
+)
+def test_a_record_that_is_no_mapping_is_said_to_be_none(record: Any) -> None:
+    (problem,) = fresh_problems(saved_with(__class__=record))
+    assert f"{MOMENTUM}: what was saved under '__class__' is not what dist_ckpt wri" in problem
+
+
+class Importing(torch.optim.SGD):
+    """An optimizer whose module imports compound classes of another package, as this one does."""
+
+
+class Derived(CodedSGD):
+    """An optimizer of a user's, which keeps the state of one in a library."""
+
+
+def test_a_class_that_the_optimizers_module_only_imports_is_not_in_the_table() -> None:
+    model: Any = nn.Linear(8, 4, bias=False)
+    assert compound_classes(Importing(model.parameters(), lr=0.1)) == {}
+    assert "compound_tensors.Codes" in compound_classes(CodedSGD(model.parameters()))
+    assert "compound_tensors.Codes" in compound_classes(Derived(model.parameters()))
+    quantized = model_of(Quantized.of(weights()))
+    table = compound_classes(Importing([quantized.weight], lr=0.1))
+    assert table == {"compound_tensors.Quantized": Quantized}
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("block", [NAN, [NAN], {"a": (1, NAN)}, [{"a": [NAN]}]], ids=str)
+def test_a_nan_in_a_context_is_like_another(block: Any) -> None:
+    # Of other objects, as they come out of a file: a list thinks one NaN object equal to itself.
+    saved, live = (Quantized.of(weights(i), block=renewed(block)) for i in range(2))
+    load(save({"m": {"w": saved}}), {"m": {"w": live}})
+    assert torch.equal(live.qdata, saved.qdata)
+
+
+def renewed(value: Any) -> Any:
+    if isinstance(value, float):
+        return float("nan")
+    if isinstance(value, dict):
+        return {key: renewed(item) for key, item in value.items()}
+    return type(value)(map(renewed, value)) if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        (NAN, 1.0),
+        (1.0, NAN),
+        ([NAN], (NAN,)),
+        ([1], (1,)),
+        ([NAN, 1], [NAN]),
+        ([{"a": NAN}], [{"b": NAN}]),
+        ([[1], 2], [[1], 3]),
+    ],
+    ids=str,
+)
+def test_contexts_that_differ_beside_a_nan_are_told_apart(saved: Any, own: Any) -> None:
+    found = difference({"context": saved}, {"context": own})
+    assert found is not None
+    assert found.startswith("saved with context")
