@@ -12,7 +12,8 @@
 | `cuts_strided_alike`    | `distributed.tensor.placement_types`     | how this torch cuts         |
 | `storage_id`            | `UntypedStorage`                         | tensors on one memory       |
 | `local_tensor`          | `distributed.tensor.DTensor`             | its class, without autograd |
-| `STATE_DICT_HOOKS`      | `optim.Optimizer`                        | hooks around state dicts    |
+| `SAVE_HOOKS`            | `optim.Optimizer`                        | hooks around `state_dict`   |
+| `LOAD_HOOKS`            | `optim.Optimizer`                        | ... and `load_state_dict`   |
 
 `tests/runtime/test_torch_private.py` says which of them a new version of torch has moved.
 """
@@ -33,7 +34,8 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
-    "STATE_DICT_HOOKS",
+    "LOAD_HOOKS",
+    "SAVE_HOOKS",
     "AsyncCollectiveTensor",
     "ShardedTensor",
     "StridedShard",
@@ -52,14 +54,10 @@ module_fqns = getattr(_get_fqns, "__wrapped__", _get_fqns)
 # `to_local` takes ten times as long, which counts where there are thousands of DTensors.
 local_tensor = attrgetter("_local_tensor")
 
-# The attributes in which an optimizer keeps its hooks: those around saving first. Of one that
-# wraps another without torch's own constructor some are missing.
-STATE_DICT_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+# The attributes in which an optimizer keeps its hooks around `state_dict`, and `load_state_dict`.
+# Of one that wraps another without torch's own constructor some are missing.
+SAVE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
 def wrapped_child(module: nn.Module) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.optim import Optimizer
 
-from dist_ckpt.runtime.torch_private import STATE_DICT_HOOKS
+from dist_ckpt.runtime.torch_private import LOAD_HOOKS, SAVE_HOOKS
 from dist_ckpt.state.containers import PathKey
 from dist_ckpt.state.local_tensors import PLAIN
 
@@ -155,7 +155,7 @@ def _untold(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
     """Yield the optimizers within one, unless it says itself what its state dict is."""
     if _is_zero(optimizer) or _overrides(optimizer, Optimizer, "state_dict"):
         return
-    if any(getattr(optimizer, name, None) for name in STATE_DICT_HOOKS[:2]):
+    if any(getattr(optimizer, name, None) for name in SAVE_HOOKS):
         return
     for name, inner in _inner(optimizer):
         if getattr(inner, STATE, None) is not optimizer.state:
@@ -201,7 +201,7 @@ def _has_own_methods(optimizer: Optimizer, base: type) -> bool:
     return (
         _overrides(optimizer, base, "state_dict")
         or _overrides(optimizer, base, "load_state_dict")
-        or any(getattr(optimizer, name, None) for name in STATE_DICT_HOOKS)
+        or any(getattr(optimizer, name, None) for name in (*SAVE_HOOKS, *LOAD_HOOKS))
     )
 
 

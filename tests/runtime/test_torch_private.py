@@ -52,9 +52,10 @@ def test_an_optimizers_hooks_are_where_we_look_for_them():
         "register_load_state_dict_pre_hook",
         "register_load_state_dict_post_hook",
     ]
-    for register, name in zip(registrations, torch_private.STATE_DICT_HOOKS, strict=True):
+    hooks = (*torch_private.SAVE_HOOKS, *torch_private.LOAD_HOOKS)
+    for register, name in zip(registrations, hooks, strict=True):
         optimizer = torch.optim.SGD([weight])
-        assert not any(getattr(optimizer, other) for other in torch_private.STATE_DICT_HOOKS)
+        assert not any(getattr(optimizer, other) for other in hooks)
         getattr(optimizer, register)(print)
         assert list(getattr(optimizer, name).values()) == [print]
 
