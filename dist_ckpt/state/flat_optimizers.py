@@ -22,12 +22,14 @@ from dist_ckpt.state.optimizer_state import OptimizerState
 from dist_ckpt.state.read_tree import read_value
 from dist_ckpt.state.tree import (
     Branch,
+    CompoundLeaf,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
     PlainLeaf,
     TensorLeaf,
     Tree,
+    children_of,
 )
 from dist_ckpt.state.wrappers import FlatShard
 
@@ -197,6 +199,7 @@ def _seen(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
             )
     if not any(id(parameter) in parts for parameter in parameters):
         return leaf
+    _check_further(leaf, fqn)
     flat, names = FlatOptimizer.over(leaf.held, parts, fqn), leaf.names
     if names is not None and flat.in_one():
         raise ValueError(
@@ -210,6 +213,23 @@ def _seen(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
             for part in parts.get(id(parameter), (parameter,))
         }
     return OptimizerLeaf(flat, names, leaf.further)
+
+
+def _check_further(leaf: OptimizerLeaf, fqn: str) -> None:
+    """Raise ValueError for tensors besides the state: nothing says of which parameter they are."""
+    for key, tree in leaf.further.items():
+        if _has_tensors(tree):
+            raise ValueError(
+                f"{join(fqn, key)}: {type(leaf.held.optimizer).__name__} tells tensors besides its "
+                "state, which cannot be cut into those of the parameters in FSDP1's flat ones: use "
+                "`fully_shard`"
+            )
+
+
+def _has_tensors(tree: Tree) -> bool:
+    if isinstance(tree, TensorLeaf):
+        return not isinstance(tree.value, torch.Tensor) or tree.value.ndim > 0
+    return isinstance(tree, CompoundLeaf) or any(map(_has_tensors, children_of(tree).values()))
 
 
 def _own(value: object, part: ParameterPart) -> object:

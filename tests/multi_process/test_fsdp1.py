@@ -395,6 +395,14 @@ def change(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata:
     state_dict[f"{prefix}more"] = torch.ones(1)
 
 
+class Averaging(torch.optim.SGD):
+    """Tells a tensor for each parameter besides its state, as Lookahead does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        return {**super().state_dict(), "slow": slow}
+
+
 def refuse(rank: int, folder: str) -> dict[str, str]:
     """Return what each call says that cannot be carried out."""
     torch.manual_seed(0)
@@ -425,6 +433,7 @@ def refuse(rank: int, folder: str) -> dict[str, str]:
     attempt("twice", {**orig, "again": orig["model"]}, save)
     orig["optim"].state[orig["model"].middle.weight]["odd"] = torch.ones(2, 2)
     attempt("odd state", orig, save)
+    attempt("further", {**orig, "optim": Averaging(orig["model"].parameters())}, save)
     moved = make("FULL_SHARD orig")["model"]
     for parameter in moved.middle.parameters():
         parameter.data = parameter.data.clone()
@@ -456,6 +465,7 @@ def test_what_of_fsdp1_cannot_be_told_is_refused_by_name_with_the_remedy(tmp_pat
         "own state_dict": ("Own has a `state_dict` of its own", "get_state_dict", "fully_shard"),
         "hooked": ("the hook change", "get_state_dict", "fully_shard"),
         "not contiguous": ("weight of ''", "not contiguous", "fully_shard"),
+        "further": ("optim.slow: Averaging tells tensors besides its state", "fully_shard"),
         "odd state": ("the state 'odd' of AdamW", "fully_shard"),
         "another torch": ("this version of torch", "_handle", "get_state_dict", "fully_shard"),
     }
