@@ -5,7 +5,7 @@ A group takes those that its parameters were saved with, in whatever group they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,6 +13,7 @@ from dist_ckpt.binding.contents import Contents, Deferred
 from dist_ckpt.binding.requests import Requests
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.state.containers import PathKey, join
+from dist_ckpt.state.optimizer_state import GROUPS
 from dist_ckpt.state.optimizers import LOCAL_KEYS
 from dist_ckpt.state.read_tree import read_value
 from dist_ckpt.state.tree import Branch, Tree
@@ -53,13 +54,21 @@ class GroupBinding:
         group: dict[str, Any],
     ) -> None:
         self._requests = requests
+        self._optimizer = groups.removesuffix(f".{GROUPS}")
         self._fqn = join(groups, number)
         self._sources = [join(groups, source) for source in sources]
         self._group = group
 
-    def bind(self, defaults: Mapping[str, object]) -> None:
-        """Ask for the hyperparameters; `defaults` are those that they are checked against."""
+    def bind(self, defaults: Mapping[str, object], states: Iterable[str]) -> None:
+        """Ask for the hyperparameters.
+
+        `defaults` are those that they are checked against. That is done also if the load leaves
+        them out but has some of `states`, the names of the state of the group's parameters.
+        """
         requests = self._requests
+        left_out = [name for name in self._sources if not requests.selected(name)]
+        if left_out and any(map(requests.chosen, states)):
+            self._check_left_out(left_out, defaults)
         if not self._sources and requests.selected(self._fqn):
             requests.missing[self._fqn] = None
         sources = list(filter(requests.selected, self._sources))
@@ -79,6 +88,26 @@ class GroupBinding:
 
         requests.checks.append(check)
         requests.effects.append(assign)
+
+    def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> None:
+        """Have saved groups checked that are not loaded."""
+        requests = self._requests
+        for name in names:
+            own = requests.glance(name)
+            parts = {str(key): requests.glance(child) for key, child in requests.children(name)}
+
+            def check(
+                contents: Contents,
+                own: Deferred | None = own,
+                parts: Mapping[str, Deferred | None] = parts,
+            ) -> None:
+                values = own(contents) if own else {}
+                # A tensor is no switch: it only has to be there.
+                tensors = {key: get(contents) if get else None for key, get in parts.items()}
+                if isinstance(values, Mapping):
+                    self._check_options({**values, **tensors}, defaults)
+
+            requests.checks.append(check)
 
     def _has_several_tensors(self, sources: Sequence[str]) -> bool:
         """Report it if hyperparameters would have to be compared that are tensors, not yet read."""
@@ -157,7 +186,7 @@ class GroupBinding:
             raise IncompatibleError(
                 f"{self._fqn}: saved with {', '.join(sorted(saved))}, but without "
                 f"{', '.join(absent)}, which the optimizer here has: make the optimizer as it was "
-                "saved, exclude its name, or load with strict=False"
+                f"saved, exclude all of it ({self._optimizer!r}), or load with strict=False"
             )
         for key, value in live.items():
             was_off = key in saved and (saved[key] is None or saved[key] is False)
@@ -165,7 +194,8 @@ class GroupBinding:
                 raise IncompatibleError(
                     f"{self._fqn}: saved with {key}={saved[key]}, the optimizer here has "
                     f"{key}=True, for which state may not have been saved: make it as it was "
-                    "saved, exclude its name, or load with strict=False to go on as saved"
+                    f"saved, exclude all of it ({self._optimizer!r}), or load with strict=False to "
+                    "go on as saved"
                 )
 
 

@@ -68,8 +68,9 @@ def bind_optimizer(
                 _drop_state(requests, full, held, parameter)
             else:
                 _bind_state(requests, full, held, beside)
-        sources = sources_of(number, [stored[id(p)] for p in group["params"]], saved)
-        GroupBinding(requests, groups, number, sources, group).bind(held.defaults if strict else {})
+        params = [stored[id(parameter)] for parameter in group["params"]]
+        binding = GroupBinding(requests, groups, number, sources_of(number, params, saved), group)
+        binding.bind(held.defaults if strict else {}, (join(state, name) for name in params))
     _bind_shared(requests, state, held, saved)
     if isinstance(held, FlatOptimizer):
         _bind_flat(requests, state, held, stored)

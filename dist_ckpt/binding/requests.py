@@ -27,8 +27,6 @@ from dist_ckpt.state.tree import (
 )
 from dist_ckpt.state.wrappers import RNG, OnReshard, PerRank, key_of
 
-_MAKE_ALIKE = "make them alike"
-
 
 class Requests:
     """What one rank asks for. Each method claims the saved names that it serves.
@@ -110,7 +108,7 @@ class Requests:
         self.restored[name] = None
         return True
 
-    def misfit(self, name: str, asked: str, remedy: str = _MAKE_ALIKE) -> None:
+    def misfit(self, name: str, asked: str, remedy: str = "make them alike") -> None:
         """Report that a name is missing, or is not what the state has there."""
         kind = self._kind(name)
         if kind is None:
@@ -140,13 +138,17 @@ class Requests:
 
     def value(self, name: str) -> Deferred | None:
         """Ask for a value; None if the name is no value."""
+        if (get := self.glance(name)) is not None:
+            self.restore(name)
+        return get
+
+    def glance(self, name: str) -> Deferred | None:
+        """Ask for a value that is only to be compared with."""
         if name in self._split:
-            self.restored[name] = None
             value = self._split[name]
             return lambda _: value
         if not self.saved.is_value(name):
             return None
-        self.restore(name)
         fqn = self.saved.leaves[name]
         self.needed.append((fqn, None))
         if fqn not in self.saved.values:
@@ -242,8 +244,7 @@ class Requests:
         full = join(name, RECORD)
         if not self.selected(full):
             return
-        get = self.value(full)
-        if get is None:
+        if (get := self.value(full)) is None:
             self.misfit(full, "what a tensor is made of")
             return
 
@@ -345,8 +346,7 @@ class Requests:
         children = children_of(tree)
         found: list[tuple[PathKey, Deferred]] = []
         for key, child in self.saved.children(name):
-            get = self.subtree(child, children.get(key), beside)
-            if get is not None:
+            if (get := self.subtree(child, children.get(key), beside)) is not None:
                 found.append((key, get))
         if not found:
             empty = name in self.saved.kinds and not self.saved.children(name)

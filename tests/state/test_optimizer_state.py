@@ -416,8 +416,22 @@ def test_state_of_another_optimizer_does_not_fit(source: Any, target: Any, messa
     with pytest.raises(IncompatibleError, match=rf"optim\.param_groups\.0: .*{message}"):
         load(checkpoint, {"model": model, "optim": optimizer})
     assert equal([{**g, "params": []} for g in optimizer.param_groups], groups)
+    with pytest.raises(IncompatibleError, match=r"exclude all of it \('optim'\)"):
+        load(checkpoint, {"model": model, "optim": optimizer}, exclude="optim.param_groups")
     load(checkpoint, {"model": model, "optim": optimizer}, strict=False)
     load(checkpoint, {"model": model, "optim": target(model.parameters())}, exclude="optim")
+
+
+def test_only_the_groups_of_state_that_is_loaded_have_to_fit() -> None:
+    checkpoint = saved_by(lambda p: torch.optim.AdamW([*p], lr=torch.tensor(0.1)))
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    load(checkpoint, {"model": model, "optim": optimizer}, exclude="optim.*")
+    same = torch.optim.AdamW(model.parameters(), lr=0.2)
+    binding = load(checkpoint, {"model": model, "optim": same}, exclude="optim.param_groups")
+    assert same.param_groups[0]["lr"] == 0.2
+    assert not any("param_groups" in name for name in binding.restored)
+    train(model, same, 1)
 
 
 def test_it_does_not_fit_through_a_wrapper_without_hyperparameters_of_its_own() -> None:
