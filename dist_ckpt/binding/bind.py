@@ -109,7 +109,9 @@ class Binding:
         if found:
             self.problems += (misnamed_problem([*found], rules),)
             self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in found.values())
-        if lacking := [name for name in self.missing if name not in found]:
+        # A group of parameters that are called otherwise is missing, though it is there.
+        known = {*found, *(name for name in self.missing if found and saved.is_leaf(name))}
+        if lacking := [name for name in self.missing if name not in known]:
             self.problems += (missing_problem(lacking),)
 
     @property
@@ -187,7 +189,7 @@ def misnamed_problem(names: Sequence[str], rules: Mapping[str, str]) -> str:
     """Word the error about names that the checkpoint has with another prefix."""
     return (
         f"the checkpoint has another prefix for {_counted(names)}, as a module has inside and "
-        f"outside of a wrapper: load with rename={dict(rules)!r}"
+        f"outside of a wrapper or a list: load with rename={dict(rules)!r}"
     )
 
 

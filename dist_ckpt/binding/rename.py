@@ -68,8 +68,14 @@ class Rename:
 
     rules: tuple[_Rule, ...] = ()
 
-    def of_all(self, names: Iterable[str]) -> tuple[dict[str, str | None], tuple[str, ...]]:
-        """Return the new name of each name, and what is wrong with the rules for these names."""
+    def of_all(
+        self, names: Iterable[str], states: Mapping[str, tuple[str, str]] | None = None
+    ) -> tuple[dict[str, str | None], tuple[str, ...]]:
+        """Return the new name of each name, and what is wrong with the rules for these names.
+
+        `states` are names of the state of a parameter: what holds it (`optim.state`), and the
+        name of the parameter, which it follows. So does what is below them.
+        """
         if not self.rules:
             return {name: name for name in names}, ()
         renamed: dict[str, str | None] = {}
@@ -77,11 +83,10 @@ class Rename:
         taken: dict[str, str] = {}
         ruled: dict[str, tuple[str, ...]] = {}
         for name in names:
-            found = {
-                rule.pattern: new[0]
-                for rule in self.rules
-                if (new := rule.matches(name)) is not None
-            }
+            found = self._found(name)
+            if states and (above := next(filter(states.__contains__, names_above(name)), "")):
+                below = name[len(above) :]
+                found = self._following(found, *states[above], below)
             ruled[name] = tuple(found)
             targets = set(found.values())
             if len(targets) > 1:
@@ -94,6 +99,28 @@ class Rename:
         used = {pattern for patterns in ruled.values() for pattern in patterns}
         problems.unused.extend(rule.pattern for rule in self.rules if rule.pattern not in used)
         return renamed, tuple(problems.texts())
+
+    def _found(self, name: str) -> dict[str, str | None]:
+        """Return the new name by each rule that matches."""
+        return {
+            rule.pattern: new[0] for rule in self.rules if (new := rule.matches(name)) is not None
+        }
+
+    def _following(
+        self, found: dict[str, str | None], holder: str, parameter: str, below: str
+    ) -> dict[str, str | None]:
+        """Let state follow its parameter, unless a rule is for the state and not for all of it.
+
+        Where a parameter is dropped its state stays: another may have taken its name.
+        """
+        moved = {pattern: new for pattern, new in self._found(parameter).items() if new is not None}
+        above = self._found(holder)
+        holders = {*above.values()} or {holder}
+        if not moved or found.keys() != above.keys() or len(holders) > 1 or None in holders:
+            return found
+        (new_holder,) = holders
+        new = {pattern: f"{new_holder}.{name}{below}" for pattern, name in moved.items()}
+        return {**dict.fromkeys(above, next(iter(new.values()))), **new}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +242,13 @@ def rules_for(
     """Return the rules that find missing names which have more or less of a prefix where saved.
 
     So do the names of a module in a wrapper, such as `module.` of DDP, against those of the bare
-    one. `free` are the saved names that nobody asks for, `taken` the others. Also returns the
-    saved name of each missing one that the rules find.
+    one, and those of a module in a list. `free` are the saved names that nobody asks for, `taken`
+    the others. Also returns the saved name of each missing one that the rules find.
     """
     rules: dict[str, str] = {}
     found: dict[str, str] = {}
     left = dict.fromkeys(missing)
-    free = set(free)
+    all_free, free = frozenset(free), set(free)
     for _ in range(_MAX_TRIES):
         if not left:
             break
@@ -235,6 +262,8 @@ def rules_for(
                 for one in left
                 if _is_below(one, new) and (saved := _moved(one, new, old)) in free
             }
+            if _is_of_several(old, new, pairs.values(), all_free):
+                continue
             if len(pairs) > len(best):
                 best, rule = pairs, (join(old, "*"), join(new, "*"))
         if not best:
@@ -271,11 +300,27 @@ def _prefixes(name: str, free: Iterable[str]) -> Iterator[tuple[str, str]]:
         pair = ".".join(saved[: len(saved) - below]), ".".join(asked[: len(asked) - below])
         shorter, longer = sorted((saved, asked), key=len)
         more = longer[len(shorter) - below : len(longer) - below]
-        # A number is a place in a list, and which of its models is meant is not ours to say.
-        fits = above + below >= len(shorter) and not any(map(str.isdigit, more))
-        if fits and pair not in seen:
+        # A number is a place in a list.
+        fits = above + below >= len(shorter) and (len(more) == 1 or not any(map(str.isdigit, more)))
+        if more and fits and pair not in seen:
             seen.add(pair)
             yield pair
+
+
+def _is_of_several(old: str, new: str, saved: Collection[str], names: Collection[str]) -> bool:
+    """Say whether a rule would choose one of several models of a list, which is not ours to do.
+
+    One model that gets a list around it is the first of that.
+    """
+    above, _, number = max(old, new, key=len).rpartition(".")
+    if not number.isdigit():
+        return False
+    if len(new) > len(old):
+        return number != "0"
+    start = f"{above}." if above else ""
+    tops = {name[len(start) :].partition(".")[0] for name in names if name.startswith(start)}
+    others = [join(above, top) for top in tops if top.isdigit() and top != number]
+    return any(_moved(name, old, other) in names for name in saved for other in others)
 
 
 def _num_alike(one: Sequence[str], other: Sequence[str]) -> int:

@@ -160,8 +160,11 @@ def saved_of(
             "checkpoint"
         )
     # The parameters that have no state yet are named in the groups only.
-    silent = tuple(f"{stem}.{p}" for stem, params in _states(groups) for p in params)
-    renamed, problems = rules.of_all(dict.fromkeys((*names, *silent)))
+    states = {join(stem, p): (stem, p) for stem, params in _states(groups) for p in params}
+    # A name that no saved tensor has is one of before, or of torch's helpers, within its module.
+    known = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
+    own = {n: of for n, of in states.items() if of[1] in known or join(of[1], RECORD) in known}
+    renamed, problems = rules.of_all(dict.fromkeys((*names, *states)), own)
     if problems:
         renamed = dict(zip(names, names, strict=True))
     leaves = {new: name for name in names if (new := renamed[name]) is not None}

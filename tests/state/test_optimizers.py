@@ -12,7 +12,7 @@ from dist_ckpt.state.wrappers import Named
 from in_memory import load, save
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2, bias=False)).to(dtype)
 
@@ -183,7 +183,7 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_frozen_parameters_partial_state_and_empty_groups_come_back() -> None:
     model = make_model()
-    model[0].weight.requires_grad_(False)  # type: ignore[index]
+    model[0].weight.requires_grad_(False)
     optimizer = grouped(model)
     train(model, optimizer, 2)
     assert len(optimizer.state) == 2
@@ -255,7 +255,81 @@ def test_a_parameter_with_two_unrelated_names_is_refused() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match=r"'model.0.weight' and 'first.weight'.*dc\.Named"):
-        save({"model": model, "first": model[0], "optim": optimizer})  # type: ignore[index]
+        save({"model": model, "first": model[0], "optim": optimizer})
+
+
+RENAMED: list[tuple[tuple[str, ...], tuple[str, ...], dict[str, str | None]]] = [
+    (("model", "optim"), ("net", "optim"), {"model": "net"}),
+    (("model", "optim"), ("net", "optim"), {"model.*": "net.*"}),
+    (("model", "optim"), ("net", "optim"), {"model.{i}.{w}": "net.{i}.{w}"}),
+    (("model", "optim"), ("nodel", "optim"), {"m**.weight": "n**.weight", "m*.bias": "n*.bias"}),
+    (
+        ("model", "optim"),
+        ("net", "optim"),
+        {"model": "net", "optim.state.model": "optim.state.net"},
+    ),
+    (("model", "optim"), ("net", "opt"), {"model": "net", "optim": "opt"}),
+    (("model", "optim"), ("net", "opt"), {"model": "net", "optim.*": "opt.*"}),
+    (("model", "optim"), ("app.model", "optim"), {"model": "app.model"}),
+    (("model", "optim"), ("app.model", "app.optim"), {"model": "app.model", "optim": "app.optim"}),
+    (("model", "optim"), ("app.model", "app.optim"), {"**": "app.**"}),
+    (("app.model", "app.optim"), ("job.model", "job.optim"), {"app": "job"}),
+    (("model", "optim"), ("optim", "model"), {"model": "optim", "optim": "model"}),
+]
+
+
+def placed(names: tuple[str, ...], *values: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, value in zip(names, values, strict=True):
+        above, _, key = name.rpartition(".")
+        (state.setdefault(above, {}) if above else state)[key] = value
+    return state
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(("saved", "names", "rename"), RENAMED)
+def test_the_state_of_a_parameter_follows_a_rename_of_it(
+    saved: tuple[str, ...], names: tuple[str, ...], rename: dict[str, Any], *, trained: bool
+) -> None:
+    model = make_model()
+    # Groups of their own hyperparameters say whether the lists of parameters were renamed too.
+    groups = [{"params": [p], "lr": 0.1 + n} for n, p in enumerate(model.parameters())]
+    optimizer = torch.optim.AdamW(groups)
+    train(model, optimizer, 2 * trained)
+    checkpoint = save(placed(saved, model, optimizer))
+    other = make_model()
+    mine = torch.optim.AdamW([{"params": [p]} for p in reversed([*other.parameters()])])
+    load(checkpoint, placed(names, other, mine), rename=rename)
+    mine.param_groups.reverse()
+    assert equal(bits(other, mine), bits(model, optimizer))
+
+
+def test_a_rule_for_the_state_itself_counts_more_than_one_for_its_parameter() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 2)
+    average = make_model()
+    checkpoint = save({"model": model, "ema": average, "optim": optimizer})
+    other, mine = make_model(), make_model()
+    loaded = torch.optim.AdamW(other.parameters())
+    stay = {"optim.state.model": "optim.state.model"}
+    swap = {"model": "ema", "ema": "model"}
+    load(checkpoint, {"model": other, "ema": mine, "optim": loaded}, rename={**swap, **stay})
+    assert all(map(torch.equal, other.parameters(), average.parameters()))
+    assert equal(bits(model, loaded), bits(model, optimizer))
+    # What is dropped leaves its state where it was: the other weights have its name now.
+    alone = torch.optim.AdamW(other.parameters())
+    load(checkpoint, {"model": other, "optim": alone}, rename={"model": None, "ema": "model"})
+    assert equal(bits(model, alone), bits(model, optimizer))
+
+
+def test_state_that_follows_and_state_with_a_rule_cannot_meet() -> None:
+    model, second = make_model(), make_model()
+    optimizer = torch.optim.AdamW([*model.parameters(), *second.parameters()])
+    checkpoint = save({"model": model, "second": second, "optim": optimizer})
+    rules = {"model": "net", "optim.state.second": "optim.state.net"}
+    with pytest.raises(ValueError, match=r"would both be 'optim\.state\.net\.0\.weight'"):
+        load(checkpoint, {"net": model, "second": second, "optim": optimizer}, rename=rules)
 
 
 def test_named_gives_the_names() -> None:
@@ -271,7 +345,7 @@ def test_named_gives_the_names() -> None:
 
 def test_state_in_memory_that_was_not_saved_is_missing() -> None:
     model = make_model()
-    fresh = torch.optim.AdamW(model[2].parameters())  # type: ignore[index]
+    fresh = torch.optim.AdamW(model[2].parameters())
     checkpoint = save({"model": model, "optim": fresh})
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 1)
