@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import cache
+from inspect import signature
 from typing import Any
+
+import torch
 
 from dist_ckpt.binding.contents import Contents, Deferred
 from dist_ckpt.binding.requests import Requests
@@ -188,6 +192,14 @@ class GroupBinding:
                 f"{', '.join(absent)}, which the optimizer here has: make the optimizer as it was "
                 f"saved, exclude all of it ({self._optimizer!r}), or load with strict=False"
             )
+        # What else is saved may be a scheduler's, or have come with the first step.
+        foreign = sorted(saved.keys() & options_of_torch() - self._group.keys() - _WAYS_TO_STEP)
+        if live and foreign:
+            raise IncompatibleError(
+                f"{self._fqn}: saved with {', '.join(foreign)}, which the optimizer here does not "
+                "have: make the optimizer as it was saved, exclude all of it "
+                f"({self._optimizer!r}), or load with strict=False"
+            )
         for key, value in live.items():
             was_off = key in saved and (saved[key] is None or saved[key] is False)
             if value is True and was_off and key not in _WAYS_TO_STEP:
@@ -197,6 +209,17 @@ class GroupBinding:
                     f"saved, exclude all of it ({self._optimizer!r}), or load with strict=False to "
                     "go on as saved"
                 )
+
+
+@cache
+def options_of_torch() -> frozenset[str]:
+    """Return the hyperparameters that any optimizer of torch has."""
+    classes = (
+        cls
+        for cls in vars(torch.optim).values()
+        if isinstance(cls, type) and torch.optim.Optimizer in cls.__mro__[1:]
+    )
+    return frozenset(name for cls in classes for name in signature(cls).parameters) - LOCAL_KEYS
 
 
 def _short(value: object) -> str:

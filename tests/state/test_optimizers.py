@@ -262,7 +262,7 @@ RENAMED: list[tuple[tuple[str, ...], tuple[str, ...], dict[str, str | None]]] = 
     (("model", "optim"), ("net", "optim"), {"model": "net"}),
     (("model", "optim"), ("net", "optim"), {"model.*": "net.*"}),
     (("model", "optim"), ("net", "optim"), {"model.{i}.{w}": "net.{i}.{w}"}),
-    (("model", "optim"), ("nodel", "optim"), {"m**.weight": "n**.weight", "m*.bias": "n*.bias"}),
+    (("model", "optim"), ("xodel", "optim"), {"m**.weight": "x**.weight", "m*.bias": "x*.bias"}),
     (
         ("model", "optim"),
         ("net", "optim"),
