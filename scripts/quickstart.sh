@@ -69,12 +69,14 @@ wait_for() {
 # writer_of RANK: the process that writes what the rank has staged, as its lock file says.
 writer_of() {
     .venv/bin/python - "$root" "$1" <<'PYTHON'
-import os
 import sys
 
-from dist_ckpt.snapshots.job_folder import JobFolder, job_id
+from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.storage import open_storage
 
-job = JobFolder(job_id(os.path.abspath(f"{sys.argv[1]}/a checkpoint")))
+storage, root = open_storage(sys.argv[1])
+job = JobFolder.find(job_id(root, find_root_id(storage, root)))
 print(job.rank(int(sys.argv[2])).owner("writer").pid)
 PYTHON
 }
