@@ -70,7 +70,8 @@ class GroupBinding:
         them out but has some of `states`, the names of the state of the group's parameters.
         """
         requests = self._requests
-        left_out = [name for name in self._sources if not requests.selected(name)]
+        saved = filter(requests.has, self._sources)
+        left_out = [name for name in saved if not requests.selected(name)]
         if left_out and any(map(requests.chosen, states)):
             self._check_left_out(left_out, defaults)
         if not self._sources and requests.selected(self._fqn):

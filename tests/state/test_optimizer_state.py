@@ -425,6 +425,27 @@ def test_state_of_another_optimizer_does_not_fit(source: Any, target: Any, messa
     load(checkpoint, {"model": model, "optim": target(model.parameters())}, exclude="optim")
 
 
+def test_optimizers_of_parts_load_into_that_of_the_whole_by_the_rename_of_the_how_to() -> None:
+    parts = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in ("a", "b")]
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in parts]
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        for parameter in part.parameters():
+            parameter.grad = torch.rand_like(parameter)
+        optimizer.step()
+    checkpoint = save({"model": parts, "optim": optimizers})
+    whole = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("a", "b")})
+    one = torch.optim.AdamW(whole.parameters())
+    load(
+        checkpoint,
+        {"model": whole, "optim": one},
+        rename={"optim.{i}.state.*": "optim.state.*"},
+        exclude=["optim.param_groups*", "optim.*.param_groups*"],
+    )
+    theirs = [entries for each in optimizers for entries in each.state.values()]
+    for old, new in zip(theirs, one.state.values(), strict=True):
+        assert torch.equal(old["exp_avg"], new["exp_avg"])
+
+
 def test_only_the_groups_of_state_that_is_loaded_have_to_fit() -> None:
     checkpoint = saved_by(lambda p: torch.optim.AdamW([*p], lr=torch.tensor(0.1)))
     model = make_model()
