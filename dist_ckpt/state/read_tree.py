@@ -161,6 +161,8 @@ def _read_container(
 
 
 def _leaf(value: object, fqn: str) -> Tree | None:
+    if type(value) in _ATOMS:
+        return PlainLeaf(value)
     if type(value) in PLAIN or is_array(value):
         check_whole(value, fqn)
         return TensorLeaf(value)
