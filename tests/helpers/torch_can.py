@@ -36,3 +36,13 @@ def wrap_several_boxes() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def average_over_gloo() -> bool:
+    """Say whether gloo averages where FSDP2 asks for it: in 2.7 it sums, and says nothing."""
+    return not torch.__version__.startswith("2.7.")
+
+
+def bind_the_store() -> bool:
+    """Say whether torch's store takes a socket that listens; in 2.7 the default one does not."""
+    return not torch.__version__.startswith("2.7.")

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import dist_ckpt as dc
 from compound_tensors import CodedSGD, Codes, GatheredLow
 from ranks import run_ranks
+from torch_can import average_over_gloo
 
 pytestmark = pytest.mark.multi_process
 
@@ -69,7 +70,8 @@ def test_a_run_under_fsdp_goes_on_with_other_ranks(tmp_path: Path, optimizer_cla
     path = str(tmp_path / "ckpt")
     expected, *_ = run_ranks(2, save_and_go_on, path, 2, optimizer_class)
     other, *_ = run_ranks(3, load, path, 3, optimizer_class)
-    assert other == pytest.approx(expected, rel=1e-6)
+    if average_over_gloo():  # else steps depend on the number of ranks
+        assert other == pytest.approx(expected, rel=1e-6)
     state: dict[str, Any] = {"optim": None}
     dc.load(state, path, include=["optim"])
     model, optimizer = make(1, optimizer_class, sharded=False)
