@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from pathlib import Path
@@ -62,8 +61,8 @@ def test_the_writers_store_leaves_the_host_only_if_the_job_does(
 def save_over_a_bound_store(rank: int, root: str, port: int, code: str) -> list[bool]:
     import dist_ckpt as dc
 
-    if not bind_the_store():
-        os.environ["USE_LIBUV"] = "0"  # as SECURITY.md says
+    if not bind_the_store():  # as SECURITY.md says
+        code = code.replace("is_master=", "use_libuv=False, is_master=")
     names = {"dist": dist, "socket": socket, "address": HERE, "rank": rank, "world_size": 2}
     exec(compile(code.replace("29500", str(port)), "SECURITY.md", "exec"), names)
     dc.save({"rank": dc.PerRank(rank)}, f"{root}/ck")
