@@ -92,7 +92,8 @@ class Channel(Protocol):
         """Raise FalloutError if nothing more will come from one of these ranks in the operation.
 
         For who waits for them otherwise than in an exchange, within its work: call it about once
-        a second. The rank is dead, frozen or has left; one that is only slow is not lost.
+        a second. The rank is dead, frozen or has left, or its own work has failed; one that is
+        only slow is not lost.
         """
 
     def leave(self) -> None:

@@ -41,22 +41,24 @@ class Coordinator:
 
     def settle(self, phase: str, own: Envelope, decide: Callable[[Sequence[Doc]], Doc]) -> Answer:
         """Return the answer, once it is in the store: also if deciding fails or is interrupted."""
+        answer = None
         try:
             envelopes, failures = self._collect(phase, own)
             body = b""
             if not failures:
                 body = pack(decide(self._documents(phase, envelopes)))
             answer = self._answer(body, first_failure(failures) if failures else None)
+            self._put(answer)
         except NoAnswerError:
             raise
         except BaseException as error:
             failure = self._failure_of(error, phase)
-            self._put(self._answer(b"", failure))
+            # What was decided stands, whatever interrupts its telling.
+            self._put(answer or self._answer(b"", failure))
             if is_interrupt(error):
                 raise
             self.ensure_failure_is_known()
             raise error_of(failure) from error
-        self._put(answer)
         return answer
 
     def ensure_failure_is_known(self) -> None:

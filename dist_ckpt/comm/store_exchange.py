@@ -79,6 +79,9 @@ class StoreChannel:
         control.peers.look(ranks)
         for failure in control.losses(self._phase, ranks).values():
             raise FalloutError(failure.message, rank=failure.rank)
+        for rank, data in zip(ranks, control.read_each(list(map(control.key, ranks))), strict=True):
+            if data is not None and _tells_failure(data):
+                raise FalloutError(f"{control.peers.name([rank])} has failed", rank=rank)
 
     def hurry(self, unseen_s: float) -> None:
         """Wait only so long for ranks that were never seen; another thread may call it.
@@ -137,6 +140,13 @@ class StoreChannel:
         except ValueError as strange:
             message = control.strange(phase, COORDINATOR, strange)
             raise NoAnswerError(message, rank=COORDINATOR, phase=phase) from strange
+
+
+def _tells_failure(data: bytes) -> bool:
+    try:
+        return Envelope.decode(data).failure is not None
+    except ValueError:  # the coordinator tells what is strange
+        return True
 
 
 def _close(control: Control, role: Coordinator | Follower) -> None:

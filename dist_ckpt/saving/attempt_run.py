@@ -182,7 +182,6 @@ class AttemptRun:
             saved_by=self._request.saved_by,
             saved_at=time.time() if self._request.saved_at is None else self._request.saved_at,
         )
-        self._commit(self._claim, index, text)
         slowest = max(range(len(receipts)), key=lambda rank: receipts[rank].seconds)
         verdict = {
             "attempt": self._claim.attempt.name,
@@ -191,22 +190,27 @@ class AttemptRun:
             "slowest_rank": slowest,
             "slowest_s": receipts[slowest].seconds,
         }
-        return {"differing": [], "verdict": verdict}
-
-    def _commit(self, claim: commit.Claim, index: Index, text: CatalogText) -> None:
+        answer = {"differing": [], "verdict": verdict}
+        # Nothing that might fail comes after it: the others are told what is there.
         try:
-            commit.commit(self._storage, claim, index, text)
-        except (KeyboardInterrupt, SystemExit) as interrupt:
-            reason = f"the commit was interrupted: {type(interrupt).__name__}"
-            fate = commit.settle(
-                self._storage, self._path, claim.attempt, by=self._by, reason=reason
-            )
-            if fate == "abandoned":
-                raise
-            # The others must be told what is true: it is raised when they have been.
-            self._interrupt = interrupt
-            if fate != "committed":
-                raise commit.unsettled(fate, self._path, reason) from interrupt
+            commit.commit(self._storage, self._claim, index, text)
+            return answer
+        except CheckpointError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - an interrupt, mostly; raised later
+            self._settle_interrupted(self._claim, error)
+        return answer
+
+    def _settle_interrupted(self, claim: commit.Claim, error: BaseException) -> None:
+        """Find whether a commit that was interrupted has happened. If it has not, raise."""
+        reason = f"the commit was interrupted: {type(error).__name__}"
+        fate = commit.settle(self._storage, self._path, claim.attempt, by=self._by, reason=reason)
+        if fate == "abandoned":
+            raise error
+        # The others must be told what is true: it is raised when they have been.
+        self._interrupt = error
+        if fate != "committed":
+            raise commit.unsettled(fate, self._path, reason) from error
 
     def recover(self, attempt: Attempt, error: BaseException) -> Verdict | None:
         """Make "not committed" true after a failure, or find that it was committed after all.

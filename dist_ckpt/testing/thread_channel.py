@@ -111,7 +111,7 @@ class Meeting:
             bodies = [self._given[rank] for rank in range(self.world_size)]
             barrier.wait(self._timeout_s)
         except threading.BrokenBarrierError:
-            raise RankError("the thread ranks did not all meet; look for one that failed") from None
+            raise FalloutError("the thread ranks did not all meet: one has failed") from None
         return bodies
 
     def give(self, way: _Way, data: bytes) -> None:

@@ -31,6 +31,7 @@ from benchmarks.savers import DcpAsync, DcpSaver
 from benchmarks.scenario import OURS, Absent, Figure, Settings, turns
 from benchmarks.trials import Case, Load
 from benchmarks.workload import Spec, Workload, make
+from torch_can import keep_a_stager
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,7 +201,7 @@ def test_without_a_device_each_of_its_measures_says_so(tmp_path: Path) -> None:
 @slow
 @multi_process
 def test_who_has_not_staged_when_it_says_so_has_no_figure(tmp_path: Path) -> None:
-    kinds = [DcpAsync("process", keeps_stager=True), Blurter("thread")]
+    kinds = [DcpAsync("process", keeps_stager=keep_a_stager()), Blurter("thread")]
     kept, blurted = (kind.name for kind in kinds)
     settings = Settings(tmp_path, rounds=1, nbytes=1 << 20, quick=True)
     for measure, reference in [(stall, PLAIN_COPY), (steps, NO_SAVE)]:

@@ -541,7 +541,7 @@ def test_a_writer_that_was_told_to_end_and_hangs_ends_all_the_same():
     hangs = """if True:
         import os, signal, time
         from dist_ckpt.writer.process import Termination
-        termination = Termination(end_s=0.1)
+        termination = Termination(end_s=1.0)
         termination.set_seal(lambda: time.sleep(600))
         termination.begin()
         try:

@@ -1,0 +1,29 @@
+"""Whatever line of a save or load fails on one of three ranks: all ranks tell it, nothing is torn.
+
+Here it is one line of each function, on rank 0 and rank 1 by turns; `tests/helpers/line_faults.py`
+tries all lines if it is run by hand.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from line_faults import CASES, KINDS, Fault, lines_of, wrong
+
+WAYS = tuple(product((0, 1), KINDS))
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_a_line_of_each_function_may_fail_on_one_rank(make):
+    case, problems, seen = make(), [], set()
+    for victim in (0, 1):
+        for at, (function, _) in enumerate(lines_of(case, victim)):
+            if at > 0 and function not in seen:  # at 0 no operation has begun
+                seen.add(function)
+                whom, kind = WAYS[len(seen) % len(WAYS)]
+                if whom == victim:
+                    problems.append(wrong(case, Fault(victim, at, kind)))
+    assert [problem for problem in problems if problem] == []
+    assert len(seen) > 40
