@@ -66,18 +66,31 @@ def unsettled(fate: Fate, path: str, reason: str) -> StorageError:
 
 def half_deleted(storage: Storage, path: str, error: BaseException) -> StorageError:
     """Return the error of a delete that met `error` on its way."""
+    again = ", then delete it again"
     try:
         is_there = any(status.state in KEEPS_DATA for status in statuses(storage, path))
+        is_empty = _is_empty(storage, path)
     except (CheckpointError, OSError):
         told = (
             "Now it is unknown whether it is deleted: see what is wrong with the storage, look "
-            "with `dist-ckpt ls` what is there"
+            f"with `dist-ckpt ls` what is there{again}"
         )
     else:
-        told = (
-            f"{path} is not deleted: see what is wrong with the storage"
-            if is_there
-            else f"{path} is deleted, but not all of its space is free, and a power cut may bring "
-            f"it back: see what is wrong with the storage"
-        )
-    return StorageError(f"{error}. {told}, then delete it again")
+        wrong = "see what is wrong with the storage"
+        if is_there:
+            told = f"{path} is not deleted: {wrong}{again}"
+        elif is_empty:
+            told = f"{path} is deleted, but a power cut may bring it back: {wrong}"
+        else:
+            told = (
+                f"{path} is deleted, but not all of its space is free, and a power cut may bring "
+                f"it back: {wrong}{again}"
+            )
+    return StorageError(f"{error}. {told}")
+
+
+def _is_empty(storage: Storage, path: str) -> bool:
+    try:
+        return not storage.list(path)
+    except FileNotFoundError:
+        return True

@@ -12,7 +12,7 @@ import pytest
 
 import dist_ckpt as dc
 from faulty_calls import Fault, Lasting, system_calls
-from verdict_faults import CASES, Case, delete, older, prepared, some_faults, step_at
+from verdict_faults import CASES, Case, delete, gc, leftovers, older, prepared, some_faults, step_at
 
 # What is called only where no call renames exclusively.
 OF_LINKS = ("link", "lstat", "unlink", "rename ")
@@ -86,3 +86,26 @@ def test_a_stale_rename_of_a_delete_does_not_pass_for_done(tmp_path: Path):
     with system_calls(Fault(rename, errno.ESTALE)), told:
         delete(tmp_path)
     assert step_at(tmp_path / "ck") == 1
+
+
+def test_a_delete_that_failed_when_all_was_gone_says_that_it_is_deleted(tmp_path: Path):
+    older(tmp_path)
+    last = max(n for n, call in enumerate(deletion(tmp_path), 1) if call.startswith("rmdir .trash"))
+    told = pytest.raises(dc.StorageError, match="is deleted, but a power cut may bring it back")
+    with system_calls(Fault(last, errno.EIO, done=True)), told as error:
+        delete(tmp_path)
+    assert "delete it again" not in str(error.value)  # there is nothing to delete
+    assert list((tmp_path / "ck").iterdir()) == []
+
+
+def test_a_collector_is_not_stopped_by_an_answer_that_came_twice(tmp_path: Path):
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        folder.mkdir()
+        leftovers(folder)
+    with system_calls(None) as calls:
+        gc(tmp_path / "one")
+    made = calls.made.index("mkdir .trash-a1-*") + 1
+    with system_calls(Fault(made, errno.EEXIST, done=True)):
+        gc(tmp_path / "other")
+    assert step_at(tmp_path / "other" / "ck") == 2
+    assert len(list((tmp_path / "other" / "ck").iterdir())) == 1

@@ -151,7 +151,8 @@ def delete(folder: Path) -> None:
 
 
 def delete_again(folder: Path) -> None:
-    if (folder / "ck").exists():  # else the last call was done, and reported as failed
+    # Else the last call was done, and reported as failed: `ls` shows nothing.
+    if (folder / "ck").exists() and os.listdir(folder / "ck"):
         delete(folder)
 
 
