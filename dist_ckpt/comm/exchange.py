@@ -19,6 +19,8 @@ import msgpack
 
 from dist_ckpt import errors
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
+from dist_ckpt.format.plain_types import cost_of
+from dist_ckpt.format.strict_json import max_memory, memory_problem
 from dist_ckpt.reports import Tally
 
 # A plain tree: None, bool, int of 64 bits, float, str, bytes, list, dict[str, Doc]. `Any`, since
@@ -214,7 +216,12 @@ def pack(doc: Doc) -> bytes:
 
 
 def unpack(data: bytes) -> Doc:
-    """Decode what `pack` made. ValueError for anything else."""
+    """Decode what `pack` made. ValueError for anything else, and for what costs far more memory."""
+    # Nothing costs 200 times its bytes: a short document, as most are, is not walked through.
+    if len(data) * 200 > max_memory(0):
+        problem = memory_problem(len(data), cost_of(data, max_memory(len(data))))
+        if problem is not None:
+            raise ValueError(f"a document of which {problem}")
     try:
         return msgpack.unpackb(data, max_ext_len=0)
     except ValueError as error:  # all of msgpack's are; some say nothing

@@ -44,10 +44,10 @@ class Coordinator:
         answer = None
         try:
             envelopes, failures = self._collect(phase, own)
-            body = b""
-            if not failures:
-                body = pack(decide(self._documents(phase, envelopes)))
-            answer = self._answer(body, first_failure(failures) if failures else None)
+            if failures:
+                answer = self._answer(b"", first_failure(failures))
+            else:
+                answer = self._answer(pack(decide(self._documents(phase, envelopes))), None)
             self._put(answer)
         except NoAnswerError:
             raise

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dist_ckpt.comm.control import Control
 from dist_ckpt.comm.exchange import (
     COORDINATOR,
+    Answer,
     Doc,
     Envelope,
     FalloutError,
@@ -79,8 +80,10 @@ class StoreChannel:
         control.peers.look(ranks)
         for failure in control.losses(self._phase, ranks).values():
             raise FalloutError(failure.message, rank=failure.rank)
-        for rank, data in zip(ranks, control.read_each(list(map(control.key, ranks))), strict=True):
-            if data is not None and _tells_failure(data):
+        # The coordinator tells of its own failure in the answer.
+        keys = [control.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
+        for rank, data in zip(ranks, control.read_each(keys), strict=True):
+            if data is not None and _tells_failure(rank, data):
                 raise FalloutError(f"{control.peers.name([rank])} has failed", rank=rank)
 
     def hurry(self, unseen_s: float) -> None:
@@ -142,9 +145,10 @@ class StoreChannel:
             raise NoAnswerError(message, rank=COORDINATOR, phase=phase) from strange
 
 
-def _tells_failure(data: bytes) -> bool:
+def _tells_failure(rank: int, data: bytes) -> bool:
+    kind = Answer if rank == COORDINATOR else Envelope
     try:
-        return Envelope.decode(data).failure is not None
+        return kind.decode(data).failure is not None
     except ValueError:  # the coordinator tells what is strange
         return True
 

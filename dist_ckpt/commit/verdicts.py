@@ -10,7 +10,7 @@ from typing import Literal
 
 from dist_ckpt.commit.attempts import abandon, read_index, statuses
 from dist_ckpt.errors import CheckpointError, StorageError
-from dist_ckpt.format.filenames import Attempt
+from dist_ckpt.format.filenames import Attempt, is_trash
 from dist_ckpt.format.index import Index
 from dist_ckpt.storage import Storage
 
@@ -68,8 +68,9 @@ def half_deleted(storage: Storage, path: str, error: BaseException) -> StorageEr
     """Return the error of a delete that met `error` on its way."""
     again = ", then delete it again"
     try:
-        is_there = any(status.state in KEEPS_DATA for status in statuses(storage, path))
-        is_empty = _is_empty(storage, path)
+        found = statuses(storage, path)
+        is_there = any(status.state in KEEPS_DATA for status in found)
+        is_gone = not found and not _has_trash(storage, path)
     except (CheckpointError, OSError):
         told = (
             "Now it is unknown whether it is deleted: see what is wrong with the storage, look "
@@ -79,7 +80,7 @@ def half_deleted(storage: Storage, path: str, error: BaseException) -> StorageEr
         wrong = "see what is wrong with the storage"
         if is_there:
             told = f"{path} is not deleted: {wrong}{again}"
-        elif is_empty:
+        elif is_gone:
             told = f"{path} is deleted, but a power cut may bring it back: {wrong}"
         else:
             told = (
@@ -89,8 +90,8 @@ def half_deleted(storage: Storage, path: str, error: BaseException) -> StorageEr
     return StorageError(f"{error}. {told}")
 
 
-def _is_empty(storage: Storage, path: str) -> bool:
+def _has_trash(storage: Storage, path: str) -> bool:
     try:
-        return not storage.list(path)
+        return any(is_trash(entry.name) for entry in storage.list(path))
     except FileNotFoundError:
-        return True
+        return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import time
+import tracemalloc
 from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
@@ -283,3 +284,15 @@ def test_ranks_whose_messages_are_mutated_end_in_errors_of_ours(seed: int):
     for error in agree_twice(ScribbledStore(seed)):
         assert error is None or isinstance(error, CheckpointError | TypeError | ValueError)
         assert error is None or str(error)
+
+
+def test_a_document_that_would_take_far_more_memory_than_it_has_bytes_is_refused():
+    nbytes = 4 << 20
+    data = b"\xdd" + nbytes.to_bytes(4, "big") + b"\x80" * nbytes  # a list of empty maps
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"4194309 bytes would take more than \d+ bytes"):
+            unpack(data)
+        assert tracemalloc.get_traced_memory()[1] < nbytes
+    finally:
+        tracemalloc.stop()

@@ -70,10 +70,12 @@ def test_a_delete_that_was_stopped_is_finished_by_the_next(tmp_path: Path):
         delete(tmp_path)
 
 
-def deletion(folder: Path) -> list[str]:
-    """Return the calls of a delete of a checkpoint, which is not there after it."""
+def deletion(folder: Path, beside: str = "") -> list[str]:
+    """Return the calls of a delete of a checkpoint, beside which there may be a file."""
     (folder / "other").mkdir()
     older(folder / "other")
+    if beside:
+        (folder / "other" / "ck" / beside).touch()
     with system_calls(None) as calls:
         delete(folder / "other")
     return calls.made
@@ -90,12 +92,14 @@ def test_a_stale_rename_of_a_delete_does_not_pass_for_done(tmp_path: Path):
 
 def test_a_delete_that_failed_when_all_was_gone_says_that_it_is_deleted(tmp_path: Path):
     older(tmp_path)
-    last = max(n for n, call in enumerate(deletion(tmp_path), 1) if call.startswith("rmdir .trash"))
+    (tmp_path / "ck" / "notes.txt").touch()  # somebody else's, so it stays
+    made = deletion(tmp_path, "notes.txt")
+    last = max(n for n, call in enumerate(made, 1) if call.startswith("rmdir .trash"))
     told = pytest.raises(dc.StorageError, match="is deleted, but a power cut may bring it back")
     with system_calls(Fault(last, errno.EIO, done=True)), told as error:
         delete(tmp_path)
     assert "delete it again" not in str(error.value)  # there is nothing to delete
-    assert list((tmp_path / "ck").iterdir()) == []
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["notes.txt"]
 
 
 def test_a_collector_is_not_stopped_by_an_answer_that_came_twice(tmp_path: Path):

@@ -19,7 +19,7 @@ def test_a_line_of_each_function_may_fail_on_one_rank(make):
         for at, (function, _) in enumerate(lines_of(case, victim)):
             if at > 0 and function not in seen:  # at 0 no operation has begun
                 seen.append(function)
-                if len(seen) % 2 == victim:
-                    problems.append(wrong(case, Fault(victim, at, KINDS[len(seen) // 2 % 2])))
+                if len(seen) % 3 == victim:
+                    problems.append(wrong(case, Fault(victim, at, KINDS[len(seen) // 3 % 2])))
         assert len(seen) > 20
     assert [problem for problem in problems if problem] == []
