@@ -11,7 +11,10 @@ if [ $# = 0 ] || [[ $1 == -* ]]; then
 fi
 
 # How many tests ended like that, in both halves of a run.
-count() { grep -E '^=+ .* in [0-9.]+s' "$log" | grep -oE "[0-9]+ $1" | awk '{ n += $1 } END { print n + 0 }'; }
+count() {
+    { grep -E '^=+ .* in [0-9.]+s' "$log" | grep -oE "[0-9]+ $1" || true; } |
+        awk '{ n += $1 } END { print n + 0 }'
+}
 
 rows=() code=0
 for version in "$@"; do
