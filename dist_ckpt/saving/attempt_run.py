@@ -111,8 +111,9 @@ class AttemptRun:
 
         On return the checkpoint is durable. Whatever is raised instead, no checkpoint was made;
         a StorageError that says so is the exception: it is there, but may not outlive a power
-        cut, or that is unknown. So is an interrupt, which is raised as it is on the rank where it
-        happened: what the others are told is logged there. `text` is that of the plan's catalog;
+        cut, or that is unknown. So is an interrupt of the commit, or what else it met that is no
+        error of ours: that is raised as it is on the rank where it happened, and what the others
+        are told is logged there. `text` is that of the plan's catalog;
         `replica_digests` tells the digests of one replica group's members, by name.
         """
         try:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt import commit
-from dist_ckpt.format.filenames import Attempt, trash_name
+from dist_ckpt.format.filenames import Attempt, is_trash, parse_attempt, trash_name
 from dist_ckpt.storage.local import LocalStorage
 from faulty_calls import Fault, Lasting, system_calls
 
@@ -151,8 +151,10 @@ def delete(folder: Path) -> None:
 
 
 def delete_again(folder: Path) -> None:
-    with suppress(dc.NotFoundError):  # the last call was done, and reported as failed
-        delete(folder)
+    path = folder / "ck"
+    names = os.listdir(path) if path.exists() else []
+    if any(is_trash(name) or parse_attempt(name) for name in names):
+        delete(folder)  # else the last call was done, and reported as failed
 
 
 WRITES = {"done": 2, "in place": 2}

@@ -1,7 +1,7 @@
 """Whatever line of a save or load fails on one of three ranks: all ranks tell it, nothing is torn.
 
-Here it is one line of each function, on rank 0 and rank 1 by turns; `tests/helpers/line_faults.py`
-tries all lines if it is run by hand.
+Here it is one line of a third of the functions on rank 0, and of another third on rank 1;
+`tests/helpers/line_faults.py` tries all lines if it is run by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from line_faults import CASES, KINDS, Fault, lines_of, wrong
 
 
 @pytest.mark.parametrize("make", CASES)
-def test_a_line_of_each_function_may_fail_on_one_rank(make):
+def test_a_line_of_a_function_may_fail_on_one_rank(make):
     case, problems = make(), []
     for victim in (0, 1):
         seen: list[str] = []
