@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from types import TracebackType
 
 from dist_ckpt import commit
 from dist_ckpt.comm.collective import AloneCollective, Bodies, distinct, name_of
-from dist_ckpt.comm.exchange import Alone, Doc, Envelope, new_nonce, pack, unpack
+from dist_ckpt.comm.exchange import Alone, AloneExchange, Exchange
+from dist_ckpt.comm.messages import Envelope, new_nonce, pack
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.receipts import sizes_of
 from dist_ckpt.format import filenames
@@ -40,7 +42,14 @@ from dist_ckpt.planning.plan import (
     Whole,
 )
 from dist_ckpt.planning.save_planner import stored_nbytes
-from dist_ckpt.saving.agreement import PlanAgreement
+from dist_ckpt.saving.agreement import (
+    Agreed,
+    LastPlan,
+    Planned,
+    is_plan_good,
+    last_plan,
+    plan_together,
+)
 from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest
 from dist_ckpt.storage import Entry
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -235,7 +244,7 @@ class SimulatedChannel(Alone):
     def __init__(self, world_size: int) -> None:
         super().__init__()
         self.world_size = world_size
-        self.others: dict[str, Sequence[Doc]] = {}
+        self.others: dict[str, Sequence[object]] = {}
         self.seconds: dict[str, float] = {}
         self.nbytes: dict[str, int] = {}
         self._what = ""
@@ -245,22 +254,42 @@ class SimulatedChannel(Alone):
         self._what = what
         self.seconds, self.nbytes = {}, {}
 
-    def exchange(
-        self, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
-    ) -> Doc:
+    def exchange(self, phase: str) -> Exchange:
         """See `Channel.exchange`. Ranks of which nothing is given put what rank 0 puts."""
-        given = [self._envelope(phase, doc) for doc in self.others.get(phase, ())]
-        start = time.process_time()
-        own = self._envelope(phase, work())
-        envelopes = [own, *(given or [own] * (self.world_size - 1))]
-        answer = pack(decide([unpack(Envelope.decode(data).body) for data in envelopes]))
-        self.seconds[phase] = time.process_time() - start
-        self.nbytes[phase] = max(map(len, envelopes))
-        self.exchanges = self.exchanges.plus(len(answer))
-        return unpack(answer)
+        return _SimulatedExchange(phase, self)
 
-    def _envelope(self, phase: str, doc: Doc) -> bytes:
-        return Envelope(self._what, phase, "0" * 16, new_nonce(), pack(doc), None).encode()
+    def envelope(self, phase: str, body: bytes) -> bytes:
+        """Return what a rank puts into the store."""
+        return Envelope(self._what, phase, "0" * 16, new_nonce(), body, None).encode()
+
+
+class _SimulatedExchange(AloneExchange):
+    def __init__(self, phase: str, channel: SimulatedChannel) -> None:
+        super().__init__(phase)
+        self._channel = channel
+        others = channel.others.get(phase, ())
+        self._others = [channel.envelope(phase, pack(message)) for message in others]
+        self._nbytes = 0
+        self._start = time.process_time()
+
+    def _gathered(self) -> Sequence[bytes]:
+        channel = self._channel
+        own = channel.envelope(self.phase, *super()._gathered())
+        envelopes = [own, *(self._others or [own] * (channel.world_size - 1))]
+        self._nbytes = max(map(len, envelopes))
+        return [Envelope.decode(data).body for data in envelopes]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        channel = self._channel
+        channel.seconds[self.phase] = time.process_time() - self._start
+        channel.nbytes[self.phase] = self._nbytes
+        channel.exchanges = channel.exchanges.plus(len(self._answer))
 
 
 class SimulatedCollective(AloneCollective):
@@ -324,16 +353,31 @@ class SimulatedSave:
             saved_by={},
         )
         run = AttemptRun(self.channel, self.session.config, request)
-        agreement = PlanAgreement(self.session, run.claim)
         with self.session.operation(f"save to {self.path}"):
-            planned, _ = agreement.agree(request.asked, lambda: self._own)
+            planned = self._agree(request, run)
             plan = planned.plan
             assert run.claimed is not None
             own, *others = receipts_of(plan)
             self.storage.listed = sizes_of([own, *others])
-            self.channel.others["write"] = [{"receipt": plan_msgpack.pack(one)} for one in others]
+            self.channel.others["write"] = others
             run.settle(planned.text, run.claimed, lambda: own, lambda _: {})
         return plan
+
+    def _agree(self, request: SaveRequest, run: AttemptRun) -> Planned:
+        """Do what `saving.save` does in its first exchanges."""
+        session = self.session
+        with session.channel.exchange("agree") as agreeing:
+            last = last_plan(session, self._own)
+            offers = agreeing.gather(request.offer(last, 0))
+            agreeing.decide(Agreed(run.claim() if is_plan_good(offers) else "", 0))
+        if agreeing.result(Agreed).name and last is not None:
+            return last.planned
+        with session.channel.exchange("plan") as planning:
+            planned = plan_together(session, self._own)
+            planning.gather(None)
+            planning.decide(run.claim())
+        session.keep(LastPlan(planning.result(str), planned))
+        return planned
 
     def index(self) -> bytes:
         """Return the index of the last save."""

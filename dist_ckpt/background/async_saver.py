@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from numbers import Real
 from types import TracebackType
@@ -17,10 +17,9 @@ from torch.distributed import ProcessGroup
 
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.background.job import Job
-from dist_ckpt.background.readiness import ALIKE, WhenBusy
+from dist_ckpt.background.readiness import Saver, WhenBusy, check_savers
 from dist_ckpt.background.restore import restore_together
-from dist_ckpt.background.save import BackgroundSave
-from dist_ckpt.comm.exchange import Doc, check_alike
+from dist_ckpt.background.save import save_in_background
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.loading.options import LoadOptions
@@ -62,11 +61,11 @@ class _Options:
             least = f"a number, {MIN_BYTES_PER_S} at least, or None"
             _check_number("max_bytes_per_s", self.max_bytes_per_s, MIN_BYTES_PER_S, least)
 
-    def asked(self) -> Doc:
-        """Return what all ranks must ask for alike, in `ALIKE`'s words."""
+    def asked(self) -> Saver:
+        """Return what all ranks must ask for alike."""
         # Not the id of a job that the root makes: a file system has other numbers on other hosts.
         root = None if self.root is None or self.job is not None else self._absolute_root()
-        return {"job": self.job, "root": root, "when_busy": self.when_busy}
+        return Saver(self.job, root, self.when_busy)
 
     def root_id(self) -> str | None:
         """Return the id of the root, which gets one if need be; None if no job is made of it."""
@@ -175,8 +174,9 @@ class AsyncSaver:
         with self._alone(), self._ranks.operation(f"background save to {path}"):
             if self._options.job is None and self._root_id is None:
                 self._root_id = self._root_id_above(path)
-            save = BackgroundSave(self._ranks, lambda: self._job_of(path), state, path, options)
-            handle = save.run(self._options.when_busy, self._options.asked())
+            handle = save_in_background(
+                self._ranks, lambda: self._job_of(path), state, path, options, self._options.asked()
+            )
         self.num_skipped += handle.skipped
         return handle
 
@@ -281,20 +281,17 @@ class AsyncSaver:
     def _open(self) -> None:
         """Compare the options with the other ranks', and begin the job if it is known."""
         options, channel = self._options, self._ranks.channel
-
-        def ask() -> Doc:
+        with channel.exchange("options") as comparing:
             options.check()
-            return options.asked()
-
-        def compare(asked: Sequence[Doc]) -> Doc:
-            check_alike("AsyncSaver", asked, ALIKE)
-            return options.root_id()
-
-        self._root_id = channel.exchange("options", ask, compare)
+            if savers := comparing.gather(options.asked()):
+                check_savers("AsyncSaver", savers)
+                comparing.decide(options.root_id() or "")
+        self._root_id = comparing.result(str) or None
         if (name := options.job_name(self._root_id)) is None:
             return
         try:
-            channel.exchange("job", lambda: self._begin(name), lambda _: None)
+            with channel.exchange("job"):
+                self._begin(name)
         except BaseException:
             if self._job is not None:  # but another rank has none
                 self._job.close(keep=True)
@@ -302,12 +299,11 @@ class AsyncSaver:
 
     def _root_id_above(self, path: str | os.PathLike[str]) -> str:
         """Return the id of the folder that a first save's checkpoint lies in. Collective."""
-
-        def make(paths: Sequence[Doc]) -> Doc:
-            return make_root_id(open_storage(path)[0], os.path.dirname(paths[0]))
-
-        root_id: str = self._ranks.channel.exchange("root", lambda: open_storage(path)[1], make)
-        return root_id
+        with self._ranks.channel.exchange("root") as rooting:
+            storage, own = open_storage(path)
+            if paths := rooting.gather(own):
+                rooting.decide(make_root_id(storage, os.path.dirname(paths[0])))
+        return rooting.result(str)
 
     def _job_of(self, path: str | os.PathLike[str]) -> Job:
         if self._job is None:
@@ -322,7 +318,7 @@ class AsyncSaver:
             name,
             channel.rank,
             channel.world_size,
-            {**asdict(self._ranks.config), "host": channel.host},
+            replace(self._ranks.config, host=channel.host),
             None if options.max_bytes_per_s is None else float(options.max_bytes_per_s),
         )
         self._job = Job(hello, settle_s=float(options.settle_s))

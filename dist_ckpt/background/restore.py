@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 from dist_ckpt import __version__, commit
-from dist_ckpt.background.readiness import ALIKE
-from dist_ckpt.comm.exchange import Doc, check_alike
+from dist_ckpt.background.readiness import Saver, check_savers
+from dist_ckpt.comm.messages import Message
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.receipts import check_receipts, differing_groups
 from dist_ckpt.errors import (
@@ -46,14 +46,14 @@ def restore_together(
     options: LoadOptions,
     storage: Storage | None = None,
     *,
-    saver: Doc,
+    saver: Saver,
 ) -> tuple[str, LoadReport] | None:
     """Fill a state from the newest save of a job that memory has. Collective: every rank calls it.
 
-    `saver` has the options of the saver that are alike on all ranks (`readiness.ALIKE`).
-    Each rank holds its trainer's lock in `folder`, its host's, and all of them have settled with
-    the writers that an earlier run has left. Returns the snapshot's id and the report; None, having
-    touched nothing, if no save is left that can be used:
+    `saver` has the options that are alike on all ranks. Each rank holds its trainer's lock in
+    `folder`, its host's, and all of them have settled with the writers that an earlier run has
+    left. Returns the snapshot's id and the report; None, having touched nothing, if no save is left
+    that can be used:
 
     - one that was committed, and is still the checkpoint at its path. What the hosts have of it
       is taken from memory, the rest from the storage;
@@ -82,8 +82,39 @@ def restore_together(
     return None
 
 
-# What the ranks tell alike of a save, in the order in which `_Told` takes it.
-_ALIKE = ("id", "path", "step", "world_size", "began_at", "overwrite")
+class _Save(Message, frozen=True):
+    """A save, as all who have some of it tell alike."""
+
+    id: str
+    path: str
+    step: int | None
+    world_size: int
+    began_at: float
+    overwrite: bool
+
+
+class _Seen(Message, frozen=True):
+    """What one host has of a save: see `KeptSave`."""
+
+    save: _Save
+    attempt: str | None
+    was_committed: bool
+    sealed: frozenset[int]
+
+
+class _Look(Message, frozen=True):
+    """What one rank has seen on its host, and what is wrong there."""
+
+    seen: tuple[_Seen, ...]
+    problems: tuple[str, ...]
+
+
+class _Choice(Message, frozen=True):
+    """The save to restore, "" if there is none; the attempt of its index, "" if it is committed."""
+
+    id: str
+    path: str
+    attempt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +124,20 @@ class _Told:
     `attempts` are those that it was claimed as, by what the writers have sealed: one or none.
     """
 
-    id: str
-    path: str
-    step: int | None
-    world_size: int
-    began_at: float
-    overwrite: bool
-    _: KW_ONLY
+    save: _Save
     attempts: frozenset[str]
     was_committed: bool
     sealed: tuple[frozenset[int], ...]
 
     @property
     def name(self) -> str:
-        return self.path if self.step is None else f"step {self.step} ({self.path})"
+        path, step = self.save.path, self.save.step
+        return path if step is None else f"step {step} ({path})"
 
     @property
     def is_everywhere(self) -> bool:
         """Whether every host has all of it."""
-        return all(len(there) == self.world_size for there in self.sealed)
+        return all(len(there) == self.save.world_size for there in self.sealed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +156,7 @@ class _Restoring:
         folder: JobFolder,
         storage: Storage | None,
         stack: ExitStack,
-        saver: Doc,
+        saver: Saver,
     ) -> None:
         self._ranks = ranks
         self._saver = saver
@@ -142,51 +168,57 @@ class _Restoring:
 
     def choose(self, passed_over: set[str]) -> _Chosen | None:
         """Agree on the newest save that can be used, but for some. Collective."""
-
-        def decide(payloads: Sequence[Doc]) -> Doc:
-            for problem in sorted({one for payload in payloads for one in payload["problems"]}):
-                _log.warning("not restored from memory: %s", problem)
-            for told in _merged([payload["saves"] for payload in payloads]):
-                if told.id in passed_over:
-                    continue
-                try:
-                    attempt = self._attempt_of(told)
-                except _UnusableError as error:
-                    _log.warning("%s is not restored from memory: %s", told.name, error)
-                    continue
-                return {"id": told.id, "path": told.path, "attempt": attempt}
-            return None
-
+        channel = self._ranks.channel
         with self._ranks.operation(f"restore of job {self._folder.job}"):
             # When all are here all have settled with their writers: nothing is sealed any more.
-            self._ranks.channel.exchange("settled", lambda: self._saver, _compare)
-            answer = self._ranks.channel.exchange("snapshots", self._look, decide)
-        if answer is None:
+            with channel.exchange("settled") as settling:
+                if savers := settling.gather(self._saver):
+                    check_savers("AsyncSaver.restore", savers)
+            with channel.exchange("snapshots") as choosing:
+                kept, look = self._look()
+                if looks := choosing.gather(look):
+                    choosing.decide(self._choice(looks, passed_over))
+        choice = choosing.result(_Choice)
+        if not choice.id:
             return None
-        assert self._kept is not None
-        save = self._kept.saves.get(answer["id"])
-        if answer["attempt"] is None:
-            return _Chosen(answer["id"], answer["path"], KeptCommitted(save))
+        save = kept.saves.get(choice.id)
+        if not choice.attempt:
+            return _Chosen(choice.id, choice.path, KeptCommitted(save))
         assert save is not None, "every host has it"
-        kept = KeptUncommitted(save, answer["attempt"], self._index)
-        return _Chosen(answer["id"], answer["path"], kept)
+        uncommitted = KeptUncommitted(save, choice.attempt, self._index)
+        return _Chosen(choice.id, choice.path, uncommitted)
 
-    def _look(self) -> Doc:
-        """Tell which saves this host has."""
+    def _choice(self, looks: Sequence[_Look], passed_over: set[str]) -> _Choice:
+        """Choose the newest save that can be used. Coordinator only."""
+        for problem in sorted({problem for look in looks for problem in look.problems}):
+            _log.warning("not restored from memory: %s", problem)
+        for told in _merged([look.seen for look in looks]):
+            if told.save.id in passed_over:
+                continue
+            try:
+                attempt = self._attempt_of(told)
+            except _UnusableError as error:
+                _log.warning("%s is not restored from memory: %s", told.name, error)
+                continue
+            return _Choice(told.save.id, told.save.path, attempt or "")
+        return _Choice("", "", "")
+
+    def _look(self) -> tuple[KeptSaves, _Look]:
+        """See which saves this host has."""
         problems: tuple[str, ...] = ()
         if self._kept is None:
             self._kept = self._stack.enter_context(kept_saves(self._folders()))
             problems = self._kept.problems
-        saves = [
-            {
-                **{name: getattr(save, name) for name in _ALIKE},
-                "attempt": save.attempt,
-                "was_committed": save.was_committed,
-                "sealed": sorted(save.sealed),
-            }
+        seen = tuple(
+            _Seen(
+                _Save(*(getattr(save, name) for name in _Save.__struct_fields__)),
+                save.attempt,
+                save.was_committed,
+                frozenset(save.sealed),
+            )
             for save in self._kept.saves.values()
-        ]
-        return {"saves": saves, "problems": list(problems)}
+        )
+        return self._kept, _Look(seen, problems)
 
     def _folders(self) -> Iterator[RankFolder]:
         """Yield the folders of this run's ranks, and of those whose trainer is gone."""
@@ -207,12 +239,12 @@ class _Restoring:
             raise _UnusableError("no rank's part of it is whole")
         if len(told.attempts) > 1:
             raise _UnusableError(f"its parts are of several attempts: {sorted(told.attempts)}")
-        storage = self._storage or open_storage(told.path)[0]
+        storage = self._storage or open_storage(told.save.path)[0]
         if (newer := _newer_beside(storage, told, self._ranks.config.threads)) is not None:
             raise _UnusableError(f"{newer} was committed since")
         above = 1
         try:
-            found, index = commit.find(storage, told.path)
+            found, index = commit.find(storage, told.save.path)
         except NotFoundError:
             if told.was_committed:
                 raise _UnusableError("it was committed, and is deleted by now") from None
@@ -221,10 +253,10 @@ class _Restoring:
         else:
             if found.name in told.attempts:
                 return None
-            if index.saved_at >= told.began_at or not _would_replace(told, found):
+            if index.saved_at >= told.save.began_at or not _would_replace(told, found):
                 raise _UnusableError(f"{found} is the checkpoint there")
             above = found.number + 1
-        (attempt,) = told.attempts or {Attempt(above, told.id[:ID_LENGTH]).name}
+        (attempt,) = told.attempts or {Attempt(above, told.save.id[:ID_LENGTH]).name}
         self._index = self._rebuilt(told, attempt)
         return attempt
 
@@ -233,20 +265,16 @@ class _Restoring:
             raise _UnusableError("it was not committed, and not every host has all of it")
         assert self._kept is not None
         try:
-            return rebuilt_index(self._kept.saves[told.id], attempt)
+            return rebuilt_index(self._kept.saves[told.save.id], attempt)
         except (CheckpointError, ValueError) as error:
             raise _UnusableError(str(error)) from error
-
-
-def _compare(savers: Sequence[Doc]) -> Doc:
-    check_alike("AsyncSaver.restore", savers, ALIKE)
 
 
 def _would_replace(told: _Told, found: Attempt) -> bool:
     """Say whether a save would be the checkpoint instead of an older one, had it been committed."""
     claimed = [parse_attempt(attempt) for attempt in told.attempts]
     is_above = all(one is not None and one.number > found.number for one in claimed)
-    return told.overwrite and not told.was_committed and is_above
+    return told.save.overwrite and not told.was_committed and is_above
 
 
 def _newer_beside(storage: Storage, told: _Told, threads: int) -> str | None:
@@ -255,14 +283,14 @@ def _newer_beside(storage: Storage, told: _Told, threads: int) -> str | None:
     Later in both: a save that began earlier may be committed later, and who has gone back to an
     older step saves lower ones than there are.
     """
-    folder, _, own = told.path.rpartition("/")
-    if told.step is None:
+    folder, _, own = told.save.path.rpartition("/")
+    if told.save.step is None:
         return None
     try:
         entries = storage.list(folder)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    step, began_at = told.step, told.began_at
+    step, began_at = told.save.step, told.save.began_at
 
     def is_newer(path: str) -> bool:
         with suppress(NotFoundError, CorruptError, IncompatibleError):
@@ -281,23 +309,20 @@ class _UnusableError(Exception):
     """A save cannot be restored: why."""
 
 
-def _merged(payloads: Sequence[Sequence[Doc]]) -> list[_Told]:
+def _merged(looks: Sequence[Sequence[_Seen]]) -> list[_Told]:
     """Return what the ranks tell about saves, the newest first."""
-    told: dict[tuple[Doc, ...], dict[int, Doc]] = {}
-    for rank, saves in enumerate(payloads):
-        for save in saves:
-            what = tuple(save[name] for name in _ALIKE)
-            told.setdefault(what, {})[rank] = save
+    told: dict[_Save, dict[int, _Seen]] = {}
+    for rank, seen in enumerate(looks):
+        for one in seen:
+            told.setdefault(one.save, {})[rank] = one
     found = []
-    for what, saves_of in told.items():
-        attempts = {save["attempt"] for save in saves_of.values()} - {None, UNCLAIMED}
-        there = (saves_of.get(rank, {"sealed": ()}) for rank in range(len(payloads)))
-        sealed = tuple(frozenset(save["sealed"]) for save in there)
-        was_committed = any(save["was_committed"] for save in saves_of.values())
-        found.append(
-            _Told(*what, attempts=frozenset(attempts), was_committed=was_committed, sealed=sealed)
-        )
-    return sorted(found, key=lambda one: (one.began_at, one.id), reverse=True)
+    for save, by_rank in told.items():
+        attempts = {one.attempt for one in by_rank.values() if one.attempt is not None}
+        there = (by_rank.get(rank) for rank in range(len(looks)))
+        sealed = tuple(frozenset() if one is None else one.sealed for one in there)
+        was_committed = any(one.was_committed for one in by_rank.values())
+        found.append(_Told(save, frozenset(attempts - {UNCLAIMED}), was_committed, sealed))
+    return sorted(found, key=lambda one: (one.save.began_at, one.save.id), reverse=True)
 
 
 def rebuilt_index(save: KeptSave, attempt: str) -> bytes:

@@ -8,19 +8,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from msgspec.structs import asdict
 
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.background.job import Job
-from dist_ckpt.background.readiness import Readiness, Start, WhenBusy
+from dist_ckpt.background.readiness import Saver, Start, agree_on_start
 from dist_ckpt.background.staging import images_of, stage, stage_beside
 from dist_ckpt.background.writer_client import Order, OwnWriter
-from dist_ckpt.comm.collective import Bodies
-from dist_ckpt.comm.exchange import Doc
+from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.session import Session
 from dist_ckpt.memory.cuda import check_no_capture
-from dist_ckpt.planning.plan import SavePlan
 from dist_ckpt.reports import Phases, SaveReport, Tally
-from dist_ckpt.saving.agreement import CachedPlan, PlanAgreement
+from dist_ckpt.saving.agreement import (
+    Agreed,
+    LastPlan,
+    Planned,
+    is_plan_good,
+    last_plan,
+    plan_together,
+)
 from dist_ckpt.saving.attempt_run import SaveRequest
 from dist_ckpt.saving.held_state import HeldState
 from dist_ckpt.saving.save import SaveOptions, request_of
@@ -37,164 +43,201 @@ from dist_ckpt.writer.messages import Done, Write
 _NO_ID = "0" * 32
 
 
-class BackgroundSave:
-    """One rank's side of one save; its methods run inside the exchanges.
+def save_in_background(
+    ranks: Session,
+    job_of: Callable[[], Job],
+    state: State,
+    path: str | os.PathLike[str],
+    options: SaveOptions,
+    saver: Saver,
+) -> SaveHandle:
+    """Return a handle of a save that is staged, or skipped. Collective.
 
-    `job` returns what this rank has of the job, which the first save may have to begin.
+    What lies on a CUDA device is still copied. `job_of` returns what this rank has of the job,
+    which the first save has to begin.
     """
+    phases = Phases("background save", str(path), quiet=ranks.channel.rank != COORDINATOR)
 
-    def __init__(
-        self,
-        ranks: Session,
-        job: Callable[[], Job],
-        state: State,
-        path: str | os.PathLike[str],
-        options: SaveOptions,
-    ) -> None:
-        self._ranks = ranks
-        self._job_of = job
-        self._options = options
-        self._where = path
-        self._held = HeldState(ranks, state, options.sharding)
-        self._phases = Phases("background save", str(path), quiet=ranks.channel.rank != 0)
-        self._job: Job
-        self._start: Start
-        self._request: SaveRequest
-        self._files: RankFiles
-        self._snapshot: Snapshot
-        self._arena: Arena
-        self._number = 0
+    def begin() -> OwnWriter:
+        job = job_of()
+        job.fence.join()
+        return job.writer
 
-    def run(self, when_busy: WhenBusy, saver: Doc) -> SaveHandle:
-        """Return a handle of the save, which is staged, or skipped. Collective.
+    with phases.phase("ready"):
+        start = agree_on_start(ranks, begin, saver)
+    if start is None:
+        return SaveHandle(str(path), options.step)
+    job, is_agreed = job_of(), False
+    try:
+        with phases.phase("agree"):
+            job.reclaim(all_are_here=True)
+            agreed = _agree(_BegunSave(ranks, job, start, options), state, path)
+        is_agreed = True
+    finally:
+        # A save that waits to be written is superseded only by one that is agreed.
+        if start.queued is not None:
+            job.writer.go(start.queued, drop=is_agreed)
+    with phases.phase("stage"):
+        order = _stage(job, agreed, start)
+    staged = _Staged(
+        path=agreed.path,
+        step=options.step,
+        world_size=ranks.channel.world_size,
+        num_tensors=len(agreed.room.files.catalog.tensors),
+        seconds=dict(phases.seconds),
+        exchanges=ranks.exchanges,
+        collectives=ranks.collectives,
+    )
+    return SaveHandle(staged.path, staged.step, job.writer, order, staged.report)
 
-        What lies on a CUDA device is still copied. `saver`: its options, as `Readiness` has them.
-        """
-        with self._phases.phase("ready"):
-            start = Readiness(self._ranks, self._begin, when_busy, saver).agree()
-        if start is None:
-            return SaveHandle(str(self._where), self._options.step)
-        self._start = start
-        is_agreed = False
-        try:
-            with self._phases.phase("agree"):
-                planned, name = self._agree()
-            is_agreed = True
-        finally:
-            # A save that waits to be written is superseded only by one that is agreed.
-            if start.queued is not None:
-                self._job.writer.go(start.queued, drop=is_agreed)
-        with self._phases.phase("stage"):
-            order = self._stage(name)
-        staged = _Staged(
-            path=self._request.path,
-            step=self._options.step,
-            world_size=self._ranks.channel.world_size,
-            num_tensors=len(planned.plan.catalog.tensors),
-            seconds=dict(self._phases.seconds),
-            exchanges=self._ranks.exchanges,
-            collectives=self._ranks.collectives,
-        )
-        return SaveHandle(staged.path, staged.step, self._job.writer, order, staged.report)
 
-    def _begin(self) -> OwnWriter:
-        self._job = self._job_of()
-        self._job.fence.join()
-        return self._job.writer
+@dataclass(frozen=True, slots=True)
+class _BegunSave:
+    """A save that has begun: whose it is, and how."""
 
-    def _agree(self) -> tuple[CachedPlan, str]:
-        self._job.reclaim(all_are_here=True)
-        agreement = PlanAgreement(self._ranks, lambda: secrets.token_hex(16), self._prepare)
-        return agreement.agree(self._ask, self._held.take)
-
-    def _ask(self) -> Doc:
-        self._options.check()
-        check_no_capture()
-        self._request = request_of(*open_storage(self._where), self._options)
-        return self._request.asked()
-
-    def _prepare(self, plan: SavePlan, bodies: Bodies) -> None:
-        """Make room: an arena that nobody writes from, as large as it needs to be."""
-        options, channel = self._options, self._ranks.channel
-        self._files = self._held.files(plan, options.step, options.metadata or {})
-        details = Details(
-            overwrite=options.overwrite,
-            mirrored=self._request.mirrored,
-            saved_by=self._request.saved_by,
-            began_at=self._start.began_at,
-            bodies=bodies,
-            replicas=self._held.all_replica_digests(plan),
-        )
-        self._snapshot = Snapshot(
-            id=_NO_ID,
-            path=self._request.path,
-            step=options.step,
-            rank=channel.rank,
-            world_size=channel.world_size,
-            images=images_of(self._files),
-            details=encode_details(details),
-        )
-        # Both are busy still if no save could be superseded on all ranks.
-        self._job.writer.wait_for(lambda: len(self._busy) < NUM_ARENAS, None)
-        self._number = self._job.arenas.oldest(self._busy)
-        nbytes = arena_nbytes(self._snapshot)
-        self._job.pinned.release(self._number, nbytes)
-        self._arena = self._job.arenas.fitting(self._number, nbytes)
+    ranks: Session
+    job: Job
+    start: Start
+    options: SaveOptions
 
     @property
-    def _busy(self) -> set[int]:
+    def busy(self) -> set[int]:
         """The arenas that are written from, but for that of a save which will be superseded."""
-        unsettled = self._job.writer.unsettled
-        return {order.arena for order in unsettled if order is not self._start.queued}
+        unsettled = self.job.writer.unsettled
+        return {order.arena for order in unsettled if order is not self.start.queued}
 
-    def _stage(self, name: str) -> Order:
-        """Copy, while the writer follows. If that fails here, the save fails on all ranks."""
-        writer, order = self._job.writer, Order(name, self._number)
-        host, port, token = self._start.store
-        place, path = self._arena.place, self._request.path
-        write = Write(name, path, place, self._number, host, port, token)
-        try:
-            images = self._arena.begin(replace(self._snapshot, id=name))
-            writer.order(order, write)
-            if devices := self._held.cuda_devices:
-                self._copy_beside(order, images, devices)
-            else:
-                self._held.synchronize()
-                self._copy(order, lambda: stage(self._arena, images, self._files))
-        except BaseException as error:
-            if order not in writer.orders:  # the other writers wait for this one
-                writer.order(order, write)
-            order.is_told = True
-            self._abort(order, error)
-            raise
-        return order
 
-    def _copy_beside(
-        self, order: Order, images: Sequence[memoryview], devices: Sequence[torch.device]
-    ) -> None:
-        """Have CUDA devices copy what they have, and copy the rest. A thread sees the end of it."""
-        self._job.pinned.pin(self._number, self._arena.memory, devices[0])
-        with self._job.streams.beside(devices) as beside:
-            late = self._held.changed_in_steps()
-            follow = stage_beside(self._arena, images, self._files, beside, late)
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What is to be staged, but for the save's name, and an arena that has room for it."""
 
-            def copy() -> None:
-                try:
-                    self._copy(order, follow)
-                except Exception as error:  # noqa: BLE001 - a thread's outer edge: the writers tell it
-                    self._abort(order, error)
+    files: RankFiles
+    snapshot: Snapshot
+    arena: Arena
+    number: int
 
-            self._job.fence.run(beside.mark(), copy)
 
-    def _copy(self, order: Order, stage_it: Callable[[], None]) -> None:
-        try:
-            stage_it()
-            self._job.arenas.newest = self._number
-        finally:
-            order.staged.set()
+@dataclass(frozen=True, slots=True)
+class _NamedSave:
+    """What all ranks save, under a name that they agree on, and this one holds."""
 
-    def _abort(self, order: Order, error: BaseException) -> None:
-        self._job.writer.abort(order, f"{type(error).__name__}: {error}"[:500])
+    name: str
+    path: str
+    held: HeldState
+    room: _Room
+
+
+def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> _NamedSave:
+    """Agree on what is saved, and make room for it: what that raises is raised on all ranks."""
+    ranks, options = call.ranks, call.options
+    with ranks.channel.exchange("agree") as agreeing:
+        options.check()
+        check_no_capture()
+        request = request_of(*open_storage(where), options)
+        held = HeldState.take(ranks, state, options.sharding)
+        last = last_plan(ranks, held.inventory)
+        if last is not None:
+            room = _make_room(call, request, held, last.planned)
+        if offers := agreeing.gather(request.offer(last, ranks.bulk_epoch)):
+            name = secrets.token_hex(16) if is_plan_good(offers) else ""
+            agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
+    agreed = agreeing.result(Agreed)
+    name = agreed.name
+    if not name:
+        ranks.bulk_epoch = agreed.bulk
+        with ranks.channel.exchange("plan") as planning:
+            planned = plan_together(ranks, held.inventory)
+            room = _make_room(call, request, held, planned)
+            if planning.gather(None):
+                planning.decide(secrets.token_hex(16))
+        name = planning.result(str)
+        ranks.keep(LastPlan(name, planned))
+    return _NamedSave(name, request.path, held, room)
+
+
+def _make_room(call: _BegunSave, request: SaveRequest, held: HeldState, planned: Planned) -> _Room:
+    """Find an arena that nobody writes from, and make it as large as it needs to be."""
+    job, options, channel = call.job, call.options, call.ranks.channel
+    files = held.files(planned.plan, options.step, options.metadata or {})
+    details = Details(
+        overwrite=options.overwrite,
+        mirrored=request.mirrored,
+        saved_by=request.saved_by,
+        began_at=call.start.began_at,
+        bodies=planned.bodies,
+        replicas=held.all_replica_digests(planned.plan),
+    )
+    snapshot = Snapshot(
+        id=_NO_ID,
+        path=request.path,
+        step=options.step,
+        rank=channel.rank,
+        world_size=channel.world_size,
+        images=images_of(files),
+        details=encode_details(details),
+    )
+    # Both are busy still if no save could be superseded on all ranks.
+    job.writer.wait_for(lambda: len(call.busy) < NUM_ARENAS, None)
+    number, nbytes = job.arenas.oldest(call.busy), arena_nbytes(snapshot)
+    job.pinned.release(number, nbytes)
+    return _Room(files, snapshot, job.arenas.fitting(number, nbytes), number)
+
+
+def _stage(job: Job, agreed: _NamedSave, start: Start) -> Order:
+    """Copy, while the writer follows. If that fails here, the save fails on all ranks."""
+    room, held = agreed.room, agreed.held
+    order, arena = Order(agreed.name, room.number), room.arena
+    write = Write(agreed.name, agreed.path, arena.place, room.number, *start.store)
+    try:
+        images = arena.begin(replace(room.snapshot, id=agreed.name))
+        job.writer.order(order, write)
+        if devices := held.cuda_devices:
+            _copy_beside(job, agreed, order, images, devices)
+        else:
+            held.synchronize()
+            _copy(job, order, lambda: stage(arena, images, room.files))
+    except BaseException as error:
+        if order not in job.writer.orders:  # the other writers wait for this one
+            job.writer.order(order, write)
+        order.is_told = True
+        _abort(job, order, error)
+        raise
+    return order
+
+
+def _copy_beside(
+    job: Job,
+    agreed: _NamedSave,
+    order: Order,
+    images: Sequence[memoryview],
+    devices: Sequence[torch.device],
+) -> None:
+    """Have CUDA devices copy what they have, and copy the rest. A thread sees the end of it."""
+    room = agreed.room
+    job.pinned.pin(room.number, room.arena.memory, devices[0])
+    with job.streams.beside(devices) as beside:
+        late = agreed.held.changed_in_steps()
+        follow = stage_beside(room.arena, images, room.files, beside, late)
+
+        def copy() -> None:
+            try:
+                _copy(job, order, follow)
+            except Exception as error:  # noqa: BLE001 - a thread's outer edge: the writers tell it
+                _abort(job, order, error)
+
+        job.fence.run(beside.mark(), copy)
+
+
+def _copy(job: Job, order: Order, stage_it: Callable[[], None]) -> None:
+    try:
+        stage_it()
+        job.arenas.newest = order.arena
+    finally:
+        order.staged.set()
+
+
+def _abort(job: Job, order: Order, error: BaseException) -> None:
+    job.writer.abort(order, f"{type(error).__name__}: {error}"[:500])
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +261,10 @@ class _Staged:
             world_size=self.world_size,
             num_tensors=self.num_tensors,
             seconds={**self.seconds, **done.seconds},
-            exchanges=self.exchanges.plus_all(Tally(*done.exchanges)),
+            exchanges=self.exchanges.plus_all(done.exchanges),
             collectives=self.collectives,
             nbytes_receipt=done.nbytes_receipt,
-            storage_reads=Tally(*done.reads),
-            storage_writes=Tally(*done.writes),
-            **done.verdict,
+            storage_reads=done.reads,
+            storage_writes=done.writes,
+            **asdict(done.verdict),
         )

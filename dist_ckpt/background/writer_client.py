@@ -7,15 +7,15 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from subprocess import Popen, TimeoutExpired
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakMethod
 
 from dist_ckpt.background.writer_process import start
-from dist_ckpt.comm.exchange import Failure, error_of
+from dist_ckpt.comm.messages import Failure, error_of
 from dist_ckpt.errors import RankError
 from dist_ckpt.snapshots.job_folder import RankFolder
 from dist_ckpt.writer.messages import (
@@ -26,7 +26,6 @@ from dist_ckpt.writer.messages import (
     Hello,
     Link,
     LinkClosedError,
-    Message,
     Pause,
     Paused,
     Ping,
@@ -35,6 +34,7 @@ from dist_ckpt.writer.messages import (
     Serve,
     Serving,
     Write,
+    WriterMessage,
 )
 
 _log = logging.getLogger("dist_ckpt")
@@ -81,7 +81,7 @@ class Order:
             return error_of(self.lost)
         if self.done is None or self.done.failure is None:
             return None
-        return error_in(self.done.failure)
+        return error_of(self.done.failure)
 
 
 class OwnWriter:
@@ -94,7 +94,7 @@ class OwnWriter:
         self._link: Link | None = None
         self._process: Popen[bytes] | None = None
         self._orders: dict[str, Order] = {}
-        self._answer: Message | None = None
+        self._answer: WriterMessage | None = None
         self.num_restarts = 0
         self.num_dropped = 0
         # Whether a save has been committed, and whether the one that was settled last was; None: no
@@ -240,7 +240,7 @@ class OwnWriter:
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _asked(self, question: Message, kind: type[T]) -> T:
+    def _asked(self, question: WriterMessage, kind: type[T]) -> T:
         """Return the answer, which comes at once; a writer that gives none is ended."""
         with self._lock:
             self._answer = None
@@ -250,7 +250,7 @@ class OwnWriter:
                 self.look(_SLICE_S)
             answer = self._answer
             if isinstance(answer, Refused):
-                raise error_in(answer.failure)
+                raise error_of(answer.failure)
             if not isinstance(answer, kind):
                 self.kill()
                 raise RankError(
@@ -267,7 +267,7 @@ class OwnWriter:
                 self._process.kill()
             self._lose()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: WriterMessage) -> None:
         with self._lock:
             if self._link is not None:
                 try:
@@ -275,7 +275,7 @@ class OwnWriter:
                 except LinkClosedError:
                     self.look()  # what it said last
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: WriterMessage) -> None:
         if isinstance(message, Done):
             if (order := self._orders.get(message.snapshot)) is not None:
                 order.done = message
@@ -322,11 +322,6 @@ class OwnWriter:
         message = "the save is its parent's business, and this is a forked process: ask there"
         for order in self.unsettled:
             order.lost = Failure("ValueError", message, None, None)
-
-
-def error_in(failure: Mapping[str, Any]) -> Exception:
-    """Make the exception that the fields of a `Failure` describe."""
-    return error_of(Failure(**{**failure, "touched": tuple(failure["touched"])}))
 
 
 def first_error(errors: Sequence[Exception]) -> Exception:

@@ -7,7 +7,7 @@ import socket
 import sys
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
-from dist_ckpt.comm.exchange import Failure, error_of
+from dist_ckpt.comm.messages import error_of
 from dist_ckpt.errors import RankError, StorageError
 from dist_ckpt.snapshots.job_folder import RankFolder, check_file
 from dist_ckpt.writer.messages import Hello, Link, LinkClosedError, Ready, Refused
@@ -43,7 +43,7 @@ def start(
         if isinstance(answer, Ready):
             return link, process
         if isinstance(answer, Refused):
-            raise error_of(Failure(**answer.failure))
+            raise error_of(answer.failure)
         fact = f"it has not begun within {timeout_s:g} s"
     except LinkClosedError:
         fact = "it has ended at once"

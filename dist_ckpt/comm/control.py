@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from dist_ckpt.comm import store_thread
-from dist_ckpt.comm.exchange import Failure
 from dist_ckpt.comm.heartbeat import Heart
+from dist_ckpt.comm.messages import Failure
 from dist_ckpt.comm.peers import Peers
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, StoreLine, Wording
 from dist_ckpt.config import Config

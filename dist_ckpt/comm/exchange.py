@@ -1,47 +1,98 @@
 """The control channel: one operation, `exchange`, that spreads any rank's error to all.
 
 An operation of the group (a save, a load) is a sequence of exchanges. In each, every rank puts an
-envelope, what its part of the work returned or raised; the coordinator, rank 0, decides and puts
-one answer, and all ranks return it or raise the same error.
+envelope, what its part of the work came to; the coordinator, rank 0, decides and puts one answer,
+and all ranks have it or raise the same error.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import socket
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
 
-import msgpack
-
-from dist_ckpt import errors
-from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
-from dist_ckpt.format.plain_types import cost_of
-from dist_ckpt.format.strict_json import max_memory, memory_problem
+from dist_ckpt.comm.messages import (
+    Message,
+    decision_failure_of,
+    error_of,
+    is_interrupt,
+    pack,
+    unpack,
+)
+from dist_ckpt.errors import CheckpointError, ranks_text
 from dist_ckpt.reports import Tally
 
-# A plain tree: None, bool, int of 64 bits, float, str, bytes, list, dict[str, Doc]. `Any`, since
-# who takes a document apart is who made it, in another process of the same job.
-Doc = Any
+T = TypeVar("T")
 
 COORDINATOR = 0
-MAX_MESSAGE_CHARS = 1 << 16
-# What is more goes over the bulk connections; this bounds what a store can make a rank take.
-MAX_DOCUMENT_NBYTES = 32 << 20
 
 
-class NoAnswerError(RankError):
-    """This rank does not know what was decided: the coordinator, or the store, went silent."""
+class Exchange(ABC):
+    """One exchange, as one rank sees it: a block in which it does its part.
 
+        with channel.exchange("count") as counting:
+            if told := counting.gather(len(mine)):
+                counting.decide(sum(told))
+        total = counting.result(int)
 
-class FalloutError(RankError):
-    """An error that another rank's error or death has brought about, such as a broken connection.
-
-    Of several errors, one that is no fallout is told first.
+    What a rank does before `gather` is its part of the work. The rest of the block is the
+    coordinator's, which gets what all have told; nobody else gets anything. What it has decided
+    stands: what it raises after that it raises alone. Who tells or decides nothing leaves it out.
     """
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self._own: bytes | None = None
+        self._decided: bytes | Exception | None = None
+        self._answer = b""
+
+    def gather(self, own: T) -> Sequence[T]:
+        """Tell what this rank's part came to: a `Message` or plain data, of one class on all ranks.
+
+        Returns what all told, in rank order, on the coordinator; elsewhere nothing.
+        """
+        self._own = pack(own)
+        return [self._unpack(rank, data, type(own)) for rank, data in enumerate(self._gathered())]
+
+    def decide(self, answer: object) -> None:
+        """Answer all ranks. Coordinator only, after all that might fail."""
+        self._decided = pack(answer)
+
+    def refuse(self, error: Exception) -> None:
+        """Have all ranks raise an error, as if it was raised here. Coordinator only."""
+        self._decided = error
+
+    @property
+    def nbytes_told(self) -> int:
+        """The size of what this rank has told."""
+        return len(self._own or b"")
+
+    def result(self, expected: type[T]) -> T:
+        """Return what was decided, after the block: a message of this class."""
+        return self._unpack(COORDINATOR, self._answer, expected)
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Tell what the block has raised, take the answer, and raise what any rank has raised."""
+
+    @abstractmethod
+    def _gathered(self) -> Sequence[bytes]:
+        """Return what all ranks tell, if this one is the coordinator."""
+
+    @abstractmethod
+    def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
+        """Decode a message of a rank. RankError if it is none of this class."""
 
 
 class Channel(Protocol):
@@ -73,21 +124,18 @@ class Channel(Protocol):
         others gave up from a newer one. Every `enter` is followed by `leave`.
         """
 
-    def exchange(
-        self, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
-    ) -> Doc:
-        """Do one rank's part of a phase and return what was decided. Collective.
+    def exchange(self, phase: str) -> Exchange:
+        """Return the operation's next exchange, a block to be entered at once. Collective.
 
-        Every rank runs `work`; the coordinator then runs `decide` on all results, in rank order.
-        Whatever any of them raises, all ranks raise: our errors, ValueError and TypeError as the
-        same class, with rank and host in the message; others as RankError; on the rank where it
-        happened, from the original. An interrupt (KeyboardInterrupt, SystemExit) is raised as it
-        is where it happened. An error is told when the coordinator has seen it and ended its own
-        work (in an operation's first exchange, when all have); who still works finds the answer
-        afterwards, whatever its own work came to. The coordinator raises it when the others that
-        live know of it, or after a while. Raises RankError if a rank dies, has left the operation,
-        never enters it, or is in another one or another phase of it; NoAnswerError if this rank
-        cannot know the decision.
+        Whatever any rank raises in its block, all ranks raise at its end: our errors, ValueError
+        and TypeError as the same class, with rank and host in the message; others as RankError; on
+        the rank where it happened, from the original. An interrupt (KeyboardInterrupt, SystemExit)
+        is raised as it is where it happened. An error is told when the coordinator has seen it and
+        ended its own work (in an operation's first exchange, when all have); who still works finds
+        the answer afterwards, whatever its own work came to. The coordinator raises it when the
+        others that live know of it, or after a while. Raises RankError if a rank dies, has left
+        the operation, never enters it, or is in another one or another phase of it; NoAnswerError
+        if this rank cannot know the decision.
         """
 
     def watch(self, ranks: Sequence[int]) -> None:
@@ -105,134 +153,8 @@ class Channel(Protocol):
         """Stop the heartbeat. The channel is of no use afterwards."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error on its way between ranks; `kind` is the name of the class to raise.
-
-    `fallout`: it is only the consequence of another one.
-    """
-
-    kind: str
-    message: str
-    rank: int | None
-    phase: str | None
-    touched: tuple[str, ...] = ()
-    fallout: bool = False
-
-
-_KINDS: Mapping[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointError,
-        errors.NotFoundError,
-        errors.ExistsError,
-        errors.ConflictError,
-        CorruptError,
-        errors.IncompatibleError,
-        errors.StorageError,
-        RankError,
-        ValueError,
-        TypeError,
-    )
-}
-
-_LOCATED = re.compile(r"rank \d+ \(host [^)]*\): ")
-
-
-def failure_of(error: BaseException, *, rank: int, host: str, phase: str) -> Failure:
-    """Describe an error that work raised on a rank, with rank and host in its message."""
-    failure = decision_failure_of(error, phase=phase)
-    if not _LOCATED.match(failure.message):
-        failure = replace(failure, message=f"rank {rank} (host {host}): {failure.message}")
-    return failure if failure.rank is not None else replace(failure, rank=rank)
-
-
-def decision_failure_of(error: BaseException, *, phase: str) -> Failure:
-    """Describe an error that a decision raised: it is about all ranks, so it names no place."""
-    kind = next(
-        (cls.__name__ for cls in type(error).__mro__ if _KINDS.get(cls.__name__) is cls), None
-    )
-    message = str(error) if kind else f"{type(error).__name__}: {error}"
-    rank, own_phase = (
-        (error.rank, error.phase) if isinstance(error, CheckpointError) else (None, None)
-    )
-    return Failure(
-        kind=kind or "RankError",
-        message=message[:MAX_MESSAGE_CHARS],
-        rank=rank,
-        phase=own_phase or phase,
-        touched=error.touched if isinstance(error, CorruptError) else (),
-        fallout=isinstance(error, FalloutError),
-    )
-
-
-def first_failure(failures: Mapping[int, Failure]) -> Failure:
-    """Return the failure of the lowest rank, which tells who else failed."""
-    first, *others = sorted(failures, key=lambda rank: (failures[rank].fallout, rank))
-    failure = failures[first]
-    if others:
-        message = f"{failure.message} (also failed: {ranks_text(others)})"
-        failure = with_touched(
-            replace(failure, message=message), [failures[rank] for rank in others]
-        )
-    return failure
-
-
-def with_touched(failure: Failure, others: Iterable[Failure]) -> Failure:
-    """Add to a failure what the others say is touched."""
-    touched = {name: None for one in (failure, *others) for name in one.touched}
-    return replace(failure, touched=tuple(touched))
-
-
-def error_of(failure: Failure) -> Exception:
-    """Make the exception that a failure describes."""
-    kind = _KINDS[failure.kind]
-    if not issubclass(kind, CheckpointError):
-        return kind(failure.message)
-    if issubclass(kind, CorruptError):
-        return kind(
-            failure.message, rank=failure.rank, phase=failure.phase, touched=failure.touched
-        )
-    return kind(failure.message, rank=failure.rank, phase=failure.phase)
-
-
-def is_interrupt(error: BaseException | None) -> bool:
-    """Say whether this is no error but the wish to stop: KeyboardInterrupt, SystemExit."""
-    return error is not None and not isinstance(error, Exception)
-
-
-def pack(doc: Doc) -> bytes:
-    """Encode a document. Raises TypeError if it is none, CheckpointError if it is too long."""
-    try:
-        data: bytes = msgpack.packb(doc)
-    except (ValueError, OverflowError) as error:
-        raise TypeError(f"not a plain document: {error}") from error
-    if len(data) > MAX_DOCUMENT_NBYTES:
-        raise CheckpointError(
-            f"what one rank tells the others comes to {len(data)} bytes, the limit is "
-            f"{MAX_DOCUMENT_NBYTES}: have fewer tensors, or shorter names"
-        )
-    return data
-
-
-def unpack(data: bytes) -> Doc:
-    """Decode what `pack` made. ValueError for anything else, and for what costs far more memory."""
-    # Nothing costs 200 times its bytes: a short document, as most are, is not walked through.
-    if len(data) * 200 > max_memory(0):
-        problem = memory_problem(len(data), cost_of(data, max_memory(len(data))))
-        if problem is not None:
-            raise ValueError(f"a document of which {problem}")
-    try:
-        return msgpack.unpackb(data, max_ext_len=0)
-    except ValueError as error:  # all of msgpack's are; some say nothing
-        raise ValueError(f"{len(data)} bytes that are no document") from error
-
-
 class Alone:
-    """The channel of a world of one: `exchange` runs work and decision directly.
-
-    Errors are what they are in a group, but name no rank.
-    """
+    """The channel of a world of one. Errors are what they are in a group, but name no rank."""
 
     rank = COORDINATOR
     world_size = 1
@@ -244,17 +166,10 @@ class Alone:
     def enter(self, what: str) -> None:
         """Do nothing: there is nobody to tell."""
 
-    def exchange(
-        self, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
-    ) -> Doc:
-        """Return the decision on this one rank's work; see `Channel.exchange`."""
+    def exchange(self, phase: str) -> Exchange:
+        """See `Channel.exchange`."""
         self.exchanges = self.exchanges.plus(0)
-        try:
-            return unpack(pack(decide([unpack(pack(work()))])))
-        except (CheckpointError, ValueError, TypeError):
-            raise
-        except Exception as error:  # the outer edge of a rank's work
-            raise error_of(decision_failure_of(error, phase=phase)) from error
+        return AloneExchange(phase)
 
     def watch(self, ranks: Sequence[int]) -> None:
         """Do nothing: there are no others."""
@@ -266,126 +181,40 @@ class Alone:
         """Do nothing."""
 
 
-def check_alike(operation: str, payloads: Sequence[Doc], names: Sequence[str]) -> None:
+class AloneExchange(Exchange):
+    """An exchange with oneself."""
+
+    def _gathered(self) -> Sequence[bytes]:
+        assert self._own is not None
+        return [self._own]
+
+    def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
+        return unpack(data, expected)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if is_interrupt(error):
+            return
+        if isinstance(self._decided, Exception):
+            raise self._decided from error
+        self._answer = self._decided or pack(None)
+        if error is not None and not isinstance(error, CheckpointError | ValueError | TypeError):
+            raise error_of(decision_failure_of(error, phase=self.phase)) from error
+
+
+def check_alike(operation: str, told: Sequence[Message], names: Sequence[str]) -> None:
     """Raise ValueError if ranks ask for different things, naming who asks for what."""
     for name in names:
         asked = defaultdict(list)
-        for rank, payload in enumerate(payloads):
-            asked[payload[name]].append(rank)
+        for rank, one in enumerate(told):
+            asked[getattr(one, name)].append(rank)
         if len(asked) > 1:
-            told = "; ".join(f"{ranks_text(who)}: {what!r}" for what, who in asked.items())
+            asks = "; ".join(f"{ranks_text(who)}: {what!r}" for what, who in asked.items())
             raise ValueError(
-                f"the ranks call {operation} with different {name}: {told}. "
+                f"the ranks call {operation} with different {name}: {asks}. "
                 f"Every rank must pass the same {name}."
             )
-
-
-_TOKEN = re.compile("[0-9a-f]{16}")
-
-NONCE_NBYTES = 4
-NO_NONCE = bytes(NONCE_NBYTES)
-
-
-def new_nonce() -> bytes:
-    """Return random bytes by which a rank knows that an answer is to this envelope of its."""
-    return (int.from_bytes(os.urandom(NONCE_NBYTES), "big") | 1).to_bytes(NONCE_NBYTES, "big")
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """What one rank's part of a phase came to: a packed document, or a failure.
-
-    `what` and `phase` say where in which call the rank is. `operation` is the token of the
-    operation, "" until its first answer has told it. `gave_up`: the rank waits for the answer no
-    more.
-    """
-
-    what: str
-    phase: str
-    operation: str
-    nonce: bytes
-    body: bytes
-    failure: Failure | None
-    gave_up: bool = False
-
-    def encode(self) -> bytes:
-        """Return the envelope as bytes."""
-        failure = None if self.failure is None else astuple(self.failure)
-        place = self.what, self.phase, self.operation
-        return _message([*place, self.nonce, self.body, failure, self.gave_up])
-
-    @staticmethod
-    def decode(data: bytes) -> Envelope:
-        """Return the envelope that `encode` made these bytes of. ValueError for any others."""
-        fields = unpack(data)
-        kinds = _kinds(fields)
-        if kinds[:5] == (str, str, str, bytes, bytes) and kinds[6:] == (bool,):
-            what, phase, token, nonce, body, failure, gave_up = fields
-            if len(nonce) == NONCE_NBYTES and _is_token(token):
-                failure = _decode_failure(failure)
-                return Envelope(what, phase, token, nonce, body, failure, gave_up)
-        raise ValueError(f"{len(data)} bytes that are no envelope")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What was decided: a packed document, or a failure.
-
-    `nonces`, in an operation's first answer, are those of all envelopes that were decided on, in
-    rank order; later answers are known by their `operation`, a token that the first one told.
-    """
-
-    what: str
-    operation: str
-    nonces: bytes
-    body: bytes
-    failure: Failure | None
-
-    def encode(self) -> bytes:
-        """Return the answer as bytes."""
-        failure = None if self.failure is None else astuple(self.failure)
-        return _message([self.what, self.operation, self.nonces, self.body, failure])
-
-    @staticmethod
-    def decode(data: bytes) -> Answer:
-        """Return the answer that `encode` made these bytes of. ValueError for any others."""
-        fields = unpack(data)
-        kinds = _kinds(fields)
-        if kinds[:4] == (str, str, bytes, bytes) and len(kinds) == 5:
-            what, token, nonces, body, failure = fields
-            if len(nonces) % NONCE_NBYTES == 0 and _is_token(token):
-                return Answer(what, token, nonces, body, _decode_failure(failure))
-        raise ValueError(f"{len(data)} bytes that are no answer")
-
-    def is_to(self, rank: int, own: Envelope) -> bool:
-        """Say whether this rank's envelope was decided on."""
-        if own.operation:
-            return own.operation == self.operation
-        return self.nonces[rank * NONCE_NBYTES :][:NONCE_NBYTES] == own.nonce
-
-
-def _message(fields: Sequence[Doc]) -> bytes:
-    # Not `pack`: its limit is that of the body, and this is a little more.
-    data: bytes = msgpack.packb(fields)
-    return data
-
-
-def _kinds(fields: Doc) -> tuple[type, ...]:
-    # By `match` it would take ten times as long: a microsecond for each field.
-    return tuple(map(type, fields)) if type(fields) is list else ()
-
-
-def _is_token(text: str) -> bool:
-    """Say whether this can be an operation's token; it becomes part of names in the store."""
-    return not text or _TOKEN.fullmatch(text) is not None
-
-
-def _decode_failure(doc: Doc) -> Failure | None:
-    match doc:
-        case None:
-            return None
-        case [str(kind), str(message), rank, str() | None as phase, [*names], bool(fallout)]:
-            is_rank = rank is None or type(rank) is int
-            if is_rank and kind in _KINDS and {*map(type, names)} <= {str}:
-                return Failure(kind, message, rank, phase, tuple(names), fallout)
-    raise ValueError("an error of a form or class that this version of dist_ckpt does not know")

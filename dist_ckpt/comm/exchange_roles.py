@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from dist_ckpt.comm.control import STALE, Control, Pace
-from dist_ckpt.comm.exchange import (
-    COORDINATOR,
+from dist_ckpt.comm.exchange import COORDINATOR
+from dist_ckpt.comm.messages import (
     NO_NONCE,
     Answer,
-    Doc,
     Envelope,
     Failure,
     NoAnswerError,
     decision_failure_of,
-    error_of,
     failure_of,
     first_failure,
     is_interrupt,
     pack,
-    unpack,
 )
-from dist_ckpt.errors import CheckpointError, RankError
+from dist_ckpt.errors import CheckpointError
 
 # Answers to operations that some rank missed are kept for it; so many at most.
 MAX_KEPT_ANSWERS = 64
+
+
+class FailedError(Exception):
+    """Some rank has failed: it ends the coordinator's block, and becomes the answer."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 class Coordinator:
@@ -39,26 +45,47 @@ class Coordinator:
         self._answers: list[str] = []
         self._nonces = b""
 
-    def settle(self, phase: str, own: Envelope, decide: Callable[[Sequence[Doc]], Doc]) -> Answer:
-        """Return the answer, once it is in the store: also if deciding fails or is interrupted."""
+    def gather(self, own: Envelope) -> list[bytes]:
+        """Return what all ranks tell. Raises FailedError if some rank has failed, or is lost."""
+        envelopes, failures = self._collect(own.phase, own)
+        if failures:
+            raise FailedError(first_failure(failures))
+        return [envelopes[rank].body for rank in range(self._control.world_size)]
+
+    def settle(
+        self,
+        own: Envelope,
+        error: BaseException | None,
+        decided: bytes | Exception | None,
+        *,
+        is_gathered: bool,
+    ) -> Answer:
+        """Return the answer, once it is in the store, whatever interrupts that.
+
+        It is what was decided, or what was raised in the block. If the others' envelopes are not
+        gathered yet, they are: their failures are told too.
+        """
         answer = None
         try:
-            envelopes, failures = self._collect(phase, own)
-            if failures:
-                answer = self._answer(b"", first_failure(failures))
-            else:
-                answer = self._answer(pack(decide(self._documents(phase, envelopes))), None)
+            if not is_gathered:
+                self.gather(own)
+            if isinstance(decided, Exception):
+                raise decided
+            if error is not None and decided is None:
+                raise error
+            answer = self._answer(decided or pack(None), None)
             self._put(answer)
         except NoAnswerError:
             raise
-        except BaseException as error:
-            failure = self._failure_of(error, phase)
+        except BaseException as raised:
             # What was decided stands, whatever interrupts its telling.
-            self._put(answer or self._answer(b"", failure))
-            if is_interrupt(error):
+            if answer is None and isinstance(decided, bytes):
+                answer = self._answer(decided, None)
+            told = decided if isinstance(decided, Exception) else raised
+            answer = answer or self._answer(b"", self._failure_of(told, own.phase))
+            self._put(answer)
+            if is_interrupt(raised) and raised is not error:
                 raise
-            self.ensure_failure_is_known()
-            raise error_of(failure) from error
         return answer
 
     def ensure_failure_is_known(self) -> None:
@@ -87,6 +114,8 @@ class Coordinator:
                 time.sleep(0.005 if late else 0)
 
     def _failure_of(self, error: BaseException, phase: str) -> Failure:
+        if isinstance(error, FailedError):
+            return error.failure
         if isinstance(error, CheckpointError | ValueError | TypeError):
             return decision_failure_of(error, phase=phase)
         control = self._control
@@ -94,16 +123,6 @@ class Coordinator:
 
     def _answer(self, body: bytes, failure: Failure | None) -> Answer:
         return Answer(self._control.what, self._control.token, self._nonces, body, failure)
-
-    def _documents(self, phase: str, envelopes: Mapping[int, Envelope]) -> list[Doc]:
-        documents = []
-        for rank in sorted(envelopes):
-            try:
-                documents.append(unpack(envelopes[rank].body))
-            except ValueError as error:
-                message = self._control.strange(phase, rank, error)
-                raise RankError(message, rank=rank, phase=phase) from error
-        return documents
 
     def _put(self, answer: Answer) -> None:
         key = self._control.key("answer")
@@ -222,8 +241,20 @@ class Follower:
         self._envelopes: list[str] = []
         self._is_answered = False
 
-    def settle(self, phase: str, own: Envelope, decide: Callable[[Sequence[Doc]], Doc]) -> Answer:
+    def gather(self, own: Envelope) -> list[bytes]:
+        """Return nothing: what this rank has told goes to the coordinator at the block's end."""
+        return []
+
+    def settle(
+        self,
+        own: Envelope,
+        error: BaseException | None,
+        decided: bytes | Exception | None,
+        *,
+        is_gathered: bool,
+    ) -> Answer:
         """Return the answer of the operation that the group is in; the coordinator decides."""
+        phase = own.phase
         control = self._control
         while True:
             answer = self._ask(phase, own)

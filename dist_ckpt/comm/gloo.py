@@ -17,7 +17,7 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
 from dist_ckpt.comm.collective import NAME_NBYTES, Bodies, Transfer, distinct, name_of, nbytes_of
-from dist_ckpt.comm.exchange import FalloutError
+from dist_ckpt.comm.messages import FalloutError
 from dist_ckpt.config import STALL_S
 from dist_ckpt.reports import Tally
 

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from dist_ckpt.comm.exchange import FalloutError
+from dist_ckpt.comm.messages import FalloutError
 from dist_ckpt.memory.shared import create_nameless
 
 MAX_MESSAGE_NBYTES = 64
@@ -65,7 +65,7 @@ class HostLinks:
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, rank)
-        self._offered: CommonMemory
+        self._offered: CommonMemory | None = None
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._server.bind(self._address(rank))
@@ -119,7 +119,12 @@ class HostLinks:
 
     def memory_of(self, rank: int) -> memoryview:
         """Return the memory of a rank: this one, or another, which a message has come from."""
-        return self._offered.view if rank == self.rank else self._memories[rank]
+        return self._own.view if rank == self.rank else self._memories[rank]
+
+    @property
+    def _own(self) -> CommonMemory:
+        assert self._offered is not None, "`offer` comes before any link"
+        return self._offered
 
     def send(self, rank: int, message: bytes) -> None:
         """Send a message; what goes to a rank that is gone is lost."""
@@ -175,7 +180,7 @@ class HostLinks:
 
     def _say_hello(self, link: socket.socket) -> None:
         hello = _HELLO.pack(self.rank, self._meeting.encode())
-        socket.send_fds(link, [hello], [self._offered.fd])
+        socket.send_fds(link, [hello], [self._own.fd])
 
     def _greet(self, link: socket.socket) -> int | None:
         """Take the memory of the rank that has connected; None if it is a stranger."""

@@ -15,8 +15,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dist_ckpt.comm import store_thread
 from dist_ckpt.comm.collective import AloneCollective
-from dist_ckpt.comm.exchange import Alone, NoAnswerError
+from dist_ckpt.comm.exchange import Alone
 from dist_ckpt.comm.gloo import GlooCollective
+from dist_ckpt.comm.messages import NoAnswerError
 from dist_ckpt.comm.session import Session
 from dist_ckpt.comm.store_exchange import StoreChannel
 from dist_ckpt.config import Config, launched_world_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 from dist_ckpt.comm.collective import Collective
 from dist_ckpt.comm.exchange import Channel
@@ -13,14 +13,14 @@ from dist_ckpt.config import Config
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.reports import Tally
 
+T = TypeVar("T")
+
 
 class Session:
     """What a group has for its checkpoints. One thread uses it at a time.
 
-    `group_ranks` are the ranks of the group as ranks of the job. `plan_cache` is the last plan,
-    good while the state keeps its shape (`saving/agreement.py`); `part_cache` is what that plan
-    comes to on this rank (`saving/held_state.py`). `slots` are scratch memory for reads and writes,
-    a few tens of MiB: to touch new memory for each of them would cost more.
+    `group_ranks` are the ranks of the group as ranks of the job. `slots` are scratch memory for
+    reads and writes, a few tens of MiB: to touch new memory for each of them would cost more.
     """
 
     def __init__(
@@ -33,8 +33,7 @@ class Session:
         self.channel = channel
         self.config = config or Config()
         self.group_ranks = group_ranks or tuple(range(channel.world_size))
-        self.plan_cache: Any = None
-        self.part_cache: Any = None
+        self._kept: dict[type, object] = {}
         self.slots = Slots()
         self._common: CommonMemory | None = None
         self._collective = collective
@@ -62,6 +61,15 @@ class Session:
     def collectives(self) -> Tally:
         """The bulk collectives of the operation so far, and what this rank has given in them."""
         return self._collective.calls.since(self._began[1])
+
+    def keep(self, value: object) -> None:
+        """Keep a value for the next save or load, instead of what was kept of its class."""
+        self._kept[type(value)] = value
+
+    def kept(self, cls: type[T]) -> T | None:
+        """Return what was kept of a class, such as the last plan: it may not hold any more."""
+        value = self._kept.get(cls)
+        return value if isinstance(value, cls) else None
 
     @contextmanager
     def common_memory(self, nbytes: int) -> Iterator[CommonMemory]:

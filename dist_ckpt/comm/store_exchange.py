@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TypeVar
 
 from dist_ckpt.comm.control import Control
-from dist_ckpt.comm.exchange import (
-    COORDINATOR,
+from dist_ckpt.comm.exchange import COORDINATOR, Exchange
+from dist_ckpt.comm.exchange_roles import Coordinator, FailedError, Follower
+from dist_ckpt.comm.messages import (
     Answer,
-    Doc,
     Envelope,
+    Failure,
     FalloutError,
     NoAnswerError,
     error_of,
@@ -21,10 +24,12 @@ from dist_ckpt.comm.exchange import (
     unpack,
     with_touched,
 )
-from dist_ckpt.comm.exchange_roles import Coordinator, Follower
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, Wording
 from dist_ckpt.config import Config
+from dist_ckpt.errors import RankError
 from dist_ckpt.reports import Tally
+
+T = TypeVar("T")
 
 # How long the coordinator's process puts off its end for the sake of the others.
 LINGER_S = 2.0
@@ -109,40 +114,61 @@ class StoreChannel:
         """See `Channel.close`."""
         self._finalizer()
 
-    def exchange(
-        self, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
-    ) -> Doc:
+    def exchange(self, phase: str) -> Exchange:
         """See `Channel.exchange`."""
         control = self._control
         assert control.heart.inside, "exchange is called between enter and leave"
         self._num_exchanges += 1
         self._phase = phase
         control.turn += 1
-        body, failure, error = b"", None, None
+        return _StoreExchange(phase, control, self._role)
+
+
+class _StoreExchange(Exchange):
+    def __init__(self, phase: str, control: Control, role: Coordinator | Follower) -> None:
+        super().__init__(phase)
+        self._control = control
+        self._role = role
+
+    def _gathered(self) -> Sequence[bytes]:
+        return self._role.gather(self._envelope(None))
+
+    def _envelope(self, failure: Failure | None) -> Envelope:
+        control, body = self._control, b"" if failure else self._own or pack(None)
+        return Envelope(control.what, self.phase, control.token, new_nonce(), body, failure)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        control, failure = self._control, None
+        if error is not None:
+            failure = failure_of(error, rank=control.rank, host=control.host, phase=self.phase)
+        own, is_gathered = self._envelope(failure), self._own is not None
         try:
-            body = pack(work())
-        except BaseException as raised:  # noqa: BLE001 - raised below, after the exchange
-            error = raised
-            failure = failure_of(error, rank=self.rank, host=self.host, phase=phase)
-        own = Envelope(control.what, phase, control.token, new_nonce(), body, failure)
-        try:
-            answer = self._role.settle(phase, own, decide)
-        except Exception as lost:
-            if error is not None and is_interrupt(error):
-                raise error from lost
+            answer = self._role.settle(own, error, self._decided, is_gathered=is_gathered)
+        except Exception:
+            if is_interrupt(error):
+                return
             raise
-        if error is not None and is_interrupt(error):
-            raise error
-        if answer.failure is not None:
-            self._role.ensure_failure_is_known()
-            # Of what this rank has touched the answer knows nothing if it was given before.
-            told = answer.failure if failure is None else with_touched(answer.failure, [failure])
-            raise error_of(told) from error
+        self._answer = answer.body
+        if answer.failure is None or is_interrupt(error):
+            return
+        self._role.ensure_failure_is_known()
+        # Of what this rank has touched the answer knows nothing if it was given before.
+        told = answer.failure if failure is None else with_touched(answer.failure, [failure])
+        raise error_of(told) from (None if isinstance(error, FailedError) else error)
+
+    def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
         try:
-            return unpack(answer.body)
-        except ValueError as strange:
-            message = control.strange(phase, COORDINATOR, strange)
-            raise NoAnswerError(message, rank=COORDINATOR, phase=phase) from strange
+            return unpack(data, expected)
+        except ValueError as error:
+            control = self._control
+            message = control.strange(self.phase, rank, error)
+            kind = RankError if control.rank == COORDINATOR else NoAnswerError
+            raise kind(message, rank=rank, phase=self.phase) from error
 
 
 def _tells_failure(rank: int, data: bytes) -> bool:

@@ -16,8 +16,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar, runtime_checkable
 
-from dist_ckpt.comm.exchange import MAX_DOCUMENT_NBYTES, NoAnswerError
 from dist_ckpt.comm.heartbeat import Heart
+from dist_ckpt.comm.messages import MAX_DOCUMENT_NBYTES, NoAnswerError
 
 # A TCPStore takes values of 8 MiB at most; larger ones are stored in parts.
 PART_NBYTES = 4 << 20

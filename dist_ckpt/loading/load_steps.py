@@ -1,29 +1,27 @@
-"""A load as a sequence of exchanges: open, check, then prepare, read, place and load objects.
+"""What the ranks of a load tell each other, and what the coordinator makes of it.
 
-Until every rank has passed the check nothing that the caller holds is touched; afterwards each
-step begins only when the one before has succeeded everywhere. A step in which no rank has anything
-to do is left out: in the check all ranks learn which.
+An opening, which finds the checkpoint; a check, after which every rank knows that all can load and
+which steps are left; and what reading came to.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dist_ckpt import commit
-from dist_ckpt.comm.exchange import Doc, check_alike
-from dist_ckpt.comm.session import Session
-from dist_ckpt.commit.attempts import is_there, while_it_is_there
-from dist_ckpt.errors import IncompatibleError, NotFoundError, StorageError, listed, ranks_text
+from dist_ckpt.binding.bind import unexpected_problem
+from dist_ckpt.comm.exchange import check_alike
+from dist_ckpt.comm.messages import Message
+from dist_ckpt.commit.attempts import is_there
+from dist_ckpt.errors import IncompatibleError, StorageError, listed, ranks_text
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, Key
 from dist_ckpt.planning import plan_msgpack
-from dist_ckpt.planning.read_sharing import BlockWants, decode, want_the_same
-from dist_ckpt.shard_io.block_reader import ReadTotals
+from dist_ckpt.planning.read_sharing import decode, want_the_same
 from dist_ckpt.storage import Storage
 
 # Where what several ranks want is fetched from storage once: on each host, or in the whole job.
@@ -34,65 +32,93 @@ ReadOnce = Literal["host", "job", "off"]
 MAX_SPREAD_NBYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What a rank asks for: path and options, the same on all, and its per-rank templates' keys."""
+class LoadRequest(Message, frozen=True):
+    """What a rank asks for, up to `read_once` the same on all.
 
-    storage: Storage
+    `keys` are those of its per-rank templates, packed; `bulk` numbers the bulk connections.
+    """
+
     path: str
     strict: bool
     check_first: bool
     read_once: ReadOnce
-    keys: Mapping[str, Key]
+    host: str
+    keys: bytes
+    bulk: int
+
+
+class Opened(Message, frozen=True):
+    """The checkpoint that all ranks load; `index` is None if it comes by a broadcast.
+
+    `keys` are the keys that the ranks' per-rank templates have, packed. `meeting` is a name for
+    what the ranks share when they read; "" if they can share nothing.
+    """
+
+    attempt: str
+    index: bytes | None
+    keys: bytes
+    bulk: int
+    meeting: str
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The checkpoint that all ranks load, and the keys that their per-rank templates have.
-
-    `meeting` is a name for what the ranks share when they read; "" if they can share nothing.
-    """
+    """An `Opened`, decoded."""
 
     attempt: Attempt
     index: Index
     keys: Mapping[str, Sequence[Key]]
     meeting: str
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all that was saved."""
+        catalog = self.index.catalog
+        return (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
 
-@dataclass(frozen=True, slots=True)
-class Findings:
+
+class Findings(Message, frozen=True):
     """What one rank's check found: what is wrong, and the saved names that it does not ask for.
 
-    `steps` are those that it has something to do in. `wants` say what it reads, as a message; ""
-    if the ranks can share nothing. `from_memory`: some of it not from the storage.
+    These are bits, by `bits_of`. `steps` are those that it has something to do in. `wants` say
+    what it reads, b"" if the ranks can share nothing, None if it is too long to be told here.
+    `from_memory`: some of it not from the storage. `is_gone`: the checkpoint is not there any more.
     """
 
-    problems: tuple[str, ...]
-    unclaimed: tuple[str, ...]
-    steps: frozenset[str] = frozenset()
-    wants: bytes = b""
+    problems: tuple[str, ...] = ()
+    unclaimed: bytes = b""
+    steps: tuple[str, ...] = ()
+    wants: bytes | None = b""
     from_memory: bool = False
+    is_gone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
+class Passed(Message, frozen=True):
     """What all ranks know of each other when they have passed the check.
 
     `unexpected` are the saved names that none of them asks for, `steps` those that some rank has
     something to do in. `shares`: some read the same, as far as is known, and can hand it on; then
     `wants` are what each reads, and empty if that is yet to be gathered. `from_memory`: some rank
-    reads some of it not from the storage.
+    reads some of it not from the storage. `is_gone`: none of that, the checkpoint was replaced.
     """
 
-    unexpected: tuple[str, ...]
-    steps: frozenset[str]
-    shares: bool
-    wants: Mapping[int, BlockWants]
-    from_memory: bool
+    unexpected: tuple[str, ...] = ()
+    steps: frozenset[str] = frozenset()
+    shares: bool = False
+    wants: tuple[bytes, ...] = ()
+    from_memory: bool = False
+    is_gone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class JobTotals:
+class RankTotals(Message, frozen=True):
+    """What reading came to on one rank."""
+
+    nbytes_read: int
+    nbytes_placed: int
+    seconds: float
+
+
+class JobTotals(Message, frozen=True):
     """What reading came to over all ranks; rank `slowest_rank` took longest."""
 
     nbytes_read: int
@@ -101,223 +127,74 @@ class JobTotals:
     slowest_s: float
 
 
-class LoadRun:
-    """One load in progress, as one rank sees it: `open`, `check`, then `step` by step."""
+def find(storage: Storage, told: Sequence[LoadRequest]) -> tuple[Opened, Index, bytes]:
+    """Find the checkpoint. Returns its index as well, encoded too if others are to have it."""
+    check_alike("load", told, ("path", "strict", "check_first", "read_once"))
+    attempt, index = commit.find(storage, told[0].path)
+    keys = _merge_keys([plan_msgpack.unpack(one.keys, tuple) for one in told])
+    encoded = index_json.encode(index) if len(told) > 1 else b""
+    opened = Opened(
+        attempt=attempt.name,
+        index=short(encoded, len(told)),
+        keys=plan_msgpack.pack(keys),
+        bulk=max(one.bulk for one in told),
+        meeting=os.urandom(16).hex() if _can_share(told) else "",
+    )
+    return opened, index, encoded
 
-    def __init__(self, ranks: Session) -> None:
-        self._ranks = ranks
-        self._round = 0
-        self._request: LoadRequest
-        self._attempt: Attempt
-        self._index: Index | None
-        self._answer: Doc
 
-    def open(self, request: Callable[[], LoadRequest]) -> None:
-        """Find the checkpoint, and hand its index to all. Collective: every rank calls this."""
-        ranks = self._ranks
+def short(data: bytes, world_size: int) -> bytes | None:
+    """Return what all ranks may tell, or be told, in an exchange; None if it is too long."""
+    return data if len(data) * world_size <= MAX_SPREAD_NBYTES else None
 
-        def describe() -> Doc:
-            self._request = asked = request()
-            keys = plan_msgpack.pack(tuple(asked.keys.items()))
-            return {
-                "path": asked.path,
-                "strict": asked.strict,
-                "check_first": asked.check_first,
-                "read_once": asked.read_once,
-                "host": ranks.channel.host,
-                "keys": keys,
-                "bulk": ranks.bulk_epoch,
-            }
 
-        index: Index | None = None
-        encoded = b""
+def found_in(opened: Opened, index: Index | None, encoded: bytes) -> Found:
+    """Return what was found; the coordinator has the index, others have it encoded."""
+    attempt = filenames.parse_attempt(opened.attempt)
+    assert attempt is not None
+    if index is None:
+        decoded = index_json.decode(encoded)
+        assert isinstance(decoded, Index)
+        index = decoded
+    keys = dict(plan_msgpack.unpack(opened.keys, tuple))
+    return Found(attempt, index, keys, opened.meeting)
 
-        def find(payloads: Sequence[Doc]) -> Doc:
-            nonlocal index, encoded
-            check_alike("load", payloads, ("path", "strict", "check_first", "read_once"))
-            attempt, index = commit.find(self._request.storage, self._request.path)
-            keys = _merge_keys(
-                [plan_msgpack.unpack(payload["keys"], tuple) for payload in payloads]
-            )
-            bulk = max(payload["bulk"] for payload in payloads)
-            meeting = os.urandom(16).hex() if _can_share(payloads) else ""
-            if len(payloads) > 1:
-                encoded = index_json.encode(index)
-            is_short = len(encoded) * len(payloads) <= MAX_SPREAD_NBYTES
-            return {
-                "index": encoded if is_short else None,
-                "attempt": attempt.name,
-                "keys": plan_msgpack.pack(keys),
-                "bulk": bulk,
-                "meeting": meeting,
-            }
 
-        self._round += 1
-        self._answer = answer = ranks.channel.exchange(self._phase("open"), describe, find)
-        ranks.bulk_epoch = answer["bulk"]
-        attempt = filenames.parse_attempt(answer["attempt"])
-        assert attempt is not None
-        self._attempt = attempt
-        self._index = index
-        if answer["index"] is None:
-            self._broadcast(encoded)
-
-    def _broadcast(self, encoded: bytes) -> None:
-        """Hand all ranks an index that is too long for the answer."""
-
-        def receive() -> Doc:
-            data = self._ranks.bulk().broadcast(encoded or None)
-            self._index = self._index or _decoded(data)
-
-        self._ranks.channel.exchange(self._phase("index"), receive, lambda _: None)
-
-    def _found(self) -> Found:
-        answer = self._answer
-        if self._index is None:
-            self._index = _decoded(answer["index"])
-        return Found(
-            attempt=self._attempt,
-            index=self._index,
-            keys=dict(plan_msgpack.unpack(answer["keys"], tuple)),
-            meeting=answer["meeting"],
-        )
-
-    def check(
-        self,
-        examine: Callable[[Found], Findings],
-        word_unexpected: Callable[[Sequence[str]], Sequence[str]],
-    ) -> Passed | None:
-        """Agree that all ranks can load. Collective: every rank calls this.
-
-        None if the checkpoint was replaced or deleted meanwhile: `open` again. Raises
-        IncompatibleError with every problem of every rank, on all ranks. `word_unexpected` says
-        which problems unexpected names are.
-        """
-        asked = self._request
-        names: tuple[str, ...] = ()
-
-        def describe() -> Doc:
-            nonlocal names
-            found = self._found()
-            catalog = found.index.catalog
-            names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
-            try:
-                with while_it_is_there(asked.storage, asked.path, self._attempt):
-                    findings = examine(found)
-            except NotFoundError:
-                return {"gone": True}
-            is_short = len(findings.wants) * self._ranks.channel.world_size <= MAX_SPREAD_NBYTES
-            return {
-                "gone": False,
-                "problems": list(findings.problems),
-                "unclaimed": _bits_of(findings.unclaimed, names),
-                "steps": sorted(findings.steps),
-                "wants": findings.wants if is_short else None,
-                "memory": findings.from_memory,
-            }
-
-        def judge(payloads: Sequence[Doc]) -> Doc:
-            if gone := [rank for rank, payload in enumerate(payloads) if payload["gone"]]:
-                self._check_shared(gone)
-                return None
-            unexpected = _in_all([payload["unclaimed"] for payload in payloads], names)
-            problems = _merge_problems([payload["problems"] for payload in payloads])
-            problems += word_unexpected(unexpected)
-            if problems:
-                raise IncompatibleError(self._message(problems))
-            steps = {step for payload in payloads for step in payload["steps"]}
-            shares, wants = self._in_common([payload["wants"] for payload in payloads])
-            return {
-                "unexpected": unexpected,
-                "steps": sorted(steps),
-                "shares": shares,
-                "wants": wants,
-                "memory": any(payload["memory"] for payload in payloads),
-            }
-
-        answer = self._ranks.channel.exchange(self._phase("check"), describe, judge)
-        if answer is None:
-            return None
-        return Passed(
-            unexpected=tuple(answer["unexpected"]),
-            steps=frozenset(answer["steps"]),
-            shares=answer["shares"],
-            wants={rank: decode(want) for rank, want in enumerate(answer["wants"])},
-            from_memory=answer["memory"],
-        )
-
-    def _in_common(self, wants: Sequence[bytes | None]) -> tuple[bool, Sequence[bytes]]:
-        """Say whether ranks share what they read; return what all want if that can be handed out.
-
-        They are taken to share where some want is too long to have come here.
-        """
-        told = [want for want in wants if want is not None]
-        if len(told) < len(wants):
-            return True, ()
-        between_hosts = self._request.read_once == "job"
-        if not all(told) or not want_the_same(map(decode, told), between_hosts=between_hosts):
-            return False, ()
-        is_short = sum(map(len, told)) * len(told) <= MAX_SPREAD_NBYTES
-        # To gather them connects the hosts, which then send to each other.
-        return True, told if is_short and not between_hosts else ()
-
-    def _check_shared(self, gone: Sequence[int]) -> None:
-        """Raise StorageError if only some ranks see the checkpoint's folder no more."""
-        asked = self._request
-        if is_there(asked.storage, asked.path, self._attempt):
-            raise StorageError(
-                f"{asked.path}/{self._attempt} is not seen by {ranks_text(gone)}, though the "
-                "coordinator sees it: the path is not on storage that all ranks share. Pass a "
-                "path that is"
-            )
-
-    def _phase(self, name: str) -> str:
-        """Return a name that no earlier exchange of this load has had."""
-        return name if self._round == 1 else f"{name} {self._round}"
-
-    def _message(self, problems: Sequence[str]) -> str:
+def judge(storage: Storage, asked: LoadRequest, found: Found, told: Sequence[Findings]) -> Passed:
+    """Return what all ranks are to know. IncompatibleError names every problem of every rank."""
+    if gone := [rank for rank, one in enumerate(told) if one.is_gone]:
+        _check_shared(storage, asked.path, found.attempt, gone)
+        return Passed(is_gone=True)
+    unexpected = _in_all([one.unclaimed for one in told], found.names)
+    problems = _merge_problems([one.problems for one in told])
+    if unexpected and asked.strict:
+        problems.append(unexpected_problem(unexpected))
+    if problems:
         lines = listed(["", *problems], "\n  - ")
-        return f"{self._request.path} does not fit the state; nothing was changed:{lines}"
-
-    def step(
-        self,
-        phase: str,
-        work: Callable[[], Doc],
-        judge: Callable[[Sequence[Doc]], Doc] = lambda _: None,
-    ) -> Doc:
-        """Do one step of the load on all ranks, or raise what any rank raised. Collective."""
-        return self._ranks.channel.exchange(phase, work, judge)
-
-    def read(self, work: Callable[[], ReadTotals]) -> JobTotals:
-        """Read on all ranks, as one `step`; return what it came to over all of them. Collective."""
-
-        def timed() -> Doc:
-            start = time.monotonic()
-            totals = work()
-            return [totals.nbytes_read, totals.nbytes_placed, time.monotonic() - start]
-
-        def sum_up(payloads: Sequence[Doc]) -> Doc:
-            nbytes_read, nbytes_placed, seconds = zip(*payloads, strict=True)
-            slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
-            return [sum(nbytes_read), sum(nbytes_placed), slowest, seconds[slowest]]
-
-        return JobTotals(*self._ranks.channel.exchange("read", timed, sum_up))
+        raise IncompatibleError(f"{asked.path} does not fit the state; nothing was changed:{lines}")
+    between_hosts = asked.read_once == "job"
+    shares, wants = _in_common([one.wants for one in told], between_hosts=between_hosts)
+    return Passed(
+        unexpected=tuple(unexpected),
+        steps=frozenset(step for one in told for step in one.steps),
+        shares=shares,
+        wants=tuple(wants),
+        from_memory=any(one.from_memory for one in told),
+    )
 
 
-def _decoded(data: bytes) -> Index:
-    index = index_json.decode(data)
-    assert isinstance(index, Index)
-    return index
+def sum_up(told: Sequence[RankTotals]) -> JobTotals:
+    """Return what reading came to over all ranks."""
+    slowest = max(range(len(told)), key=lambda rank: told[rank].seconds)
+    return JobTotals(
+        nbytes_read=sum(one.nbytes_read for one in told),
+        nbytes_placed=sum(one.nbytes_placed for one in told),
+        slowest_rank=slowest,
+        slowest_s=told[slowest].seconds,
+    )
 
 
-def _can_share(payloads: Sequence[Doc]) -> bool:
-    """Say whether some of the ranks can hand on to each other what they read."""
-    mode = payloads[0]["read_once"]
-    num_places = len({payload["host"] for payload in payloads}) if mode == "host" else 1
-    return mode != "off" and num_places < len(payloads)
-
-
-def _bits_of(some: Sequence[str], names: Sequence[str]) -> bytes:
+def bits_of(some: Sequence[str], names: Sequence[str]) -> bytes:
     """Return which of the names are among some, one bit each.
 
     Lists of names would grow with tensors times ranks.
@@ -325,6 +202,39 @@ def _bits_of(some: Sequence[str], names: Sequence[str]) -> bytes:
     chosen = set(some)
     bits = "".join("1" if name in chosen else "0" for name in names)
     return int(f"0{bits}", 2).to_bytes((len(names) + 7) // 8, "big")
+
+
+def _check_shared(storage: Storage, path: str, attempt: Attempt, gone: Sequence[int]) -> None:
+    """Raise StorageError if only some ranks see the checkpoint's folder no more."""
+    if is_there(storage, path, attempt):
+        raise StorageError(
+            f"{path}/{attempt} is not seen by {ranks_text(gone)}, though the coordinator sees it: "
+            "the path is not on storage that all ranks share. Pass a path that is"
+        )
+
+
+def _in_common(
+    wants: Sequence[bytes | None], *, between_hosts: bool
+) -> tuple[bool, Sequence[bytes]]:
+    """Say whether ranks share what they read; return what all want if that can be handed out.
+
+    They are taken to share where some want is too long to have come here.
+    """
+    told = [want for want in wants if want is not None]
+    if len(told) < len(wants):
+        return True, ()
+    if not all(told) or not want_the_same(map(decode, told), between_hosts=between_hosts):
+        return False, ()
+    is_short = sum(map(len, told)) * len(told) <= MAX_SPREAD_NBYTES
+    # To gather them connects the hosts, which then send to each other.
+    return True, told if is_short and not between_hosts else ()
+
+
+def _can_share(told: Sequence[LoadRequest]) -> bool:
+    """Say whether some of the ranks can hand on to each other what they read."""
+    mode = told[0].read_once
+    num_places = len({one.host for one in told}) if mode == "host" else 1
+    return mode != "off" and num_places < len(told)
 
 
 def _in_all(ranks: Sequence[bytes], names: Sequence[str]) -> list[str]:

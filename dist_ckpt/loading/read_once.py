@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import chain
 
-from dist_ckpt.comm.exchange import FalloutError
+from dist_ckpt.comm.messages import FalloutError
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError, RankError, StorageError
 from dist_ckpt.format.geometry import Span
@@ -328,7 +328,7 @@ class _Call:
         self._then = then
         self._watch = Watch()
         self._future: Future[object] = Future()
-        self.put_off()
+        self._until = time.monotonic() + WORK_STALL_S
 
     def begin(self, pool: DaemonThreads, wake: Callable[[], None] = lambda: None) -> None:
         """Have a thread of the pool do the work; it calls `wake` when it is done."""

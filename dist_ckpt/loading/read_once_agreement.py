@@ -8,8 +8,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from dist_ckpt.comm.collective import Collective
-from dist_ckpt.comm.exchange import Doc
 from dist_ckpt.comm.host_links import HostLinks
+from dist_ckpt.comm.messages import Message
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import ranks_text
 from dist_ckpt.loading.read_once_units import common_nbytes
@@ -47,83 +47,89 @@ class Agreement:
             self.collective.break_off()
 
 
-class Agreeing:
-    """One rank's side of the agreement; `stack` gets what is to be closed after the load.
+class Missed(Message, frozen=True):
+    """The ranks of its host that a rank cannot reach; None if it can share nothing at all."""
 
-    First all `listen`; then all `meet`, once it is known that there is something to share; then
-    `settle` gets what the coordinator has answered to that with `judge`.
+    ranks: tuple[int, ...] | None
+
+
+class Apart(Message, frozen=True):
+    """The ranks that can share nothing, and others that are not on the host they name."""
+
+    unlinked: tuple[int, ...]
+    elsewhere: tuple[int, ...]
+
+
+def listen(ranks: Session, meeting: str, stack: ExitStack) -> HostLinks | None:
+    """Let the ranks of this host connect from now on; None if that cannot be.
+
+    `meeting` is a name that this load alone has. `stack` gets what is to be closed after the load.
+    """
+    with suppress(OSError):
+        links = HostLinks(meeting, ranks.channel.rank, timeout_s=ranks.config.silence_s)
+        stack.callback(links.close)
+        return links
+    return None
+
+
+def wants_of_all(ranks: Session, told: Sequence[bytes], own: bytes) -> Mapping[int, BlockWants]:
+    """Return what each rank wants: `told`, or if that is empty each tells its `own`. Collective."""
+    if told:
+        return {rank: decode(want) for rank, want in enumerate(told)}
+    # Who fails before this leaves the others waiting until gloo's deadline.
+    bodies = ranks.bulk().all_gather_distinct(own)
+    return {rank: decode(body) for body, who in bodies for rank in who}
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What each rank wants, and how this one reaches those of its host.
+
+    `missed`: who is out of its reach. `units`: what it shares if all that want the same can.
     """
 
-    def __init__(
-        self, ranks: Session, files: OpenFiles, *, between_hosts: bool, stack: ExitStack
-    ) -> None:
-        self._ranks = ranks
-        self._files = files
-        self._between_hosts = between_hosts
-        self._stack = stack
-        self._links: HostLinks | None = None
-        self._wants: dict[int, BlockWants] = {}
-        self._found: dict[int, tuple[Unit, ...]] = {}
+    ranks: Session
+    files: OpenFiles
+    between_hosts: bool
+    wants: Mapping[int, BlockWants]
+    units: Mapping[int, tuple[Unit, ...]]
+    links: HostLinks | None
+    missed: Missed
 
-    def listen(self, meeting: str) -> None:
-        """Let the ranks of this host connect from now on.
+    @staticmethod
+    def of(
+        ranks: Session,
+        files: OpenFiles,
+        links: HostLinks | None,
+        wants: Mapping[int, BlockWants],
+        *,
+        between_hosts: bool,
+        stack: ExitStack,
+    ) -> Meeting:
+        """Link this rank with those of its host. Without memory or a socket it shares nothing."""
+        found = _units(ranks.channel.rank, wants, files, between_hosts=between_hosts)
+        units = [unit for units in found.values() for unit in units]
+        missed: Sequence[int] | None = ()
+        if units:
+            try:
+                nbytes = common_nbytes(files, between_hosts=between_hosts)
+                memory = stack.enter_context(ranks.common_memory(nbytes))
+            except OSError:
+                links = None
+            missed = None
+            if links is not None:
+                links.offer(memory)
+                missed = links.connect(partners_of(links.rank, units))
+        told_missed = Missed(None if missed is None else tuple(missed))
+        return Meeting(ranks, files, between_hosts, wants, found, links, told_missed)
 
-        `meeting` is a name that this load alone has.
-        """
-        with suppress(OSError):
-            self._links = HostLinks(
-                meeting, self._ranks.channel.rank, timeout_s=self._ranks.config.silence_s
-            )
-            self._stack.callback(self._links.close)
-
-    def meet(self, wants: Mapping[int, BlockWants], own: bytes) -> Doc:
-        """Link this rank with those of its host; return which are out of reach.
-
-        `wants` are those of all ranks, or empty: then each tells its `own`. Returns None if there
-        is something to share, but this rank has no memory or no socket for it.
-        """
-        if not wants:
-            # Who fails before this leaves the others waiting until gloo's deadline.
-            bodies = self._ranks.bulk().all_gather_distinct(own)
-            wants = {rank: decode(body) for body, who in bodies for rank in who}
-        self._wants = dict(wants)
-        self._found = self._units()
-        units = [unit for units in self._found.values() for unit in units]
-        if not units:
-            return []
-        try:
-            nbytes = common_nbytes(self._files, between_hosts=self._between_hosts)
-            memory = self._stack.enter_context(self._ranks.common_memory(nbytes))
-        except OSError:
-            self._links = None
-        if self._links is None:
-            return None
-        self._links.offer(memory)
-        return self._links.connect(partners_of(self._links.rank, units))
-
-    def settle(self, answer: Doc) -> Agreement:
-        """Return what is shared, now that it is known who can.
-
-        Ranks that turn out not to be on one machine, though their hosts have one name, are taken
-        to be on hosts of their own.
-        """
-        unlinked, apart = answer
-        for rank in unlinked:
-            del self._wants[rank]
-        for rank in apart:
-            want = self._wants[rank]
-            self._wants[rank] = replace(want, host=f"{want.host} ({rank})")
-        if unlinked or apart:
-            self._found = self._units()
-        return Agreement(self._found, self._links, self._ranks.bulk(), self._between_hosts)
-
-    def judge(self, payloads: Sequence[Doc]) -> Doc:
+    def judge(self, told: Sequence[Missed]) -> Apart:
         """Return who can share nothing, and who is not where it says. Coordinator only."""
-        unlinked = {rank for rank, missed in enumerate(payloads) if missed is None}
+        unlinked = {rank for rank, missed in enumerate(told) if missed.ranks is None}
         hosts = {
-            self._wants[rank].host for missed in payloads for rank in {*(missed or ())} - unlinked
+            self.wants[rank].host for missed in told for rank in {*(missed.ranks or ())} - unlinked
         }
-        apart = [rank for rank in range(len(payloads)) if self._wants[rank].host in hosts]
+        apart = [rank for rank in range(len(told)) if self.wants[rank].host in hosts]
         if alone := {*unlinked, *apart}:
             _log.warning(
                 "%s cannot share memory with the ranks of the same host name: what several of "
@@ -131,21 +137,38 @@ class Agreeing:
                 "a name of its own (DIST_CKPT_HOST)",
                 ranks_text(alone),
             )
-        return [sorted(unlinked), [rank for rank in apart if rank not in unlinked]]
+        return Apart(tuple(sorted(unlinked)), tuple(r for r in apart if r not in unlinked))
 
-    def _units(self) -> dict[int, tuple[Unit, ...]]:
-        """Return the units that this rank shares, as far as it is known who can."""
-        own = self._ranks.channel.rank
-        if own not in self._wants:
-            return {}
-        by_file: dict[int, dict[int, BlockWants]] = {file: {} for file in self._wants[own].runs}
-        for rank, want in sorted(self._wants.items()):
-            if self._between_hosts or want.host == self._wants[own].host:
-                for file in want.runs.keys() & by_file.keys():
-                    by_file[file][rank] = want
-        found = {}
-        for file, wants in sorted(by_file.items()):
-            if len(wants) > 1:
-                units = units_of(file, self._files.files[file].block_starts, wants)
-                found[file] = tuple(u for u in units if any(own in ranks for ranks in u.hosts))
-        return found
+    def settle(self, apart: Apart) -> Agreement:
+        """Return what is shared, now that it is known who can.
+
+        Ranks that turn out not to be on one machine, though their hosts have one name, are taken
+        to be on hosts of their own.
+        """
+        units = self.units
+        if apart.unlinked or apart.elsewhere:
+            wants = {r: want for r, want in self.wants.items() if r not in apart.unlinked}
+            for rank in apart.elsewhere:
+                wants[rank] = replace(wants[rank], host=f"{wants[rank].host} ({rank})")
+            own = self.ranks.channel.rank
+            units = _units(own, wants, self.files, between_hosts=self.between_hosts)
+        return Agreement(units, self.links, self.ranks.bulk(), self.between_hosts)
+
+
+def _units(
+    own: int, wants: Mapping[int, BlockWants], files: OpenFiles, *, between_hosts: bool
+) -> dict[int, tuple[Unit, ...]]:
+    """Return the units that a rank shares, as far as it is known who can."""
+    if own not in wants:
+        return {}
+    by_file: dict[int, dict[int, BlockWants]] = {file: {} for file in wants[own].runs}
+    for rank, want in sorted(wants.items()):
+        if between_hosts or want.host == wants[own].host:
+            for file in want.runs.keys() & by_file.keys():
+                by_file[file][rank] = want
+    found = {}
+    for file, wanting in sorted(by_file.items()):
+        if len(wanting) > 1:
+            units = units_of(file, files.files[file].block_starts, wanting)
+            found[file] = tuple(u for u in units if any(own in ranks for ranks in u.hosts))
+    return found

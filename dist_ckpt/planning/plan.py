@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from dist_ckpt.format.geometry import Cell, Piece, Region, Shape, Span
 from dist_ckpt.format.index import Catalog, Key, Node
 from dist_ckpt.format.layout import Layout
@@ -215,8 +217,7 @@ class ReplicaGroup:
     values: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a rank wrote: (name, nbytes, header_nbytes, digest) of each file.
 
     An objects file has no header: its `header_nbytes` is 0 and the digest is of the whole file.

@@ -36,7 +36,6 @@ _CLASSES: tuple[type, ...] = (
     plan.TensorEntry,
     plan.NameList,
     plan.Inventory,
-    plan.Receipt,
 )
 _CODES = {cls: code for code, cls in enumerate(_CLASSES)}
 # A tuple of many values of one class goes as one tuple a field: they are most of an inventory.

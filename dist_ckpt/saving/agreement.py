@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.comm.collective import Bodies
-from dist_ckpt.comm.exchange import Doc, check_alike
+from dist_ckpt.comm.exchange import check_alike
+from dist_ckpt.comm.messages import Message
 from dist_ckpt.comm.session import Session
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.planning import plan_msgpack
@@ -14,96 +15,74 @@ from dist_ckpt.planning.plan import Inventory, SavePlan
 from dist_ckpt.planning.save_planner import plan_save
 from dist_ckpt.runtime.gc_pause import paused_collector
 
-# What all ranks must ask alike.
-_ALIKE = ("path", "step", "overwrite", "metadata")
-
 
 @dataclass(frozen=True, slots=True)
-class CachedPlan:
-    """The plan of an earlier save, good for as long as every rank's inventory is what it was.
+class Planned:
+    """A plan, and what it was made of: `inventory` is what this rank holds, `bodies` what all hold.
 
-    `epoch` names the save that it was made for; `inventory` is what this rank held then, `bodies`
-    what all held, packed; `text` is how the plan's catalog stands in every index.
+    `text` is how the plan's catalog stands in every index.
     """
 
-    epoch: str
     inventory: Inventory
     bodies: Bodies
     plan: SavePlan
     text: CatalogText
 
 
-class PlanAgreement:
-    """The first exchanges of a save, as one rank sees them.
+@dataclass(frozen=True, slots=True)
+class LastPlan:
+    """The plan of an earlier save, good for as long as every rank's inventory is what it was.
 
-    `begin` is called on the coordinator once all agree, and names the save: no other save that
-    this group makes has that name. `prepare` is called on every rank with the plan and what it was
-    made of, before that, so that whatever it raises is raised on all ranks; maybe twice.
+    `epoch` names the save that it was made for.
     """
 
-    def __init__(
-        self,
-        ranks: Session,
-        begin: Callable[[], str],
-        prepare: Callable[[SavePlan, Bodies], None] = lambda plan, bodies: None,
-    ) -> None:
-        self._ranks = ranks
-        self._begin = begin
-        self._prepare = prepare
-        self._inventory: Inventory
+    epoch: str
+    planned: Planned
 
-    def agree(
-        self, ask: Callable[[], Doc], inventory: Callable[[], Inventory]
-    ) -> tuple[CachedPlan, str]:
-        """Return the plan and the name of the save. Collective: every rank calls this.
 
-        `ask` says what this rank asks for. One exchange does it where every rank's inventory is
-        what it was when the cached plan was made. Raises, on all ranks, what any of them raised.
-        """
-        ranks = self._ranks
-        cached: CachedPlan | None = ranks.plan_cache
+class Offer(Message, frozen=True):
+    """What a rank asks for, all but the last two the same on all.
 
-        def describe() -> Doc:
-            asked = ask()
-            self._inventory = inventory()
-            epoch = ""
-            if cached is not None and cached.inventory == self._inventory:
-                epoch = cached.epoch
-                self._prepare(cached.plan, cached.bodies)
-            return {**asked, "epoch": epoch, "bulk": ranks.bulk_epoch}
+    `metadata` is a digest of the user's metadata. `epoch` is that of the last plan if it still is
+    good here, else ""; `bulk` is the number of the bulk connections.
+    """
 
-        def compare(payloads: Sequence[Doc]) -> Doc:
-            check_alike("save", payloads, _ALIKE)
-            epochs = {payload["epoch"] for payload in payloads}
-            bulk = max(payload["bulk"] for payload in payloads)
-            hit = len(epochs) == 1 and "" not in epochs
-            return {"bulk": bulk, "name": self._begin() if hit else ""}
+    path: str
+    step: int | None
+    overwrite: bool
+    metadata: str
+    epoch: str
+    bulk: int
 
-        answer = ranks.channel.exchange("agree", describe, compare)
-        if answer["name"] and cached is not None:
-            return cached, answer["name"]
-        ranks.bulk_epoch = answer["bulk"]
-        return self._plan()
 
-    def _plan(self) -> tuple[CachedPlan, str]:
-        """Gather the inventories and plan, the same on every rank."""
-        ranks = self._ranks
-        bodies: Bodies = ()
-        plan: SavePlan | None = None
+class Agreed(Message, frozen=True):
+    """What is agreed: the save's name if the last plan is good on all ranks, else "".
 
-        def gather_and_plan() -> Doc:
-            nonlocal bodies, plan
-            bodies = ranks.bulk().all_gather_distinct(plan_msgpack.pack(self._inventory))
-            plan = plan_of(bodies, ranks.channel.world_size)
-            self._prepare(plan, bodies)
-            return None
+    No other save that this group makes has that name.
+    """
 
-        name = ranks.channel.exchange("plan", gather_and_plan, lambda _: self._begin())
-        assert plan is not None
-        ranks.plan_cache = cached = CachedPlan(
-            name, self._inventory, bodies, plan, CatalogText(plan.catalog)
-        )
-        return cached, name
+    name: str
+    bulk: int
+
+
+def last_plan(ranks: Session, inventory: Inventory) -> LastPlan | None:
+    """Return the last plan, if this rank holds what it was made for."""
+    last = ranks.kept(LastPlan)
+    return last if last is not None and last.planned.inventory == inventory else None
+
+
+def is_plan_good(told: Sequence[Offer]) -> bool:
+    """Say whether the last plan is good on all ranks. ValueError if these want different things."""
+    check_alike("save", told, ("path", "step", "overwrite", "metadata"))
+    epochs = {one.epoch for one in told}
+    return len(epochs) == 1 and "" not in epochs
+
+
+def plan_together(ranks: Session, inventory: Inventory) -> Planned:
+    """Gather the inventories and plan, the same on every rank. Collective."""
+    bodies = ranks.bulk().all_gather_distinct(plan_msgpack.pack(inventory))
+    plan = plan_of(bodies, ranks.channel.world_size)
+    return Planned(inventory, bodies, plan, CatalogText(plan.catalog))
 
 
 def plan_of(bodies: Bodies, world_size: int) -> SavePlan:

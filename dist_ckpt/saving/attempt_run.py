@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt import commit
-from dist_ckpt.comm.exchange import COORDINATOR, Channel, Doc, NoAnswerError
+from dist_ckpt.comm.exchange import Channel, Exchange
+from dist_ckpt.comm.messages import Message, NoAnswerError
 from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
@@ -21,8 +22,8 @@ from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.strict_json import Json
-from dist_ckpt.planning import plan_msgpack
 from dist_ckpt.planning.plan import Receipt
+from dist_ckpt.saving.agreement import LastPlan, Offer
 from dist_ckpt.storage import Storage
 
 _log = logging.getLogger("dist_ckpt")
@@ -45,18 +46,19 @@ class SaveRequest:
     saved_by: Mapping[str, str]
     saved_at: float | None = None
 
-    def asked(self) -> Doc:
-        """Return what all ranks must ask alike, for `PlanAgreement`."""
-        return {
-            "path": self.path,
-            "step": self.step,
-            "overwrite": self.overwrite,
-            "metadata": self.metadata,
-        }
+    def offer(self, last: LastPlan | None, bulk_epoch: int) -> Offer:
+        """Return what this rank asks of the others; `last` is the last plan if it is good here."""
+        return Offer(
+            path=self.path,
+            step=self.step,
+            overwrite=self.overwrite,
+            metadata=self.metadata,
+            epoch="" if last is None else last.epoch,
+            bulk=bulk_epoch,
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Message, frozen=True):
     """What was committed, over all ranks; rank `slowest_rank` took longest to write."""
 
     attempt: str
@@ -64,6 +66,13 @@ class Verdict:
     num_files: int
     slowest_rank: int
     slowest_s: float
+
+
+class Written(Message, frozen=True):
+    """What the receipts come to: the replica groups that differ between ranks, or the verdict."""
+
+    differing: tuple[str, ...]
+    verdict: Verdict | None
 
 
 class AttemptRun:
@@ -79,7 +88,6 @@ class AttemptRun:
         self._request = request
         self._storage, self._path = request.storage, request.path
         self._claim: commit.Claim | None = None
-        self._interrupt: BaseException | None = None
 
     @property
     def claimed(self) -> Attempt | None:
@@ -116,59 +124,35 @@ class AttemptRun:
         are told is logged there. `text` is that of the plan's catalog;
         `replica_digests` tells the digests of one replica group's members, by name.
         """
-        try:
-            verdict = self._settle(text, attempt, write, replica_digests)
-        except CheckpointError as error:
-            if self._interrupt is None:
-                raise
-            # Who exits says nothing of what it was raised from.
-            _log.warning("%s: %s", type(self._interrupt).__name__, error)
-            raise self._interrupt from error
-        if self._interrupt is not None:
-            raise self._interrupt
-        return verdict
-
-    def _settle(
-        self,
-        text: CatalogText,
-        attempt: Attempt,
-        write: Callable[[], Receipt],
-        replica_digests: Callable[[str], Mapping[str, str]],
-    ) -> Verdict:
         channel = self._channel
         try:
-            answer = channel.exchange(
-                "write",
-                lambda: {"receipt": self._write(attempt, write)},
-                lambda payloads: self._decide(text, payloads),
-            )
-            if differing := answer["differing"]:
-                channel.exchange(
-                    "replicas",
-                    lambda: {group: dict(replica_digests(group)) for group in differing},
-                    _name_unequal_replicas,
-                )
-            return Verdict(**answer["verdict"])
+            with channel.exchange("write") as writing:
+                if self._claim is None:
+                    commit.await_claim(self._storage, self._path, attempt, self._config.appear_s)
+                if receipts := writing.gather(write()):
+                    self._decide(writing, text, receipts)
+                else:
+                    self.nbytes_receipt = writing.nbytes_told
+            written = writing.result(Written)
+            if written.differing:
+                with channel.exchange("replicas") as comparing:
+                    digests = {group: dict(replica_digests(group)) for group in written.differing}
+                    if told := comparing.gather(digests):
+                        raise ValueError(_unequal_replicas(told))
+            assert written.verdict is not None
+            return written.verdict
         except BaseException as error:
             verdict = self.recover(attempt, error)
             if verdict is None:
                 raise
             return verdict
 
-    def _write(self, attempt: Attempt, write: Callable[[], Receipt]) -> bytes:
-        if self._claim is None:
-            commit.await_claim(self._storage, self._path, attempt, self._config.appear_s)
-        receipt = plan_msgpack.pack(write())
-        if self._channel.rank != COORDINATOR:
-            self.nbytes_receipt = len(receipt)
-        return receipt
-
-    def _decide(self, text: CatalogText, payloads: Sequence[Doc]) -> Doc:
+    def _decide(self, writing: Exchange, text: CatalogText, receipts: Sequence[Receipt]) -> None:
         """Check the receipts and commit, or name the replica groups that differ."""
         assert self._claim is not None
-        receipts = [plan_msgpack.unpack(payload["receipt"], Receipt) for payload in payloads]
         if differing := differing_groups(receipts):
-            return {"differing": differing, "verdict": {}}
+            writing.decide(Written(tuple(differing), None))
+            return
         files, objects = check_receipts(text.catalog, receipts)
         sizes = sizes_of(receipts)
         appear_s = self._config.appear_s
@@ -184,34 +168,36 @@ class AttemptRun:
             saved_at=time.time() if self._request.saved_at is None else self._request.saved_at,
         )
         slowest = max(range(len(receipts)), key=lambda rank: receipts[rank].seconds)
-        verdict = {
-            "attempt": self._claim.attempt.name,
-            "nbytes": sum(sizes.values()),
-            "num_files": len(sizes),
-            "slowest_rank": slowest,
-            "slowest_s": receipts[slowest].seconds,
-        }
-        answer = {"differing": [], "verdict": verdict}
-        # Nothing that might fail comes after it: the others are told what is there.
+        verdict = Verdict(
+            attempt=self._claim.attempt.name,
+            nbytes=sum(sizes.values()),
+            num_files=len(sizes),
+            slowest_rank=slowest,
+            slowest_s=receipts[slowest].seconds,
+        )
         try:
             commit.commit(self._storage, self._claim, index, text)
-            return answer
+            writing.decide(Written((), verdict))
         except CheckpointError:
             raise
-        except BaseException as error:  # noqa: BLE001 - an interrupt, mostly; raised later
-            self._settle_interrupted(self._claim, error)
-        return answer
+        except BaseException as error:  # an interrupt, mostly
+            self._answer_interrupted(writing, verdict, error)
+            raise
 
-    def _settle_interrupted(self, claim: commit.Claim, error: BaseException) -> None:
-        """Find whether a commit that was interrupted has happened. If it has not, raise."""
-        reason = f"the commit was interrupted: {type(error).__name__}"
-        fate = commit.settle(self._storage, self._path, claim.attempt, by=self._by, reason=reason)
-        if fate == "abandoned":
-            raise error
-        # The others must be told what is true: it is raised when they have been.
-        self._interrupt = error
-        if fate != "committed":
-            raise commit.unsettled(fate, self._path, reason) from error
+    def _answer_interrupted(
+        self, writing: Exchange, verdict: Verdict, error: BaseException
+    ) -> None:
+        """Tell the others what became of a commit that was interrupted, unless it is undone."""
+        assert self._claim is not None
+        attempt, reason = self._claim.attempt, f"the commit was interrupted: {type(error).__name__}"
+        fate = commit.settle(self._storage, self._path, attempt, by=self._by, reason=reason)
+        if fate == "committed":
+            writing.decide(Written((), verdict))
+        elif fate != "abandoned":
+            unsettled = commit.unsettled(fate, self._path, reason)
+            writing.refuse(unsettled)
+            # Who exits says nothing of it.
+            _log.warning("%s: %s", type(error).__name__, unsettled)
 
     def recover(self, attempt: Attempt, error: BaseException) -> Verdict | None:
         """Make "not committed" true after a failure, or find that it was committed after all.
@@ -260,10 +246,10 @@ class AttemptRun:
             _log.warning("%s: an older attempt could not be removed yet: %s", self._path, error)
 
 
-def _name_unequal_replicas(payloads: Sequence[Doc]) -> Doc:
-    """Raise the ValueError that names what differs between which ranks."""
+def _unequal_replicas(told: Sequence[Mapping[str, Mapping[str, str]]]) -> str:
+    """Say what differs between which ranks."""
     holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, groups in enumerate(payloads):
+    for rank, groups in enumerate(told):
         for members in groups.values():
             for name, digest in members.items():
                 holders[name][digest].append(rank)
@@ -273,7 +259,7 @@ def _name_unequal_replicas(payloads: Sequence[Doc]) -> Doc:
         if len(found) > 1
     ]
     remedy = remedy_of_parts(holders, "wrap what belongs to one rank in dc.PerRank")
-    raise ValueError(
+    return (
         f"ranks hold different values under the same name: {listed(unequal, '; ')}. What is stored "
         f"once must be equal everywhere: broadcast it first, or {remedy}."
     )

@@ -12,7 +12,7 @@ from dist_ckpt.comm.session import Session
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.memory.protocol import Source
-from dist_ckpt.planning.plan import FilePlan, Inventory, ReplicaDigests, ReplicaGroup, SavePlan
+from dist_ckpt.planning.plan import FilePlan, ReplicaDigests, ReplicaGroup, SavePlan
 from dist_ckpt.planning.save_planner import (
     HeldCells,
     Origin,
@@ -24,7 +24,7 @@ from dist_ckpt.planning.save_planner import (
 )
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runtime.gc_pause import paused_collector
-from dist_ckpt.saving.agreement import CachedPlan
+from dist_ckpt.saving.agreement import LastPlan
 from dist_ckpt.saving.replica_samples import digest_sample, members_digest
 from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.state.containers import State
@@ -46,33 +46,28 @@ class _PlannedPart:
 
 
 class HeldState:
-    """One rank's state in one save: first `take`, then what a plan makes of it."""
+    """One rank's state in one save: what it holds, and what a plan makes of it."""
 
-    def __init__(
-        self,
-        ranks: Session,
-        state: State,
-        sharding: ShardingConfig | None,
-    ) -> None:
+    def __init__(self, ranks: Session, local: LocalState) -> None:
+        self.inventory = local.inventory
         self._ranks = ranks
         self._rank = ranks.channel.rank
-        self._state = state
-        self._sharding = sharding
-        self._local: LocalState
+        self._local = local
 
-    def take(self) -> Inventory:
-        """Say what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
-        cached: CachedPlan | None = self._ranks.plan_cache
+    @staticmethod
+    def take(ranks: Session, state: State, sharding: ShardingConfig | None) -> HeldState:
+        """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
+        last = ranks.kept(LastPlan)
         with paused_collector():
-            self._local = take(
-                self._state,
-                sharding=self._sharding,
-                rank=self._rank,
-                world_size=self._ranks.channel.world_size,
-                group_ranks=self._ranks.group_ranks,
-                last=None if cached is None else cached.inventory,
+            local = take(
+                state,
+                sharding=sharding,
+                rank=ranks.channel.rank,
+                world_size=ranks.channel.world_size,
+                group_ranks=ranks.group_ranks,
+                last=None if last is None else last.planned.inventory,
             )
-        return self._local.inventory
+        return HeldState(ranks, local)
 
     @property
     def cuda_devices(self) -> Sequence[torch.device]:
@@ -127,11 +122,11 @@ class HeldState:
 
     def _part(self, plan: SavePlan) -> _PlannedPart:
         """Return this rank's part of a plan: kept for the next save, like the plan."""
-        known: _PlannedPart | None = self._ranks.part_cache
+        known = self._ranks.kept(_PlannedPart)
         if known is None or known.plan is not plan:
             files = items_of(plan, self._rank)
-            held = numbered(held_cells(self._local.inventory, self._rank, plan))
-            known = self._ranks.part_cache = _PlannedPart(
+            held = numbered(held_cells(self.inventory, self._rank, plan))
+            known = _PlannedPart(
                 plan,
                 files,
                 replica_groups_of(plan, self._rank),
@@ -141,6 +136,7 @@ class HeldState:
                 ),
                 held,
             )
+            self._ranks.keep(known)
         return known
 
     def _source_of(self, origins: Sequence[Origin], number: int) -> Source:

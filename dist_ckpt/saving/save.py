@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__
-from dist_ckpt.comm.exchange import Doc
+from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.format import objects_file
@@ -20,11 +20,18 @@ from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.strict_json import Json, is_text
-from dist_ckpt.planning.plan import Receipt, SavePlan
+from dist_ckpt.planning.plan import Receipt
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, SaveReport
-from dist_ckpt.saving.agreement import CachedPlan, PlanAgreement
-from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest, Verdict
+from dist_ckpt.saving.agreement import (
+    Agreed,
+    LastPlan,
+    Planned,
+    is_plan_good,
+    last_plan,
+    plan_together,
+)
+from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest
 from dist_ckpt.saving.held_state import HeldState
 from dist_ckpt.shard_io.shard_writer import write_all
 from dist_ckpt.state.containers import State
@@ -94,109 +101,112 @@ def save_together(
     storage: Storage | None = None,
 ) -> SaveReport:
     """Save over a given session. Collective: every rank of the session calls this."""
+    channel = ranks.channel
     with ranks.operation(f"save to {path}"):
-        return _Save(ranks, state, path, options, storage).run()
-
-
-class _Save:
-    """One rank's side of one save; the callbacks run inside the exchanges."""
-
-    def __init__(
-        self,
-        ranks: Session,
-        state: State,
-        path: str | os.PathLike[str],
-        options: SaveOptions,
-        storage: Storage | None,
-    ) -> None:
-        self._ranks = ranks
-        self._rank = ranks.channel.rank
-        self._state = state
-        self._options = options
-        self._where = path
-        self._given = storage
-        self._run: AttemptRun | None = None
-        self._held = HeldState(ranks, state, options.sharding)
-        self._phases = Phases("save", str(path), quiet=self._rank != 0)
-
-    def run(self) -> SaveReport:
-        phases = self._phases
+        phases = Phases("save", str(path), quiet=channel.rank != COORDINATOR)
         with phases.phase("agree"):
-            planned, attempt = self._agree()
-        plan = planned.plan
-        assert self._run is not None
+            agreed = _agree(ranks, state, path, options, storage)
+        plan, run = agreed.planned.plan, agreed.run
         with phases.phase("write"):
-            verdict = self._run.settle(
-                planned.text,
-                attempt,
-                lambda: self._write(plan, attempt),
-                lambda group: self._held.replica_digests(plan, group),
+            verdict = run.settle(
+                agreed.planned.text,
+                agreed.attempt,
+                lambda: _write(ranks, agreed, options),
+                lambda group: agreed.held.replica_digests(plan, group),
             )
         with phases.phase("clean up"):
-            self._run.clean_up()
-        report = self._report(plan, verdict, self._run.nbytes_receipt)
-        phases.done(report)
-        return report
-
-    def _agree(self) -> tuple[CachedPlan, Attempt]:
-        """Agree on what is saved, and claim an attempt: until then nothing on disk has changed."""
-        agreement = PlanAgreement(self._ranks, self._claim)
-        try:
-            planned, name = agreement.agree(self._ask, self._held.take)
-        except BaseException as error:
-            run = self._run
-            if run is not None and run.claimed is not None:  # but the ranks could not be told
-                run.recover(run.claimed, error)
-            raise
-        attempt = parse_attempt(name)
-        assert attempt is not None
-        return planned, attempt
-
-    def _ask(self) -> Doc:
-        self._options.check()
-        own, self._path = open_storage(self._where)
-        self._storage = CountingStorage(self._given or own)
-        request = request_of(self._storage, self._path, self._options)
-        self._run = AttemptRun(self._ranks.channel, self._ranks.config, request)
-        return request.asked()
-
-    def _claim(self) -> str:
-        assert self._run is not None
-        return self._run.claim()
-
-    def _write(self, plan: SavePlan, attempt: Attempt) -> Receipt:
-        start = time.monotonic()
-        options = self._options
-        self._held.synchronize()
-        files = self._held.files(plan, options.step, options.metadata or {})
-        written = write_all(
-            self._storage,
-            f"{self._path}/{attempt.name}",
-            files,
-            threads=self._ranks.config.threads,
-            slots=self._ranks.slots,
-        )
-        return Receipt(written, self._held.replicas(plan), time.monotonic() - start)
-
-    def _report(self, plan: SavePlan, verdict: Verdict, nbytes_receipt: int) -> SaveReport:
-        ranks = self._ranks
-        return SaveReport(
-            path=self._path,
-            step=self._options.step,
+            run.clean_up()
+        report = SaveReport(
+            path=agreed.request.path,
+            step=options.step,
             attempt=verdict.attempt,
-            world_size=ranks.channel.world_size,
+            world_size=channel.world_size,
             nbytes=verdict.nbytes,
             num_tensors=len(plan.catalog.tensors),
             num_files=verdict.num_files,
-            seconds=self._phases.seconds,
+            seconds=phases.seconds,
             slowest_rank=verdict.slowest_rank,
             slowest_s=verdict.slowest_s,
             exchanges=ranks.exchanges,
             collectives=ranks.collectives,
-            nbytes_receipt=nbytes_receipt,
-            storage_reads=self._storage.reads,
-            storage_writes=self._storage.writes,
+            nbytes_receipt=run.nbytes_receipt,
+            storage_reads=agreed.storage.reads,
+            storage_writes=agreed.storage.writes,
         )
+        phases.done(report)
+        return report
+
+
+@dataclass(frozen=True, slots=True)
+class _ClaimedSave:
+    """What all ranks save, and this one holds; the attempt is claimed."""
+
+    storage: CountingStorage
+    request: SaveRequest
+    held: HeldState
+    planned: Planned
+    attempt: Attempt
+    run: AttemptRun
+
+
+def _agree(
+    ranks: Session,
+    state: State,
+    where: str | os.PathLike[str],
+    options: SaveOptions,
+    storage: Storage | None,
+) -> _ClaimedSave:
+    """Agree on what is saved, and claim an attempt: until then nothing on disk has changed.
+
+    One exchange does it where every rank holds what it held when the last plan was made.
+    """
+    run: AttemptRun | None = None
+    try:
+        with ranks.channel.exchange("agree") as agreeing:
+            options.check()
+            own, path = open_storage(where)
+            counting = CountingStorage(storage or own)
+            request = request_of(counting, path, options)
+            run = AttemptRun(ranks.channel, ranks.config, request)
+            held = HeldState.take(ranks, state, options.sharding)
+            last = last_plan(ranks, held.inventory)
+            if offers := agreeing.gather(request.offer(last, ranks.bulk_epoch)):
+                name = run.claim() if is_plan_good(offers) else ""
+                agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
+        agreed = agreeing.result(Agreed)
+        name = agreed.name
+        if name and last is not None:
+            planned = last.planned
+        else:
+            ranks.bulk_epoch = agreed.bulk
+            with ranks.channel.exchange("plan") as planning:
+                planned = plan_together(ranks, held.inventory)
+                if planning.gather(None):
+                    planning.decide(run.claim())
+            name = planning.result(str)
+            ranks.keep(LastPlan(name, planned))
+    except BaseException as error:
+        if run is not None and run.claimed is not None:  # but the ranks could not be told
+            run.recover(run.claimed, error)
+        raise
+    attempt = parse_attempt(name)
+    assert attempt is not None
+    return _ClaimedSave(counting, request, held, planned, attempt, run)
+
+
+def _write(ranks: Session, agreed: _ClaimedSave, options: SaveOptions) -> Receipt:
+    """Write this rank's files."""
+    start = time.monotonic()
+    held, plan = agreed.held, agreed.planned.plan
+    held.synchronize()
+    written = write_all(
+        agreed.storage,
+        f"{agreed.request.path}/{agreed.attempt.name}",
+        held.files(plan, options.step, options.metadata or {}),
+        threads=ranks.config.threads,
+        slots=ranks.slots,
+    )
+    return Receipt(written, held.replicas(plan), time.monotonic() - start)
 
 
 def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dist_ckpt.comm.collective import NAME_NBYTES, Bodies, Transfer, distinct, name_of
-from dist_ckpt.comm.exchange import FalloutError
+from dist_ckpt.comm.messages import FalloutError
 from dist_ckpt.comm.store_exchange import StoreChannel
 from dist_ckpt.comm.store_thread import Store
 from dist_ckpt.config import Config

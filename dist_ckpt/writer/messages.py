@@ -1,6 +1,6 @@
 """What a trainer and its background writer say to each other, over a socket of their own.
 
-A message is its length and a msgpack array: the kind of message, and its fields. The end of the
+A message is its length and a msgpack array: the name of its class, and its fields. The end of the
 stream means that the other process is gone, however it ended.
 """
 
@@ -15,12 +15,14 @@ import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
-from typing import Any
 
-import msgpack
+from msgspec import Struct, msgpack
 
+from dist_ckpt.comm.messages import Failure
+from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError
+from dist_ckpt.reports import Tally
+from dist_ckpt.saving.attempt_run import Verdict
 
 # A writer that is told to stop abandons its save, and seals what is staged, which it digests for
 # that at a low priority. One that has not ended by then ends itself.
@@ -35,12 +37,15 @@ _MAX_READ_NBYTES = 1 << 16
 SEND_S = 60
 
 
+class _Kind(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
 # --- from the trainer --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The first message: whose writer this is. `config` are the fields of a `Config`.
+class Hello(_Kind, frozen=True):
+    """The first message: whose writer this is.
 
     Answered by `Ready` or `Refused`.
     """
@@ -48,12 +53,11 @@ class Hello:
     job: str
     rank: int
     world_size: int
-    config: Mapping[str, float | str]
+    config: Config
     max_bytes_per_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Serve:
+class Serve(_Kind, frozen=True):
     """Serve a store to the writers; answered by `Serving` or `Refused`.
 
     `towards` is a host from which it must be reached, "" if all ranks are on this one. The one
@@ -64,8 +68,7 @@ class Serve:
     towards: str
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(_Kind, frozen=True):
     """Write the snapshot that is staged in an arena, and commit it with the other writers.
 
     `path` is the snapshot's; `number` is the arena's, of those that the rank has. The writers meet
@@ -81,97 +84,85 @@ class Write:
     token: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(_Kind, frozen=True):
     """Fail a save that was to be written, if it is not complete: the trainer could not stage it."""
 
     snapshot: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(_Kind, frozen=True):
     """Do not begin a save, if it has not begun; answered by `Paused`."""
 
     snapshot: str
 
 
-@dataclass(frozen=True, slots=True)
-class Go:
+class Go(_Kind, frozen=True):
     """Go on with a save that is paused, or drop it: it is not even begun, and nobody answers."""
 
     snapshot: str
     drop: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(_Kind, frozen=True):
     """Answer with `Pong`, whatever is under way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(_Kind, frozen=True):
     """End when everything that was to be written is settled."""
 
 
 # --- from the writer ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Pong:
+class Pong(_Kind, frozen=True):
     """The writer is not frozen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(_Kind, frozen=True):
     """The writer has started."""
 
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """What was asked for cannot be had; `failure` are the fields of a `Failure`."""
+class Refused(_Kind, frozen=True):
+    """What was asked for cannot be had."""
 
-    failure: Mapping[str, Any]
+    failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
+class Serving(_Kind, frozen=True):
     """Where the store is that the writer serves."""
 
     host: str
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Paused:
+class Paused(_Kind, frozen=True):
     """Whether a save is paused; else it had begun, or is settled."""
 
     snapshot: str
     is_paused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(_Kind, frozen=True):
     """A save is settled.
 
-    `verdict` are the fields of a `Verdict`, or `failure` those of a `Failure`. `seconds` are the
-    writer's, by phase; `reads` and `writes` are (calls, bytes) of the storage, `exchanges` of the
-    channel, `nbytes_receipt` of them the receipt.
+    It has a `verdict` or a `failure`. `seconds` are the writer's, by phase; `reads` and `writes`
+    are those of the storage, `exchanges` of the channel, `nbytes_receipt` of them the receipt.
     """
 
     snapshot: str
-    verdict: Mapping[str, Any] | None
-    failure: Mapping[str, Any] | None
+    verdict: Verdict | None
+    failure: Failure | None
     seconds: Mapping[str, float]
-    reads: tuple[int, int]
-    writes: tuple[int, int]
-    exchanges: tuple[int, int]
+    reads: Tally
+    writes: Tally
+    exchanges: Tally
     nbytes_receipt: int
 
 
-Message = (
+WriterMessage = (
     Hello
     | Serve
     | Write
@@ -187,37 +178,7 @@ Message = (
     | Pong
     | Done
 )
-_KINDS: tuple[type[Message], ...] = (
-    Hello,
-    Serve,
-    Write,
-    Abort,
-    Pause,
-    Go,
-    Ping,
-    Close,
-    Ready,
-    Refused,
-    Serving,
-    Paused,
-    Pong,
-    Done,
-)
-_CODES = {kind: code for code, kind in enumerate(_KINDS)}
-
-# What a field's value may be, by the field's annotation: each that a message has stands here.
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "bytes": (bytes,),
-    "int": (int,),
-    "bool": (bool,),
-    "float | None": (float, int, type(None)),
-    "Mapping[str, float | str]": (dict,),
-    "Mapping[str, float]": (dict,),
-    "Mapping[str, Any]": (dict,),
-    "Mapping[str, Any] | None": (dict, type(None)),
-    "tuple[int, int]": (tuple,),
-}
+_DECODER: msgpack.Decoder[WriterMessage] = msgpack.Decoder(WriterMessage)
 
 
 class LinkClosedError(CheckpointError):
@@ -247,9 +208,9 @@ class Link:
         """Return the descriptor, to wait for messages and other things at once."""
         return self._end.fileno()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WriterMessage) -> None:
         """Send a message. LinkClosedError if nobody is there to read it."""
-        body: bytes = msgpack.packb((_CODES[type(message)], *asdict(message).values()))
+        body = msgpack.encode(message)
         assert len(body) <= MAX_MESSAGE_NBYTES, f"a message of {len(body)} bytes"
         with self._lock:
             try:
@@ -260,7 +221,7 @@ class Link:
                     self._end.shutdown(socket.SHUT_RDWR)
                 raise LinkClosedError(f"the other process is gone: {error.strerror}") from error
 
-    def receive(self, timeout_s: float | None) -> Message | None:
+    def receive(self, timeout_s: float | None) -> WriterMessage | None:
         """Return the next message, None if there is none in time. LinkClosedError at the end."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while (message := self._taken()) is None:
@@ -288,7 +249,7 @@ class Link:
         """Close this end; the other one sees the end of the stream."""
         self._end.close()
 
-    def _taken(self) -> Message | None:
+    def _taken(self) -> WriterMessage | None:
         if len(self._data) < _LENGTH.size:
             return None
         (nbytes,) = _LENGTH.unpack_from(self._data)
@@ -299,7 +260,10 @@ class Link:
             return None
         body = bytes(self._data[_LENGTH.size : stop])
         del self._data[:stop]
-        return _decoded(body)
+        try:
+            return _DECODER.decode(body)
+        except (ValueError, RecursionError) as error:
+            raise NonsenseError(f"the other process talks nonsense: {error}") from error
 
 
 def _close_in_children(link: weakref.ref[Link]) -> None:
@@ -310,20 +274,3 @@ def _close_in_children(link: weakref.ref[Link]) -> None:
             copied.close()
 
     os.register_at_fork(after_in_child=close)
-
-
-def _decoded(body: bytes) -> Message:
-    try:
-        code, *values = msgpack.unpackb(body, use_list=False)
-        if type(code) is not int or not 0 <= code < len(_KINDS):
-            raise ValueError("a message of no kind")
-        kind: type[Message] = _KINDS[code]
-        named = fields(kind)
-        if len(values) != len(named):
-            raise ValueError(f"{kind.__name__} of {len(values)} fields")
-        for field, value in zip(named, values, strict=True):
-            if type(value) not in _TYPES[str(field.type)]:
-                raise ValueError(f"{kind.__name__}.{field.name} is a {type(value).__name__}")
-        return kind(*values)
-    except (ValueError, TypeError) as error:
-        raise NonsenseError(f"the other process talks nonsense: {error}") from error

@@ -21,12 +21,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from types import FrameType
 
-from dist_ckpt.comm.exchange import failure_of
 from dist_ckpt.comm.host_address import reachable_host
 from dist_ckpt.comm.key_server import KeyServer
+from dist_ckpt.comm.messages import failure_of
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.writer.messages import (
@@ -37,7 +36,6 @@ from dist_ckpt.writer.messages import (
     Hello,
     Link,
     LinkClosedError,
-    Message,
     NonsenseError,
     Pause,
     Paused,
@@ -48,6 +46,7 @@ from dist_ckpt.writer.messages import (
     Serve,
     Serving,
     Write,
+    WriterMessage,
 )
 from dist_ckpt.writer.save_queue import KnownArenas, QueuedSave, WriterQueue
 from dist_ckpt.writer.saves import Meetings, WriterSaves, WriterSettings, host_of, settings_of
@@ -256,7 +255,7 @@ class BackgroundWriter:
             self._queue.end(is_trainer_gone=True)
             self._meetings.hurry()
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: WriterMessage) -> None:
         queue = self._queue
         match message:
             case Write():
@@ -287,7 +286,7 @@ class BackgroundWriter:
             settings = self._settings
             host = host_of(settings.config)
             failure = failure_of(error, rank=settings.rank, host=host, phase="serve")
-            return Refused(asdict(failure))
+            return Refused(failure)
 
 
 def _ignore_signals() -> None:
@@ -377,7 +376,7 @@ def _serve_trainer(link: Link, termination: Termination) -> str:
     except (CheckpointError, ValueError, TypeError) as error:
         host = socket.gethostname()
         failure = failure_of(error, rank=hello.rank, host=host, phase="start of a writer")
-        link.send(Refused(asdict(failure)))
+        link.send(Refused(failure))
         return f"it cannot begin: {error}"
     arenas = KnownArenas(folder)
     try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from dist_ckpt.comm.collective import Bodies
-from dist_ckpt.comm.exchange import Alone, Channel, Doc, Failure, NoAnswerError, failure_of
+from dist_ckpt.comm.exchange import COORDINATOR, Alone, Channel
 from dist_ckpt.comm.key_client import KeyClient
+from dist_ckpt.comm.messages import Failure, NoAnswerError, failure_of
 from dist_ckpt.comm.store_exchange import StoreChannel
 from dist_ckpt.comm.store_thread import Wording
 from dist_ckpt.config import Config
@@ -68,10 +69,9 @@ def settings_of(hello: Hello, check: Callable[[], None]) -> WriterSettings:
     """
     if not 0 <= hello.rank < hello.world_size:
         raise ValueError(f"rank {hello.rank} of {hello.world_size}")
-    config = Config(**hello.config)  # type: ignore[arg-type]  # checked by its constructor
     cap = hello.max_bytes_per_s
     allowance = None if cap is None else Allowance(cap, check)
-    return WriterSettings(hello.rank, hello.world_size, config, allowance)
+    return WriterSettings(hello.rank, hello.world_size, hello.config, allowance)
 
 
 class Meetings:
@@ -181,9 +181,9 @@ class WriterSaves:
         except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
             _log.error("background save to %s failed: %s", save.write.path, error, exc_info=error)
             run.seal()
-            return _done(save.write.snapshot, run, failure=self._failure_of(error))
+            return run.done(None, self._failure_of(error))
         _log.info("background save to %s is committed: %s", save.write.path, verdict)
-        return _done(save.write.snapshot, run, verdict=verdict)
+        return run.done(verdict, None)
 
     def seal(self, saves: Sequence[QueuedSave]) -> None:
         """Seal what is staged of saves that will not be settled: a restart can use it.
@@ -224,34 +224,30 @@ class WriterSaves:
 
 
 class _WriterSave:
-    """One rank's side of one save; the callbacks run inside the exchanges."""
+    """One rank's side of one save. One thread runs it, and another one may seal it."""
 
     def __init__(self, saves: WriterSaves, save: QueuedSave) -> None:
-        self._saves = saves
         self.save = save
-        self._channel: Channel
-        self._began: Tally | None = None
-        # Set by the work of the first exchange, if it comes to that.
+        self._saves = saves
+        self._phases = Phases(
+            "background save", save.write.path, quiet=saves.settings.rank != COORDINATOR
+        )
+        # What it has come to so far.
         self._staged: StagedSave | None = None
+        self._attempt = UNCLAIMED
         self._storage: CountingStorage | None = None
         self._run: AttemptRun | None = None
-        self._attempt = UNCLAIMED
-        quiet = saves.settings.rank != 0
-        self._phases = Phases("background save", save.write.path, quiet=quiet)
+        self._exchanges = Tally()
 
     def run(self, channel: Channel) -> Verdict:
-        phases = self._phases
-        self._channel, self._began = channel, channel.exchanges
+        phases, began = self._phases, channel.exchanges
         channel.enter(f"background save to {self.save.write.path}")
         try:
             with phases.phase("claim"):
-                attempt = self._claim()
+                run, staged, attempt = self._claim(channel)
             self._attempt = attempt.name
-            assert self._run is not None
-            assert self._staged is not None
-            staged = self._staged
             with phases.phase("write"):
-                verdict = self._run.settle(
+                verdict = run.settle(
                     staged.text,
                     attempt,
                     lambda: self._write(staged),
@@ -259,10 +255,11 @@ class _WriterSave:
                 )
             staged.mark_committed()
             with phases.phase("clean up"):
-                self._run.clean_up()
+                run.clean_up()
             return verdict
         finally:
             channel.leave()
+            self._exchanges = channel.exchanges.since(began)
 
     def seal(self) -> None:
         """Seal what is staged, after an error: maybe it has met the storage, but not the memory."""
@@ -276,33 +273,37 @@ class _WriterSave:
         else:
             _log.info("what was staged for %s is sealed, and stays in memory", path)
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        return self._phases.seconds
+    def done(self, verdict: Verdict | None, failure: Failure | None) -> Done:
+        """Return what the trainer is told."""
+        storage, run = self._storage, self._run
+        return Done(
+            snapshot=self.save.write.snapshot,
+            verdict=verdict,
+            failure=failure,
+            seconds=self._phases.seconds,
+            reads=Tally() if storage is None else storage.reads,
+            writes=Tally() if storage is None else storage.writes,
+            exchanges=self._exchanges,
+            nbytes_receipt=0 if run is None else run.nbytes_receipt,
+        )
 
-    @property
-    def exchanges(self) -> Tally:
-        return Tally() if self._began is None else self._channel.exchanges.since(self._began)
-
-    @property
-    def storage(self) -> CountingStorage | None:
-        return self._storage
-
-    @property
-    def nbytes_receipt(self) -> int:
-        return 0 if self._run is None else self._run.nbytes_receipt
-
-    def _claim(self) -> Attempt:
+    def _claim(self, channel: Channel) -> tuple[AttemptRun, StagedSave, Attempt]:
+        """Agree with the other writers that all write the same, and claim an attempt."""
         try:
-            answer = self._channel.exchange("claim", self._prepare, self._decide)
+            with channel.exchange("claim") as claiming:
+                self._staged = staged = self._look()
+                self._run = run = self._attempt_run(channel, staged)
+                staged.staging.check()
+                if told := claiming.gather(staged.snapshot.id):
+                    _check_same_save(told)
+                    claiming.decide(run.claim())
+            attempt = parse_attempt(claiming.result(str))
         except BaseException as error:
-            run = self._run
-            if run is not None and run.claimed is not None:  # but the ranks could not be told
-                run.recover(run.claimed, error)
+            if self._run is not None and self._run.claimed is not None:
+                self._run.recover(self._run.claimed, error)  # the others could not be told
             raise
-        attempt = parse_attempt(answer["attempt"])
         assert attempt is not None
-        return attempt
+        return run, staged, attempt
 
     def _look(self) -> StagedSave:
         """Find out what is to be written. Raises what is wrong with it."""
@@ -314,8 +315,7 @@ class _WriterSave:
             raise CorruptError(f"snapshot {snapshot.id} is of another save: {said}")
         return StagedSave(followed, lambda: saves.check(save), saves.plan)
 
-    def _prepare(self) -> Doc:
-        self._staged = staged = self._look()
+    def _attempt_run(self, channel: Channel, staged: StagedSave) -> AttemptRun:
         snapshot, details = staged.snapshot, staged.details
         own, path = open_storage(snapshot.path)
         self._storage = CountingStorage(own)
@@ -330,18 +330,7 @@ class _WriterSave:
             # The state is of then; and who restores compares the times of saves.
             saved_at=details.began_at,
         )
-        self._run = AttemptRun(self._channel, self._saves.settings.config, request)
-        staged.staging.check()
-        return {"snapshot": snapshot.id}
-
-    def _decide(self, payloads: Sequence[Doc]) -> Doc:
-        found: Mapping[str, int] = {one["snapshot"]: rank for rank, one in enumerate(payloads)}
-        if len(found) > 1:
-            raise ConflictError(
-                f"the background writers do not write the same save: {found}; save again"
-            )
-        assert self._run is not None
-        return {"attempt": self._run.claim()}
+        return AttemptRun(channel, self._saves.settings.config, request)
 
     def _write(self, staged: StagedSave) -> Receipt:
         start = time.monotonic()
@@ -362,25 +351,10 @@ class _WriterSave:
         return Receipt(written, replicas, time.monotonic() - start)
 
 
-def _done(
-    snapshot: str,
-    save: _WriterSave,
-    *,
-    verdict: Verdict | None = None,
-    failure: Failure | None = None,
-) -> Done:
-    storage = save.storage
-    return Done(
-        snapshot=snapshot,
-        verdict=None if verdict is None else asdict(verdict),
-        failure=None if failure is None else asdict(failure),
-        seconds=save.seconds,
-        reads=_pair(storage.reads if storage else Tally()),
-        writes=_pair(storage.writes if storage else Tally()),
-        exchanges=_pair(save.exchanges),
-        nbytes_receipt=save.nbytes_receipt,
-    )
-
-
-def _pair(tally: Tally) -> tuple[int, int]:
-    return tally.num, tally.nbytes
+def _check_same_save(snapshots: Sequence[str]) -> None:
+    """Raise ConflictError if the writers have different snapshots before them."""
+    found = {snapshot: rank for rank, snapshot in enumerate(snapshots)}
+    if len(found) > 1:
+        raise ConflictError(
+            f"the background writers do not write the same save: {found}; save again"
+        )

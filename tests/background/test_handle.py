@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from dist_ckpt.background import writer_client
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.background.writer_client import OwnWriter
-from dist_ckpt.comm.exchange import Failure
+from dist_ckpt.comm.messages import Failure
 from dist_ckpt.config import Config
 from dist_ckpt.errors import StorageError
 from dist_ckpt.snapshots.job_folder import JobFolder
@@ -35,7 +34,7 @@ def writer(
 ) -> Iterator[OwnWriter]:
     monkeypatch.setattr(writer_client, "start", fake.start)
     folder = JobFolder("job", roots=[str(tmp_path)]).rank(0)
-    made = OwnWriter(folder, Hello("job", 0, 1, asdict(Config()), None))
+    made = OwnWriter(folder, Hello("job", 0, 1, Config(), None))
     made.ensure()
     yield made
     made.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dist_ckpt.background import writer_client
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.background.job import Job
-from dist_ckpt.comm.exchange import Failure
+from dist_ckpt.comm.messages import Failure
 from dist_ckpt.config import Config
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.snapshots import job_folder
@@ -46,7 +45,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeJob]:
 
     def make(rank: int, world_size: int = 2, is_dropped: bool = False) -> tuple[Job, FakeWriter]:
         fakes.append(FakeWriter())
-        one = Job(Hello("job", rank, world_size, asdict(Config()), None), settle_s=0)
+        one = Job(Hello("job", rank, world_size, Config(), None), settle_s=0)
         if not is_dropped:
             made.append(one)
         return one, fakes[-1]

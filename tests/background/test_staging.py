@@ -18,7 +18,7 @@ from dist_ckpt.comm.collective import AloneCollective
 from dist_ckpt.comm.exchange import Alone
 from dist_ckpt.comm.session import Session
 from dist_ckpt.memory.shared import create_named
-from dist_ckpt.saving.agreement import PlanAgreement
+from dist_ckpt.saving.agreement import plan_together
 from dist_ckpt.saving.held_state import HeldState
 from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.snapshots.arena import Arena, ArenaReader
@@ -49,10 +49,8 @@ def state() -> dict[str, Any]:
 
 def files_of(state: dict[str, Any]) -> RankFiles:
     session = Session(Alone(), AloneCollective())
-    held = HeldState(session, state, None)
-    asked = {"path": "/a", "step": 1, "overwrite": False, "metadata": ""}
-    planned, _ = PlanAgreement(session, lambda: "a save").agree(lambda: asked, held.take)
-    return held.files(planned.plan, 1, {})
+    held = HeldState.take(session, state, None)
+    return held.files(plan_together(session, held.inventory).plan, 1, {})
 
 
 @pytest.fixture

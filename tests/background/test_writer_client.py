@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from subprocess import Popen
 
@@ -16,11 +15,23 @@ import pytest
 from dist_ckpt.background import writer_client
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.background.writer_client import Order, OwnWriter
-from dist_ckpt.comm.exchange import Failure
+from dist_ckpt.comm.messages import Failure
 from dist_ckpt.config import Config
 from dist_ckpt.errors import RankError, StorageError
+from dist_ckpt.reports import Tally
+from dist_ckpt.saving.attempt_run import Verdict
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.writer.messages import Done, Go, Hello, Link, Message, Pause, Paused, Refused, Write
+from dist_ckpt.writer.messages import (
+    Done,
+    Go,
+    Hello,
+    Link,
+    Pause,
+    Paused,
+    Refused,
+    Write,
+    WriterMessage,
+)
 
 SOON_S = 30.0
 FAILURE = Failure("StorageError", "rank 2 (host a): the disk is full", 2, "write")
@@ -58,7 +69,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWriters]:
 @pytest.fixture
 def writer(fakes: FakeWriters, tmp_path: Path) -> Iterator[OwnWriter]:
     folder = JobFolder("job", roots=[str(tmp_path)]).rank(1)
-    made = OwnWriter(folder, Hello("job", 1, 3, asdict(Config()), None))
+    made = OwnWriter(folder, Hello("job", 1, 3, Config(), None))
     made.ensure()
     yield made
     made.kill()
@@ -75,8 +86,8 @@ def order(writer: OwnWriter, name: str, arena: int = 0) -> Order:
 
 
 def done(name: str, failure: Failure | None = None) -> Done:
-    told = None if failure is None else asdict(failure)
-    return Done(name, None if told else {}, told, {}, (0, 0), (0, 0), (0, 0), 0)
+    verdict = Verdict("", 0, 0, 0, 0.0) if failure is None else None
+    return Done(name, verdict, failure, {}, Tally(), Tally(), Tally(), 0)
 
 
 def die(fakes: FakeWriters) -> None:
@@ -128,7 +139,7 @@ def test_a_save_that_is_ordered_of_a_writer_that_is_gone_is_lost_and_not_waited_
 
 
 def test_a_save_whose_order_is_interrupted_is_lost_and_not_waited_for(writer, fakes, monkeypatch):
-    def interrupted(link: Link, message: Message) -> None:
+    def interrupted(link: Link, message: WriterMessage) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
@@ -166,7 +177,7 @@ def test_saves_of_which_nothing_is_left_to_say_are_forgotten(writer, fakes):
 
 def test_a_writer_that_refuses_to_serve_says_why_and_lives_on(writer, fakes):
     waited = order(writer, "a")
-    fakes.ends[0].send(Refused(asdict(FAILURE)))
+    fakes.ends[0].send(Refused(FAILURE))
     with pytest.raises(StorageError, match="the disk is full"):
         writer.serve("")
     assert writer.num_restarts == 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dist_ckpt.comm.collective import AloneCollective, distinct, name_of, nbytes_of
-from dist_ckpt.comm.exchange import FalloutError
+from dist_ckpt.comm.messages import FalloutError
 from dist_ckpt.config import Config
 from dist_ckpt.errors import RankError
 from dist_ckpt.testing.thread_channel import (
@@ -12,6 +12,7 @@ from dist_ckpt.testing.thread_channel import (
     run_ranks,
     try_ranks,
 )
+from exchanges import exchange
 
 
 def test_a_name_tells_the_size_and_differs_with_every_byte():
@@ -80,7 +81,7 @@ def test_after_a_failure_thread_ranks_meet_again_once_they_agree_on_an_epoch():
             with pytest.raises(RankError, match="did not all meet"):
                 collective.broadcast(b"first" if rank == 0 else None)
         channel.enter("again")
-        collective.renew(channel.exchange("agree", lambda: collective.epoch, max))
+        collective.renew(exchange(channel, "agree", lambda: collective.epoch, max))
         data = collective.broadcast(b"second" if rank == 0 else None)
         channel.leave()
         return collective.epoch, data

@@ -10,7 +10,8 @@ from contextlib import closing
 import pytest
 
 from dist_ckpt import errors
-from dist_ckpt.comm.exchange import Alone, Channel, Doc, FalloutError, NoAnswerError
+from dist_ckpt.comm.exchange import Alone, Channel
+from dist_ckpt.comm.messages import FalloutError, NoAnswerError
 from dist_ckpt.comm.store_thread import PART_NBYTES, get_all, get_each
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
@@ -22,6 +23,7 @@ from dist_ckpt.testing.thread_channel import (
     run_ranks,
     try_ranks,
 )
+from exchanges import Doc, exchange
 
 # Deadlines that pass within a test. A busy machine may stop a rank for longer than FRAIL bears.
 HASTY = Config(silence_s=3.0, arrive_s=0.3, warn_s=0.1)
@@ -51,7 +53,7 @@ def ask(
     """Do one operation that is one exchange."""
     channel.enter(what)
     try:
-        return channel.exchange("agree", work, decide)
+        return exchange(channel, "agree", work, decide)
     finally:
         channel.leave()
 
@@ -101,7 +103,7 @@ def test_an_operation_is_any_number_of_exchanges():
         for save in range(3):
             channel.enter("save")
             for phase in ("agree", "write", "agree again"):
-                sums.append(channel.exchange(phase, lambda: save * rank, sum))  # noqa: B023
+                sums.append(exchange(channel, phase, lambda: save * rank, sum))  # noqa: B023
             channel.leave()
         return sums
 
@@ -117,7 +119,7 @@ def test_documents_may_be_larger_than_one_value_of_a_store():
     assert run_ranks(2, run) == [True, True]
 
 
-@pytest.mark.parametrize("value", [{1, 2}, 1 << 70, object()])
+@pytest.mark.parametrize("value", [1j, 1 << 70, object()])
 def test_a_payload_that_is_no_document_is_a_type_error_on_all_ranks(value):
     for error in on_ranks(2, lambda rank: value if rank == 1 else None):
         assert type(error) is TypeError
@@ -171,9 +173,9 @@ def test_where_an_error_happened_is_told_once_however_far_it_travels():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> None:
         channel.enter("save")
         try:
-            channel.exchange("write", raising(ValueError("bad")) if rank == 1 else int, len)
+            exchange(channel, "write", raising(ValueError("bad")) if rank == 1 else int, len)
         except ValueError as error:
-            channel.exchange("give up", raising(error), len)
+            exchange(channel, "give up", raising(error), len)
         finally:
             channel.leave()
 
@@ -237,9 +239,9 @@ def test_an_error_is_told_while_others_still_work_and_they_are_told_it_when_they
 
         channel.enter("save")
         try:
-            channel.exchange("agree", int, len)
+            exchange(channel, "agree", int, len)
             with pytest.raises(CheckpointError) as caught:
-                channel.exchange("write", write, len)
+                exchange(channel, "write", write, len)
         finally:
             channel.leave()
         if rank == 0:
@@ -260,9 +262,9 @@ def test_what_a_rank_has_touched_is_told_there_though_the_answer_came_before():
 
         channel.enter("load")
         try:
-            channel.exchange("open", int, len)
+            exchange(channel, "open", int, len)
             with pytest.raises(CorruptError) as caught:
-                channel.exchange("read", read, len)
+                exchange(channel, "read", read, len)
         finally:
             channel.leave()
         told.set()
@@ -284,8 +286,8 @@ def test_a_fallout_waits_for_the_error_that_has_brought_it_about():
 
         channel.enter("save")
         try:
-            channel.exchange("agree", int, len)
-            return channel.exchange("plan", gather, len)
+            exchange(channel, "agree", int, len)
+            return exchange(channel, "plan", gather, len)
         finally:
             channel.leave()
 
@@ -424,7 +426,7 @@ def test_ranks_in_different_calls_are_named_beside_one_that_never_came():
         what, phase = ("save to /a", "agree") if rank == 0 else ("load of /b", "open")
         channel.enter(what)
         try:
-            return channel.exchange(phase, int, len)
+            return exchange(channel, phase, int, len)
         finally:
             channel.leave()
 
@@ -442,9 +444,9 @@ def test_ranks_that_part_within_an_operation_are_told_so_and_can_go_on():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         channel.enter("save")
         try:
-            channel.exchange("agree", int, len)
+            exchange(channel, "agree", int, len)
             with pytest.raises(RankError, match="different calls: ranks 0, 2: save, phase 'plan'"):
-                channel.exchange("write" if rank == 1 else "plan", int, len)
+                exchange(channel, "write" if rank == 1 else "plan", int, len)
         finally:
             channel.leave()
         return ask(channel, lambda: rank, sum)
@@ -458,10 +460,10 @@ def test_a_rank_that_leaves_between_two_exchanges_is_named_at_once():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         channel.enter("save")
         try:
-            channel.exchange("agree", int, len)
+            exchange(channel, "agree", int, len)
             if rank == 1:
                 return None
-            return channel.exchange("write", int, len)
+            return exchange(channel, "write", int, len)
         finally:
             channel.leave()
             done.wait(10)
@@ -480,8 +482,8 @@ def test_a_coordinator_that_leaves_leaves_no_answer():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         channel.enter("save")
         try:
-            channel.exchange("agree", int, len)
-            return None if rank == 0 else channel.exchange("write", int, len)
+            exchange(channel, "agree", int, len)
+            return None if rank == 0 else exchange(channel, "write", int, len)
         finally:
             channel.leave()
             done.wait(10)
@@ -499,10 +501,10 @@ def test_an_unanswered_envelope_is_withdrawn_and_deleted_when_a_later_one_is_ans
     def run(rank: int, _: ThreadChannel, __: ThreadCollective) -> None:
         with closing(ThreadChannel(store, rank, 2)) as channel:
             channel.enter("save")
-            channel.exchange("agree", int, len)
+            exchange(channel, "agree", int, len)
             if rank == 1:
                 with pytest.raises(NoAnswerError):
-                    channel.exchange("write", lambda: bytes(PART_NBYTES + 1), len)
+                    exchange(channel, "write", lambda: bytes(PART_NBYTES + 1), len)
             channel.leave()
             while rank == 1 and store.get("1/1/2/1") != b"x2":
                 time.sleep(0.001)
@@ -677,7 +679,7 @@ def test_thousands_of_exchanges_do_not_grow_the_store():
         for save in range(100):
             channel.enter("save")
             for phase in "abcde":
-                channel.exchange(phase, lambda: bytes(100), len)
+                exchange(channel, phase, lambda: bytes(100), len)
             channel.leave()
             if rank == 0 and save in (20, 99):
                 sizes.append(len(store.keys()))
@@ -749,8 +751,8 @@ def test_alone_the_decision_is_returned():
 
 def test_alone_documents_are_what_they_are_in_a_group():
     assert ask(Alone(), lambda: (1, 2), lambda payloads: payloads[0]) == [1, 2]
-    with pytest.raises(TypeError, match="serialize"):
-        ask(Alone(), lambda: {1, 2})
+    with pytest.raises(TypeError, match="unsupported"):
+        ask(Alone(), object)
 
 
 @pytest.mark.parametrize("kind", [*OUR_ERRORS, KeyboardInterrupt, SystemExit])

@@ -10,8 +10,8 @@ pytest.importorskip("torch.distributed")
 
 from torch.distributed import HashStore
 
-from dist_ckpt.comm.exchange import FalloutError
 from dist_ckpt.comm.gloo import GlooCollective
+from dist_ckpt.comm.messages import FalloutError
 
 
 @pytest.mark.parametrize(

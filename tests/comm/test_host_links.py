@@ -13,8 +13,8 @@ from contextlib import suppress
 import pytest
 
 from dist_ckpt.comm import host_links
-from dist_ckpt.comm.exchange import FalloutError
 from dist_ckpt.comm.host_links import CommonMemory, HostLinks
+from dist_ckpt.comm.messages import FalloutError
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no memory without a name"

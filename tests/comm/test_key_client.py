@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 import tests.comm.test_exchange as test_channel
 from dist_ckpt.comm import key_client, store_thread
-from dist_ckpt.comm.exchange import NoAnswerError
 from dist_ckpt.comm.key_client import (
     MAX_KEY_CHARS,
     MAX_MESSAGE_NBYTES,
@@ -41,8 +40,10 @@ from dist_ckpt.comm.key_server import (
     Limits,
     answer,
 )
+from dist_ckpt.comm.messages import NoAnswerError
 from dist_ckpt.testing import thread_channel
 from dist_ckpt.testing.thread_channel import ThreadStore
+from exchanges import exchange
 from ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -294,7 +295,7 @@ def test_a_rank_whose_key_server_goes_is_told_at_once():
         channel.enter("save")
         threading.Timer(0.1, server.close).start()
         with pytest.raises(NoAnswerError, match="the key server at"):
-            channel.exchange("agree", int, len)
+            exchange(channel, "agree", int, len)
         channel.leave()
         channel.close()
 

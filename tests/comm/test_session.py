@@ -14,6 +14,7 @@ from dist_ckpt.testing.thread_channel import (
     run_ranks,
     try_ranks,
 )
+from exchanges import exchange
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def test_without_a_process_group_a_process_is_alone():
     assert isinstance(session.channel, Alone)
     assert session.group_ranks == (0,)
     with session.operation("save"):
-        assert session.channel.exchange("agree", lambda: 3, sum) == 3
+        assert exchange(session.channel, "agree", lambda: 3, sum) == 3
         assert session.bulk().broadcast(b"data") == b"data"
 
 
@@ -96,7 +97,7 @@ def test_an_operation_is_left_also_after_an_error():
         with pytest.raises(ZeroDivisionError), session.operation("save"):
             raise ZeroDivisionError
         with session.operation("save"):
-            return channel.exchange("agree", lambda: rank, sum)
+            return exchange(channel, "agree", lambda: rank, sum)
 
     assert run_ranks(2, run) == [1, 1]
 

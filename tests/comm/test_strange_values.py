@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt.comm import store_thread
-from dist_ckpt.comm.exchange import (
+from dist_ckpt.comm.heartbeat import Beat
+from dist_ckpt.comm.messages import (
     MAX_DOCUMENT_NBYTES,
     Answer,
-    Doc,
     Envelope,
     Failure,
     NoAnswerError,
@@ -30,14 +30,19 @@ from dist_ckpt.comm.exchange import (
     pack,
     unpack,
 )
-from dist_ckpt.comm.heartbeat import Beat
 from dist_ckpt.comm.store_thread import MAX_PARTS, NOTHING, PART_NBYTES
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore, try_ranks
+from exchanges import Doc, exchange
 
 NUM_CASES = int(os.environ.get("DIST_CKPT_TEST_CASES", "300"))
 FRAIL = Config(silence_s=4.0, arrive_s=20.0, warn_s=20.0)
+
+
+def unpack_anything(data: bytes) -> object:
+    return unpack(data, object)
+
 
 FAILURE = Failure("CorruptError", "rank 1 (host b): bad", 1, "read", ("a", "b"), fallout=True)
 ENVELOPE = Envelope("save to /ck", "write", "0123456789abcdef", b"nonc", pack({"a": [1]}), FAILURE)
@@ -46,7 +51,7 @@ MESSAGES: list[tuple[Callable[[bytes], object], bytes]] = [
     (Envelope.decode, ENVELOPE.encode()),
     (Answer.decode, Answer("save", "", b"noncnonc", pack(None), FAILURE).encode()),
     (Answer.decode, Answer("save", "0123456789abcdef", b"", pack([1, "a"]), None).encode()),
-    (unpack, pack({"a": [1, 2.5, None, True, "text", b"bytes", {"b": []}]})),
+    (unpack_anything, pack({"a": [1, 2.5, None, True, "text", b"bytes", {"b": []}]})),
 ]
 
 STRANGE = [
@@ -81,7 +86,7 @@ def use(message: object) -> None:
         if message.failure is not None:
             error_of(message.failure)
         with suppress(ValueError):
-            unpack(message.body)
+            unpack(message.body, object)
         message.encode()
 
 
@@ -90,14 +95,14 @@ def use(message: object) -> None:
 def test_what_is_no_message_is_a_value_error_that_says_so(
     decode: Callable[[bytes], object], data: bytes
 ):
-    with pytest.raises(ValueError, match=r"bytes that are no|an error of a form"):
+    with pytest.raises(ValueError, match="bytes that are no"):
         decode(data)
 
 
 def test_messages_are_what_they_were():
     for decode, data in MESSAGES:
         message: Any = decode(data)
-        assert (pack(message) if decode is unpack else message.encode()) == data
+        assert (pack(message) if decode is unpack_anything else message.encode()) == data
 
 
 @settings(max_examples=NUM_CASES, deadline=None)
@@ -173,8 +178,8 @@ def agree_twice(store: ThreadStore) -> list[BaseException | None]:
         with closing(ThreadChannel(store, rank, 3, FRAIL)) as channel:
             channel.enter("save to /ck")
             try:
-                channel.exchange("agree", lambda: {"rank": rank}, len)
-                return channel.exchange("write", lambda: {"rank": rank}, len)
+                exchange(channel, "agree", lambda: {"rank": rank}, len)
+                return exchange(channel, "write", lambda: {"rank": rank}, len)
             finally:
                 channel.leave()
 
@@ -224,7 +229,7 @@ def test_a_heartbeat_that_is_none_is_told_where_it_is_needed(owner: int):
             try:
                 if rank == owner:
                     time.sleep(1.0)  # until another one looks
-                return channel.exchange("agree", int, len)
+                return exchange(channel, "agree", int, len)
             finally:
                 channel.leave()
 
@@ -245,7 +250,7 @@ def test_ranks_that_count_another_start_are_named_with_the_remedy():
         with closing(ThreadChannel(store, rank, 2, config)) as channel:
             channel.enter("save to /ck")
             try:
-                return channel.exchange("agree", int, len)
+                return exchange(channel, "agree", int, len)
             finally:
                 channel.leave()
 
@@ -292,7 +297,7 @@ def test_a_document_that_would_take_far_more_memory_than_it_has_bytes_is_refused
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=r"4194309 bytes would take more than \d+ bytes"):
-            unpack(data)
+            unpack(data, object)
         assert tracemalloc.get_traced_memory()[1] < nbytes
     finally:
         tracemalloc.stop()

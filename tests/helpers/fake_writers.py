@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
-from dataclasses import asdict
 from subprocess import Popen
 from threading import Thread
 
 from dist_ckpt.background.writer_client import Order, OwnWriter
-from dist_ckpt.comm.exchange import Failure
+from dist_ckpt.comm.messages import Failure
+from dist_ckpt.reports import Tally
+from dist_ckpt.saving.attempt_run import Verdict
 from dist_ckpt.snapshots.job_folder import RankFolder
 from dist_ckpt.writer.messages import (
     Close,
@@ -17,12 +18,12 @@ from dist_ckpt.writer.messages import (
     Hello,
     Link,
     LinkClosedError,
-    Message,
     Pause,
     Paused,
     Serve,
     Serving,
     Write,
+    WriterMessage,
 )
 
 SOON_S = 30.0
@@ -35,7 +36,7 @@ class FakeWriter:
     """
 
     def __init__(self) -> None:
-        self.heard: list[Message] = []
+        self.heard: list[WriterMessage] = []
         self.is_begun = False
         self.process = Popen(["sleep", "300"])
         self._ours, self._end = socket.socketpair()
@@ -49,9 +50,8 @@ class FakeWriter:
 
     def settle(self, name: str, failure: Failure | None = None) -> None:
         """Say that a save is committed, or why not."""
-        told = None if failure is None else asdict(failure)
-        verdict: dict[str, object] | None = {} if failure is None else None
-        self._link.send(Done(name, verdict, told, {}, (0, 0), (0, 0), (0, 0), 0))
+        verdict = Verdict("", 0, 0, 0, 0.0) if failure is None else None
+        self._link.send(Done(name, verdict, failure, {}, Tally(), Tally(), Tally(), 0))
 
     def end(self) -> None:
         """End it as a kill does: the process, and with it its end of the link."""

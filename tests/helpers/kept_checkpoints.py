@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import dist_ckpt as dc
+from dist_ckpt.background.readiness import Saver
 from dist_ckpt.background.restore import restore_together
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.session import Session
@@ -17,6 +18,7 @@ from dist_ckpt.commit import find
 from dist_ckpt.format.filenames import parse_objects_file, parse_shard_file
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
+from dist_ckpt.saving.agreement import LastPlan
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED, Image, Seal, Snapshot, arena_nbytes
@@ -91,8 +93,9 @@ def save(path: Path, world_size: int, step: int, **options: Any) -> Saved:
         session = Session(channel, bulk, TEST_CONFIG)
         state = state_of(rank, world_size, step)
         save_together(session, state, path, SaveOptions(step=step, **options))
-        bodies: Bodies = session.plan_cache.bodies
-        return bodies
+        last = session.kept(LastPlan)
+        assert last is not None
+        return last.planned.bodies
 
     bodies = run_ranks(world_size, run)[0]
     assert bodies is not None
@@ -185,7 +188,7 @@ def try_restore(
     def run(rank: int, channel: Any, bulk: Any) -> LoadReport | None:
         session = Session(channel, bulk, TEST_CONFIG)
         folder = folders if isinstance(folders, JobFolder) else folders[rank]
-        saver = {"job": "job", "root": None, "when_busy": "wait"}
+        saver = Saver("job", None, "wait")
         found = restore_together(session, folder, states[rank], LoadOptions(**options), saver=saver)
         return None if found is None else found[1]
 

@@ -22,7 +22,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt import commit
-from dist_ckpt.comm.exchange import NoAnswerError
+from dist_ckpt.comm.messages import NoAnswerError
 from dist_ckpt.comm.session import Session
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, RankError
@@ -45,16 +45,33 @@ class InjectedError(Exception):
     """What a faulty line raises; no class of ours, so that others raise RankError."""
 
 
+# From the commit to the answer that tells of it, on rank 0; the commit itself comes first.
+VERDICT = (
+    "AttemptRun._decide",
+    "AttemptRun.settle",
+    "Exchange.decide",
+    "_StoreExchange.__exit__",
+    "_StoreExchange._envelope",
+    "Coordinator.settle",
+    "Coordinator._answer",
+    "Coordinator._put",
+    "Control.put",
+)
+
 KINDS: tuple[type[BaseException], ...] = (InjectedError, KeyboardInterrupt)
 
 
 @dataclass(slots=True)
 class Fault:
-    """What is raised after so many lines of one rank, -1 for nothing; `seen` are those that ran."""
+    """What is raised after so many lines of one rank, -1 for nothing; `seen` are those that ran.
+
+    `is_in_bytecode`: it is after so many bytecodes of `VERDICT` instead, as an interrupt may come.
+    """
 
     victim: int
     at: int = -1
     kind: type[BaseException] = InjectedError
+    is_in_bytecode: bool = False
     seen: list[tuple[str, str]] = field(default_factory=list)
 
     @contextmanager
@@ -65,6 +82,8 @@ class Fault:
             return
 
         def trace(frame: FrameType, event: str, arg: object) -> Any:
+            if self.is_in_bytecode:
+                return self._trace_bytecode(frame, event, arg)
             return trace_line if frame.f_code.co_filename.startswith(FOLDERS) else None
 
         def trace_line(frame: FrameType, event: str, arg: object) -> Any:
@@ -82,6 +101,18 @@ class Fault:
             yield
         finally:
             sys.settrace(None)
+
+    def _trace_bytecode(self, frame: FrameType, event: str, arg: object) -> Any:
+        code = frame.f_code
+        if code.co_qualname not in VERDICT:
+            return None
+        frame.f_trace_opcodes = True
+        # Whatever comes before is for the lines.
+        if event == "opcode" and (self.seen or code.co_qualname == VERDICT[0]):
+            self.seen.append((code.co_qualname, f"{frame.f_lineno}, bytecode {frame.f_lasti}"))
+            if len(self.seen) - 1 == self.at:
+                raise self.kind("in bytecode")
+        return self._trace_bytecode
 
 
 class Case(Protocol):
@@ -231,6 +262,13 @@ def lines_of(case: Case, victim: int) -> list[tuple[str, str]]:
     return fault.seen
 
 
+def bytecodes_of_verdict(case: Case) -> int:
+    """Return how many bytecodes rank 0 runs of `VERDICT`."""
+    fault = Fault(0, is_in_bytecode=True)
+    assert [outcome.error for outcome in case.run(fault)] == [None] * RANKS
+    return len(fault.seen)
+
+
 def wrong(case: Case, fault: Fault) -> str:
     """Return what is wrong after a fault, or ""."""
     try:
@@ -262,7 +300,12 @@ def main(names: Sequence[str]) -> int:
                         print(f"{case.name}, {kind.__name__} on rank {victim}: {found}")
             print(f"{case.name}, rank {victim}: {len(seen)} lines, {dict(words)}", flush=True)
             problems += words["wrong"]
-    return 1 if problems else 0
+    case = OneMoreSave(by_kept_plan=True)
+    num = bytecodes_of_verdict(case)
+    faults = [Fault(0, at, KeyboardInterrupt, is_in_bytecode=True) for at in range(num)]
+    unsettled = [problem for fault in faults if (problem := wrong(case, fault))]
+    print(f"the verdict: {num} bytecodes, {len(unsettled)} wrong", *unsettled, sep="\n")
+    return 1 if problems or unsettled else 0
 
 
 if __name__ == "__main__":

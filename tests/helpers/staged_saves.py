@@ -6,7 +6,6 @@ import random
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from subprocess import Popen
@@ -14,6 +13,7 @@ from typing import Any
 
 from dist_ckpt.background.writer_process import start
 from dist_ckpt.comm.collective import Bodies
+from dist_ckpt.comm.messages import Failure
 from dist_ckpt.config import Config
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.geometry import Shape
@@ -23,11 +23,12 @@ from dist_ckpt.planning import plan_msgpack
 from dist_ckpt.planning.plan import Inventory, Mesh, Placed, Shard, TensorEntry, Whole
 from dist_ckpt.planning.save_planner import items_of
 from dist_ckpt.saving.agreement import plan_of
+from dist_ckpt.saving.attempt_run import Verdict
 from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import Image, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.details import Details, encode_details
 from dist_ckpt.snapshots.job_folder import RankFolder
-from dist_ckpt.writer.messages import Done, Hello, Link, Message, Serve, Serving, Write
+from dist_ckpt.writer.messages import Done, Hello, Link, Serve, Serving, Write, WriterMessage
 from written import Saved
 
 # A writer that says nothing for so long fails the test.
@@ -133,7 +134,7 @@ class Trainer:
         self.process = process
         self.store: tuple[str, int, bytes] | None = None
 
-    def hear(self, kind: type | None = None) -> Message:
+    def hear(self, kind: type | None = None) -> WriterMessage:
         message = self.link.receive(ANSWER_S)
         assert message is not None, f"the writer says nothing: {self.log()}"
         assert kind is None or isinstance(message, kind), message
@@ -152,13 +153,13 @@ class Trainer:
         return self.process.wait(ANSWER_S)
 
 
-def failure_of(done: Done) -> Mapping[str, Any]:
+def failure_of(done: Done) -> Failure:
     """Return what a save failed of."""
     assert done.failure is not None
     return done.failure
 
 
-def verdict_of(done: Done) -> Mapping[str, Any]:
+def verdict_of(done: Done) -> Verdict:
     assert done.verdict is not None
     return done.verdict
 
@@ -177,7 +178,7 @@ def new_id() -> str:
 def hello(
     folder: RankFolder, world_size: int, config: Config = CONFIG, cap: float | None = None
 ) -> Hello:
-    return Hello(folder.job, folder.rank, world_size, asdict(config), cap)
+    return Hello(folder.job, folder.rank, world_size, config, cap)
 
 
 @contextmanager

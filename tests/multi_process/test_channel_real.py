@@ -19,6 +19,7 @@ from dist_ckpt.comm import process_group
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import RankError
+from exchanges import exchange
 from ranks import Options, Outcome, run_ranks, try_ranks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.waits]
@@ -38,7 +39,7 @@ def save(ranks: Session, rank: int, *, phases: int = 2, what: str = "save") -> i
     total = 0
     with ranks.operation(what):
         for phase in range(phases):
-            total = ranks.channel.exchange(str(phase), lambda: rank, sum)
+            total = exchange(ranks.channel, str(phase), lambda: rank, sum)
     return total
 
 
@@ -68,7 +69,7 @@ def exchange_and_gather(rank: int) -> Any:
     assert ranks is session_of(dist.group.WORLD)
     total = save(ranks, rank)
     with ranks.operation("load"):
-        ranks.channel.exchange("open", int, len)
+        exchange(ranks.channel, "open", int, len)
         bulk = ranks.bulk()
         bodies = bulk.all_gather_distinct(bytes([rank % 2]) * 100_000)
         assert [(body[:1], len(body), who) for body, who in bodies] == [
@@ -95,7 +96,7 @@ def use_own_groups(rank: int) -> Any:
     ranks = session_of()
     save(ranks, rank)
     with ranks.operation("load"):
-        ranks.channel.exchange("open", int, len)
+        exchange(ranks.channel, "open", int, len)
         ranks.bulk().broadcast(b"data")
     if rank in (1, 3):
         part = session_of(odd)
@@ -103,7 +104,7 @@ def use_own_groups(rank: int) -> Any:
         assert part.channel.rank == (1, 3).index(rank)
         assert save(part, rank) == 4
         with part.operation("load"):
-            part.channel.exchange("open", int, len)
+            exchange(part.channel, "open", int, len)
             assert part.bulk().all_gather_distinct(b"x") == ((b"x", (0, 1)),)
     else:
         with pytest.raises(ValueError, match=f"rank {rank} is not in this group"):
@@ -134,7 +135,7 @@ def lose_the_training_group(rank: int, folder: str) -> Any:
         dist.all_reduce(torch.zeros(1))
     ranks = session_of()
     with ranks.operation("load"):
-        ranks.channel.exchange("open", int, len)
+        exchange(ranks.channel, "open", int, len)
         ranks.bulk().broadcast(b"data")
     return save(ranks, rank)
 
@@ -269,8 +270,8 @@ def die_in_the_middle(rank: int, victim: int) -> Any:
     start = time.monotonic()
     try:
         with ranks.operation("save"):
-            ranks.channel.exchange("agree", lambda: rank, sum)
-            ranks.channel.exchange("write", write, sum)
+            exchange(ranks.channel, "agree", lambda: rank, sum)
+            exchange(ranks.channel, "write", write, sum)
     except RankError as error:
         return type(error).__name__, error.rank, str(error), time.monotonic() - start
     return None
@@ -357,8 +358,8 @@ def raise_on_one(rank: int) -> Any:
     for victim in range(3):
         try:
             with ranks.operation("save"):
-                ranks.channel.exchange("agree", int, len)
-                ranks.channel.exchange("write", lambda: 1 // (rank - victim) and 0, len)  # noqa: B023
+                exchange(ranks.channel, "agree", int, len)
+                exchange(ranks.channel, "write", lambda: 1 // (rank - victim) and 0, len)  # noqa: B023
         except RankError as error:
             messages.append(str(error).replace(ranks.channel.host, "a"))
     return messages, save(ranks, rank)
@@ -374,8 +375,8 @@ def end_with_a_save(rank: int) -> int:
     """The others read the last answer a moment after rank 0, which takes the store with it."""
     ranks = session_of()
     with ranks.operation("save"):
-        ranks.channel.exchange("agree", int, len)
-        return int(ranks.channel.exchange("write", lambda: rank, sum))
+        exchange(ranks.channel, "agree", int, len)
+        return int(exchange(ranks.channel, "write", lambda: rank, sum))
 
 
 def test_a_job_may_end_with_a_save():
@@ -403,14 +404,14 @@ def lose_the_bulk_connections(rank: int) -> Any:
 
     def bulk(*, skip: bool) -> bytes:
         with ranks.operation("load"):
-            ranks.bulk_epoch = ranks.channel.exchange("open", lambda: ranks.bulk_epoch, max)
+            ranks.bulk_epoch = exchange(ranks.channel, "open", lambda: ranks.bulk_epoch, max)
 
             def receive() -> bytes:
                 if skip and rank == 1:
                     raise ValueError("bad index")
                 return ranks.bulk().broadcast(b"data" if rank == 0 else None)
 
-            return bytes(ranks.channel.exchange("index", receive, lambda parts: parts[-1]))
+            return bytes(exchange(ranks.channel, "index", receive, lambda parts: parts[-1]))
 
     first = bulk(skip=False)
     try:
@@ -433,13 +434,15 @@ def die_in_the_bulk(rank: int) -> Any:
     ranks = session_of()
     save(ranks, rank)
     with ranks.operation("load"):
-        ranks.channel.exchange("open", int, len)
+        exchange(ranks.channel, "open", int, len)
         ranks.bulk().broadcast(b"data")
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         try:
-            ranks.channel.exchange("plan", lambda: len(ranks.bulk().all_gather_distinct(b"x")), sum)
+            exchange(
+                ranks.channel, "plan", lambda: len(ranks.bulk().all_gather_distinct(b"x")), sum
+            )
         except RankError as error:
             return type(error).__name__, error.rank, str(error), time.monotonic() - start
     return None

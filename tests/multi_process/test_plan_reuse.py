@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dist_ckpt as dc
 from dist_ckpt.comm.collective import Collective
-from dist_ckpt.comm.exchange import Channel, Doc
+from dist_ckpt.comm.exchange import Channel, Exchange
 from dist_ckpt.comm.process_group import session_of
 from ranks import run_ranks
 
@@ -35,11 +35,9 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
-    def exchange(
-        self, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
-    ) -> Doc:
+    def exchange(self, phase: str) -> Exchange:
         self.phases.append(phase)
-        return self._channel.exchange(phase, work, decide)
+        return self._channel.exchange(phase)
 
     def bulk(self) -> Collective:
         self.phases.append("collective")

@@ -59,13 +59,13 @@ PURE_TOO = (
 COMPUTES = {
     *("__future__", "bisect", "collections", "contextlib", "dataclasses", "datetime", "enum"),
     *("fnmatch", "functools", "heapq", "itertools", "json", "math", "numbers", "operator", "re"),
-    *("struct", "types", "typing", "msgpack", "xxhash"),
+    *("struct", "types", "typing", "msgpack", "msgspec", "xxhash"),
     *("os", "pathlib", "sys", "tomllib"),  # for paths as values, and `ShardingConfig.from_file`
 }
 OF_OS = {"os.PathLike", "os.name", "os.fspath"}
 OPENING = r"\bopen\(|\.(read|write)_(text|bytes)\("
 OPENS_A_FILE = {"dist_ckpt.planning.sharding_config"}
-THIRD_PARTY_OF_ALL = {"msgpack", "xxhash"}
+THIRD_PARTY_OF_ALL = {"msgpack", "xxhash", "msgspec"}
 
 # Whoever looks at a checkpoint, checks it or writes it in the background needs no torch.
 WITHOUT_TORCH = (

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import pytest
 
-from line_faults import CASES, KINDS, Fault, lines_of, wrong
+from line_faults import (
+    CASES,
+    KINDS,
+    Fault,
+    OneMoreSave,
+    bytecodes_of_verdict,
+    lines_of,
+    wrong,
+)
 
 
 @pytest.mark.parametrize("make", CASES)
@@ -23,3 +31,11 @@ def test_a_line_of_a_function_may_fail_on_one_rank(make):
                     problems.append(wrong(case, Fault(victim, at, KINDS[len(seen) // 3 % 2])))
         assert len(seen) > 20
     assert [problem for problem in problems if problem] == []
+
+
+def test_an_interrupt_between_the_commit_and_its_answer_is_told_as_what_is_there():
+    case = OneMoreSave(by_kept_plan=True)
+    num = bytecodes_of_verdict(case)
+    assert num > 200
+    faults = [Fault(0, at, KeyboardInterrupt, is_in_bytecode=True) for at in range(0, num, 11)]
+    assert [problem for fault in faults if (problem := wrong(case, fault))] == []

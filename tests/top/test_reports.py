@@ -21,7 +21,7 @@ import torch
 import dist_ckpt as dc
 import rank_threads
 from dist_ckpt.comm.session import Session
-from dist_ckpt.loading import load_steps
+from dist_ckpt.loading import load, load_steps
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import Tally
@@ -256,7 +256,7 @@ def clock_of_ranks() -> Any:
 
 def test_the_slowest_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(saver, "time", clock_of_ranks())
-    monkeypatch.setattr(load_steps, "time", clock_of_ranks())
+    monkeypatch.setattr(load, "time", clock_of_ranks())
     storage = MemoryStorage()
     states = [many(2, rank) for rank in range(RANKS)]
     saved = rank_threads.try_save(lambda _: storage, states)

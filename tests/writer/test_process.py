@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import replace as replace_config
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import dist_ckpt as dc
 from dist_ckpt.background.writer_process import start
@@ -145,12 +146,12 @@ def test_what_is_staged_is_committed_and_sealed(job, world_size):
             assert [one.failure for one in answers] == [None] * world_size
             assert len({str(one.verdict) for one in answers}) == 1
             assert set(answers[0].seconds) == {"claim", "write", "clean up"}
-            assert all(one.writes[1] > 400_000 for one in answers)
+            assert all(one.writes.nbytes > 400_000 for one in answers)
             check(job.path / f"ck{turn}", state)
             # Of when it was staged, not of when it was committed: another may be staged meanwhile.
             (summary,) = checkpoints_in(job.path / f"ck{turn}")
             assert summary.saved_at == STAGED_AT
-            attempt = verdict_of(answers[0])["attempt"]
+            attempt = verdict_of(answers[0]).attempt
             for rank, folder in enumerate(job.ranks(world_size)):
                 with kept_in(folder) as (found, problems):
                     assert problems == []
@@ -197,9 +198,9 @@ def test_a_trainer_that_dies_while_it_stages_leaves_nothing(job, world_size, ran
         for number, trainer in enumerate(trainers):
             if number != rank:
                 failure = failure_of(done(trainer))
-                assert failure["kind"] == "RankError"
-                assert failure["rank"] == rank
-                assert f"the trainer of rank {rank} has ended" in failure["message"]
+                assert failure.kind == "RankError"
+                assert failure.rank == rank
+                assert f"the trainer of rank {rank} has ended" in failure.message
         with pytest.raises(dc.NotFoundError):
             dc.open(job.path / "ck")
         assert not (job.path / "ck").exists()
@@ -213,15 +214,15 @@ def test_who_still_writes_when_the_trainer_of_rank_0_has_died_is_told_of_it(job)
         wait_for_attempt(job.path / "ck")
         trainers[0].link.close()
         failure = failure_of(done(trainers[1]))
-        assert (failure["kind"], failure["rank"]) == ("RankError", 0)
-        assert "the trainer of rank 0 has ended" in failure["message"]
+        assert (failure.kind, failure.rank) == ("RankError", 0)
+        assert "the trainer of rank 0 has ended" in failure.message
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("trainer_dies", [True, False])
 def test_a_writer_does_not_wait_long_for_one_that_never_came(job, rank, trainer_dies):
     state = State(2, SHAPES)
-    config = replace(CONFIG, arrive_s=10_000.0)
+    config = replace_config(CONFIG, arrive_s=10_000.0)
     with writers(job.ranks(2), config=config) as trainers:
         store = store_of(trainers)
         staged = job.staged(state, rank)
@@ -252,9 +253,9 @@ def test_the_death_of_a_writer_is_told_to_all_others_by_name(job):
         for trainer in (trainers[0], trainers[2]):
             failure = failure_of(done(trainer))
             assert is_sealed(trainer.folder, staged[0])
-            assert failure["rank"] == 1
-            assert "is dead or frozen" in failure["message"]
-            assert "background writer" in failure["message"]
+            assert failure.rank == 1
+            assert "is dead or frozen" in failure.message
+            assert "background writer" in failure.message
         with pytest.raises(LinkClosedError):
             trainers[1].link.receive(ANSWER_S)
         check(job.path / "first", state)
@@ -315,8 +316,8 @@ def test_a_save_that_could_not_be_staged_fails_on_all_ranks_and_the_next_one_suc
         trainers[rank].link.send(Abort(staged[0].snapshot.id, "the device is on fire"))
         for trainer in trainers:
             failure = failure_of(done(trainer))
-            assert failure["rank"] == rank
-            assert "the device is on fire" in failure["message"]
+            assert failure.rank == rank
+            assert "the device is on fire" in failure.message
         for one in order_all(job, trainers, state, number=1):
             one.complete()
         assert [done(trainer).failure for trainer in trainers] == [None, None]
@@ -347,18 +348,18 @@ def test_an_arena_that_holds_something_else_fails_the_save_on_all_ranks(job):
             trainer.link.send(write_of(one, 0, store))
         for trainer in trainers:
             failure = failure_of(done(trainer))
-            assert (failure["kind"], failure["rank"]) == ("ConflictError", 1)
+            assert (failure.kind, failure.rank) == ("ConflictError", 1)
         lost = write_of(staged[0], 0, store)
         trainers[0].link.send(lost)
         trainers[1].link.send(replace(lost, place=f"{job.folder.path}/rank-00001/none", number=1))
         for trainer in trainers:
             failure = failure_of(done(trainer))
-            assert (failure["kind"], failure["rank"]) == ("ConflictError", 1)
-            assert "is gone" in failure["message"]
+            assert (failure.kind, failure.rank) == ("ConflictError", 1)
+            assert "is gone" in failure.message
         trainers[0].link.send(lost)
         trainers[1].link.send(replace(lost, place=staged[1].arena.place, number=7))
         for trainer in trainers:
-            assert "there is no arena 7 of rank 1" in failure_of(done(trainer))["message"]
+            assert "there is no arena 7 of rank 1" in failure_of(done(trainer)).message
 
 
 def test_writers_that_were_told_different_saves_commit_neither(job):
@@ -371,8 +372,8 @@ def test_writers_that_were_told_different_saves_commit_neither(job):
             trainer.link.send(write_of(staged, 0, store))
         for trainer in trainers:
             failure = failure_of(done(trainer))
-            assert failure["kind"] == "ConflictError"
-            assert "do not write the same save" in failure["message"]
+            assert failure.kind == "ConflictError"
+            assert "do not write the same save" in failure.message
         assert not (job.path / "ck").exists()
 
 
@@ -430,8 +431,8 @@ def test_a_writer_that_is_told_to_end_abandons_what_is_under_way(job, rank):
         trainers[rank].process.terminate()
         assert trainers[rank].wait() == 128 + signal.SIGTERM
         failure = failure_of(done(trainers[1 - rank]))
-        assert failure["rank"] == rank
-        assert "TerminatedError" in failure["message"]
+        assert failure.rank == rank
+        assert "TerminatedError" in failure.message
         assert "told to end by signal" in trainers[rank].log()
         assert not (job.path / "ck").exists()
         folders = job.ranks(2)
@@ -489,7 +490,7 @@ def test_what_is_staged_when_a_writer_is_told_to_end_while_its_storage_hangs_is_
         for _ in range(2):
             trainers[0].process.terminate()
         assert trainers[0].wait() == 128 + signal.SIGTERM
-        assert "background writer of rank 0" in failure_of(done(trainers[1]))["message"]
+        assert "background writer of rank 0" in failure_of(done(trainers[1])).message
         (folder, _) = job.ranks(2)
         assert [is_sealed(folder, one[0]) for one in (first, second)] == [True, True]
         assert trainers[0].log().count("ended: it was told to end by signal") == 1
@@ -604,12 +605,9 @@ def test_settings_that_make_no_sense_are_told(job):
     for said, match in [
         (replace(hello(folder, 1), rank=1), "rank 1 of 1"),
         (hello(folder, 1, cap=-1.0), "max_bytes_per_s"),
-        (replace(hello(folder, 1), config={"silence_s": 0.0}), "SILENCE_S"),
     ]:
         with pytest.raises(ValueError, match=match):
             start(folder, said)
-    with pytest.raises(TypeError, match="no_such"):
-        start(folder, replace(hello(folder, 1), config={"no_such": 1.0}))
 
 
 def test_a_writer_that_does_not_start_is_told_with_its_log(job, monkeypatch):
@@ -699,7 +697,7 @@ def test_a_failed_save_leaves_an_older_checkpoint_as_it_was(job):
             trainer.link.send(write_of(staged, turn))
             answer = done(trainer)
             assert (answer.failure is None) == (turn == 0)
-        assert failure_of(answer)["kind"] == "ExistsError"
+        assert failure_of(answer).kind == "ExistsError"
         check(job.path / "ck", state)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import replace as replace_config
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dist_ckpt.comm.key_client import KeyClient
 from dist_ckpt.comm.store_exchange import StoreChannel
+from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError
+from dist_ckpt.reports import Tally
 from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arena_layout import HEADER_NBYTES
 from dist_ckpt.snapshots.arenas import Arenas
@@ -54,10 +57,10 @@ def settled(
 def test_a_save_is_reported_with_its_costs(arenas, tmp_path):
     done = settled(arenas, tmp_path / "ck")
     assert done.failure is None
-    assert verdict_of(done)["num_files"] == 2
-    assert (done.exchanges, done.nbytes_receipt) == ((2, 0), 0)
-    assert done.writes[1] > verdict_of(done)["nbytes"] > 4800
-    assert done.reads[0] == 1
+    assert verdict_of(done).num_files == 2
+    assert (done.exchanges, done.nbytes_receipt) == (Tally(2, 0), 0)
+    assert done.writes.nbytes > verdict_of(done).nbytes > 4800
+    assert done.reads.num == 1
 
 
 def kept(arenas: Arenas) -> KeptSnapshot:
@@ -125,7 +128,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
 
         saves = WriterSaves(ALONE, Meetings(ALONE), check)
         done = saves.settle(QueuedSave(write_of(staged), follower))
-        assert failure_of(done)["kind"] == "ExistsError"
+        assert failure_of(done).kind == "ExistsError"
         follower.close()
         assert (kept(arenas).seal is None) == is_aborted
 
@@ -162,8 +165,8 @@ def test_a_cap_is_kept_by_all_that_is_written_to_files(arenas, tmp_path):
     done = settled(arenas, tmp_path / "ck", WriterSettings(0, 1, CONFIG, allowance))
     assert done.failure is None
     written = sum(file.stat().st_size for file in (tmp_path / "ck").glob("*/*[ks]"))
-    last = (tmp_path / "ck" / verdict_of(done)["attempt"] / "objects.msgpack").stat().st_size
-    assert written == verdict_of(done)["nbytes"]
+    last = (tmp_path / "ck" / verdict_of(done).attempt / "objects.msgpack").stat().st_size
+    assert written == verdict_of(done).nbytes
     assert now == pytest.approx((written - last) / 1000)
 
 
@@ -173,31 +176,31 @@ def test_a_snapshot_of_another_save_is_refused(arenas, tmp_path):
         ({"snapshot": "0" * 32}, "ConflictError"),
     ]:
         done = settled(arenas, tmp_path / "ck", **said)
-        assert (done.verdict, failure_of(done)["kind"]) == (None, kind)
-        assert failure_of(done)["rank"] == 0
+        assert (done.verdict, failure_of(done).kind) == (None, kind)
+        assert failure_of(done).rank == 0
         assert kept(arenas).seal is None
     done = settled(arenas, tmp_path / "ck", ALONE, State(2, {"w": (30, 40)}))
-    assert "is of another save" in failure_of(done)["message"]
+    assert "is of another save" in failure_of(done).message
     assert kept(arenas).seal is None
     assert not (tmp_path / "ck").exists()
 
 
 def test_a_store_that_cannot_be_reached_is_told_at_once(arenas, tmp_path):
-    config = replace(CONFIG, silence_s=0.1)
+    config = replace_config(CONFIG, silence_s=0.1)
     settings = WriterSettings(0, 2, config)
     state = State(2, {"w": (30, 40)})
     done = settled(
         arenas, tmp_path / "ck", settings, state, host="127.0.0.1", port=9, token=b"t" * 32
     )
-    assert failure_of(done)["kind"] == "RankError"
-    assert "that the background writer of rank 0 serves is gone" in failure_of(done)["message"]
+    assert failure_of(done).kind == "RankError"
+    assert "that the background writer of rank 0 serves is gone" in failure_of(done).message
     seal = kept(arenas).seal
     assert seal is not None
     assert seal.attempt == ""
 
 
 def test_settings_are_checked():
-    hello = Hello("job", 0, 1, {"silence_s": 3.0}, 5e6)
+    hello = Hello("job", 0, 1, Config(silence_s=3.0), 5e6)
     settings = settings_of(hello, lambda: None)
     assert settings.config.silence_s == 3.0
     assert settings.allowance is not None

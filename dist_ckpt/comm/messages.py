@@ -1,0 +1,241 @@
+"""What ranks tell each other: typed messages as msgpack, and errors on their way between ranks.
+
+A message is a `Message`, which is decoded strictly, field by field; or plain data of a built-in
+type. Nothing is looked up by a name out of a message but the class of an error, in a table.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, TypeVar
+
+from msgspec import Meta, Struct, msgpack
+from msgspec.structs import replace
+
+from dist_ckpt import errors
+from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
+from dist_ckpt.format.plain_types import cost_of
+from dist_ckpt.format.strict_json import max_memory, memory_problem
+
+T = TypeVar("T")
+
+MAX_MESSAGE_CHARS = 1 << 16
+# What is more goes over the bulk connections; this bounds what a store can make a rank take.
+MAX_DOCUMENT_NBYTES = 32 << 20
+
+
+class NoAnswerError(RankError):
+    """This rank does not know what was decided: the coordinator, or the store, went silent."""
+
+
+class FalloutError(RankError):
+    """An error that another rank's error or death has brought about, such as a broken connection.
+
+    Of several errors, one that is no fallout is told first.
+    """
+
+
+class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A message with the fields of its class: an array, whose values are of the declared types."""
+
+
+class Failure(Message, frozen=True):
+    """An error on its way between ranks; `kind` is the name of the class to raise.
+
+    `fallout`: it is only the consequence of another one.
+    """
+
+    kind: str
+    message: str
+    rank: int | None
+    phase: str | None
+    touched: tuple[str, ...] = ()
+    fallout: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ValueError("an error of a class that this version of dist_ckpt does not know")
+
+
+_KINDS: Mapping[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointError,
+        errors.NotFoundError,
+        errors.ExistsError,
+        errors.ConflictError,
+        CorruptError,
+        errors.IncompatibleError,
+        errors.StorageError,
+        RankError,
+        ValueError,
+        TypeError,
+    )
+}
+
+_LOCATED = re.compile(r"rank \d+ \(host [^)]*\): ")
+
+
+def failure_of(error: BaseException, *, rank: int, host: str, phase: str) -> Failure:
+    """Describe an error that work raised on a rank, with rank and host in its message."""
+    failure = decision_failure_of(error, phase=phase)
+    if not _LOCATED.match(failure.message):
+        failure = replace(failure, message=f"rank {rank} (host {host}): {failure.message}")
+    return failure if failure.rank is not None else replace(failure, rank=rank)
+
+
+def decision_failure_of(error: BaseException, *, phase: str) -> Failure:
+    """Describe an error that a decision raised: it is about all ranks, so it names no place."""
+    kind = next(
+        (cls.__name__ for cls in type(error).__mro__ if _KINDS.get(cls.__name__) is cls), None
+    )
+    message = str(error) if kind else f"{type(error).__name__}: {error}"
+    rank, own_phase = (
+        (error.rank, error.phase) if isinstance(error, CheckpointError) else (None, None)
+    )
+    return Failure(
+        kind=kind or "RankError",
+        message=message[:MAX_MESSAGE_CHARS],
+        rank=rank,
+        phase=own_phase or phase,
+        touched=error.touched if isinstance(error, CorruptError) else (),
+        fallout=isinstance(error, FalloutError),
+    )
+
+
+def first_failure(failures: Mapping[int, Failure]) -> Failure:
+    """Return the failure of the lowest rank, which tells who else failed."""
+    first, *others = sorted(failures, key=lambda rank: (failures[rank].fallout, rank))
+    failure = failures[first]
+    if others:
+        message = f"{failure.message} (also failed: {ranks_text(others)})"
+        failure = with_touched(
+            replace(failure, message=message), [failures[rank] for rank in others]
+        )
+    return failure
+
+
+def with_touched(failure: Failure, others: Iterable[Failure]) -> Failure:
+    """Add to a failure what the others say is touched."""
+    touched = {name: None for one in (failure, *others) for name in one.touched}
+    return replace(failure, touched=tuple(touched))
+
+
+def error_of(failure: Failure) -> Exception:
+    """Make the exception that a failure describes."""
+    kind = _KINDS[failure.kind]
+    if not issubclass(kind, CheckpointError):
+        return kind(failure.message)
+    if issubclass(kind, CorruptError):
+        return kind(
+            failure.message, rank=failure.rank, phase=failure.phase, touched=failure.touched
+        )
+    return kind(failure.message, rank=failure.rank, phase=failure.phase)
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Say whether this is no error but the wish to stop: KeyboardInterrupt, SystemExit."""
+    return error is not None and not isinstance(error, Exception)
+
+
+def pack(message: object) -> bytes:
+    """Encode a message. Raises TypeError if it is none, CheckpointError if it is too long."""
+    try:
+        data = msgpack.encode(message)
+    except (ValueError, OverflowError) as error:
+        raise TypeError(f"not a plain message: {error}") from error
+    if len(data) > MAX_DOCUMENT_NBYTES:
+        raise CheckpointError(
+            f"what one rank tells the others comes to {len(data)} bytes, the limit is "
+            f"{MAX_DOCUMENT_NBYTES}: have fewer tensors, or shorter names"
+        )
+    return data
+
+
+def unpack(data: bytes, expected: type[T]) -> T:
+    """Decode what `pack` made. ValueError for anything else, and for what costs far more memory."""
+    # Nothing costs 200 times its bytes: a short message, as most are, is not walked through.
+    if len(data) * 200 > max_memory(0):
+        problem = memory_problem(len(data), cost_of(data, max_memory(len(data))))
+        if problem is not None:
+            raise ValueError(f"a message of which {problem}")
+    try:
+        return msgpack.decode(data, type=expected)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{len(data)} bytes that are no message: {error}") from error
+
+
+NONCE_NBYTES = 4
+NO_NONCE = bytes(NONCE_NBYTES)
+
+
+def new_nonce() -> bytes:
+    """Return random bytes by which a rank knows that an answer is to this envelope of its."""
+    return (int.from_bytes(os.urandom(NONCE_NBYTES), "big") | 1).to_bytes(NONCE_NBYTES, "big")
+
+
+_Nonce = Annotated[bytes, Meta(min_length=NONCE_NBYTES, max_length=NONCE_NBYTES)]
+# It becomes part of names in the store.
+_Token = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
+
+
+class Envelope(Message, frozen=True):
+    """What one rank's part of a phase came to: a packed message, or a failure.
+
+    `what` and `phase` say where in which call the rank is. `operation` is the token of the
+    operation, "" until its first answer has told it. `gave_up`: the rank waits for the answer no
+    more.
+    """
+
+    what: str
+    phase: str
+    operation: _Token
+    nonce: _Nonce
+    body: bytes
+    failure: Failure | None
+    gave_up: bool = False
+
+    def encode(self) -> bytes:
+        """Return the envelope as bytes."""
+        # Not `pack`: its limit is that of the body, and this is a little more.
+        return msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Envelope:
+        """Return the envelope that `encode` made these bytes of. ValueError for any others."""
+        return unpack(data, Envelope)
+
+
+class Answer(Message, frozen=True):
+    """What was decided: a packed message, or a failure.
+
+    `nonces`, in an operation's first answer, are those of all envelopes that were decided on, in
+    rank order; later answers are known by their `operation`, a token that the first one told.
+    """
+
+    what: str
+    operation: _Token
+    nonces: bytes
+    body: bytes
+    failure: Failure | None
+
+    def __post_init__(self) -> None:
+        if len(self.nonces) % NONCE_NBYTES:
+            raise ValueError("nonces of another size")
+
+    def encode(self) -> bytes:
+        """Return the answer as bytes."""
+        return msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Answer:
+        """Return the answer that `encode` made these bytes of. ValueError for any others."""
+        return unpack(data, Answer)
+
+    def is_to(self, rank: int, own: Envelope) -> bool:
+        """Say whether this rank's envelope was decided on."""
+        if own.operation:
+            return own.operation == self.operation
+        return self.nonces[rank * NONCE_NBYTES :][:NONCE_NBYTES] == own.nonce

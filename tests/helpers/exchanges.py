@@ -1,0 +1,24 @@
+"""An exchange in one call, for tests of what carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dist_ckpt.comm.exchange import Channel
+
+# What one rank tells the others: here any plain data.
+Doc = Any
+
+
+def exchange(
+    channel: Channel,
+    phase: str,
+    work: Callable[[], Doc],
+    decide: Callable[[Sequence[Doc]], Doc],
+) -> Doc:
+    """Return what is decided on what the ranks' work returns."""
+    with channel.exchange(phase) as one:
+        if told := one.gather([work()]):
+            one.decide([decide([own for (own,) in told])])
+    return one.result(list)[0]
