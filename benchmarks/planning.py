@@ -22,9 +22,8 @@ from benchmarks import planning_dcp
 from benchmarks import simulated_ranks as simulated
 from benchmarks.planning_growth import AXES, growth
 from benchmarks.scenario import OURS, Figure, Measure, Row, Scenario, Settings
-from dist_ckpt.format import index_json
+from dist_ckpt.format import index_json, typed_msgpack
 from dist_ckpt.format.index import Index
-from dist_ckpt.planning import plan_msgpack
 from dist_ckpt.planning.load_planner import plan_load, problems_of
 from dist_ckpt.planning.mesh import cells_of
 from dist_ckpt.planning.plan import Inventory, Wanted
@@ -105,7 +104,7 @@ def _ours(world_size: int, count: int, rounds: int) -> Row:
 
 def _dcp(name: str, world_size: int, count: int) -> Row:
     def coordinate(world_size: int) -> dict[str, float]:
-        inventory = plan_msgpack.unpack(simulated.fsdp(world_size, count).bodies[0][0], Inventory)
+        inventory = typed_msgpack.decode(simulated.fsdp(world_size, count).bodies[0][0], Inventory)
         return planning_dcp.coordinate(inventory, world_size)
 
     coordinate(2)
@@ -154,7 +153,7 @@ def _coordinator(name: str, kind: str, world_size: int, count: int, rounds: int)
     measured = seconds[1:]
     rank = world_size // 2
     inventory = next(
-        plan_msgpack.unpack(body, Inventory) for body, who in job.bodies if rank in who
+        typed_msgpack.decode(body, Inventory) for body, who in job.bodies if rank in who
     )
     data = save.index()
     facts = {
@@ -241,7 +240,7 @@ def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -
     data = save.index()
     index = index_json.decode(data)
     assert isinstance(index, Index)
-    inventory = plan_msgpack.unpack(simulated.fsdp(wanting, count).bodies[0][0], Inventory)
+    inventory = typed_msgpack.decode(simulated.fsdp(wanting, count).bodies[0][0], Inventory)
     rank = wanting // 2
     seconds = []
     for _ in range(rounds):

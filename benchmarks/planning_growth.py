@@ -14,7 +14,7 @@ from benchmarks import simulated_ranks as simulated
 from benchmarks.scenario import Figure, Row
 from dist_ckpt.comm.collective import distinct
 from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
-from dist_ckpt.format import index_json
+from dist_ckpt.format import index_json, typed_msgpack
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
 from dist_ckpt.format.index import (
     Catalog,
@@ -26,7 +26,6 @@ from dist_ckpt.format.index import (
     TensorRecord,
 )
 from dist_ckpt.format.layout import Cut, Flat, Layout, Regions
-from dist_ckpt.planning import plan_msgpack
 from dist_ckpt.planning.holders import Share, held_by
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import (
@@ -72,27 +71,27 @@ def _seconds(work: Work) -> float:
 
 
 def _plan(job: simulated.Job) -> Work:
-    bodies = [(plan_msgpack.unpack(body, Inventory), ranks) for body, ranks in job.bodies]
+    bodies = [(typed_msgpack.decode(body, Inventory), ranks) for body, ranks in job.bodies]
     return lambda: plan_save(bodies, job.world_size)
 
 
 def _items(job: simulated.Job) -> Work:
     plan = plan_save(
-        [(plan_msgpack.unpack(b, Inventory), who) for b, who in job.bodies], job.world_size
+        [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
     )
     return lambda: items_of(plan, job.world_size // 2)
 
 
 def _all_items(job: simulated.Job) -> Work:
     plan = plan_save(
-        [(plan_msgpack.unpack(b, Inventory), who) for b, who in job.bodies], job.world_size
+        [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
     )
     return lambda: sum(1 for _ in items_of_ranks(plan))
 
 
 def _groups(job: simulated.Job) -> Work:
     plan = plan_save(
-        [(plan_msgpack.unpack(b, Inventory), who) for b, who in job.bodies], job.world_size
+        [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
     )
     return lambda: replica_groups_of(plan, job.world_size // 2)
 

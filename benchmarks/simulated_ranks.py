@@ -19,10 +19,9 @@ from dist_ckpt.comm.exchange import Alone, AloneExchange, Exchange
 from dist_ckpt.comm.messages import Envelope, new_nonce, pack
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.receipts import sizes_of
-from dist_ckpt.format import filenames
+from dist_ckpt.format import filenames, typed_msgpack
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Node
-from dist_ckpt.planning import plan_msgpack
 from dist_ckpt.planning.mesh import layout_of
 from dist_ckpt.planning.plan import (
     Flattened,
@@ -140,12 +139,12 @@ class Job:
 
 def alike(world_size: int, inventory: Inventory) -> Job:
     """Return the job of which all ranks say the same."""
-    return Job(world_size, ((plan_msgpack.pack(inventory), tuple(range(world_size))),))
+    return Job(world_size, ((typed_msgpack.encode(inventory), tuple(range(world_size))),))
 
 
 def each(world_size: int, inventory_of: Callable[[int], Inventory]) -> Job:
     """Return the job of which each rank says something else, as far as it is something else."""
-    bodies = [plan_msgpack.pack(inventory_of(rank)) for rank in range(world_size)]
+    bodies = [typed_msgpack.encode(inventory_of(rank)) for rank in range(world_size)]
     ranks = distinct([name_of(body) for body in bodies])
     return Job(world_size, tuple((bodies[who[0]], who) for who in ranks.values()))
 
@@ -197,7 +196,7 @@ def pipeline(world_size: int, count: int, stages: int = 16) -> Job:
     for stage in range(stages):
         mesh = on_mesh("dp tp", (size // 8, 8), stage * size)
         inventory = training_state(dict(shapes[stage::stages]), _over_tp(mesh))
-        bodies.append((plan_msgpack.pack(inventory), mesh.ranks))
+        bodies.append((typed_msgpack.encode(inventory), mesh.ranks))
     return Job(world_size, tuple(bodies))
 
 
@@ -339,7 +338,7 @@ class SimulatedSave:
         self.storage = ListedStorage()
         self.channel = SimulatedChannel(job.world_size)
         self.session = Session(self.channel, SimulatedCollective(job))
-        self._own = plan_msgpack.unpack(job.bodies[0][0], Inventory)
+        self._own = typed_msgpack.decode(job.bodies[0][0], Inventory)
 
     def run(self) -> SavePlan:
         """Save once, over what was there, and return the plan."""

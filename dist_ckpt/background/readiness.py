@@ -11,10 +11,11 @@ from typing import Literal
 from dist_ckpt.background.writer_client import Order, OwnWriter, first_error
 from dist_ckpt.comm.exchange import COORDINATOR, Channel, check_alike
 from dist_ckpt.comm.key_client import TOKEN_NBYTES
-from dist_ckpt.comm.messages import Failure, Message, error_of, failure_of
+from dist_ckpt.comm.messages import Failure, error_of, failure_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.comm.store_thread import OF_THE_JOB
 from dist_ckpt.errors import RankError
+from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS
 
 _log = logging.getLogger("dist_ckpt")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from dist_ckpt import __version__, commit
 from dist_ckpt.background.readiness import Saver, check_savers
-from dist_ckpt.comm.messages import Message
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.receipts import check_receipts, differing_groups
 from dist_ckpt.errors import (
@@ -22,6 +21,7 @@ from dist_ckpt.errors import (
 from dist_ckpt.format import index_json
 from dist_ckpt.format.filenames import ID_LENGTH, Attempt, parse_attempt
 from dist_ckpt.format.index import Index
+from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.planning.plan import Receipt

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.background.job import Job
@@ -17,6 +17,7 @@ from dist_ckpt.background.staging import images_of, stage, stage_beside
 from dist_ckpt.background.writer_client import Order, OwnWriter
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.session import Session
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.memory.cuda import check_no_capture
 from dist_ckpt.reports import Phases, SaveReport, Tally
 from dist_ckpt.saving.agreement import (
@@ -33,7 +34,7 @@ from dist_ckpt.saving.save import SaveOptions, request_of
 from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import Snapshot, arena_nbytes
-from dist_ckpt.snapshots.details import Details, encode_details
+from dist_ckpt.snapshots.details import Details
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS
 from dist_ckpt.state.containers import State
 from dist_ckpt.storage import open_storage
@@ -174,7 +175,7 @@ def _make_room(call: _BegunSave, request: SaveRequest, held: HeldState, planned:
         rank=channel.rank,
         world_size=channel.world_size,
         images=images_of(files),
-        details=encode_details(details),
+        details=typed_msgpack.encode(details),
     )
     # Both are busy still if no save could be superseded on all ranks.
     job.writer.wait_for(lambda: len(call.busy) < NUM_ARENAS, None)

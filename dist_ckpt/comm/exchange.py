@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from dist_ckpt.comm.messages import (
-    Message,
     decision_failure_of,
     error_of,
     is_interrupt,
@@ -23,6 +22,7 @@ from dist_ckpt.comm.messages import (
     unpack,
 )
 from dist_ckpt.errors import CheckpointError, ranks_text
+from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.reports import Tally
 
 T = TypeVar("T")

@@ -4,44 +4,38 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Annotated
 
-import msgpack
+from msgspec import Meta
+
+from dist_ckpt.format import typed_msgpack
+from dist_ckpt.format.typed_msgpack import Message
+
+_Count = Annotated[int, Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(Message, frozen=True):
     """One heartbeat: `count` grows with each; `number` is the last operation that was entered.
 
     `inside`: the rank has not left it yet. `told`: the exchange of it, counted from 1, of whose
     failure the rank was told last; 0 if it was told of none. `gone`: it has closed its channel.
     """
 
-    count: int
-    number: int
+    count: _Count
+    number: _Count
     inside: bool
-    told: int
+    told: _Count
     gone: bool
     host: str
 
     def encode(self) -> bytes:
         """Return the beat as bytes."""
-        place = self.count, self.number, self.inside, self.told
-        data: bytes = msgpack.packb([*place, self.gone, self.host])
-        return data
+        return typed_msgpack.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> Beat:
         """Return the beat that `encode` made these bytes of. ValueError for any others."""
-        try:
-            fields = msgpack.unpackb(data, max_array_len=6, max_map_len=0, max_ext_len=0)
-        except ValueError:  # all of msgpack's are; some say nothing
-            fields = None
-        # By `match` it would take ten times as long.
-        if type(fields) is list and [*map(type, fields)] == [int, int, bool, int, bool, str]:
-            count, number, inside, told, gone, host = fields
-            if min(count, number, told) >= 0:
-                return Beat(count, number, inside, told, gone, host)
-        raise ValueError(f"{len(data)} bytes that are no heartbeat")
+        return typed_msgpack.decode(data, Beat)
 
 
 @dataclass(slots=True)

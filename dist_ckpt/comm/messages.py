@@ -11,13 +11,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, TypeVar
 
-from msgspec import Meta, Struct, msgpack
+from msgspec import Meta, msgpack
 from msgspec.structs import replace
 
 from dist_ckpt import errors
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.plain_types import cost_of
 from dist_ckpt.format.strict_json import max_memory, memory_problem
+from dist_ckpt.format.typed_msgpack import Message
 
 T = TypeVar("T")
 
@@ -35,10 +37,6 @@ class FalloutError(RankError):
 
     Of several errors, one that is no fallout is told first.
     """
-
-
-class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A message with the fields of its class: an array, whose values are of the declared types."""
 
 
 class Failure(Message, frozen=True):
@@ -142,10 +140,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 def pack(message: object) -> bytes:
     """Encode a message. Raises TypeError if it is none, CheckpointError if it is too long."""
-    try:
-        data = msgpack.encode(message)
-    except (ValueError, OverflowError) as error:
-        raise TypeError(f"not a plain message: {error}") from error
+    data = typed_msgpack.encode(message)
     if len(data) > MAX_DOCUMENT_NBYTES:
         raise CheckpointError(
             f"what one rank tells the others comes to {len(data)} bytes, the limit is "
@@ -161,10 +156,7 @@ def unpack(data: bytes, expected: type[T]) -> T:
         problem = memory_problem(len(data), cost_of(data, max_memory(len(data))))
         if problem is not None:
             raise ValueError(f"a message of which {problem}")
-    try:
-        return msgpack.decode(data, type=expected)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{len(data)} bytes that are no message: {error}") from error
+    return typed_msgpack.decode(data, expected)
 
 
 NONCE_NBYTES = 4

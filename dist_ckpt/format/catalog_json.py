@@ -11,18 +11,20 @@ from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 
-from dist_ckpt.format import filenames, json_rows, strict_json
+from dist_ckpt.format import filenames, strict_json
 from dist_ckpt.format.geometry import Shape
-from dist_ckpt.format.index import Catalog, Component, Key, TensorRecord
-from dist_ckpt.format.json_fields import decode_dtype, decode_region, decode_shape, integers
-from dist_ckpt.format.json_rows import Rows
+from dist_ckpt.format.index import MAX_KEY_DEPTH, Catalog, Component, Key, TensorRecord
 from dist_ckpt.format.layout import Cut, Flat, Grid, Layout, Regions, check_cut
 from dist_ckpt.format.strict_json import (
     Json,
     array,
     corrupt,
+    decode_dtype,
+    decode_region,
+    decode_shape,
     fields,
     integer,
+    integers,
     mapping,
     row,
     shown,
@@ -39,8 +41,6 @@ MAX_FQN_CHARS = 4096
 
 # Of all tables of holders together: a short line can ask for many.
 MAX_CELLS = 1 << 24
-
-_MAX_KEY_DEPTH = 8
 
 HolderTable = tuple[tuple[int, ...], ...]
 
@@ -119,18 +119,17 @@ def _encode_key(key: Key) -> Json:
 # --- decoding --------------------------------------------------------------------------------
 
 
-def decode_catalog(doc: Mapping[str, Json], rows: Rows | None, what: str) -> Catalog:
+def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, what: str) -> Catalog:
     """Return the catalog that these fields say; CorruptError if they are not whole.
 
-    `rows` are the tensors, if they were taken by columns.
+    The tensors are not parsed yet.
     """
     world_size = integer(doc["world_size"], 1, MAX_WORLD_SIZE, f"{what}, world_size")
     components = _decode_components(doc["components"], f"{what}, components")
     layouts = _decode_layouts(
         doc["layouts"], _decode_holders(doc["holders"], world_size, what), what
     )
-    rows = rows or _gather_tensors(doc["tensors"], what)
-    tensors = _decode_tensors(rows, layouts, len(components), what)
+    tensors = _decode_tensors(tensors_text, layouts, len(components), what)
     aliases = {
         fqn: string(target, f"{what}, aliases")
         for fqn, target in mapping(doc["aliases"], f"{what}, aliases").items()
@@ -247,7 +246,7 @@ def _decode_per_rank(value: Json, world_size: int, what: str) -> tuple[tuple[Key
 
 
 def _decode_key(value: Json, what: str, depth: int) -> Key:
-    if type(value) is list and depth < _MAX_KEY_DEPTH:
+    if type(value) is list and depth < MAX_KEY_DEPTH:
         return tuple(_decode_key(part, what, depth + 1) for part in value)
     if type(value) is int or type(value) is str:
         return value
@@ -255,22 +254,19 @@ def _decode_key(value: Json, what: str, depth: int) -> Key:
 
 
 # --- tensors ---------------------------------------------------------------------------------
-def _gather_tensors(value: Json, what: str) -> Rows:
-    entries = mapping(value, f"{what}, tensors")
-    return json_rows.gather((tuple(entries),), tuple(entries.values()))
 
 
 def _decode_tensors(
-    rows: Rows, layouts: Sequence[Layout], num_components: int, what: str
+    text: bytes, layouts: Sequence[Layout], num_components: int, what: str
 ) -> dict[str, TensorRecord]:
     checker = _TensorChecker(layouts, num_components)
-    (fqns,) = rows.names
-    examples = dict(zip(rows.kinds, fqns, strict=True))
+    rows = strict_json.members(text, f"{what}, tensors")
+    examples = {row: fqn for fqn, row in rows.items()}
     records = {
-        kind: checker.record(facts, f"{what}, {examples[kind]!r}")
-        for kind, facts in rows.facts.items()
+        row: checker.record(facts, f"{what}, {examples[row]!r}")
+        for row, facts in strict_json.parse_each(rows.values(), f"{what}, tensors").items()
     }
-    return dict(zip(fqns, map(records.__getitem__, rows.kinds), strict=True))
+    return {fqn: records[row] for fqn, row in rows.items()}
 
 
 class _TensorChecker:

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from dist_ckpt.format.typed_msgpack import Message
+
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Region:
+class Region(Message, frozen=True, order=True, tag="box"):
     """A box of elements: the first corner and the extent, one number a dimension."""
 
     offset: Shape
@@ -63,8 +64,7 @@ class Region:
         return ",".join(f"{o}:{s}" for o, s in zip(self.offset, self.stop, strict=True))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Elements:
+class Elements(Message, frozen=True, order=True, tag="run"):
     """The elements `start` to `stop` of a tensor in row-major order."""
 
     start: int

@@ -9,16 +9,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dist_ckpt.format import filenames
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.layout import Layout
 from dist_ckpt.format.strict_json import Json
+from dist_ckpt.format.typed_msgpack import Message
 
 MAX_STEP = (1 << 63) - 1
 
 # Whose a per-rank value is: the rank, or what the user called it, e.g. ("dp", 3).
-Key = int | str | tuple["Key", ...]
+MAX_KEY_DEPTH = 8
+if TYPE_CHECKING:
+    Key = int | str | tuple["Key", ...]
+else:  # where messages are decoded: so deep and no deeper
+    Key = int | str
+    for _ in range(MAX_KEY_DEPTH):
+        Key = int | str | tuple[Key, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +121,7 @@ class Index:
         return filenames.shard_file(self.catalog.components[record.component].stem, record.rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Message, frozen=True):
     """A container of the state that holds tensors: its class and its keys, in order."""
 
     fqn: str

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from math import lcm, prod
 
 from dist_ckpt.errors import CorruptError
-from dist_ckpt.format import filenames, json_rows, objects_file, strict_json
+from dist_ckpt.format import filenames, objects_file, strict_json
 from dist_ckpt.format.catalog_json import CATALOG_FIELDS, CatalogText, decode_catalog
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.dtypes import DTYPES
@@ -24,12 +24,12 @@ from dist_ckpt.format.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.format.json_fields import VERSION, check_version
-from dist_ckpt.format.json_rows import Table
 from dist_ckpt.format.layout import MAX_NBYTES
 from dist_ckpt.format.strict_json import (
+    VERSION,
     Json,
     array,
+    check_version,
     corrupt,
     fields,
     integer,
@@ -53,9 +53,6 @@ _END_NBYTES = 46
 _INDEX_FIELDS = (
     *("format", "state", "attempt", "step", *CATALOG_FIELDS),
     *("files", "objects", "metadata", "saved_by", "saved_at", "digest"),
-)
-_TENSORS = Table(
-    *("tensors", ',"tensors":{', ("},", '"aliases":')), start='"', between='":["', num_names=1
 )
 _ABANDONED_FIELDS = ("format", "state", "attempt", "by", "reason", "digest")
 
@@ -148,8 +145,7 @@ def decode(
     if end and document_digest(memoryview(data)[:-_END_NBYTES]) != end[1].decode("ascii"):
         raise corrupt(what, "its digest is wrong, so it is damaged")
     around = known and _parse_around(data, known, what)
-    parsed, rows = (around, None) if around else json_rows.parse(data, _TENSORS, what)
-    doc = mapping(parsed, what)
+    doc, tensors = (around, None) if around else strict_json.parse_apart(data, "tensors", what)
     check_version(doc, what)
     if not end:
         raise corrupt(what, "it does not end with its digest")
@@ -159,9 +155,11 @@ def decode(
         return Abandoned(_attempt(attempt, what), string(by, what), string(reason, what))
     if state != "committed":
         raise corrupt(what, f"state {shown(state)} is neither committed nor abandoned")
-    values = dict(zip(_INDEX_FIELDS, fields(doc, _INDEX_FIELDS, what), strict=True))
-    catalog = known.catalog if known and around else decode_catalog(values, rows, what)
-    return _decode_index(values, catalog, what)
+    if tensors is not None:
+        doc["tensors"] = None
+    fields(doc, _INDEX_FIELDS, what)
+    catalog = known.catalog if known and around else decode_catalog(doc, tensors or b"", what)
+    return _decode_index(doc, catalog, what)
 
 
 def _parse_around(data: bytes, known: CatalogText, what: str) -> dict[str, Json] | None:

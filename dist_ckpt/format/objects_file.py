@@ -13,7 +13,6 @@ from typing import Any
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format import filenames
 from dist_ckpt.format.index import Catalog, Key, Node
-from dist_ckpt.format.json_fields import VERSION, check_version
 from dist_ckpt.format.plain_decoder import decode_value
 from dist_ckpt.format.plain_encoder import check_plain, encode_value
 from dist_ckpt.format.plain_types import (
@@ -26,7 +25,9 @@ from dist_ckpt.format.plain_types import (
     cost_of,
 )
 from dist_ckpt.format.strict_json import (
+    VERSION,
     Json,
+    check_version,
     corrupt,
     fields,
     max_memory,

@@ -12,21 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
+from msgspec import Raw, json
+
 from dist_ckpt.errors import CheckpointError, IncompatibleError
-from dist_ckpt.format import json_rows, strict_json
+from dist_ckpt.format import strict_json
 from dist_ckpt.format.checksums import BLOCK_DIGEST_CHARS, num_blocks
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, Span
 from dist_ckpt.format.index import MAX_STEP
-from dist_ckpt.format.json_fields import (
-    VERSION,
-    check_version,
-    decode_dtype,
-    decode_region,
-    decode_shape,
-    integers,
-)
-from dist_ckpt.format.json_rows import Rows, Table
 from dist_ckpt.format.layout import check_cell
 from dist_ckpt.format.shard_table import (
     DecodedShards,
@@ -35,7 +28,16 @@ from dist_ckpt.format.shard_table import (
     entry_of,
     stored_shape,
 )
-from dist_ckpt.format.strict_json import Json, corrupt
+from dist_ckpt.format.strict_json import (
+    VERSION,
+    Json,
+    check_version,
+    corrupt,
+    decode_dtype,
+    decode_region,
+    decode_shape,
+    integers,
+)
 from dist_ckpt.runtime.gc_pause import paused_collector
 
 __all__ = [
@@ -70,7 +72,7 @@ _OWN_DIGESTS = b',"digests":"'
 
 # Our part of the metadata.
 _FACTS = ("format", "component", "rank", "world_size", "step", "block_nbytes", "shards")
-_SHARDS = Table("shards", ',"shards":[', ("]", "}"), start='["', between='","', num_names=2)
+_ROWS = list[tuple[str, str, Raw, Raw, Raw]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,19 +300,21 @@ def _decode_metadata(value: Json, header: int, what: str) -> ShardFile:
             f"{what}: a safetensors file that dist_ckpt did not write; open it with safetensors"
         )
     ours = strict_json.string(metadata["dist_ckpt"], f"{what}, dist_ckpt")
-    facts, rows = json_rows.parse(ours.encode("utf-8"), _SHARDS, f"{what}, dist_ckpt")
+    facts, rows = strict_json.parse_apart(ours.encode("utf-8"), "shards", f"{what}, dist_ckpt")
     check_version(facts, f"{what}, dist_ckpt")
     _, digests = strict_json.fields(metadata, ("dist_ckpt", "digests"), f"{what}, __metadata__")
     hexes = strict_json.string(digests, what)
     if len(hexes) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(hexes):
         raise corrupt(what, f"{len(hexes)} characters of digests, not all of them hex")
     what = f"{what}, dist_ckpt"
-    _, *scalars, shards = strict_json.fields(facts, _FACTS, what)
-    return _decode_facts(scalars, rows or _gather_shards(shards, what), hexes, header, what)
+    if rows is not None:
+        facts["shards"] = None
+    _, *scalars, _ = strict_json.fields(facts, _FACTS, what)
+    return _decode_facts(scalars, rows or b"", hexes, header, what)
 
 
 def _decode_facts(
-    scalars: list[Json], rows: Rows, digests: str, header: int, what: str
+    scalars: list[Json], rows: bytes, digests: str, header: int, what: str
 ) -> ShardFile:
     component, rank, world_size, step, block_nbytes = scalars
     world_size = strict_json.integer(world_size, 1, MAX_RANK + 1, f"{what}, world_size")
@@ -326,24 +330,19 @@ def _decode_facts(
     )
 
 
-def _gather_shards(value: Json, what: str) -> Rows:
-    names, fqns, facts = [], [], []
-    for number, row in enumerate(strict_json.array(value, f"{what}, shards")):
-        name, fqn, *fact = strict_json.row(row, 5, f"{what}, shard {number}")
-        names.append(strict_json.string(name, f"{what}, shard {number}"))
-        fqns.append(strict_json.string(fqn, f"{what}, shard {number}"))
-        facts.append(fact)
-    return json_rows.gather((names, fqns), facts)
-
-
-def _decode_shards(rows: Rows, block_nbytes: int, digests: str, what: str) -> DecodedShards:
-    numbers = dict(zip(rows.kinds, range(len(rows.kinds)), strict=True))
+def _decode_shards(text: bytes, block_nbytes: int, digests: str, what: str) -> DecodedShards:
+    try:
+        rows = json.decode(text, type=_ROWS)
+    except (ValueError, RecursionError) as error:
+        raise corrupt(f"{what}, shards", str(error)) from None
+    kinds = [b"[%s,%s,%s]" % (dtype, shape, cell) for _, _, dtype, shape, cell in rows]
+    numbers = {kind: number for number, kind in enumerate(kinds)}
     known = {
         kind: _kind(facts, block_nbytes, f"{what}, shard {numbers[kind]}")
-        for kind, facts in rows.facts.items()
+        for kind, facts in strict_json.parse_each(kinds, f"{what}, shards").items()
     }
-    names, fqns = rows.names
-    shards = DecodedShards(names, fqns, list(map(known.__getitem__, rows.kinds)), digests)
+    names, fqns = [name for name, *_ in rows], [fqn for _, fqn, *_ in rows]
+    shards = DecodedShards(names, fqns, list(map(known.__getitem__, kinds)), digests)
     if shards.num_blocks * BLOCK_DIGEST_CHARS != len(digests):
         count = len(digests) // BLOCK_DIGEST_CHARS
         raise corrupt(what, f"{count} digests, but its shards have {shards.num_blocks} blocks")

@@ -1,4 +1,4 @@
-"""JSON that nobody can read in two ways.
+"""JSON that nobody can read in two ways, and the fields that documents have in common.
 
 The standard library's parser, fenced: it alone would take UTF-16, keep the last of two equal keys,
 and hand on NaN, 1e999, lone surrogates and integers of any length.
@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 from math import isfinite
+from typing import cast
 
-from dist_ckpt.errors import CorruptError
+import msgspec
 
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.format.dtypes import DTYPES, DType
+from dist_ckpt.format.geometry import Region, Shape
+from dist_ckpt.format.layout import check_shape
 
+Scalar = None | bool | int | float | str
+Json = Scalar | list["Json"] | dict[str, "Json"]
 
 MAX_DEPTH = 64
 
@@ -32,12 +39,21 @@ FREE_NBYTES = 128 << 20
 # in both.
 _COSTS = {b'"': 32, b",": 40, b"[": 64, b"{": 104, b":": 160}
 
+# One version for index, shard files and objects files. Fields are exact, but for names with `x-`: a
+# document with one more, or one less, is damaged to who does not know that. So a new field means a
+# new version, or one that older readers must not miss a word in `requires`.
+VERSION = 1
+
+_REMEDY = "upgrade dist_ckpt to read it"
+
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
 _LONG = b"0" * 19
 _BEFORE_HEX = frozenset({b'"', b"0", *(b"%c" % letter for letter in b"abcdef")})
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _CONTAINERS = frozenset({list, dict})
+_INTEGERS = frozenset({int})
+_MEMBERS = dict[str, msgspec.Raw]
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -72,9 +88,46 @@ def parse(data: bytes, what: str) -> Json:
     return doc
 
 
+def parse_apart(data: bytes, field: str, what: str) -> tuple[dict[str, Json], bytes | None]:
+    """Parse an object, but for one field, whose text is returned; None if it has no such field."""
+    found = members(data, what)
+    text = found.pop(field, None)
+    others = b",".join(_ENCODER.encode(name).encode() + b":" + found[name] for name in found)
+    return mapping(parse(b"{%s}" % others, what), what), text
+
+
+def members(data: bytes, what: str) -> dict[str, bytes]:
+    """Return the members of an object, each as text which is yet to be parsed.
+
+    An index and a header are mostly rows that are alike: `parse_each` parses one of each.
+    """
+    check_size(data, what)
+    found = None
+    with suppress(ValueError, RecursionError):
+        found = _members(data)
+    if found is None:  # it is written otherwise than we write, or wrong
+        found = _members(_ENCODER.encode(mapping(parse(data, what), what)).encode())
+        assert found is not None
+    return found
+
+
+def _members(data: bytes) -> dict[str, bytes] | None:
+    """Return an object's members; None if its text has more than they, such as a key twice."""
+    found = {name: bytes(raw) for name, raw in msgspec.json.decode(data, type=_MEMBERS).items()}
+    names = _ENCODER.encode(list(found)).encode()
+    return found if len(data) == len(names) + len(found) + sum(map(len, found.values())) else None
+
+
+def parse_each(texts: Iterable[bytes], what: str) -> dict[bytes, Json]:
+    """Parse texts, each of which is one value: those that are alike once."""
+    distinct = list(dict.fromkeys(texts))
+    values = array(parse(b"[%s]" % b",".join(distinct), what), what)
+    return dict(zip(distinct, values, strict=True))
+
+
 def dump(doc: Json) -> bytes:
     """Encode a document compactly; ValueError if it is not one that `parse` takes."""
-    return checked(text_of(doc).encode("utf-8"))
+    return checked(_ENCODER.encode(doc).encode())
 
 
 def checked(data: bytes) -> bytes:
@@ -82,11 +135,6 @@ def checked(data: bytes) -> bytes:
     if (problem := _size_problem(data)) is not None:
         raise ValueError(problem)
     return data
-
-
-def text_of(doc: Json) -> str:
-    """Return a document, or a part of one, as `dump` writes it."""
-    return _ENCODER.encode(doc)
 
 
 def check_size(data: bytes, what: str) -> None:
@@ -184,6 +232,66 @@ def shown(value: Json) -> str:
     """Return a value as a message shows it: short, on one line."""
     short = repr(value)
     return short if len(short) <= 60 else f"{short[:57]}..."
+
+
+# --- fields that documents have in common ----------------------------------------------------
+
+
+def check_version(doc: Json, what: str) -> None:
+    """Raise IncompatibleError if a document is of a newer version, CorruptError if of none."""
+    format_ = doc.get("format") if type(doc) is dict else None
+    if type(format_) is not dict or "version" not in format_:
+        raise corrupt(what, "no format version, so it is not of dist_ckpt")
+    version = integer(format_["version"], 1, MAX_INTEGER, f"{what}, version")
+    if version > VERSION:
+        raise IncompatibleError(
+            f"{what}: format version {version}, this dist_ckpt reads {VERSION}; {_REMEDY}"
+        )
+    _, requires = fields(format_, ("version", "requires"), f"{what}, format")
+    if needs := array(requires, f"{what}, requires"):
+        raise IncompatibleError(
+            f"{what}: it requires {shown(needs)}, which this dist_ckpt lacks; {_REMEDY}"
+        )
+
+
+def decode_dtype(code: Json, what: str) -> DType:
+    """Return the dtype of a code; one that we do not know is a newer version's."""
+    dtype = DTYPES.get(string(code, f"{what}, dtype"))
+    if dtype is None:
+        raise IncompatibleError(f"{what}: dtype {shown(code)} is not known; {_REMEDY}")
+    return dtype
+
+
+def decode_shape(value: Json, dtype: DType, what: str) -> Shape:
+    """Return the shape of a tensor of this dtype."""
+    shape = integers(value, f"{what}, shape")
+    try:
+        check_shape(shape, dtype.itemsize)
+    except ValueError as error:
+        raise corrupt(what, str(error)) from None
+    return shape
+
+
+def integers(value: Json, what: str) -> Shape:
+    """Return an array of integers that are not negative."""
+    numbers = array(value, what)
+    integers = cast("list[int]", numbers)
+    # Not number by number in Python: cuts are as many as ranks.
+    if not _INTEGERS.issuperset(map(type, numbers)) or min(integers, default=0) < 0:
+        raise corrupt(what, f"{shown(value)} is not a list of integers from 0 on")
+    return tuple(integers)
+
+
+def decode_region(value: Json, what: str) -> Region:
+    """Return the region of an [offset, shape] pair."""
+    offset, shape = row(value, 2, what)
+    try:
+        return Region(integers(offset, what), integers(shape, what))
+    except ValueError as error:
+        raise corrupt(what, str(error)) from None
+
+
+# --- parsing ---------------------------------------------------------------------------------
 
 
 def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

@@ -20,7 +20,6 @@ from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.loading.read_once_agreement import listen
 from dist_ckpt.loading.read_once_units import runs_of
 from dist_ckpt.memory.protocol import Target
-from dist_ckpt.planning import plan_msgpack
 from dist_ckpt.planning.load_planner import plan_load, problems_of
 from dist_ckpt.planning.plan import LoadPlan
 from dist_ckpt.planning.read_sharing import BlockWants, encode
@@ -90,7 +89,7 @@ def ask(call: LoadCall) -> Asked:
         check_first=options.check_first,
         read_once=options.read_once,
         host=ranks.channel.host,
-        keys=plan_msgpack.pack(tuple(template.keys.items())),
+        keys=tuple(template.keys.items()),
         bulk=ranks.bulk_epoch,
     )
     return Asked(request, template, storage, counting)

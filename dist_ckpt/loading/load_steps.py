@@ -14,13 +14,12 @@ from typing import Literal
 from dist_ckpt import commit
 from dist_ckpt.binding.bind import unexpected_problem
 from dist_ckpt.comm.exchange import check_alike
-from dist_ckpt.comm.messages import Message
 from dist_ckpt.commit.attempts import is_there
 from dist_ckpt.errors import IncompatibleError, StorageError, listed, ranks_text
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, Key
-from dist_ckpt.planning import plan_msgpack
+from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.read_sharing import decode, want_the_same
 from dist_ckpt.storage import Storage
 
@@ -35,7 +34,7 @@ MAX_SPREAD_NBYTES = 4 << 20
 class LoadRequest(Message, frozen=True):
     """What a rank asks for, up to `read_once` the same on all.
 
-    `keys` are those of its per-rank templates, packed; `bulk` numbers the bulk connections.
+    `keys` are those of its per-rank templates; `bulk` numbers the bulk connections.
     """
 
     path: str
@@ -43,20 +42,20 @@ class LoadRequest(Message, frozen=True):
     check_first: bool
     read_once: ReadOnce
     host: str
-    keys: bytes
+    keys: tuple[tuple[str, Key], ...]
     bulk: int
 
 
 class Opened(Message, frozen=True):
     """The checkpoint that all ranks load; `index` is None if it comes by a broadcast.
 
-    `keys` are the keys that the ranks' per-rank templates have, packed. `meeting` is a name for
-    what the ranks share when they read; "" if they can share nothing.
+    `keys` are the keys that the ranks' per-rank templates have. `meeting` is a name for what the
+    ranks share when they read; "" if they can share nothing.
     """
 
     attempt: str
     index: bytes | None
-    keys: bytes
+    keys: dict[str, tuple[Key, ...]]
     bulk: int
     meeting: str
 
@@ -131,12 +130,11 @@ def find(storage: Storage, told: Sequence[LoadRequest]) -> tuple[Opened, Index, 
     """Find the checkpoint. Returns its index as well, encoded too if others are to have it."""
     check_alike("load", told, ("path", "strict", "check_first", "read_once"))
     attempt, index = commit.find(storage, told[0].path)
-    keys = _merge_keys([plan_msgpack.unpack(one.keys, tuple) for one in told])
     encoded = index_json.encode(index) if len(told) > 1 else b""
     opened = Opened(
         attempt=attempt.name,
         index=short(encoded, len(told)),
-        keys=plan_msgpack.pack(keys),
+        keys=_merge_keys([one.keys for one in told]),
         bulk=max(one.bulk for one in told),
         meeting=os.urandom(16).hex() if _can_share(told) else "",
     )
@@ -156,8 +154,7 @@ def found_in(opened: Opened, index: Index | None, encoded: bytes) -> Found:
         decoded = index_json.decode(encoded)
         assert isinstance(decoded, Index)
         index = decoded
-    keys = dict(plan_msgpack.unpack(opened.keys, tuple))
-    return Found(attempt, index, keys, opened.meeting)
+    return Found(attempt, index, opened.keys, opened.meeting)
 
 
 def judge(storage: Storage, asked: LoadRequest, found: Found, told: Sequence[Findings]) -> Passed:
@@ -246,12 +243,12 @@ def _in_all(ranks: Sequence[bytes], names: Sequence[str]) -> list[str]:
     return [name for name, bit in zip(names, bits, strict=False) if bit == "1"]
 
 
-def _merge_keys(ranks: Sequence[tuple[tuple[str, Key], ...]]) -> tuple[tuple[str, object], ...]:
+def _merge_keys(ranks: Sequence[Sequence[tuple[str, Key]]]) -> dict[str, tuple[Key, ...]]:
     merged: dict[str, dict[Key, None]] = {}
     for keys in ranks:
         for fqn, key in keys:
             merged.setdefault(fqn, {})[key] = None
-    return tuple((fqn, tuple(keys)) for fqn, keys in merged.items())
+    return {fqn: tuple(keys) for fqn, keys in merged.items()}
 
 
 def _merge_problems(ranks: Sequence[Sequence[str]]) -> list[str]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from dist_ckpt.comm.collective import Collective
 from dist_ckpt.comm.host_links import HostLinks
-from dist_ckpt.comm.messages import Message
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import ranks_text
+from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.loading.read_once_units import common_nbytes
 from dist_ckpt.planning.read_sharing import BlockWants, Unit, decode, partners_of, units_of
 from dist_ckpt.shard_io.open_files import OpenFiles

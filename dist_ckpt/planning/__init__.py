@@ -2,8 +2,8 @@
 
 - words: `plan.py` has what planners take and return, and the views of a tensor (mesh, placements);
   `mesh.py` says which cells a view gives to a rank. A new kind of parallelism begins in these two;
-  it also needs its row in `plan_msgpack.py`, and who reads it off tensors: `state/tensors.py`. A
-  new kind of view needs its branch in `holders.held_by` as well, which takes others as whole;
+  `state/tensors.py` reads it off tensors. A new kind of view needs its branch in
+  `holders.held_by` as well, which takes others as whole;
 - saves: `inventories.py` and `holders.py` find who holds what, `balance.py` chooses which of the
   holders stores it, `save_planner.py` puts the plan together, `write_batches.py` a rank's writes;
 - loads: `load_planner.py` is all of resharding, `read_sharing.py` who fetches what several want;

@@ -7,8 +7,10 @@ so the first rank that says something decides the order in which it is kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
+
+from msgspec.structs import replace
 
 from dist_ckpt.errors import ranks_text
 from dist_ckpt.format.filenames import is_stem

@@ -7,15 +7,14 @@ so that ranks with the same view of the state send the same bytes, and it holds 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from msgspec import Struct
 
 from dist_ckpt.format.geometry import Cell, Piece, Region, Shape, Span
 from dist_ckpt.format.index import Catalog, Key, Node
 from dist_ckpt.format.layout import Layout
 from dist_ckpt.format.shard_file import HeaderText
+from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.write_batches import Batch
 
 # A replica group by its id, with the digest of each of its members, by name.
@@ -28,37 +27,25 @@ FileReceipt = tuple[str, int, int, str]
 # --- inventories -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Mesh:
+class Mesh(Message, frozen=True, cache_hash=True):
     """Ranks arranged in a box, row-major; `names` are its axes, "" where they have none."""
 
     names: tuple[str, ...]
     shape: Shape
     ranks: tuple[int, ...]
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        # Views are looked up once a tensor, and a mesh may have thousands of ranks.
-        object.__setattr__(self, "_hash", hash((self.names, self.shape, self.ranks)))
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(Message, frozen=True, tag=True):
     """Every rank along the mesh axis holds the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Message, frozen=True, tag=True):
     """The mesh axis cuts this dimension as `torch.chunk` does."""
 
     dim: int
 
 
-@dataclass(frozen=True, slots=True)
-class StridedShard:
+class StridedShard(Message, frozen=True, tag=True):
     """The mesh axis cuts each of `split_factor` chunks of the dimension (FSDP2 over TP)."""
 
     dim: int
@@ -68,35 +55,30 @@ class StridedShard:
 Placement = Replicate | Shard | StridedShard
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(Message, frozen=True, tag=True):
     """A tensor that the rank holds whole: a replica of what the other ranks hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Message, frozen=True, tag=True):
     """A tensor laid over a mesh, one placement a mesh axis (DTensor)."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Flattened:
+class Flattened(Message, frozen=True, tag=True):
     """A tensor cut, in row-major order, into even element ranges, one a rank (ZeRO)."""
 
     mesh: Mesh
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(Message, frozen=True, tag=True):
     """Explicit cells that this rank holds (LocalShard, FlatShard, third-party shards)."""
 
     cells: tuple[Cell, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ruled:
+class Ruled(Message, frozen=True, tag=True):
     """A local tensor under a ShardingConfig: `axes[d]` are the mesh axes that cut dimension d.
 
     The parts may be uneven; the global shape is the sum of the parts, known to the planner only.
@@ -109,8 +91,7 @@ class Ruled:
 View = Whole | Placed | Flattened | Parts | Ruled
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(Message, frozen=True):
     """One tensor as one rank sees it: `shape` is global, but local under a `Ruled` view.
 
     `view` and `component` number the inventory's tables.
@@ -123,16 +104,14 @@ class TensorEntry:
     component: int
 
 
-@dataclass(frozen=True, slots=True)
-class NameList:
+class NameList(Message, frozen=True):
     """A list of names whose parts are on different ranks, such as an optimizer group's."""
 
     fqn: str
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(Message, frozen=True):
     """What one rank says it holds. `components` are the names that tensors' entries number.
 
     `aliases` are (fqn, fqn of the tensor that it is tied to); `values` are the fqns of the values
@@ -217,7 +196,7 @@ class ReplicaGroup:
     values: tuple[str, ...]
 
 
-class Receipt(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Receipt(Message, frozen=True):
     """What a rank wrote: (name, nbytes, header_nbytes, digest) of each file.
 
     An objects file has no header: its `header_nbytes` is 0 and the digest is of the whole file.

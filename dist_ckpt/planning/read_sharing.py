@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dist_ckpt.planning import plan_msgpack
+from dist_ckpt.format import typed_msgpack
+from dist_ckpt.format.typed_msgpack import Message
 
 # A unit is fetched at once, by one rank: enough for the storage's full speed, little enough to be
 # still in a processor's cache when others copy it (docs/decisions/0008).
@@ -79,29 +80,36 @@ def joined(runs: Iterable[range]) -> Iterator[range]:
         yield last
 
 
+class _Runs(Message, frozen=True):
+    """Of each file, its number, and by turns the gap before a run and the run's length."""
+
+    host: str
+    files: tuple[tuple[int, tuple[int, ...]], ...]
+
+
 def encode(wants: BlockWants) -> bytes:
-    """Return what a rank wants as a message: the gaps before its runs, and their lengths."""
+    """Return what a rank wants as a message."""
     files = []
     for file, runs in sorted(wants.runs.items()):
         steps, end = [], 0
         for run in runs:
             steps += [run.start - end, len(run)]
             end = run.stop
-        files.append((file, steps))
-    return plan_msgpack.pack((wants.host, files))
+        files.append((file, tuple(steps)))
+    return typed_msgpack.encode(_Runs(wants.host, tuple(files)))
 
 
 def decode(data: bytes) -> BlockWants:
     """Return what `encode` made these bytes of."""
-    host, files = plan_msgpack.unpack(data, tuple)
+    told = typed_msgpack.decode(data, _Runs)
     found = {}
-    for file, steps in files:
+    for file, steps in told.files:
         runs, end = [], 0
         for gap, length in zip(steps[::2], steps[1::2], strict=True):
             runs.append(range(end + gap, end + gap + length))
             end = runs[-1].stop
         found[file] = tuple(runs)
-    return BlockWants(host, found)
+    return BlockWants(told.host, found)
 
 
 def want_the_same(wants: Iterable[BlockWants], *, between_hosts: bool) -> bool:

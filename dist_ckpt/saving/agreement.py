@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.exchange import check_alike
-from dist_ckpt.comm.messages import Message
 from dist_ckpt.comm.session import Session
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.catalog_json import CatalogText
-from dist_ckpt.planning import plan_msgpack
+from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.plan import Inventory, SavePlan
 from dist_ckpt.planning.save_planner import plan_save
 from dist_ckpt.runtime.gc_pause import paused_collector
@@ -80,7 +80,7 @@ def is_plan_good(told: Sequence[Offer]) -> bool:
 
 def plan_together(ranks: Session, inventory: Inventory) -> Planned:
     """Gather the inventories and plan, the same on every rank. Collective."""
-    bodies = ranks.bulk().all_gather_distinct(plan_msgpack.pack(inventory))
+    bodies = ranks.bulk().all_gather_distinct(typed_msgpack.encode(inventory))
     plan = plan_of(bodies, ranks.channel.world_size)
     return Planned(inventory, bodies, plan, CatalogText(plan.catalog))
 
@@ -89,5 +89,5 @@ def plan_of(bodies: Bodies, world_size: int) -> SavePlan:
     """Plan a save, given the ranks' inventories, packed."""
     # Thousands of new objects: to look for garbage among them takes a third of the time.
     with paused_collector():
-        inventories = [(plan_msgpack.unpack(body, Inventory), who) for body, who in bodies]
+        inventories = [(typed_msgpack.decode(body, Inventory), who) for body, who in bodies]
         return plan_save(inventories, world_size)

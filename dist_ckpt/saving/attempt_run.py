@@ -14,14 +14,15 @@ from dataclasses import dataclass
 
 from dist_ckpt import commit
 from dist_ckpt.comm.exchange import Channel, Exchange
-from dist_ckpt.comm.messages import Message, NoAnswerError
+from dist_ckpt.comm.messages import NoAnswerError
 from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index
-from dist_ckpt.format.strict_json import Json
+from dist_ckpt.format.strict_json import Scalar
+from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.plan import Receipt
 from dist_ckpt.saving.agreement import LastPlan, Offer
 from dist_ckpt.storage import Storage
@@ -42,7 +43,7 @@ class SaveRequest:
     step: int | None
     overwrite: bool
     metadata: str
-    mirrored: Mapping[str, Json]
+    mirrored: Mapping[str, Scalar]
     saved_by: Mapping[str, str]
     saved_at: float | None = None
 

@@ -19,7 +19,7 @@ from dist_ckpt.format import objects_file
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import MAX_STEP
-from dist_ckpt.format.strict_json import Json, is_text
+from dist_ckpt.format.strict_json import Scalar, is_text
 from dist_ckpt.planning.plan import Receipt
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, SaveReport
@@ -223,9 +223,9 @@ def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest
     )
 
 
-def _mirrored(metadata: Mapping[str, object]) -> dict[str, Json]:
+def _mirrored(metadata: Mapping[str, object]) -> dict[str, Scalar]:
     """Return the short scalars of the metadata; JSON has no NaN, so those become strings."""
-    mirrored: dict[str, Json] = {}
+    mirrored: dict[str, Scalar] = {}
     for key, value in metadata.items():
         if type(key) is not str or not is_text(key):
             continue

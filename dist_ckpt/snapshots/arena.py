@@ -20,6 +20,7 @@ import weakref
 from dataclasses import dataclass
 
 from dist_ckpt.errors import ConflictError, CorruptError
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.memory.shared import leave_to_parent, map_writable, open_existing, reserve
 from dist_ckpt.snapshots import arena_layout as layout
 from dist_ckpt.snapshots.arena_layout import Record, Seal, Snapshot, SnapshotSpans
@@ -125,7 +126,7 @@ class Arena:
 
         From here on the snapshot that lay here is gone. The arena is large enough for this one.
         """
-        document = layout.encode_snapshot(snapshot)
+        document = typed_msgpack.encode(snapshot)
         placement = layout.place(snapshot, len(document))
         assert placement.nbytes <= self.nbytes, f"{placement.nbytes} bytes into {self.nbytes}"
         mapped = self._mapped
@@ -210,7 +211,7 @@ class Followed:
     def seal(self, seal: Seal) -> None:
         """Say that the headers and digests are in. The snapshot is complete."""
         assert self.is_complete, "sealed before it was complete"
-        document = layout.encode_seal(seal)
+        document = typed_msgpack.encode(seal)
         room = self.placement.seal
         assert len(document) <= room.nbytes, f"a seal of {len(document)} bytes"
         self._mapped.write(layout.SEAL_RECORD, room.start, document, self.sequence)

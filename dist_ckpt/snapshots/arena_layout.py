@@ -16,14 +16,14 @@ import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgpack
-
 from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.checksums import Buffer, block_digest, document_digest
 from dist_ckpt.format.geometry import Span
+from dist_ckpt.format.typed_msgpack import Message
 
 # Changes with any change of this module: an arena of another version is never read.
-VERSION = 1
+VERSION = 2
 
 PAGE_NBYTES = 4096
 HEADER_NBYTES = PAGE_NBYTES
@@ -53,16 +53,14 @@ _MAX_NAME_NBYTES = 96
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
+class Image(Message, frozen=True):
     """One file of a snapshot, whole, with the room of its header."""
 
     name: str
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Message, frozen=True):
     """What one rank stages for one save. `id` is the save's, the same on all of its ranks.
 
     `details` is for those who write and restore it; nothing here looks into it.
@@ -91,8 +89,7 @@ class Snapshot:
             raise ValueError(f"no snapshot: {self}")
 
 
-@dataclass(frozen=True, slots=True)
-class Seal:
+class Seal(Message, frozen=True):
     """What the writer made of a snapshot: its attempt, and what `plan.Receipt.files` says.
 
     The attempt is `UNCLAIMED` if the save came to none, or the writer was not told which.
@@ -135,60 +132,7 @@ def place(snapshot: Snapshot, document_nbytes: int) -> SnapshotSpans:
 
 def arena_nbytes(snapshot: Snapshot) -> int:
     """Return the size of an arena into which a snapshot fits."""
-    return place(snapshot, len(encode_snapshot(snapshot))).nbytes
-
-
-# --- documents -------------------------------------------------------------------------------
-
-
-def encode_snapshot(snapshot: Snapshot) -> bytes:
-    """Return the document."""
-    images = [(image.name, image.nbytes) for image in snapshot.images]
-    s = snapshot
-    return _pack((s.id, s.path, s.step, s.rank, s.world_size, images, s.details))
-
-
-def decode_snapshot(data: Buffer) -> Snapshot:
-    """Return what a document says. ValueError if it says nothing sensible."""
-    match _unpack(data):
-        case (
-            str(id_),
-            str(path),
-            int() | None as step,
-            int(rank),
-            int(world_size),
-            tuple(images),
-            bytes(details),
-        ):
-            return Snapshot(id_, path, step, rank, world_size, tuple(map(_image, images)), details)
-    raise ValueError("not a snapshot's document")
-
-
-def encode_seal(seal: Seal) -> bytes:
-    """Return the document."""
-    return _pack((seal.attempt, seal.files))
-
-
-def decode_seal(data: Buffer) -> Seal:
-    """Return what a document says. ValueError if it says nothing sensible."""
-    match _unpack(data):
-        case (str(attempt), tuple(files)):
-            return Seal(attempt, tuple(map(_sealed, files)))
-    raise ValueError("not a seal")
-
-
-def _image(value: object) -> Image:
-    match value:
-        case (str(name), int(nbytes)):
-            return Image(name, nbytes)
-    raise ValueError("not an image")
-
-
-def _sealed(value: object) -> tuple[str, int, int, str]:
-    match value:
-        case (str(name), int(nbytes), int(header_nbytes), str(digest)):
-            return name, nbytes, header_nbytes, digest
-    raise ValueError("not a file's receipt")
+    return place(snapshot, len(typed_msgpack.encode(snapshot))).nbytes
 
 
 # --- header ----------------------------------------------------------------------------------
@@ -226,7 +170,7 @@ def open_document(
     """
     check_document(data, record, what)
     try:
-        snapshot = decode_snapshot(data)
+        snapshot = typed_msgpack.decode(data, Snapshot)
     except ValueError as error:
         raise CorruptError(f"{what}: {error}") from error
     placement = place(snapshot, record.nbytes)
@@ -285,14 +229,3 @@ def _is_name(name: str) -> bool:
 
 def _on_page(offset: int) -> int:
     return -(-offset // PAGE_NBYTES) * PAGE_NBYTES
-
-
-def _pack(value: object) -> bytes:
-    data = msgpack.packb(value)
-    assert isinstance(data, bytes)
-    return data
-
-
-def _unpack(data: Buffer) -> object:
-    value: object = msgpack.unpackb(data, use_list=False)
-    return value

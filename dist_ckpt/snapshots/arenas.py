@@ -9,9 +9,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from dist_ckpt.errors import CheckpointError, IncompatibleError, StorageError
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.memory.shared import create_named, create_nameless, lacks_room, open_existing
 from dist_ckpt.snapshots.arena import Arena
-from dist_ckpt.snapshots.details import decode_details
+from dist_ckpt.snapshots.details import Details
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS, RankFolder, check_file
 from dist_ckpt.snapshots.kept import open_kept
 
@@ -196,7 +197,7 @@ def _found_in(folder: RankFolder, number: int) -> _FoundSnapshot | None:
                     name=snapshot.path
                     if snapshot.step is None
                     else f"step {snapshot.step} ({snapshot.path})",
-                    began_at=decode_details(snapshot.details).began_at,
+                    began_at=typed_msgpack.decode(snapshot.details, Details).began_at,
                     is_whole=kept.seal is not None,
                     is_committed=kept.is_committed,
                 )

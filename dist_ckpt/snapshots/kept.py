@@ -13,11 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from dist_ckpt.errors import CheckpointError, CorruptError
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.geometry import Span
 from dist_ckpt.memory.shared import open_existing
 from dist_ckpt.snapshots import arena_layout as layout
 from dist_ckpt.snapshots.arena_layout import Seal, Snapshot, SnapshotSpans
-from dist_ckpt.snapshots.details import Details, decode_details
+from dist_ckpt.snapshots.details import Details
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS, RankFolder
 from dist_ckpt.storage.descriptor import Descriptor
 
@@ -146,7 +147,7 @@ def _seal(
     document = _bytes(fd, Span(room.start, room.start + record.nbytes), place)
     layout.check_document(document, record, place)
     try:
-        return layout.decode_seal(document)
+        return typed_msgpack.decode(document, Seal)
     except ValueError as error:
         raise CorruptError(f"{place}: {error}") from error
 
@@ -196,7 +197,7 @@ class KeptSave:
 
     def details(self, rank: int) -> Details:
         """Return what a rank's snapshot says of the save."""
-        return decode_details(self.sealed[rank].snapshot.details)
+        return typed_msgpack.decode(self.sealed[rank].snapshot.details, Details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ def _add(saves: dict[str, KeptSave], kept: KeptSnapshot, rank: int) -> None:
     snapshot, seal = kept.snapshot, kept.seal
     if snapshot.rank != rank:
         raise ValueError(f"a snapshot of rank {snapshot.rank} lies where those of {rank} do")
-    details = decode_details(snapshot.details)
+    details = typed_msgpack.decode(snapshot.details, Details)
     save = KeptSave(
         *(snapshot.id, snapshot.path, snapshot.step, snapshot.world_size),
         began_at=details.began_at,

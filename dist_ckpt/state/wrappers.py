@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Key
 from dist_ckpt.format.strict_json import is_text
-from dist_ckpt.state.rng import capture, check, restore
+from dist_ckpt.runtime.rng import capture, check, restore
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.errors import CorruptError
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.planning.plan import FileReceipt, SavePlan
@@ -13,7 +14,7 @@ from dist_ckpt.planning.save_planner import items_of
 from dist_ckpt.shard_io.shard_writer import WritableStorage, write_all
 from dist_ckpt.snapshots.arena import Followed
 from dist_ckpt.snapshots.arena_layout import Seal
-from dist_ckpt.snapshots.details import decode_details
+from dist_ckpt.snapshots.details import Details
 from dist_ckpt.writer.staged_files import HeaderStorage, NoStorage, Staging, files_of, header_rooms
 
 
@@ -36,7 +37,7 @@ class StagedSave:
         """
         self.snapshot = snapshot = followed.snapshot
         try:
-            self.details = decode_details(snapshot.details)
+            self.details = typed_msgpack.decode(snapshot.details, Details)
         except ValueError as error:
             raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
         saved, self.text = plan(self.details.bodies)

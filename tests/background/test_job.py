@@ -19,11 +19,12 @@ from dist_ckpt.background.job import Job
 from dist_ckpt.comm.messages import Failure
 from dist_ckpt.config import Config
 from dist_ckpt.errors import ConflictError, StorageError
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.snapshots import job_folder
 from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
-from dist_ckpt.snapshots.details import Details, encode_details
+from dist_ckpt.snapshots.details import Details
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.writer.messages import Close, Hello
 from fake_writers import SOON_S, FakeWriter, order
@@ -77,7 +78,8 @@ def leave(
     folder = JobFolder("job").rank(rank)
     details = Details(False, {}, {}, float(step), (), ())
     images = (Image("model.safetensors", 100),)
-    what = Snapshot(f"{step:032x}", f"/ck/{step}", step, rank, 2, images, encode_details(details))
+    told = typed_msgpack.encode(details)
+    what = Snapshot(f"{step:032x}", f"/ck/{step}", step, rank, 2, images, told)
     arenas = Arenas(folder)
     memory = arenas.fitting(arena, arena_nbytes(what))
     memory.begin(what)

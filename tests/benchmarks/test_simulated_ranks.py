@@ -16,9 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import dist_ckpt as dc
 from benchmarks import simulated_ranks as simulated
 from benchmarks.simulated_ranks import Job, SimulatedSave
-from dist_ckpt.format import index_json
+from dist_ckpt.format import index_json, typed_msgpack
 from dist_ckpt.format.index import Index
-from dist_ckpt.planning import plan_msgpack
 from dist_ckpt.planning.plan import Inventory, Placed
 from dist_ckpt.planning.plan import Shard as PlannedShard
 from dist_ckpt.planning.save_planner import items_of, items_of_ranks, replica_groups_of
@@ -141,5 +140,5 @@ def test_a_job_of_ranks_that_differ_names_each_body_once() -> None:
     assert sorted(rank for _, ranks in job.bodies for rank in ranks) == list(range(8))
     assert len({body for body, _ in job.bodies}) == len(job.bodies) == 8
     assert all(
-        isinstance(plan_msgpack.unpack(body, Inventory), Inventory) for body, _ in job.bodies
+        isinstance(typed_msgpack.decode(body, Inventory), Inventory) for body, _ in job.bodies
     )

@@ -24,11 +24,11 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.errors import CheckpointError, CorruptError
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.checksums import document_digest
-from dist_ckpt.planning import plan_msgpack
 from dist_ckpt.planning.plan import Inventory
-from dist_ckpt.snapshots.arena_layout import decode_seal, decode_snapshot
-from dist_ckpt.snapshots.details import Details, decode_details, encode_details
+from dist_ckpt.snapshots.arena_layout import Seal, Snapshot
+from dist_ckpt.snapshots.details import Details
 from dist_ckpt.state.local_state import take
 
 # One execution; a mutant has at most some 100 KB.
@@ -110,8 +110,8 @@ class Corpus:
         self.files = {file.name: file.read_bytes() for file in self.folder.iterdir()}
         self.saved = flat(state())
         local = take(state(), sharding=None, rank=0, world_size=1, group_ranks=(0,))
-        inventory = plan_msgpack.pack(local.inventory)
-        self.details = encode_details(
+        inventory = typed_msgpack.encode(local.inventory)
+        self.details = typed_msgpack.encode(
             Details(False, {"run": "a"}, {"by": "me"}, 1.5, ((inventory, (0, 1, 3)),), ())
         )
         self.inventory = inventory
@@ -331,10 +331,10 @@ def _look_into(root: Path, *, is_good: bool) -> None:
 def _decode_messages(corpus: Corpus, rand: random.Random) -> str:
     """Decode what a snapshot in memory says of its save: only ValueErrors come of it."""
     decoders: list[tuple[bytes, Callable[[bytes], object]]] = [
-        (corpus.details, decode_details),
-        (corpus.details, decode_snapshot),
-        (corpus.details, decode_seal),
-        (corpus.inventory, lambda data: plan_msgpack.unpack(data, Inventory)),
+        (corpus.details, lambda data: typed_msgpack.decode(data, Details)),
+        (corpus.details, lambda data: typed_msgpack.decode(data, Snapshot)),
+        (corpus.details, lambda data: typed_msgpack.decode(data, Seal)),
+        (corpus.inventory, lambda data: typed_msgpack.decode(data, Inventory)),
     ]
     for _ in range(20):
         data, decode = rand.choice(decoders)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 import dist_ckpt as dc
 from dist_ckpt.background.readiness import Saver
@@ -15,6 +16,7 @@ from dist_ckpt.background.restore import restore_together
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit import find
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.filenames import parse_objects_file, parse_shard_file
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
@@ -23,7 +25,7 @@ from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED, Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
-from dist_ckpt.snapshots.details import Details, encode_details
+from dist_ckpt.snapshots.details import Details
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.kept_files import records_of
 from dist_ckpt.storage import open_storage
@@ -155,7 +157,7 @@ def snapshot_of(
         rank=rank,
         world_size=saved.world_size,
         images=tuple(Image(name, len(saved.files[name])) for name in saved.files_of(rank)),
-        details=encode_details(edit(details, rank)),
+        details=typed_msgpack.encode(edit(details, rank)),
     )
 
 

@@ -15,18 +15,17 @@ from dist_ckpt.background.writer_process import start
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.messages import Failure
 from dist_ckpt.config import Config
-from dist_ckpt.format import filenames, objects_file
+from dist_ckpt.format import filenames, objects_file, typed_msgpack
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Node
 from dist_ckpt.format.layout import Grid, Layout
-from dist_ckpt.planning import plan_msgpack
 from dist_ckpt.planning.plan import Inventory, Mesh, Placed, Shard, TensorEntry, Whole
 from dist_ckpt.planning.save_planner import items_of
 from dist_ckpt.saving.agreement import plan_of
 from dist_ckpt.saving.attempt_run import Verdict
 from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import Image, Snapshot, arena_nbytes
-from dist_ckpt.snapshots.details import Details, encode_details
+from dist_ckpt.snapshots.details import Details
 from dist_ckpt.snapshots.job_folder import RankFolder
 from dist_ckpt.writer.messages import Done, Hello, Link, Serve, Serving, Write, WriterMessage
 from written import Saved
@@ -58,7 +57,7 @@ class State:
             name_lists=(),
             numpy=(),
         )
-        body = plan_msgpack.pack(inventory)
+        body = typed_msgpack.encode(inventory)
         self.bodies: Bodies = ((body, tuple(range(world_size))),)
         self.plan = plan_of(self.bodies, world_size)
         self.tensors = {}
@@ -106,7 +105,7 @@ class Staged:
             rank,
             state.world_size,
             tuple(image for image, _, _ in self._files),
-            encode_details(details),
+            typed_msgpack.encode(details),
         )
         arena.reserve(arena_nbytes(self.snapshot))
         self._images = arena.begin(self.snapshot)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Component, Node

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from random import Random
 from unittest.mock import patch
@@ -10,6 +9,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dist_ckpt.format.geometry import Elements, Region, Shape
 from dist_ckpt.format.layout import check_cut
@@ -190,7 +190,7 @@ def test_a_stored_range_is_found_in_the_larger_range_that_a_rank_holds() -> None
     assert origin_of(held, "w", Elements(5, 9)) == ("w", 1, Elements(2, 6))
 
 
-class Compared(Region):
+class Compared(Region, frozen=True):
     """A cell that counts how often it is held against another."""
 
     num = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from math import prod
+
+from msgspec.structs import replace
 
 from dist_ckpt.format.geometry import Region, Shape
 from dist_ckpt.format.index import Catalog, Component, TensorRecord

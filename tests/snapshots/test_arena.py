@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import resource
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from arena_processes import program
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.snapshots import arena_layout as layout
 from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
@@ -362,7 +363,7 @@ def check_that_nothing_else_is_believed(path: str) -> None:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_no_flipped_bit_makes_another_snapshot(sealed, data):
-    placement = layout.place(SNAPSHOT, len(layout.encode_snapshot(SNAPSHOT)))
+    placement = layout.place(SNAPSHOT, len(typed_msgpack.encode(SNAPSHOT)))
     used = (*range(260), *range(4096, placement.document.stop), *range(*_bounds(placement.seal)))
     place = data.draw(st.sampled_from(used))
     bit = data.draw(st.integers(0, 7))
@@ -407,9 +408,9 @@ def test_an_arena_that_is_cut_short_while_it_is_read_is_an_error(sealed):
 )
 def test_sizes_that_nobody_can_have_are_refused(sealed, nbytes, images):
     raw = bytearray(sealed[1])
-    document = layout.encode_snapshot(SNAPSHOT)
+    document = typed_msgpack.encode(SNAPSHOT)
     if images:
-        document = layout.encode_snapshot(replace(SNAPSHOT, images=images))
+        document = typed_msgpack.encode(replace(SNAPSHOT, images=images))
         raw[4096 : 4096 + len(document)] = document
     record = layout.record_of(2, document)
     record = record._replace(nbytes=nbytes or record.nbytes)
@@ -419,7 +420,7 @@ def test_sizes_that_nobody_can_have_are_refused(sealed, nbytes, images):
 
 
 def test_a_document_that_is_nonsense_but_has_its_digest_is_refused(sealed):
-    for document in (b"", b"\xc1", b"\x90", b"\x91" * 5000, layout.encode_seal(SEAL)):
+    for document in (b"", b"\xc1", b"\x90", b"\x91" * 5000, typed_msgpack.encode(SEAL)):
         raw = bytearray(sealed[1])
         raw[4096 : 4096 + len(document)] = document
         record = layout.encode_record(layout.record_of(2, document))
@@ -437,9 +438,9 @@ def test_a_kill_before_the_first_byte_leaves_a_torn_arena(sealed):
 
 @given(st.binary())
 def test_no_bytes_crash_who_decodes_a_document(data):
-    for decode in (layout.decode_snapshot, layout.decode_seal):
+    for kind in (Snapshot, Seal):
         with suppress(ValueError):
-            decode(data)
+            typed_msgpack.decode(data, kind)
 
 
 def test_a_link_to_an_arena_is_not_followed(sealed, rank_folder):
@@ -462,7 +463,7 @@ def test_another_jobs_arena_is_not_read_and_not_staged_into(sealed):
 def test_another_versions_arena_is_not_read(sealed):
     raw = bytearray(sealed[1])
     raw[16] += 1
-    with pytest.raises(IncompatibleError, match="arena version 2, and this dist_ckpt knows 1"):
+    with pytest.raises(IncompatibleError, match="arena version 3, and this dist_ckpt knows 2"):
         open_kept(damaged(sealed, raw), "job")
 
 
@@ -543,7 +544,7 @@ def test_a_snapshot_that_makes_no_sense_cannot_be_made(change):
     )
 )
 def test_what_a_document_says_is_what_was_put_into_it(what):
-    assert layout.decode_snapshot(layout.encode_snapshot(what)) == what
+    assert typed_msgpack.decode(typed_msgpack.encode(what), Snapshot) == what
 
 
 # --- leaks -----------------------------------------------------------------------------------

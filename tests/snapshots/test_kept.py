@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from dist_ckpt.format import typed_msgpack
 from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED, Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
-from dist_ckpt.snapshots.details import Details, encode_details
+from dist_ckpt.snapshots.details import Details
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.kept import KeptSaves, kept_saves
 
@@ -27,7 +28,7 @@ def snapshot(rank: int, number: int = 1, world_size: int = 2) -> Snapshot:
     return Snapshot(
         *(f"{number:032x}", f"/runs/{number}", number, rank, world_size),
         images=(Image(f"model-{rank:05d}.safetensors", 5000),),
-        details=encode_details(DETAILS),
+        details=typed_msgpack.encode(DETAILS),
     )
 
 

@@ -3,7 +3,7 @@ import pytest
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Region
-from dist_ckpt.format.json_fields import (
+from dist_ckpt.format.strict_json import (
     check_version,
     decode_dtype,
     decode_region,
