@@ -31,7 +31,6 @@ from dist_ckpt.planning.plan import (
     Parts,
     Placed,
     Placement,
-    Receipt,
     Replicate,
     SavePlan,
     Shard,
@@ -49,7 +48,8 @@ from dist_ckpt.saving.agreement import (
     last_plan,
     plan_together,
 )
-from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest
+from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
+from dist_ckpt.saving.replica_samples import receipt_of
 from dist_ckpt.storage import Entry
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
@@ -356,10 +356,11 @@ class SimulatedSave:
             planned = self._agree(request, run)
             plan = planned.plan
             assert run.claimed is not None
-            own, *others = receipts_of(plan)
+            parts = parts_of(plan)
+            own, *others = [receipt_of(one.files, one.replicas, one.seconds) for one in parts]
             self.storage.listed = sizes_of([own, *others])
             self.channel.others["write"] = others
-            run.settle(planned.text, run.claimed, lambda: own, lambda _: {})
+            run.write_and_commit(planned.text, run.claimed, lambda: parts[0])
         return plan
 
     def _agree(self, request: SaveRequest, run: AttemptRun) -> Planned:
@@ -386,8 +387,8 @@ class SimulatedSave:
         return data
 
 
-def receipts_of(plan: SavePlan) -> list[Receipt]:
-    """Return what all ranks would report, with two replica groups, but headers of one size."""
+def parts_of(plan: SavePlan) -> list[PartWritten]:
+    """Return what all ranks would have written, with two replica groups and headers of one size."""
     catalog = plan.catalog
     digest, header_nbytes = "0123456789abcdef" * 2, 1 << 17
     files: list[list[tuple[str, int, int, str]]] = [[] for _ in range(catalog.world_size)]
@@ -397,5 +398,5 @@ def receipts_of(plan: SavePlan) -> list[Receipt]:
     files[0].append((filenames.OBJECTS, 100_000, 0, digest))
     for rank in sorted({rank for keys in catalog.per_rank.values() for _, rank in keys}):
         files[rank].append((filenames.objects_file(rank), 6000, 0, digest))
-    groups = tuple((f"{n:032x}", digest) for n in range(2))
-    return [Receipt(tuple(written), groups, 1.0) for written in files]
+    groups = tuple((f"{n:032x}", (("w", digest),)) for n in range(2))
+    return [PartWritten(tuple(written), groups, 1.0) for written in files]

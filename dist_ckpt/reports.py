@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,6 +37,12 @@ class Tally:
     def since(self, earlier: Tally) -> Tally:
         """Return what was added after `earlier`, when this was that."""
         return Tally(self.num - earlier.num, self.nbytes - earlier.nbytes)
+
+
+def slowest_of(seconds: Sequence[float]) -> tuple[int, float]:
+    """Return the rank that took longest, and how long."""
+    rank = max(range(len(seconds)), key=seconds.__getitem__)
+    return rank, seconds[rank]
 
 
 # Called with (bytes done so far, bytes to do in all), from the thread that made the call.

@@ -18,16 +18,18 @@ case "$*" in
     *) exec "$bin/python" -m pytest -m "not slow" "$@" ;;
 esac
 
-# All tests, in half the time: those that start processes, one after the other, and beside them the
-# others, which keep one core busy. With more at once a background writer, whose priority is the
-# lowest, might be taken for dead.
-first="multi_process and not waits"
-log=$(mktemp)
-"$bin/python" -m pytest -m "not ($first)" >"$log" 2>&1 &
+# All tests, in three: those that start processes, one after the other; those of them that mostly
+# wait for a silence; and the others, which keep one core busy. With more at once a background
+# writer, whose priority is the lowest, might be taken for dead.
+logs=$(mktemp -d)
+"$bin/python" -m pytest -m "not multi_process" >"$logs/others" 2>&1 &
 others=$!
-trap 'kill "$others" 2>/dev/null || true; rm -f "$log"' EXIT
+"$bin/python" -m pytest -m "multi_process and waits" >"$logs/waits" 2>&1 &
+waits=$!
+trap 'kill "$others" "$waits" 2>/dev/null || true; rm -rf "$logs"' EXIT
 code=0
-"$bin/python" -m pytest -m "$first" || code=$?
+"$bin/python" -m pytest -m "multi_process and not waits" || code=$?
 wait "$others" || code=$?
-cat "$log"
+wait "$waits" || code=$?
+cat "$logs/others" "$logs/waits"
 exit "$code"

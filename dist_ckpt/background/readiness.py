@@ -151,7 +151,7 @@ def _paused(writer: OwnWriter, saver: Saver) -> Order | None:
 
 def _failure_of(order: Order, channel: Channel) -> Failure:
     assert order.failure is not None
-    return failure_of(order.failure, rank=channel.rank, host=channel.host, phase="write")
+    return failure_of(order.failure, "write", channel.rank, channel.host)
 
 
 def _judge(told: Sequence[_WriterState], writer: OwnWriter) -> _Beginning:

@@ -24,11 +24,10 @@ from dist_ckpt.format.index import Index
 from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
-from dist_ckpt.planning.plan import Receipt
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.saving.agreement import plan_of
-from dist_ckpt.saving.replica_samples import members_digest
+from dist_ckpt.saving.replica_samples import receipt_of
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.snapshots.kept import KeptSave, KeptSaves, kept_saves
@@ -338,8 +337,7 @@ def rebuilt_index(save: KeptSave, attempt: str) -> bytes:
     for rank, one in enumerate(details):
         seal = save.sealed[rank].seal
         assert seal is not None, "it is sealed"
-        replicas = tuple((group, members_digest(dict(members))) for group, members in one.replicas)
-        receipts.append(Receipt(seal.files, replicas, 0.0))
+        receipts.append(receipt_of(seal.files, one.replicas, 0.0))
     if differing_groups(receipts):
         raise StorageError("its ranks hold different values under the same name")
     catalog = plan_of(first.bodies, save.world_size).catalog

@@ -166,7 +166,7 @@ def _make_room(call: _BegunSave, request: SaveRequest, held: HeldState, planned:
         saved_by=request.saved_by,
         began_at=call.start.began_at,
         bodies=planned.bodies,
-        replicas=held.all_replica_digests(planned.plan),
+        replicas=held.replica_digests(planned.plan),
     )
     snapshot = Snapshot(
         id=_NO_ID,

@@ -32,6 +32,7 @@ from dist_ckpt.format.index import Key
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.planning.plan import Wanted
+from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.state.containers import container, entries_of, join, kind_of
 from dist_ckpt.state.read_tree import has_state, users_code
 from dist_ckpt.state.tree import (
@@ -146,7 +147,8 @@ class Binding:
 
     def allocate(self) -> Mapping[tuple[str, int], Target]:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
-        return self._requests.targets.allocate()
+        with paused_collector():
+            return self._requests.targets.allocate()
 
     def settle(self) -> None:
         """Fill the tensors that share memory, once all is read, and wait for accelerators.

@@ -16,8 +16,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from dist_ckpt.comm import store_thread
+from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.heartbeat import Heart
-from dist_ckpt.comm.messages import Failure
+from dist_ckpt.comm.messages import Failure, NoAnswerError
 from dist_ckpt.comm.peers import Peers
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, StoreLine, Wording
 from dist_ckpt.config import Config
@@ -69,7 +70,8 @@ class Pace:
 class Control:
     """What the coordinator's and the other ranks' sides of an exchange have in common.
 
-    `token` identifies the operation from its first answer on; until then it is "".
+    `token` identifies the operation from its first answer on; until then it is "". `turn` counts
+    its exchanges, and `phase` is the name of the one that it is in.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Control:
         self.config = config
         self.what = ""
         self.token = ""
+        self.phase = ""
         self.turn = 0
         self.heart = Heart(host)
         self.line = StoreLine(
@@ -118,6 +121,19 @@ class Control:
         self.heart.inside, self.heart.told = True, 0
         self.heart.number = number
         self.line.beat()
+
+    def catch_up(self) -> None:
+        """Count the operations that the coordinator has begun since, without this rank."""
+        self.heart.number = self.peers.last_number(COORDINATOR, self.number)
+
+    def tell_of_knowing(self) -> None:
+        """Let the coordinator see that this rank knows what has failed."""
+        self.heart.told = self.turn
+        self.line.beat()
+
+    def no_answer(self, message: str) -> NoAnswerError:
+        """Return the error of a rank that cannot know what was decided."""
+        return NoAnswerError(message, rank=COORDINATOR, phase=self.phase)
 
     def _count_start(self) -> int:
         key = f"starts/{self.rank}"
@@ -171,7 +187,7 @@ class Control:
             keys.clear()
             self.line.post(lambda store: store_thread.delete(store, spent))
 
-    def losses(self, phase: str, ranks: Sequence[int]) -> dict[int, Failure]:
+    def losses(self, ranks: Sequence[int]) -> dict[int, Failure]:
         """Return a failure for each of these ranks of which nothing more will come."""
         found = {}
         for rank in ranks:
@@ -181,21 +197,21 @@ class Control:
                 loss = "has a heartbeat in the store that is none of ours"
                 remedy = self._wording.strange
             if loss is not None:
-                message = f"{self.peers.name([rank])} {loss} ({self._seen(phase)}). {remedy}"
-                found[rank] = Failure("RankError", message, rank, phase)
+                message = f"{self.peers.name([rank])} {loss} ({self._seen()}). {remedy}"
+                found[rank] = Failure("RankError", message, rank, self.phase)
         return found
 
-    def strange(self, phase: str, rank: int, error: ValueError) -> str:
+    def strange(self, rank: int, error: ValueError) -> str:
         """Return what to say of a message of a rank's that is none."""
         return (
             f"in place of a message of {self.peers.name([rank])} the store has {error} "
-            f"({self._seen(phase)}). {self._wording.strange}"
+            f"({self._seen()}). {self._wording.strange}"
         )
 
-    def _seen(self, phase: str) -> str:
-        return f"seen by rank {self.rank} in phase {phase!r} of {self.what}"
+    def _seen(self) -> str:
+        return f"seen by rank {self.rank} in phase {self.phase!r} of {self.what}"
 
-    def mixture(self, phase: str, calls: Mapping[int, tuple[str, str]]) -> Failure | None:
+    def mixture(self, calls: Mapping[int, tuple[str, str]]) -> Failure | None:
         """Return a failure if ranks are in different calls or phases, which it names.
 
         `calls` are for each rank its call and its phase.
@@ -216,10 +232,10 @@ class Control:
             f"the ranks of the group are in different calls: {listed(told, '; ')}. "
             f"{self._wording.mixed}"
         )
-        odd = next(rank for rank in sorted(calls) if calls[rank][1] != phase)
-        return Failure("RankError", message, odd, phase)
+        odd = next(rank for rank in sorted(calls) if calls[rank][1] != self.phase)
+        return Failure("RankError", message, odd, self.phase)
 
-    def absences(self, phase: str, ranks: Sequence[int], pace: Pace) -> dict[int, Failure]:
+    def absences(self, ranks: Sequence[int], pace: Pace) -> dict[int, Failure]:
         """Return a failure if some of these ranks have not entered within `arrive_s`.
 
         Before that, after `warn_s`, one warning is logged that names them.
@@ -233,11 +249,11 @@ class Control:
         )
         if pace.waited_s >= self.config.arrive_s:
             message = self._astray(absent) or message
-            return {absent[0]: Failure("RankError", message, absent[0], phase)}
+            return {absent[0]: Failure("RankError", message, absent[0], self.phase)}
         if pace.waited_s >= self.unseen_s:
             for rank in absent:
                 if not self.peers.is_known(rank):
-                    return {rank: Failure("RankError", message, rank, phase)}
+                    return {rank: Failure("RankError", message, rank, self.phase)}
         if pace.waited_s >= self.config.warn_s and not pace.has_warned:
             pace.has_warned = True
             _log.warning("%s", message)

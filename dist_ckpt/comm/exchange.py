@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from dist_ckpt.comm.messages import (
-    decision_failure_of,
     error_of,
+    failure_of,
     is_interrupt,
     pack,
     unpack,
@@ -52,7 +52,8 @@ class Exchange(ABC):
     def gather(self, own: T) -> Sequence[T]:
         """Tell what this rank's part came to: a `Message` or plain data, of one class on all ranks.
 
-        Returns what all told, in rank order, on the coordinator; elsewhere nothing.
+        Returns what all told, in rank order, on the coordinator. Elsewhere it returns nothing, and
+        what is told is sent at the end of the block.
         """
         self._own = pack(own)
         return [self._unpack(rank, data, type(own)) for rank, data in enumerate(self._gathered())]
@@ -77,13 +78,16 @@ class Exchange(ABC):
     def __enter__(self) -> Self:
         return self
 
-    @abstractmethod
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._end(error)
+
+    @abstractmethod
+    def _end(self, error: BaseException | None) -> None:
         """Tell what the block has raised, take the answer, and raise what any rank has raised."""
 
     @abstractmethod
@@ -191,19 +195,15 @@ class AloneExchange(Exchange):
     def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
         return unpack(data, expected)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _end(self, error: BaseException | None) -> None:
         if is_interrupt(error):
             return
         if isinstance(self._decided, Exception):
             raise self._decided from error
         self._answer = self._decided or pack(None)
-        if error is not None and not isinstance(error, CheckpointError | ValueError | TypeError):
-            raise error_of(decision_failure_of(error, phase=self.phase)) from error
+        is_foreign = not isinstance(error, CheckpointError | ValueError | TypeError)
+        if error is not None and is_foreign and self._decided is None:
+            raise error_of(failure_of(error, self.phase)) from error
 
 
 def check_alike(operation: str, told: Sequence[Message], names: Sequence[str]) -> None:

@@ -17,7 +17,6 @@ from dist_ckpt.comm.messages import (
     Envelope,
     Failure,
     NoAnswerError,
-    decision_failure_of,
     failure_of,
     first_failure,
     is_interrupt,
@@ -47,7 +46,7 @@ class Coordinator:
 
     def gather(self, own: Envelope) -> list[bytes]:
         """Return what all ranks tell. Raises FailedError if some rank has failed, or is lost."""
-        envelopes, failures = self._collect(own.phase, own)
+        envelopes, failures = self._collect(own)
         if failures:
             raise FailedError(first_failure(failures))
         return [envelopes[rank].body for rank in range(self._control.world_size)]
@@ -65,28 +64,36 @@ class Coordinator:
         It is what was decided, or what was raised in the block. If the others' envelopes are not
         gathered yet, they are: their failures are told too.
         """
-        answer = None
+        if is_gathered and isinstance(error, NoAnswerError):
+            raise error  # nobody can be told
         try:
             if not is_gathered:
+                error = None  # its own envelope tells it
                 self.gather(own)
-            if isinstance(decided, Exception):
-                raise decided
-            if error is not None and decided is None:
-                raise error
-            answer = self._answer(decided or pack(None), None)
+            answer = self._decided(error, decided)
             self._put(answer)
         except NoAnswerError:
             raise
         except BaseException as raised:
             # What was decided stands, whatever interrupts its telling.
-            if answer is None and isinstance(decided, bytes):
-                answer = self._answer(decided, None)
-            told = decided if isinstance(decided, Exception) else raised
-            answer = answer or self._answer(b"", self._failure_of(told, own.phase))
+            answer = self._decided(error or raised, decided)
             self._put(answer)
-            if is_interrupt(raised) and raised is not error:
+            if is_interrupt(raised):
                 raise
         return answer
+
+    def _decided(self, error: BaseException | None, decided: bytes | Exception | None) -> Answer:
+        """Return the answer: what was decided, else what was raised."""
+        control = self._control
+        if isinstance(decided, bytes) or (decided is None and error is None):
+            return self._answer(decided or pack(None), None)
+        raised = error if decided is None else decided
+        assert raised is not None
+        if isinstance(raised, FailedError):
+            return self._answer(b"", raised.failure)
+        if isinstance(raised, CheckpointError | ValueError | TypeError):
+            return self._answer(b"", failure_of(raised, control.phase))
+        return self._answer(b"", failure_of(raised, control.phase, control.rank, control.host))
 
     def ensure_failure_is_known(self) -> None:
         """Wait until all others that live have told that they know: the store may go with us.
@@ -113,14 +120,6 @@ class Coordinator:
                 late = [rank for rank in late if control.peers.is_waiting(rank, *here)]
                 time.sleep(0.005 if late else 0)
 
-    def _failure_of(self, error: BaseException, phase: str) -> Failure:
-        if isinstance(error, FailedError):
-            return error.failure
-        if isinstance(error, CheckpointError | ValueError | TypeError):
-            return decision_failure_of(error, phase=phase)
-        control = self._control
-        return failure_of(error, rank=control.rank, host=control.host, phase=phase)
-
     def _answer(self, body: bytes, failure: Failure | None) -> Answer:
         return Answer(self._control.what, self._control.token, self._nonces, body, failure)
 
@@ -129,16 +128,16 @@ class Coordinator:
         self._control.put(key, answer.encode())
         self._answers.append(key)
 
-    def _collect(self, phase: str, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
+    def _collect(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
         """Return the envelopes and what went wrong, by rank; if nothing did they are all."""
         control = self._control
         self._nonces = b""
-        envelopes, failures = self._await(phase, own)
+        envelopes, failures = self._await(own)
         if not own.operation:
             while (left_behind := self._call_given_up(envelopes)) is not None:
                 self._put(left_behind)
                 control.begin(control.number + 1)
-                envelopes, failures = self._await(phase, own)
+                envelopes, failures = self._await(own)
             control.token = os.urandom(8).hex()
             self._nonces = b"".join(
                 envelopes[rank].nonce if rank in envelopes else NO_NONCE
@@ -149,19 +148,19 @@ class Coordinator:
             if envelope.failure is not None:
                 failures[rank] = envelope.failure
             elif envelope.operation != own.operation:
-                failures[rank] = Failure("ConflictError", STALE, rank, phase)
+                failures[rank] = Failure("ConflictError", STALE, rank, control.phase)
         # First of all: what else is wrong may come of that, or is about another call.
         calls = {
             rank: (envelope.what, envelope.phase)
             for rank, envelope in envelopes.items()
             if envelope.operation == own.operation
         }
-        mixture = control.mixture(phase, calls)
+        mixture = control.mixture(calls)
         if mixture is not None and mixture.rank is not None:
             failures = {mixture.rank: mixture}
         return envelopes, failures
 
-    def _await(self, phase: str, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
+    def _await(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
         """Wait until all envelopes are there, one tells an error, or some rank's will never be."""
         control = self._control
         envelopes = {COORDINATOR: own}
@@ -183,8 +182,8 @@ class Coordinator:
                 if _is_told(envelopes):
                     break
                 missing = [rank for rank in missing if rank not in envelopes]
-                failures = control.losses(phase, missing)
-                failures = failures or control.absences(phase, missing, pace)
+                failures = control.losses(missing)
+                failures = failures or control.absences(missing, pace)
             pace.pause()
         return envelopes, failures
 
@@ -193,7 +192,7 @@ class Coordinator:
         try:
             return Envelope.decode(data)
         except ValueError as error:
-            message = self._control.strange(own.phase, rank, error)
+            message = self._control.strange(rank, error)
             failure = Failure("RankError", message, rank, own.phase)
             return replace(own, nonce=NO_NONCE, body=b"", failure=failure)
 
@@ -254,23 +253,22 @@ class Follower:
         is_gathered: bool,
     ) -> Answer:
         """Return the answer of the operation that the group is in; the coordinator decides."""
-        phase = own.phase
         control = self._control
         while True:
-            answer = self._ask(phase, own)
+            answer = self._ask(own)
             number = control.number
             if answer.is_to(control.rank, own):
                 control.token = answer.operation
                 return answer
             if answer.failure is None or own.operation:
-                raise NoAnswerError(STALE, rank=control.rank, phase=phase)
+                raise NoAnswerError(STALE, rank=control.rank, phase=control.phase)
             # The others have given up an operation that this rank was not in: was it this call?
             if answer.what != control.what:
                 control.begin(number + 1)
             elif (newer := control.peers.newer([COORDINATOR], number)) is not None:
                 control.begin(newer)
             else:
-                control.heart.number = control.peers.last_number(COORDINATOR, number)
+                control.catch_up()
                 return answer
 
     def clean_up(self) -> None:
@@ -285,27 +283,26 @@ class Follower:
 
     def ensure_failure_is_known(self) -> None:
         """Tell the coordinator, which waits for it, that this rank knows of a failure."""
-        self._control.heart.told = self._control.turn
-        self._control.line.beat()
+        self._control.tell_of_knowing()
 
-    def _ask(self, phase: str, own: Envelope) -> Answer:
+    def _ask(self, own: Envelope) -> Answer:
         control = self._control
         envelope = control.key(control.rank)
         self._envelopes.append(envelope)
         self._is_answered = False
         control.put(envelope, own.encode())
         try:
-            answer = self._await(phase)
+            answer = self._await()
         except _NeverCameError as error:
-            failure = failure_of(error, rank=control.rank, host=control.host, phase=phase)
+            failure = failure_of(error, control.phase, control.rank, control.host)
             # The envelope stays: the coordinator must find that this call is over.
             self._envelopes.remove(envelope)
             control.put(envelope, replace(own, failure=failure, gave_up=True).encode())
-            raise NoAnswerError(str(error), rank=COORDINATOR, phase=phase) from None
+            raise control.no_answer(str(error)) from None
         self._is_answered = True
         return answer
 
-    def _await(self, phase: str) -> Answer:
+    def _await(self) -> Answer:
         """Wait for the answer, or until it is certain that it will never come."""
         control = self._control
         key = control.key("answer")
@@ -315,21 +312,21 @@ class Follower:
             if is_time_to_look:
                 control.peers.look([COORDINATOR])
             if (data := control.read(key)) is not None:
-                return self._answer_in(phase, data)
+                return self._answer_in(data)
             if is_time_to_look:
-                for failure in control.losses(phase, [COORDINATOR]).values():
-                    control.heart.number = control.peers.last_number(COORDINATOR, control.number)
-                    raise NoAnswerError(failure.message, rank=COORDINATOR, phase=phase)
-                for failure in control.absences(phase, [COORDINATOR], pace).values():
+                for failure in control.losses([COORDINATOR]).values():
+                    control.catch_up()
+                    raise control.no_answer(failure.message)
+                for failure in control.absences([COORDINATOR], pace).values():
                     raise _NeverCameError(failure.message)
             pace.pause()
 
-    def _answer_in(self, phase: str, data: bytes) -> Answer:
+    def _answer_in(self, data: bytes) -> Answer:
+        control = self._control
         try:
             return Answer.decode(data)
         except ValueError as error:
-            message = self._control.strange(phase, COORDINATOR, error)
-            raise NoAnswerError(message, rank=COORDINATOR, phase=phase) from error
+            raise control.no_answer(control.strange(COORDINATOR, error)) from error
 
 
 class _NeverCameError(Exception):

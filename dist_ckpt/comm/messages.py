@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
-from msgspec import Meta, msgpack
+from msgspec import Meta
 from msgspec.structs import replace
 
 from dist_ckpt import errors
@@ -76,27 +76,26 @@ _KINDS: Mapping[str, type[Exception]] = {
 _LOCATED = re.compile(r"rank \d+ \(host [^)]*\): ")
 
 
-def failure_of(error: BaseException, *, rank: int, host: str, phase: str) -> Failure:
-    """Describe an error that work raised on a rank, with rank and host in its message."""
-    failure = decision_failure_of(error, phase=phase)
-    if not _LOCATED.match(failure.message):
-        failure = replace(failure, message=f"rank {rank} (host {host}): {failure.message}")
-    return failure if failure.rank is not None else replace(failure, rank=rank)
+def failure_of(
+    error: BaseException, phase: str, rank: int | None = None, host: str = ""
+) -> Failure:
+    """Describe an error that work raised on a rank, with rank and host in its message.
 
-
-def decision_failure_of(error: BaseException, *, phase: str) -> Failure:
-    """Describe an error that a decision raised: it is about all ranks, so it names no place."""
+    What a decision raised is about all ranks: without a rank it names no place.
+    """
     kind = next(
         (cls.__name__ for cls in type(error).__mro__ if _KINDS.get(cls.__name__) is cls), None
     )
-    message = str(error) if kind else f"{type(error).__name__}: {error}"
-    rank, own_phase = (
-        (error.rank, error.phase) if isinstance(error, CheckpointError) else (None, None)
-    )
+    message = (str(error) if kind else f"{type(error).__name__}: {error}")[:MAX_MESSAGE_CHARS]
+    own_rank, own_phase = None, None
+    if isinstance(error, CheckpointError):
+        own_rank, own_phase = error.rank, error.phase
+    if rank is not None and not _LOCATED.match(message):
+        message = f"rank {rank} (host {host}): {message}"
     return Failure(
         kind=kind or "RankError",
-        message=message[:MAX_MESSAGE_CHARS],
-        rank=rank,
+        message=message,
+        rank=rank if own_rank is None else own_rank,
         phase=own_phase or phase,
         touched=error.touched if isinstance(error, CorruptError) else (),
         fallout=isinstance(error, FalloutError),
@@ -173,7 +172,20 @@ _Nonce = Annotated[bytes, Meta(min_length=NONCE_NBYTES, max_length=NONCE_NBYTES)
 _Token = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 
 
-class Envelope(Message, frozen=True):
+class _InStore(Message, frozen=True):
+    """A message as it lies in the store. Not by `pack`: its limit is that of the body."""
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        return typed_msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return what `encode` made these bytes of. ValueError for any others."""
+        return unpack(data, cls)
+
+
+class Envelope(_InStore, frozen=True):
     """What one rank's part of a phase came to: a packed message, or a failure.
 
     `what` and `phase` say where in which call the rank is. `operation` is the token of the
@@ -189,18 +201,8 @@ class Envelope(Message, frozen=True):
     failure: Failure | None
     gave_up: bool = False
 
-    def encode(self) -> bytes:
-        """Return the envelope as bytes."""
-        # Not `pack`: its limit is that of the body, and this is a little more.
-        return msgpack.encode(self)
 
-    @staticmethod
-    def decode(data: bytes) -> Envelope:
-        """Return the envelope that `encode` made these bytes of. ValueError for any others."""
-        return unpack(data, Envelope)
-
-
-class Answer(Message, frozen=True):
+class Answer(_InStore, frozen=True):
     """What was decided: a packed message, or a failure.
 
     `nonces`, in an operation's first answer, are those of all envelopes that were decided on, in
@@ -216,15 +218,6 @@ class Answer(Message, frozen=True):
     def __post_init__(self) -> None:
         if len(self.nonces) % NONCE_NBYTES:
             raise ValueError("nonces of another size")
-
-    def encode(self) -> bytes:
-        """Return the answer as bytes."""
-        return msgpack.encode(self)
-
-    @staticmethod
-    def decode(data: bytes) -> Answer:
-        """Return the answer that `encode` made these bytes of. ValueError for any others."""
-        return unpack(data, Answer)
 
     def is_to(self, rank: int, own: Envelope) -> bool:
         """Say whether this rank's envelope was decided on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TypeVar
 
 from dist_ckpt.comm.control import Control
@@ -52,7 +51,6 @@ class StoreChannel:
         self.world_size = world_size
         self.host = host
         self._num_exchanges = 0
-        self._phase = ""
         self._control = control = Control(store, rank, world_size, host, config, wording)
         self._role = Coordinator(control) if rank == COORDINATOR else Follower(control)
         # Also at the end of the process: others that wait for this rank then know at once.
@@ -83,7 +81,7 @@ class StoreChannel:
         """See `Channel.watch`."""
         control = self._control
         control.peers.look(ranks)
-        for failure in control.losses(self._phase, ranks).values():
+        for failure in control.losses(ranks).values():
             raise FalloutError(failure.message, rank=failure.rank)
         # The coordinator tells of its own failure in the answer.
         keys = [control.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
@@ -119,7 +117,7 @@ class StoreChannel:
         control = self._control
         assert control.heart.inside, "exchange is called between enter and leave"
         self._num_exchanges += 1
-        self._phase = phase
+        control.phase = phase
         control.turn += 1
         return _StoreExchange(phase, control, self._role)
 
@@ -137,15 +135,10 @@ class _StoreExchange(Exchange):
         control, body = self._control, b"" if failure else self._own or pack(None)
         return Envelope(control.what, self.phase, control.token, new_nonce(), body, failure)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _end(self, error: BaseException | None) -> None:
         control, failure = self._control, None
-        if error is not None:
-            failure = failure_of(error, rank=control.rank, host=control.host, phase=self.phase)
+        if error is not None and not isinstance(error, FailedError):
+            failure = failure_of(error, self.phase, control.rank, control.host)
         own, is_gathered = self._envelope(failure), self._own is not None
         try:
             answer = self._role.settle(own, error, self._decided, is_gathered=is_gathered)
@@ -166,7 +159,7 @@ class _StoreExchange(Exchange):
             return unpack(data, expected)
         except ValueError as error:
             control = self._control
-            message = control.strange(self.phase, rank, error)
+            message = control.strange(rank, error)
             kind = RankError if control.rank == COORDINATOR else NoAnswerError
             raise kind(message, rank=rank, phase=self.phase) from error
 

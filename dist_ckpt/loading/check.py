@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -19,26 +19,18 @@ from dist_ckpt.loading.load_steps import Findings, Found, LoadRequest, bits_of, 
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.loading.read_once_agreement import listen
 from dist_ckpt.loading.read_once_units import runs_of
-from dist_ckpt.memory.protocol import Target
 from dist_ckpt.planning.load_planner import plan_load, problems_of
 from dist_ckpt.planning.plan import LoadPlan
 from dist_ckpt.planning.read_sharing import BlockWants, encode
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.shard_io.open_files import OpenFiles, open_files, read_objects
+from dist_ckpt.shard_io.reading_work import CellTargets
 from dist_ckpt.snapshots.kept_files import KeptFiles
 from dist_ckpt.snapshots.overlay_storage import SnapshotStorage
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.state.plain_torch import MAKE
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
-
-# The steps of a load that are left out if no rank has anything to do in them.
-PREPARE = "prepare"
-PLACE = "place"
-OBJECTS = "objects"
-
-# Where each wanted cell goes, by tensor and number.
-Destinations = Mapping[tuple[str, int], Target]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +100,7 @@ class Checked:
     binding: Binding
     plan: LoadPlan
     files: OpenFiles
-    targets: Destinations | None
+    targets: CellTargets | None
     links: HostLinks | None
     wants: bytes
 
@@ -154,34 +146,21 @@ def examine(
     binding.check([read(filenames.objects_file(rank)) for rank in binding.needs])
     threads = ranks.config.threads
     files = stack.enter_context(open_files(asked.storage, folder, index, plan, threads=threads))
-    targets = None if binding.makes_memory else allocate(binding)
+    targets = None if binding.makes_memory else binding.allocate()
     links, wants = None, b""
     if found.meeting:
         links = listen(ranks, found.meeting, stack)
         wants = encode(BlockWants(ranks.channel.host, runs_of(files, plan)))
     findings = Findings(
         unclaimed=unclaimed,
-        steps=tuple(_steps_of(binding)),
+        makes_memory=binding.makes_memory,
+        places=binding.places,
+        loads_objects=binding.loads_objects,
         wants=short(wants, ranks.channel.world_size),
         from_memory=bool(kept),
     )
     checked = Checked(found, saved, binding, plan, files, targets, links, wants)
     return checked, findings
-
-
-def allocate(binding: Binding) -> Destinations:
-    """Return where what will be read goes; make the memory that is lacking."""
-    with paused_collector():
-        return binding.allocate()
-
-
-def _steps_of(binding: Binding) -> Iterable[str]:
-    has_work = {
-        PREPARE: binding.makes_memory,
-        PLACE: binding.places,
-        OBJECTS: binding.loads_objects,
-    }
-    return (step for step, is_needed in has_work.items() if is_needed)
 
 
 def _read_objects(

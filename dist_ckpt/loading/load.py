@@ -22,13 +22,9 @@ from dist_ckpt.commit.attempts import ROUNDS, while_it_is_there
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 from dist_ckpt.format.index import Index
 from dist_ckpt.loading.check import (
-    OBJECTS,
-    PLACE,
-    PREPARE,
     Asked,
     Checked,
     LoadCall,
-    allocate,
     ask,
     examine,
 )
@@ -254,11 +250,11 @@ def _fill(
             error.touched = tuple(sorted({*error.touched, *filled}))
             raise
     with phases.phase("place"):
-        if PLACE in passed.steps:
-            with channel.exchange(PLACE):
+        if passed.places:
+            with channel.exchange("place"):
                 binding.place()
-        if OBJECTS in passed.steps:
-            with channel.exchange(OBJECTS):
+        if passed.loads_objects:
+            with channel.exchange("objects"):
                 binding.load_objects()
     return totals, job
 
@@ -269,8 +265,8 @@ def _prepare(call: LoadCall, checked: Checked, passed: Passed, stack: ExitStack)
     All have done so before the first byte lands anywhere.
     """
     targets, shared, meeting = checked.targets, None, None
-    if PREPARE in passed.steps or passed.shares:
-        with call.ranks.channel.exchange(PREPARE) as preparing:
+    if passed.makes_memory or passed.shares:
+        with call.ranks.channel.exchange("prepare") as preparing:
             if passed.shares:
                 meeting = Meeting.of(
                     call.ranks,
@@ -280,7 +276,8 @@ def _prepare(call: LoadCall, checked: Checked, passed: Passed, stack: ExitStack)
                     between_hosts=call.options.read_once == "job",
                     stack=stack,
                 )
-            targets = targets or allocate(checked.binding)
+            if targets is None:
+                targets = checked.binding.allocate()
             if meeting is not None and (told := preparing.gather(meeting.missed)):
                 preparing.decide(meeting.judge(told))
     if meeting is not None:

@@ -21,6 +21,7 @@ from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, Key
 from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.read_sharing import decode, want_the_same
+from dist_ckpt.reports import slowest_of
 from dist_ckpt.storage import Storage
 
 # Where what several ranks want is fetched from storage once: on each host, or in the whole job.
@@ -79,14 +80,17 @@ class Found:
 class Findings(Message, frozen=True):
     """What one rank's check found: what is wrong, and the saved names that it does not ask for.
 
-    These are bits, by `bits_of`. `steps` are those that it has something to do in. `wants` say
-    what it reads, b"" if the ranks can share nothing, None if it is too long to be told here.
-    `from_memory`: some of it not from the storage. `is_gone`: the checkpoint is not there any more.
+    These are bits, by `bits_of`. `makes_memory`, `places`, `loads_objects`: which steps it has
+    something to do in. `wants` say what it reads, b"" if the ranks can share nothing, None if it is
+    too long to be told here. `from_memory`: some of it not from the storage. `is_gone`: the
+    checkpoint is not there any more.
     """
 
     problems: tuple[str, ...] = ()
     unclaimed: bytes = b""
-    steps: tuple[str, ...] = ()
+    makes_memory: bool = False
+    places: bool = False
+    loads_objects: bool = False
     wants: bytes | None = b""
     from_memory: bool = False
     is_gone: bool = False
@@ -95,14 +99,17 @@ class Findings(Message, frozen=True):
 class Passed(Message, frozen=True):
     """What all ranks know of each other when they have passed the check.
 
-    `unexpected` are the saved names that none of them asks for, `steps` those that some rank has
-    something to do in. `shares`: some read the same, as far as is known, and can hand it on; then
-    `wants` are what each reads, and empty if that is yet to be gathered. `from_memory`: some rank
-    reads some of it not from the storage. `is_gone`: none of that, the checkpoint was replaced.
+    `unexpected` are the saved names that none of them asks for. `makes_memory`, `places` and
+    `loads_objects`: some rank does; a step in which none has anything to do is left out. `shares`:
+    some read the same, as far as is known, and can hand it on; then `wants` are what each reads,
+    and empty if that is yet to be gathered. `from_memory`: some rank reads some of it not from the
+    storage. `is_gone`: none of that, the checkpoint was replaced.
     """
 
     unexpected: tuple[str, ...] = ()
-    steps: frozenset[str] = frozenset()
+    makes_memory: bool = False
+    places: bool = False
+    loads_objects: bool = False
     shares: bool = False
     wants: tuple[bytes, ...] = ()
     from_memory: bool = False
@@ -173,7 +180,9 @@ def judge(storage: Storage, asked: LoadRequest, found: Found, told: Sequence[Fin
     shares, wants = _in_common([one.wants for one in told], between_hosts=between_hosts)
     return Passed(
         unexpected=tuple(unexpected),
-        steps=frozenset(step for one in told for step in one.steps),
+        makes_memory=any(one.makes_memory for one in told),
+        places=any(one.places for one in told),
+        loads_objects=any(one.loads_objects for one in told),
         shares=shares,
         wants=tuple(wants),
         from_memory=any(one.from_memory for one in told),
@@ -182,12 +191,12 @@ def judge(storage: Storage, asked: LoadRequest, found: Found, told: Sequence[Fin
 
 def sum_up(told: Sequence[RankTotals]) -> JobTotals:
     """Return what reading came to over all ranks."""
-    slowest = max(range(len(told)), key=lambda rank: told[rank].seconds)
+    slowest, slowest_s = slowest_of([one.seconds for one in told])
     return JobTotals(
         nbytes_read=sum(one.nbytes_read for one in told),
         nbytes_placed=sum(one.nbytes_placed for one in told),
         slowest_rank=slowest,
-        slowest_s=told[slowest].seconds,
+        slowest_s=slowest_s,
     )
 
 
@@ -235,7 +244,7 @@ def _can_share(told: Sequence[LoadRequest]) -> bool:
 
 
 def _in_all(ranks: Sequence[bytes], names: Sequence[str]) -> list[str]:
-    """Return the names that `_bits_of` has told of every rank."""
+    """Return the names that `bits_of` has told of every rank."""
     common = -1
     for packed in ranks:
         common &= int.from_bytes(packed, "big")

@@ -6,10 +6,11 @@ from collections.abc import Collection
 
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError
-from dist_ckpt.loading.check import Checked, Destinations
+from dist_ckpt.loading.check import Checked
 from dist_ckpt.loading.read_once import read_shared, verify_shared
 from dist_ckpt.loading.read_once_agreement import Agreement
-from dist_ckpt.shard_io.block_reader import Nowhere, Reading, ReadTotals, read, reading_of
+from dist_ckpt.shard_io.block_reader import Nowhere, Reading, ReadTotals, read_into, reading_of
+from dist_ckpt.shard_io.reading_work import CellTargets
 
 
 class RankReading:
@@ -19,7 +20,7 @@ class RankReading:
     """
 
     def __init__(
-        self, ranks: Session, checked: Checked, targets: Destinations, shared: Agreement | None
+        self, ranks: Session, checked: Checked, targets: CellTargets, shared: Agreement | None
     ) -> None:
         self.filled: Collection[str] = ()
         self._ranks = ranks
@@ -29,54 +30,40 @@ class RankReading:
 
     def verify(self) -> None:
         """Check every block that will be read, without touching anything."""
-        nowhere, checked = Nowhere(), self._checked
+        checked, ranks, nowhere = self._checked, self._ranks, Nowhere()
         targets = {
             (wanted.fqn, part): nowhere
             for wanted in checked.binding.wanted
             for part in range(len(wanted.cells))
         }
+        reading = self._reading(targets, verify=True)
         if self._shared is None:
-            self._read_alone(targets, verify=True)
-            return
-        reading = self._shared_reading(targets, verify=True)
-        verify_shared(self._ranks, self._shared, checked.files, checked.plan, reading)
+            read_into(reading, checked.files, checked.plan, threads=ranks.config.threads)
+        else:
+            verify_shared(ranks, self._shared, checked.files, checked.plan, reading)
 
     def read(self, *, verify: bool) -> ReadTotals:
         """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
-        binding = self._checked.binding
+        checked, ranks, shared = self._checked, self._ranks, self._shared
+        reading = self._reading(self._targets, verify=verify)
         try:
-            if self._shared is None:
-                totals = self._read_alone(self._targets, verify=verify)
+            if shared is None:
+                threads = ranks.config.threads
+                totals = read_into(reading, checked.files, checked.plan, threads=threads)
             else:
-                totals = self._read_shared(self._shared, verify=verify)
-        except CorruptError as error:
-            error.touched = self._checked.names_of(error.touched)
+                totals = read_shared(ranks, shared, checked.files, checked.plan, reading)
+        except BaseException as error:
+            if shared is not None:
+                shared.give_up()
+            if isinstance(error, CorruptError):
+                error.touched = checked.names_of(error.touched)
             raise
-        self.filled = {wanted.fqn for wanted in binding.wanted if wanted.cells}
-        binding.settle()
-        return totals
-
-    def _read_alone(self, targets: Destinations, *, verify: bool) -> ReadTotals:
-        ranks, checked = self._ranks, self._checked
-        return read(
-            checked.files,
-            checked.plan,
-            targets,
-            verify=verify,
-            threads=ranks.config.threads,
-            slots=ranks.slots,
-        )
-
-    def _read_shared(self, shared: Agreement, *, verify: bool) -> ReadTotals:
-        checked, reading = self._checked, self._shared_reading(self._targets, verify=verify)
-        try:
-            return read_shared(self._ranks, shared, checked.files, checked.plan, reading)
-        except BaseException:
-            shared.give_up()
+        finally:
             # If the error is another rank's, who learns it does not know what is filled here.
             self.filled = reading.touched
-            raise
+        checked.binding.settle()
+        return totals
 
-    def _shared_reading(self, targets: Destinations, *, verify: bool) -> Reading:
+    def _reading(self, targets: CellTargets, *, verify: bool) -> Reading:
         checked, slots = self._checked, self._ranks.slots
         return reading_of(checked.files, checked.plan, targets, verify=verify, slots=slots)

@@ -204,7 +204,7 @@ class Receipt(Message, frozen=True):
     that name a group must have the same digest for it.
     """
 
-    files: tuple[tuple[str, int, int, str], ...]
+    files: tuple[FileReceipt, ...]
     replicas: tuple[tuple[str, str], ...]
     seconds: float
 

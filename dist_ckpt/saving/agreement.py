@@ -33,25 +33,25 @@ class Planned:
 class LastPlan:
     """The plan of an earlier save, good for as long as every rank's inventory is what it was.
 
-    `epoch` names the save that it was made for.
+    `save_name` is that of the save which it was made for.
     """
 
-    epoch: str
+    save_name: str
     planned: Planned
 
 
 class Offer(Message, frozen=True):
     """What a rank asks for, all but the last two the same on all.
 
-    `metadata` is a digest of the user's metadata. `epoch` is that of the last plan if it still is
-    good here, else ""; `bulk` is the number of the bulk connections.
+    `metadata` is a digest of the user's metadata. `last` is the name of the last plan's save if it
+    still is good here, else ""; `bulk` is the number of the bulk connections.
     """
 
     path: str
     step: int | None
     overwrite: bool
     metadata: str
-    epoch: str
+    last: str
     bulk: int
 
 
@@ -74,8 +74,8 @@ def last_plan(ranks: Session, inventory: Inventory) -> LastPlan | None:
 def is_plan_good(told: Sequence[Offer]) -> bool:
     """Say whether the last plan is good on all ranks. ValueError if these want different things."""
     check_alike("save", told, ("path", "step", "overwrite", "metadata"))
-    epochs = {one.epoch for one in told}
-    return len(epochs) == 1 and "" not in epochs
+    names = {one.last for one in told}
+    return len(names) == 1 and "" not in names
 
 
 def plan_together(ranks: Session, inventory: Inventory) -> Planned:

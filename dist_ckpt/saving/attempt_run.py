@@ -23,8 +23,10 @@ from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.strict_json import Scalar
 from dist_ckpt.format.typed_msgpack import Message
-from dist_ckpt.planning.plan import Receipt
+from dist_ckpt.planning.plan import FileReceipt, Receipt, ReplicaDigests
+from dist_ckpt.reports import slowest_of
 from dist_ckpt.saving.agreement import LastPlan, Offer
+from dist_ckpt.saving.replica_samples import receipt_of
 from dist_ckpt.storage import Storage
 
 _log = logging.getLogger("dist_ckpt")
@@ -54,7 +56,7 @@ class SaveRequest:
             step=self.step,
             overwrite=self.overwrite,
             metadata=self.metadata,
-            epoch="" if last is None else last.epoch,
+            last="" if last is None else last.save_name,
             bulk=bulk_epoch,
         )
 
@@ -76,8 +78,17 @@ class Written(Message, frozen=True):
     verdict: Verdict | None
 
 
+@dataclass(frozen=True, slots=True)
+class PartWritten:
+    """What a rank has written, and the digests of its replicas; it took so many seconds."""
+
+    files: tuple[FileReceipt, ...]
+    replicas: ReplicaDigests
+    seconds: float
+
+
 class AttemptRun:
-    """One attempt in progress, as one rank sees it: the coordinator has `claim`, all `settle`.
+    """One attempt in progress, as one rank sees it: rank 0 claims it, all write and commit.
 
     `nbytes_receipt` is the size of the receipt that it has sent; the coordinator sends none.
     """
@@ -109,39 +120,37 @@ class AttemptRun:
     def _by(self) -> str:
         return f"rank {self._channel.rank} on {self._channel.host}"
 
-    def settle(
-        self,
-        text: CatalogText,
-        attempt: Attempt,
-        write: Callable[[], Receipt],
-        replica_digests: Callable[[str], Mapping[str, str]],
+    def write_and_commit(
+        self, text: CatalogText, attempt: Attempt, write: Callable[[], PartWritten]
     ) -> Verdict:
-        """Write this rank's part and settle whether the save is committed. Collective.
+        """Have this rank's part written, and settle whether the save is committed. Collective.
 
         On return the checkpoint is durable. Whatever is raised instead, no checkpoint was made;
         a StorageError that says so is the exception: it is there, but may not outlive a power
         cut, or that is unknown. So is an interrupt of the commit, or what else it met that is no
         error of ours: that is raised as it is on the rank where it happened, and what the others
-        are told is logged there. `text` is that of the plan's catalog;
-        `replica_digests` tells the digests of one replica group's members, by name.
+        are told is logged there. `text` is that of the plan's catalog.
         """
         channel = self._channel
         try:
             with channel.exchange("write") as writing:
                 if self._claim is None:
                     commit.await_claim(self._storage, self._path, attempt, self._config.appear_s)
-                if receipts := writing.gather(write()):
+                part = write()
+                receipt = receipt_of(part.files, part.replicas, part.seconds)
+                if receipts := writing.gather(receipt):
                     self._decide(writing, text, receipts)
                 else:
                     self.nbytes_receipt = writing.nbytes_told
             written = writing.result(Written)
-            if written.differing:
-                with channel.exchange("replicas") as comparing:
-                    digests = {group: dict(replica_digests(group)) for group in written.differing}
-                    if told := comparing.gather(digests):
-                        raise ValueError(_unequal_replicas(told))
-            assert written.verdict is not None
-            return written.verdict
+            if written.verdict is not None:
+                return written.verdict
+            with channel.exchange("replicas") as comparing:
+                own = {name: dict(members) for name, members in part.replicas}
+                digests = {name: own[name] for name in written.differing if name in own}
+                if told := comparing.gather(digests):
+                    raise ValueError(_unequal_replicas(told))
+            raise AssertionError("the replicas that differ were named")
         except BaseException as error:
             verdict = self.recover(attempt, error)
             if verdict is None:
@@ -168,13 +177,13 @@ class AttemptRun:
             saved_by=self._request.saved_by,
             saved_at=time.time() if self._request.saved_at is None else self._request.saved_at,
         )
-        slowest = max(range(len(receipts)), key=lambda rank: receipts[rank].seconds)
+        slowest, slowest_s = slowest_of([receipt.seconds for receipt in receipts])
         verdict = Verdict(
             attempt=self._claim.attempt.name,
             nbytes=sum(sizes.values()),
             num_files=len(sizes),
             slowest_rank=slowest,
-            slowest_s=receipts[slowest].seconds,
+            slowest_s=slowest_s,
         )
         try:
             commit.commit(self._storage, self._claim, index, text)
@@ -199,6 +208,11 @@ class AttemptRun:
             writing.refuse(unsettled)
             # Who exits says nothing of it.
             _log.warning("%s: %s", type(error).__name__, unsettled)
+
+    def recover_claim(self, error: BaseException) -> None:
+        """Undo a claim of which the ranks could not be told."""
+        if self._claim is not None:
+            self.recover(self._claim.attempt, error)
 
     def recover(self, attempt: Attempt, error: BaseException) -> Verdict | None:
         """Make "not committed" true after a failure, or find that it was committed after all.

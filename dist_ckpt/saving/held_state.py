@@ -25,7 +25,7 @@ from dist_ckpt.planning.save_planner import (
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.saving.agreement import LastPlan
-from dist_ckpt.saving.replica_samples import digest_sample, members_digest
+from dist_ckpt.saving.replica_samples import digest_sample
 from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.state.containers import State
 from dist_ckpt.state.local_state import LocalState, take
@@ -96,29 +96,13 @@ class HeldState:
             objects=objects_files(plan, self._local, self._rank, metadata),
         )
 
-    def replicas(self, plan: SavePlan) -> tuple[tuple[str, str], ...]:
-        """Return, for the receipt, a digest of each replica group that this rank belongs to."""
-        part = self._part(plan)
-        return tuple(
-            (_group_id(group), members_digest(self._digests(group, part.held)))
-            for group in part.groups
-        )
-
-    def all_replica_digests(self, plan: SavePlan) -> ReplicaDigests:
+    def replica_digests(self, plan: SavePlan) -> ReplicaDigests:
         """Digest this rank's copy of each member of each replica group, by the group's id."""
         part = self._part(plan)
         return tuple(
             (_group_id(group), tuple(self._digests(group, part.held).items()))
             for group in part.groups
         )
-
-    def replica_digests(self, plan: SavePlan, wanted: str) -> dict[str, str]:
-        """Digest this rank's copy of each member of one replica group, by name."""
-        part = self._part(plan)
-        for group in part.groups:
-            if _group_id(group) == wanted:
-                return self._digests(group, part.held)
-        return {}
 
     def _part(self, plan: SavePlan) -> _PlannedPart:
         """Return this rank's part of a plan: kept for the next save, like the plan."""
@@ -140,8 +124,8 @@ class HeldState:
         return known
 
     def _source_of(self, origins: Sequence[Origin], number: int) -> Source:
-        fqn, cell, part = origins[number]
-        source = self._local.source(fqn, cell)
+        fqn, held_number, part = origins[number]
+        source = self._local.source(fqn, held_number)
         return source if part is None else source.part(part)
 
     def _digests(self, group: ReplicaGroup, held: HeldCells) -> dict[str, str]:

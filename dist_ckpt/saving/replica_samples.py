@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from dist_ckpt.format.checksums import block_digest, document_digest
 from dist_ckpt.memory.protocol import Source
+from dist_ckpt.planning.plan import FileReceipt, Receipt, ReplicaDigests
 
 # What is smaller is read whole. Of the rest, 16 blocks of 64 KiB: that is 1 MiB too.
 _WHOLE_NBYTES = 1 << 20
@@ -28,9 +27,13 @@ def digest_sample(source: Source, name: str) -> str:
     return document_digest(f"{source.nbytes} {' '.join(digests)}".encode())
 
 
-def members_digest(members: Mapping[str, str]) -> str:
-    """Return the digest of a replica group, given those of its members."""
-    return document_digest("".join(members.values()).encode())
+def receipt_of(files: tuple[FileReceipt, ...], replicas: ReplicaDigests, seconds: float) -> Receipt:
+    """Return what a rank reports: of each replica group one digest, of those of its members."""
+    digests = (
+        (group, document_digest("".join(digest for _, digest in members).encode()))
+        for group, members in replicas
+    )
+    return Receipt(files, tuple(digests), seconds)
 
 
 def _starts(nbytes: int, name: str) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 import torch
+from msgspec.structs import asdict
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__
@@ -20,7 +21,6 @@ from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.strict_json import Scalar, is_text
-from dist_ckpt.planning.plan import Receipt
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.saving.agreement import (
@@ -31,7 +31,7 @@ from dist_ckpt.saving.agreement import (
     last_plan,
     plan_together,
 )
-from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest
+from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
 from dist_ckpt.saving.held_state import HeldState
 from dist_ckpt.shard_io.shard_writer import write_all
 from dist_ckpt.state.containers import State
@@ -105,33 +105,26 @@ def save_together(
     with ranks.operation(f"save to {path}"):
         phases = Phases("save", str(path), quiet=channel.rank != COORDINATOR)
         with phases.phase("agree"):
-            agreed = _agree(ranks, state, path, options, storage)
-        plan, run = agreed.planned.plan, agreed.run
+            claimed = _agree_and_claim(ranks, state, path, options, storage)
+        plan, run = claimed.planned.plan, claimed.run
         with phases.phase("write"):
-            verdict = run.settle(
-                agreed.planned.text,
-                agreed.attempt,
-                lambda: _write(ranks, agreed, options),
-                lambda group: agreed.held.replica_digests(plan, group),
+            verdict = run.write_and_commit(
+                claimed.planned.text, claimed.attempt, lambda: _write(ranks, claimed, options)
             )
         with phases.phase("clean up"):
             run.clean_up()
         report = SaveReport(
-            path=agreed.request.path,
+            path=claimed.request.path,
             step=options.step,
-            attempt=verdict.attempt,
             world_size=channel.world_size,
-            nbytes=verdict.nbytes,
             num_tensors=len(plan.catalog.tensors),
-            num_files=verdict.num_files,
             seconds=phases.seconds,
-            slowest_rank=verdict.slowest_rank,
-            slowest_s=verdict.slowest_s,
             exchanges=ranks.exchanges,
             collectives=ranks.collectives,
             nbytes_receipt=run.nbytes_receipt,
-            storage_reads=agreed.storage.reads,
-            storage_writes=agreed.storage.writes,
+            storage_reads=claimed.storage.reads,
+            storage_writes=claimed.storage.writes,
+            **asdict(verdict),
         )
         phases.done(report)
         return report
@@ -149,7 +142,7 @@ class _ClaimedSave:
     run: AttemptRun
 
 
-def _agree(
+def _agree_and_claim(
     ranks: Session,
     state: State,
     where: str | os.PathLike[str],
@@ -186,27 +179,27 @@ def _agree(
             name = planning.result(str)
             ranks.keep(LastPlan(name, planned))
     except BaseException as error:
-        if run is not None and run.claimed is not None:  # but the ranks could not be told
-            run.recover(run.claimed, error)
+        if run is not None:
+            run.recover_claim(error)
         raise
     attempt = parse_attempt(name)
     assert attempt is not None
     return _ClaimedSave(counting, request, held, planned, attempt, run)
 
 
-def _write(ranks: Session, agreed: _ClaimedSave, options: SaveOptions) -> Receipt:
+def _write(ranks: Session, claimed: _ClaimedSave, options: SaveOptions) -> PartWritten:
     """Write this rank's files."""
     start = time.monotonic()
-    held, plan = agreed.held, agreed.planned.plan
+    held, plan = claimed.held, claimed.planned.plan
     held.synchronize()
-    written = write_all(
-        agreed.storage,
-        f"{agreed.request.path}/{agreed.attempt.name}",
+    files = write_all(
+        claimed.storage,
+        f"{claimed.request.path}/{claimed.attempt.name}",
         held.files(plan, options.step, options.metadata or {}),
         threads=ranks.config.threads,
         slots=ranks.slots,
     )
-    return Receipt(written, held.replicas(plan), time.monotonic() - start)
+    return PartWritten(files, held.replica_digests(plan), time.monotonic() - start)
 
 
 def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest:

@@ -91,12 +91,19 @@ def read(
     has been used before, which is faster than new memory.
     """
     reading = reading_of(open_files, plan, targets, verify=verify, slots=slots)
+    return read_into(reading, open_files, plan, threads=threads)
+
+
+def read_into(
+    reading: Reading, open_files: OpenFiles, plan: LoadPlan, *, threads: int
+) -> ReadTotals:
+    """Do what `read` does, by a reading that tells what it has touched."""
 
     def read_some(some: Sequence[tuple[OpenFile, Row | BlockRead]]) -> list[int]:
         return [reading.read(file, one) for file, one in some]
 
     with reading.telling_touched():
-        work = work_of(open_files, plan, targets, threads)
+        work = work_of(open_files, plan, reading.targets, threads)
         nbytes = list(chain.from_iterable(each(read_some, work, threads=threads)))
     return ReadTotals(sum(nbytes), nbytes_placed_by(plan), len(nbytes))
 

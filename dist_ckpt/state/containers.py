@@ -11,8 +11,8 @@ from dist_ckpt.format.plain_types import FACTORIES
 
 PathKey = str | int
 
-# What is saved, and what is loaded into. Its keys are `PathKey`s, which `tree.read_state` checks,
-# but are not typed so: to a type checker no `dict[str, Any]` is a mapping with keys `str | int`,
+# What is saved, and what is loaded into. Its keys are `PathKey`s, which `read_tree` checks, but are
+# not typed so: to a type checker no `dict[str, Any]` is a mapping with keys `str | int`,
 # and no `dict[str, nn.Module]` is one that anything may be put into.
 State = Mapping[Any, object]
 MutableState = MutableMapping[Any, Any]

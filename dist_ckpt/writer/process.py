@@ -285,7 +285,7 @@ class BackgroundWriter:
         except (OSError, ValueError) as error:
             settings = self._settings
             host = host_of(settings.config)
-            failure = failure_of(error, rank=settings.rank, host=host, phase="serve")
+            failure = failure_of(error, "serve", settings.rank, host)
             return Refused(failure)
 
 
@@ -375,7 +375,7 @@ def _serve_trainer(link: Link, termination: Termination) -> str:
         lock = folder.lock("writer")
     except (CheckpointError, ValueError, TypeError) as error:
         host = socket.gethostname()
-        failure = failure_of(error, rank=hello.rank, host=host, phase="start of a writer")
+        failure = failure_of(error, "start of a writer", hello.rank, host)
         link.send(Refused(failure))
         return f"it cannot begin: {error}"
     arenas = KnownArenas(folder)

@@ -23,11 +23,10 @@ from dist_ckpt.errors import ConflictError, CorruptError
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.memory.buffers import Slots
-from dist_ckpt.planning.plan import Receipt, SavePlan
+from dist_ckpt.planning.plan import SavePlan
 from dist_ckpt.reports import Phases, Tally
 from dist_ckpt.saving.agreement import plan_of
-from dist_ckpt.saving.attempt_run import AttemptRun, SaveRequest, Verdict
-from dist_ckpt.saving.replica_samples import members_digest
+from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest, Verdict
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
@@ -218,9 +217,7 @@ class WriterSaves:
 
     def _failure_of(self, error: Exception) -> Failure:
         settings = self._settings
-        return failure_of(
-            error, rank=settings.rank, host=host_of(settings.config), phase="background save"
-        )
+        return failure_of(error, "background save", settings.rank, host_of(settings.config))
 
 
 class _WriterSave:
@@ -247,12 +244,7 @@ class _WriterSave:
                 run, staged, attempt = self._claim(channel)
             self._attempt = attempt.name
             with phases.phase("write"):
-                verdict = run.settle(
-                    staged.text,
-                    attempt,
-                    lambda: self._write(staged),
-                    lambda group: dict(dict(staged.details.replicas).get(group, ())),
-                )
+                verdict = run.write_and_commit(staged.text, attempt, lambda: self._write(staged))
             staged.mark_committed()
             with phases.phase("clean up"):
                 run.clean_up()
@@ -299,8 +291,8 @@ class _WriterSave:
                     claiming.decide(run.claim())
             attempt = parse_attempt(claiming.result(str))
         except BaseException as error:
-            if self._run is not None and self._run.claimed is not None:
-                self._run.recover(self._run.claimed, error)  # the others could not be told
+            if self._run is not None:
+                self._run.recover_claim(error)
             raise
         assert attempt is not None
         return run, staged, attempt
@@ -332,7 +324,7 @@ class _WriterSave:
         )
         return AttemptRun(channel, self._saves.settings.config, request)
 
-    def _write(self, staged: StagedSave) -> Receipt:
+    def _write(self, staged: StagedSave) -> PartWritten:
         start = time.monotonic()
         settings = self._saves.settings
         assert self._storage is not None
@@ -345,10 +337,7 @@ class _WriterSave:
             threads=settings.config.threads,
             slots=self._saves.slots,
         )
-        replicas = tuple(
-            (group, members_digest(dict(members))) for group, members in staged.details.replicas
-        )
-        return Receipt(written, replicas, time.monotonic() - start)
+        return PartWritten(written, staged.details.replicas, time.monotonic() - start)
 
 
 def _check_same_save(snapshots: Sequence[str]) -> None:

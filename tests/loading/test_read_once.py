@@ -423,6 +423,23 @@ def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, 
         assert set(error.touched) == {"model.on 2", f"model.on {rank}"}
 
 
+def test_a_rank_that_reads_alone_and_fails_of_its_storage_tells_what_it_has_filled(
+    tree, monkeypatch
+):
+    def fail(reading: Any, *rest: Any, threads: int) -> None:
+        reading.touched.add(threading.current_thread().name)
+        if threading.current_thread().name == "rank 0":
+            raise CorruptError("damaged", touched=("rank 0",))
+        raise StorageError("the network is gone")
+
+    monkeypatch.setattr(rank_reading, "read_into", fail)
+    states = [whole_state() for _ in range(2)]
+    outcomes = try_load(lambda _: MemoryStorage(tree), states, read_once="off", strict=False)
+    for rank, error in enumerate(errors_of(outcomes)):
+        assert isinstance(error, CorruptError)
+        assert set(error.touched) == {"rank 0", f"rank {rank}"}
+
+
 @pytest.mark.parametrize("mode", ["host", "job"])
 def test_with_check_first_damage_is_found_before_anything_is_touched(tree, mode):
     storage = damaged(tree, "optim", -1)

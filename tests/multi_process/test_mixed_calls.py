@@ -235,6 +235,7 @@ def come_late(rank: int, root: str, late: int, names: Sequence[str]) -> Any:
     return found
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_late_to_another_call_hangs_nobody(late: int, tmp_path: Path):
     root, names = str(tmp_path), ("save", "load")

@@ -446,6 +446,7 @@ def survivors_of(victim: int, moment: str, path: str) -> list[Any]:
     return [outcome.value for outcome in living]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("moment", ["while it writes", "before it makes its files durable"])
 def test_of_a_rank_killed_in_a_save_all_are_told_and_nothing_of_the_save_is_left(moment, tmp_path):
     for (kind, who, message), _, _, states in survivors_of(1, moment, str(tmp_path / "ck")):
@@ -456,6 +457,7 @@ def test_of_a_rank_killed_in_a_save_all_are_told_and_nothing_of_the_save_is_left
         assert states == ["committed"]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("moment", "left"),
     [
@@ -477,6 +479,7 @@ def test_of_a_coordinator_killed_before_the_commit_all_are_told_and_nothing_can_
         assert states == left
 
 
+@pytest.mark.waits
 def test_a_save_whose_coordinator_is_killed_after_the_commit_has_succeeded(tmp_path):
     for came_to, _, found, states in survivors_of(0, "after the commit", str(tmp_path / "ck")):
         assert came_to[0] == "saved", came_to
@@ -562,6 +565,7 @@ def freeze_one(rank: int, victim: int, moment: str, path: str) -> Any:
     return came_to, states, found
 
 
+@pytest.mark.waits
 def test_a_rank_frozen_while_it_writes_is_told_the_same_when_it_thaws_and_all_go_on(tmp_path):
     path = str(tmp_path / "ck")
     values = run_ranks(3, freeze_one, 1, "while it writes", path, environ=FRAIL)
@@ -576,6 +580,7 @@ def test_a_rank_frozen_while_it_writes_is_told_the_same_when_it_thaws_and_all_go
     assert_stands(path, 3, rows=2)
 
 
+@pytest.mark.waits
 def test_a_coordinator_frozen_before_the_commit_cannot_commit_when_it_thaws(tmp_path):
     path = str(tmp_path / "ck")
     values = run_ranks(3, freeze_one, 0, "before the commit", path, environ=FRAIL)
@@ -592,6 +597,7 @@ def test_a_coordinator_frozen_before_the_commit_cannot_commit_when_it_thaws(tmp_
     assert_stands(path, 3, rows=2)
 
 
+@pytest.mark.waits
 def test_a_coordinator_frozen_after_the_commit_does_not_keep_the_others_from_success(tmp_path):
     path = str(tmp_path / "ck")
     values = run_ranks(3, freeze_one, 0, "after the commit", path, environ=FRAIL)
@@ -656,6 +662,7 @@ def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
     return error, [status.state for status in commit.statuses(LocalStorage(), path)]
 
 
+@pytest.mark.waits
 def test_a_coordinator_that_cannot_tell_of_its_claim_leaves_no_attempt(tmp_path):
     path = str(tmp_path / "ck")
     values = run_ranks(3, lose_the_store_after_the_claim, path, environ=FRAIL)
@@ -792,6 +799,7 @@ def save_large(rank: int, path: str) -> None:
     dc.save(large(rank, 3, 1), path)
 
 
+@pytest.mark.waits
 def test_a_rank_killed_in_a_load_is_named_by_all_others(tmp_path):
     path = str(tmp_path / "ck")
     run_ranks(3, save_large, path, environ=CALM)

@@ -198,6 +198,7 @@ LOST = [
 ]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(("mode", "hosts"), LOST)
 def test_a_rank_that_dies_while_it_hands_on_is_named(path, mode, hosts):
     options = Options(environ=FRAIL)
@@ -205,6 +206,7 @@ def test_a_rank_that_dies_while_it_hands_on_is_named(path, mode, hosts):
     assert_named(outcomes)
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "hosts"), LOST)
 def test_a_rank_that_freezes_while_it_hands_on_is_named(path, mode, hosts):

@@ -18,6 +18,7 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.background import save as save_module
 from dist_ckpt.snapshots.job_folder import JobFolder
+from long_mode import IS_LONG
 from ranks import Options, run_ranks, try_ranks
 from tests.multi_process.test_background_saves import (
     CALM,
@@ -276,7 +277,8 @@ def test_whoever_is_killed_whenever_the_newest_reported_checkpoint_is_there_and_
     root = str(tmp_path)
     options = Options(environ=FRAIL)
     num_from_memory = 0
-    for seed in range(5):
+    rounds = 5 if IS_LONG or world_size == 2 else 2
+    for seed in range(rounds):
         first = 1000 * (seed + 1)
         args = (root, job, world_size)
         outcomes = try_ranks(
@@ -292,4 +294,4 @@ def test_whoever_is_killed_whenever_the_newest_reported_checkpoint_is_there_and_
         reported = Path(root, "reported")
         assert step >= max(first, int(reported.read_text()) if reported.exists() else 0), found
         num_from_memory += all(is_from_memory for _, _, is_from_memory in found)
-    assert num_from_memory > 0
+    assert num_from_memory > 0 or rounds < 5

@@ -206,6 +206,7 @@ def test_a_trainer_that_dies_while_it_stages_leaves_nothing(job, world_size, ran
         assert not (job.path / "ck").exists()
 
 
+@pytest.mark.waits
 def test_who_still_writes_when_the_trainer_of_rank_0_has_died_is_told_of_it(job):
     state = State(2, SHAPES)
     with writers(job.ranks(2), cap=2e5) as trainers:
@@ -218,6 +219,7 @@ def test_who_still_writes_when_the_trainer_of_rank_0_has_died_is_told_of_it(job)
         assert "the trainer of rank 0 has ended" in failure.message
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("trainer_dies", [True, False])
 def test_a_writer_does_not_wait_long_for_one_that_never_came(job, rank, trainer_dies):
@@ -441,6 +443,7 @@ def test_a_writer_that_is_told_to_end_abandons_what_is_under_way(job, rank):
         assert not is_sealed(folders[rank], staged[0])
 
 
+@pytest.mark.waits
 def test_what_is_staged_when_a_writer_is_told_to_end_is_sealed(job):
     state = State(1, SHAPES)
     with writers(job.ranks(1), cap=1e5) as (trainer,):
