@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import TypeVar
@@ -43,14 +44,7 @@ class DaemonThreads:
     def __init__(self, most: int) -> None:
         self._most = most
         self._closed = False
-        self._begin()
-
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._changed = threading.Condition()
-        self._calls: deque[Callable[[], None]] = deque()
-        self._num_threads = 0
-        self._num_idle = 0
+        self._team = _Team()
 
     def submit(self, call: Callable[[], T], into: Future[T] | None = None) -> Future[T]:
         """Have a thread make the call. RuntimeError if the system starts no more threads.
@@ -58,28 +52,29 @@ class DaemonThreads:
         Who gives a future `into` which the outcome goes has it also if an interrupt meets this:
         the call may run then.
         """
-        if self._pid != os.getpid():
-            self._begin()
+        if self._team.pid != os.getpid():
+            self._team = _Team()
         future: Future[T] = into or Future()
-        with self._changed:
-            self._calls.append(lambda: _run(future, call))
-            if len(self._calls) <= self._num_idle:
-                self._changed.notify()
-            elif self._num_threads < self._most:
+        team = self._team
+        with team.changed:
+            team.calls.append(lambda: _run(future, call))
+            if len(team.calls) <= team.num_idle:
+                team.changed.notify()
+            elif team.num_threads < self._most:
                 thread = threading.Thread(target=self._serve, name="dist_ckpt", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:
-                    self._calls.pop()
+                    team.calls.pop()
                     raise
-                self._num_threads += 1
+                team.num_threads += 1
         return future
 
     def close(self) -> None:
         """Let the threads end as soon as they have nothing to do."""
-        with self._changed:
+        with self._team.changed:
             self._closed = True
-            self._changed.notify_all()
+            self._team.changed.notify_all()
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:
@@ -87,14 +82,26 @@ class DaemonThreads:
             del call  # it holds buffers
 
     def _next(self) -> Callable[[], None] | None:
-        with self._changed:
-            self._num_idle += 1
-            self._changed.wait_for(lambda: self._calls or self._closed, IDLE_S)
-            self._num_idle -= 1
-            if self._calls:
-                return self._calls.popleft()
-            self._num_threads -= 1
+        team = self._team
+        with team.changed:
+            team.num_idle += 1
+            team.changed.wait_for(lambda: team.calls or self._closed, IDLE_S)
+            team.num_idle -= 1
+            if team.calls:
+                return team.calls.popleft()
+            team.num_threads -= 1
             return None
+
+
+@dataclass(slots=True)
+class _Team:
+    """The threads of one process, and the calls that wait for them."""
+
+    pid: int = field(default_factory=os.getpid)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    calls: deque[Callable[[], None]] = field(default_factory=deque)
+    num_threads: int = 0
+    num_idle: int = 0
 
 
 _watched = threading.local()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import Tally
 from dist_ckpt.snapshots.kept import KeptSnapshot
-from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
+from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage
+from dist_ckpt.storage.wrapping import WrappedStorage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +45,7 @@ class KeptFile:
 Served = KeptFile | bytes
 
 
-class SnapshotStorage:
+class SnapshotStorage(WrappedStorage):
     """Hands every call to `inner`, but for reading the files that it was told to `serve`.
 
     Those are listed, too, whether `inner` has them or not. One that is gone from memory meanwhile
@@ -53,7 +54,7 @@ class SnapshotStorage:
     """
 
     def __init__(self, inner: Storage) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.from_memory = Tally()
         self._files: dict[str, Served] = {}
         self._lock = threading.Lock()
@@ -72,12 +73,6 @@ class SnapshotStorage:
             found = ()
         return sorted({**served, **{entry.name: entry for entry in found}}.values())
 
-    def make_folder(self, folder: str) -> None:
-        self.inner.make_folder(folder)
-
-    def create(self, path: str, nbytes: int) -> WritableFile:
-        return self.inner.create(path, nbytes)
-
     def open(self, path: str) -> ReadableFile:
         served = self._files.get(path)
         if served is None:
@@ -85,15 +80,6 @@ class SnapshotStorage:
         if isinstance(served, bytes):
             return _Document(served, self._count)
         return _File(served, lambda: self.inner.open(path), self._count)
-
-    def rename(self, old: str, new: str) -> None:
-        self.inner.rename(old, new)
-
-    def remove(self, path: str) -> None:
-        self.inner.remove(path)
-
-    def sync(self, folder: str) -> None:
-        self.inner.sync(folder)
 
     def _served_in(self, folder: str) -> Sequence[Entry]:
         entries = []

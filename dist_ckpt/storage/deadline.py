@@ -21,6 +21,7 @@ from dist_ckpt.errors import StorageError
 from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.runtime.threads import DaemonThreads, Watch
 from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
+from dist_ckpt.storage.wrapping import WrappedReadableFile, WrappedWritableFile
 
 # So many calls are made at once. Those that hang count, so that they cannot pile up for ever.
 MAX_CALLS = 256
@@ -77,48 +78,40 @@ class DeadlineStorage:
         self._calls.make(f"sync {folder}", lambda: self.inner.sync(folder))
 
 
-class _DeadlineWritableFile:
+class _DeadlineWritableFile(WrappedWritableFile):
     def __init__(
         self, calls: _Calls, path: str, inner: WritableFile, nbytes_created: Callable[[], int]
     ) -> None:
+        super().__init__(inner)
         self._calls = calls
         self._path = path
-        self._inner = inner
         self._nbytes_created = nbytes_created
 
-    @property
-    def alignment(self) -> int:
-        return self._inner.alignment
-
     def write_at(self, offset: int, data: Buffer) -> None:
-        act = lambda: self._inner.write_at(offset, data)  # noqa: E731
+        act = lambda: self.inner.write_at(offset, data)  # noqa: E731
         self._calls.make(f"write_at {self._path}", act, nbytes=memoryview(data).nbytes)
 
     def finish(self) -> int:
         # The sync of one file may wait for the bytes of all others.
         nbytes = self._nbytes_created()
-        return self._calls.make(f"finish {self._path}", self._inner.finish, nbytes=nbytes)
+        return self._calls.make(f"finish {self._path}", self.inner.finish, nbytes=nbytes)
 
     def discard(self) -> None:
-        self._calls.close(self._inner.discard)
+        self._calls.close(self.inner.discard)
 
 
-class _DeadlineReadableFile:
+class _DeadlineReadableFile(WrappedReadableFile):
     def __init__(self, calls: _Calls, path: str, inner: ReadableFile) -> None:
+        super().__init__(inner)
         self._calls = calls
         self._path = path
-        self._inner = inner
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
 
     def read_into(self, offset: int, target: memoryview) -> int:
-        act = lambda: self._inner.read_into(offset, target)  # noqa: E731
+        act = lambda: self.inner.read_into(offset, target)  # noqa: E731
         return self._calls.make(f"read_into {self._path}", act, nbytes=target.nbytes)
 
     def close(self) -> None:
-        self._calls.close(self._inner.close)
+        self._calls.close(self.inner.close)
 
 
 class _Calls:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from dist_ckpt.format.checksums import Buffer
-from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
+from dist_ckpt.storage.protocol import Storage, WritableFile
+from dist_ckpt.storage.wrapping import WrappedStorage, WrappedWritableFile
 
 # How long at most nobody looks whether there is still something to wait for.
 STEP_S = 0.05
@@ -50,53 +51,25 @@ class Allowance:
             self._sleep(min(left_s, STEP_S))
 
 
-class PacedStorage:
+class PacedStorage(WrappedStorage):
     """Hands every call to `inner`, and writes to files when the allowance says so.
 
     It sleeps before a call, not within: a deadline of `inner` does not run meanwhile.
     """
 
     def __init__(self, inner: Storage, allowance: Allowance) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._allowance = allowance
-
-    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
-        return self.inner.list(folder, follow=follow)
-
-    def make_folder(self, folder: str) -> None:
-        self.inner.make_folder(folder)
 
     def create(self, path: str, nbytes: int) -> WritableFile:
         return _PacedWritableFile(self.inner.create(path, nbytes), self._allowance)
 
-    def open(self, path: str) -> ReadableFile:
-        return self.inner.open(path)
 
-    def rename(self, old: str, new: str) -> None:
-        self.inner.rename(old, new)
-
-    def remove(self, path: str) -> None:
-        self.inner.remove(path)
-
-    def sync(self, folder: str) -> None:
-        self.inner.sync(folder)
-
-
-class _PacedWritableFile:
+class _PacedWritableFile(WrappedWritableFile):
     def __init__(self, inner: WritableFile, allowance: Allowance) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._allowance = allowance
-
-    @property
-    def alignment(self) -> int:
-        return self._inner.alignment
 
     def write_at(self, offset: int, data: Buffer) -> None:
         self._allowance.take(memoryview(data).nbytes)
-        self._inner.write_at(offset, data)
-
-    def finish(self) -> int:
-        return self._inner.finish()
-
-    def discard(self) -> None:
-        self._inner.discard()
+        self.inner.write_at(offset, data)

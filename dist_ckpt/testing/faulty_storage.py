@@ -12,6 +12,7 @@ from typing import TypeVar
 from dist_ckpt.errors import CheckpointError, StorageError
 from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.storage import Entry, ReadableFile, Storage, WritableFile
+from dist_ckpt.storage.wrapping import WrappedReadableFile, WrappedWritableFile
 
 _T = TypeVar("_T")
 
@@ -80,39 +81,25 @@ class FaultyStorage:
         raise self._error or StorageError(f"{what}: a planted fault")
 
 
-class _FaultyWritableFile:
+class _FaultyWritableFile(WrappedWritableFile):
     def __init__(self, storage: FaultyStorage, path: str, inner: WritableFile) -> None:
+        super().__init__(inner)
         self._storage = storage
         self._path = path
-        self._inner = inner
-
-    @property
-    def alignment(self) -> int:
-        return self._inner.alignment
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        self._storage.call(f"write_at {self._path}", lambda: self._inner.write_at(offset, data))
+        self._storage.call(f"write_at {self._path}", lambda: self.inner.write_at(offset, data))
 
     def finish(self) -> int:
-        return self._storage.call(f"finish {self._path}", self._inner.finish)
-
-    def discard(self) -> None:
-        self._inner.discard()
+        return self._storage.call(f"finish {self._path}", self.inner.finish)
 
 
-class _FaultyReadableFile:
+class _FaultyReadableFile(WrappedReadableFile):
     def __init__(self, storage: FaultyStorage, path: str, inner: ReadableFile) -> None:
+        super().__init__(inner)
         self._storage = storage
         self._path = path
-        self._inner = inner
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
 
     def read_into(self, offset: int, target: memoryview) -> int:
         what = f"read_into {self._path}"
-        return self._storage.call(what, lambda: self._inner.read_into(offset, target))
-
-    def close(self) -> None:
-        self._inner.close()
+        return self._storage.call(what, lambda: self.inner.read_into(offset, target))

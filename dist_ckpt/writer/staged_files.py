@@ -25,6 +25,7 @@ from dist_ckpt.planning.plan import FilePlan, WriteItem
 from dist_ckpt.shard_io.shard_writer import RankFiles, WritableStorage
 from dist_ckpt.snapshots.arena import Followed
 from dist_ckpt.storage import WritableFile
+from dist_ckpt.storage.wrapping import WrappedWritableFile
 
 # How rarely a wait looks whether more is staged: after this share of the time that it has waited.
 _SHARE = 0.05
@@ -215,26 +216,16 @@ class HeaderStorage:
         self.inner.sync(folder)
 
 
-class _HeaderWritableFile:
+class _HeaderWritableFile(WrappedWritableFile):
     def __init__(self, inner: WritableFile, room: memoryview) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._room = room
-
-    @property
-    def alignment(self) -> int:
-        return self._inner.alignment
 
     def write_at(self, offset: int, data: Buffer) -> None:
         if offset < len(self._room):
             assert offset == 0, "a header is written as a whole"
             self._room[:] = memoryview(data)
-        self._inner.write_at(offset, data)
-
-    def finish(self) -> int:
-        return self._inner.finish()
-
-    def discard(self) -> None:
-        self._inner.discard()
+        self.inner.write_at(offset, data)
 
 
 class NoStorage:
