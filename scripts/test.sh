@@ -18,13 +18,13 @@ case "$*" in
     *) exec "$bin/python" -m pytest -m "not slow" "$@" ;;
 esac
 
-# All tests, in three: those that start processes, one after the other; those of them that mostly
-# wait for a silence; and the others, which keep one core busy. With more at once a background
-# writer, whose priority is the lowest, might be taken for dead.
+# All tests, in three: those that start processes, one after the other; those that mostly wait; and
+# the others, which keep one core busy. With more at once a background writer, whose priority is the
+# lowest, might be taken for dead.
 logs=$(mktemp -d)
-"$bin/python" -m pytest -m "not multi_process" >"$logs/others" 2>&1 &
+"$bin/python" -m pytest -m "not multi_process and not waits" >"$logs/others" 2>&1 &
 others=$!
-"$bin/python" -m pytest -m "multi_process and waits" >"$logs/waits" 2>&1 &
+"$bin/python" -m pytest -m waits >"$logs/waits" 2>&1 &
 waits=$!
 trap 'kill "$others" "$waits" 2>/dev/null || true; rm -rf "$logs"' EXIT
 code=0

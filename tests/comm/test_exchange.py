@@ -25,6 +25,8 @@ from dist_ckpt.testing.thread_channel import (
 )
 from exchanges import Doc, exchange
 
+pytestmark = pytest.mark.waits
+
 # Deadlines that pass within a test. A busy machine may stop a rank for longer than FRAIL bears.
 HASTY = Config(silence_s=3.0, arrive_s=0.3, warn_s=0.1)
 FRAIL = Config(silence_s=2.0, arrive_s=20.0, warn_s=20.0)

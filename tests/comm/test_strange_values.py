@@ -36,6 +36,8 @@ from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore, try_ranks
 from exchanges import Doc, exchange
 
+pytestmark = pytest.mark.waits
+
 NUM_CASES = int(os.environ.get("DIST_CKPT_TEST_CASES", "300"))
 FRAIL = Config(silence_s=4.0, arrive_s=20.0, warn_s=20.0)
 

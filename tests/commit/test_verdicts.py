@@ -14,6 +14,8 @@ import dist_ckpt as dc
 from faulty_calls import Fault, Lasting, system_calls
 from verdict_faults import CASES, Case, delete, gc, leftovers, older, prepared, some_faults, step_at
 
+pytestmark = pytest.mark.waits
+
 # What is called only where no call renames exclusively.
 OF_LINKS = ("link", "lstat", "unlink", "rename ")
 

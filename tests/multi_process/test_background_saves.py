@@ -543,7 +543,7 @@ def save_often(rank: int, root: str, job: str, rounds: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_many_saves_hold_what_was_staged_and_leak_nothing(tmp_path: Path, job: str) -> None:
-    num = 2000 if IS_LONG else 400
+    num = 2000 if IS_LONG else 200
     (found,) = run_ranks(1, save_often, str(tmp_path), job, num, environ=CALM, timeout_s=280)
     assert found["wrong"] == []
     for (fds, threads, files), now in zip(*found["held"], strict=True):

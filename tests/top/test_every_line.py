@@ -18,6 +18,8 @@ from line_faults import (
     wrong,
 )
 
+pytestmark = pytest.mark.waits
+
 
 @pytest.mark.parametrize("make", CASES)
 def test_a_line_of_a_function_may_fail_on_one_rank(make):
