@@ -18,18 +18,20 @@ case "$*" in
     *) exec "$bin/python" -m pytest -m "not slow" "$@" ;;
 esac
 
-# All tests, in three: those that start processes, one after the other; those that mostly wait; and
-# the others, which keep one core busy. With more at once a background writer, whose priority is the
-# lowest, might be taken for dead.
+# All tests, at once: those that start processes, one after the other; those that mostly wait, in
+# two; and the others, which keep one core busy. With more that work at once a background writer,
+# whose priority is the lowest, might be taken for dead.
 logs=$(mktemp -d)
-"$bin/python" -m pytest -m "not multi_process and not waits" >"$logs/others" 2>&1 &
-others=$!
-"$bin/python" -m pytest -m waits >"$logs/waits" 2>&1 &
-waits=$!
-trap 'kill "$others" "$waits" 2>/dev/null || true; rm -rf "$logs"' EXIT
+ids=()
+trap 'kill "${ids[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
+for what in "not multi_process and not waits" "multi_process and waits" "not multi_process and waits"; do
+    "$bin/python" -m pytest -m "$what" >"$logs/${#ids[@]}" 2>&1 &
+    ids+=($!)
+done
 code=0
 "$bin/python" -m pytest -m "multi_process and not waits" || code=$?
-wait "$others" || code=$?
-wait "$waits" || code=$?
-cat "$logs/others" "$logs/waits"
+for id in "${ids[@]}"; do
+    wait "$id" || code=$?
+done
+cat "$logs"/*
 exit "$code"

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OURS = Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
 
-pytestmark = [pytest.mark.slow, pytest.mark.multi_process]
+pytestmark = [pytest.mark.slow]
 
 
 def run(*command: str | Path, limit_s: float) -> str:
@@ -49,6 +49,7 @@ def rivals() -> dict[int, tuple[str, str]]:
 
 
 # Ours is what we promise. What DCP does is shown, not asserted: it may get better.
+@pytest.mark.multi_process
 @pytest.mark.parametrize(
     ("number", "ours"),
     [
@@ -65,18 +66,21 @@ def rivals() -> dict[int, tuple[str, str]]:
         (10, "1e10 in float64 loads as [1e+10, 1e+10], torch.float64"),
     ],
 )
+@pytest.mark.multi_process
 def test_dist_ckpt_stands_an_accident(
     number: int, ours: str, rivals: dict[int, tuple[str, str]]
 ) -> None:
     assert ours in rivals[number][1]
 
 
+@pytest.mark.multi_process
 def test_every_accident_is_shown_with_both(rivals: dict[int, tuple[str, str]]) -> None:
     assert sorted(rivals) == list(range(1, 11))
     assert "NOT SHOWN" not in str(rivals)
 
 
 @pytest.mark.skipif(not OURS, reason="the quick start would install: run it from .venv")
+@pytest.mark.waits
 def test_the_quick_start_succeeds(tmp_path: Path) -> None:
     text = run(ROOT / "scripts" / "quickstart.sh", tmp_path / "run", limit_s=280)
     assert "tensors (weights and AdamW's moments) have the SHA-256" in text

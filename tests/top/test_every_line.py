@@ -1,6 +1,6 @@
 """Whatever line of a save or load fails on one of three ranks: all ranks tell it, nothing is torn.
 
-Here it is one line of a third of the functions on rank 0, and of another third on rank 1;
+Here it is one line of a quarter of the functions on rank 0, and of another on rank 1;
 `tests/helpers/line_faults.py` tries all lines if it is run by hand.
 """
 
@@ -29,8 +29,8 @@ def test_a_line_of_a_function_may_fail_on_one_rank(make):
         for at, (function, _) in enumerate(lines_of(case, victim)):
             if at > 0 and function not in seen:  # at 0 no operation has begun
                 seen.append(function)
-                if len(seen) % 3 == victim:
-                    problems.append(wrong(case, Fault(victim, at, KINDS[len(seen) // 3 % 2])))
+                if len(seen) % 4 == victim:
+                    problems.append(wrong(case, Fault(victim, at, KINDS[len(seen) // 4 % 2])))
         assert len(seen) > 20
     assert [problem for problem in problems if problem] == []
 
