@@ -8,9 +8,9 @@ change beside the next step: `stage_beside`, over `memory/cuda.py`. What the wri
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import NamedTuple
 
 from dist_ckpt.memory.buffers import address_of, copy, move
@@ -18,7 +18,7 @@ from dist_ckpt.memory.cuda import BesideCopies
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.plan import FilePlan
 from dist_ckpt.planning.write_batches import Batch, BatchPart
-from dist_ckpt.runtime.threads import each
+from dist_ckpt.runtime.threads import each, results_of
 from dist_ckpt.shard_io.shard_writer import RankFiles, SourceOf
 from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import Image
@@ -48,8 +48,9 @@ def stage(arena: Arena, images: Sequence[memoryview], files: RankFiles) -> None:
     ValueError if a tensor has another size than when the save began.
     """
     units = list(_units(arena, images, files, _UNIT_NBYTES))
-    progress = _Copying(arena, units)
-    each(progress.copy, range(len(units)), threads=_THREADS)
+    with closing(results_of(_CopyUnit.copy, units, threads=_THREADS)) as copied:
+        for unit, _ in zip(units, copied, strict=True):  # in order: up to here all is staged
+            arena.advance(unit.stop)
     _copy_objects(images, files)
     arena.complete()
 
@@ -157,27 +158,6 @@ class _CopyUnit:
                 if data.obj is not room.obj:
                     copy(room[filled : filled + size], data)
             filled += size
-
-
-class _Copying:
-    """Copies units, and tells the arena up to where everything is staged. Threads share it."""
-
-    def __init__(self, arena: Arena, units: Sequence[_CopyUnit]) -> None:
-        self._arena = arena
-        self._units = units
-        self._lock = Lock()
-        self._done = [False] * len(units)
-        self._next = 0
-
-    def copy(self, number: int) -> None:
-        self._units[number].copy()
-        with self._lock:
-            self._done[number] = True
-            first = self._next
-            while self._next < len(self._units) and self._done[self._next]:
-                self._next += 1
-            if self._next > first:
-                self._arena.advance(self._units[self._next - 1].stop)
 
 
 def _units(

@@ -88,7 +88,7 @@ def find(storage: Storage, path: str) -> tuple[Attempt, Index]:
 def statuses(storage: Storage, path: str) -> tuple[Status, ...]:
     """Return what every attempt at `path` is, lowest first; none if there is no such folder."""
     found = []
-    for entry in _entries(storage, path):
+    for entry in entries_at(storage, path):
         for attempt in attempts_in([entry]):
             with suppress(FileNotFoundError, NotADirectoryError):  # removed since it was listed
                 found.append(_status(storage, path, attempt, entry.modified_at))
@@ -97,10 +97,11 @@ def statuses(storage: Storage, path: str) -> tuple[Status, ...]:
 
 def list_attempts(storage: Storage, path: str) -> list[Attempt]:
     """Return the attempts at `path`, lowest first; none if there is no such folder."""
-    return sorted(attempts_in(_entries(storage, path)))
+    return sorted(attempts_in(entries_at(storage, path)))
 
 
-def _entries(storage: Storage, path: str) -> Sequence[Entry]:
+def entries_at(storage: Storage, path: str) -> Sequence[Entry]:
+    """Return what is at `path`; nothing if there is no such folder."""
     try:
         return storage.list(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -120,7 +121,7 @@ def was_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
     False if nothing tells: where storage is not shared, it was never there. Of the same number
     another attempt tells nothing, since numbers begin at 1 on every storage.
     """
-    entries = _entries(storage, path)
+    entries = entries_at(storage, path)
     there = set(attempts_in(entries))
     if attempt in there:
         return False

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dist_ckpt.commit.attempts import (
     Status,
     abandon,
+    entries_at,
     has_index,
     list_attempts,
     new_id,
@@ -96,7 +97,7 @@ def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
     if any(status.state in KEEPS_DATA for status in found):
         return found
     is_stopped = all(status.state == "abandoned" for status in found)
-    if is_stopped and any(entry.kind == "folder" for entry in _trash_at(storage, path)):
+    if is_stopped and any(entry.kind == "folder" for entry in trash_at(storage, path)):
         return found
     raise nothing_found(storage, path)
 
@@ -112,7 +113,7 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     names = _empty_all(storage, path)
     found = statuses(storage, path)
     superseded = _superseded(storage, path, found)
-    ids = [entry for entry in _entries(storage, path) if _is_lost_id(entry)]
+    ids = [entry for entry in entries_at(storage, path) if _is_lost_id(entry)]
     has_open = any(status.state == "open" for status in found)
     now = _now(storage, path) if has_open or ids else 0.0
     for entry in ids:
@@ -187,7 +188,7 @@ def _now(storage: Storage, path: str) -> float:
 def _empty_all(storage: Storage, path: str) -> list[str]:
     """Empty every trash folder at a path; return the names of those that are gone."""
     names = []
-    for entry in _trash_at(storage, path):
+    for entry in trash_at(storage, path):
         trash = f"{path}/{entry.name}"
         if entry.kind != "folder":
             _leave(trash)
@@ -196,16 +197,9 @@ def _empty_all(storage: Storage, path: str) -> list[str]:
     return names
 
 
-def _trash_at(storage: Storage, path: str) -> list[Entry]:
+def trash_at(storage: Storage, path: str) -> list[Entry]:
     """Return what is named like trash at a path: folders, and what is not ours."""
-    return [entry for entry in _entries(storage, path) if is_trash(entry.name)]
-
-
-def _entries(storage: Storage, path: str) -> Sequence[Entry]:
-    try:
-        return storage.list(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return [entry for entry in entries_at(storage, path) if is_trash(entry.name)]
 
 
 def _is_lost_id(entry: Entry) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from typing import Protocol
@@ -52,7 +52,7 @@ class RankFiles:
     """What one rank writes: `sources` are of each plan the memory of its items.
 
     Threads ask for them when it is their turn. `objects` are its objects files by name, already
-    encoded.
+    encoded. `headers` is memory that gets the headers as well, by the names of their files.
     """
 
     catalog: Catalog
@@ -60,6 +60,7 @@ class RankFiles:
     plans: tuple[FilePlan, ...]
     sources: tuple[SourceOf, ...]
     objects: Mapping[str, bytes]
+    headers: Mapping[str, memoryview] = field(default_factory=dict)
 
 
 def write_all(
@@ -113,7 +114,7 @@ def write_shard_files(
             path = f"{folder}/{plan.name}"
             file = _create(storage, path, plan.nbytes)
             stack.callback(file.discard)
-            writings.append(_Writing(path, plan, file, source_of, files.step))
+            writings.append(_Writing(path, plan, file, source_of, files))
         room = max((writing.slot_nbytes for writing in writings), default=0)
         slots = slots.fitting(room)
         work = ((writing, batch) for writing in writings for batch in writing.plan.batches)
@@ -144,13 +145,14 @@ class _Writing:
     """One shard file on its way; threads write different batches of it."""
 
     def __init__(
-        self, path: str, plan: FilePlan, file: WritableFile, source_of: SourceOf, step: int | None
+        self, path: str, plan: FilePlan, file: WritableFile, source_of: SourceOf, files: RankFiles
     ) -> None:
         self.path = path
         self.plan = plan
         self._file = file
         self._source_of = source_of
-        self._step = step
+        self._step = files.step
+        self._header = files.headers.get(plan.name)
         self._lock = Lock()
         # Many small copies are Python's work: threads that do them at once take turns anyway, and
         # for each call that lets go of the interpreter's lock. That doubled what a save costs.
@@ -222,6 +224,8 @@ class _Writing:
         """Write the header, make the file durable and check its size."""
         plan = self.plan
         header = plan.header.fill(self._step, "".join(self._digests))
+        if self._header is not None:
+            self._header[:] = header
         self._file.write_at(0, header)
         _finish(self._file, self.path, plan.nbytes)
         return plan.name, plan.nbytes, plan.header_nbytes, checksums.document_digest(header)

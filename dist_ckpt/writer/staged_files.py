@@ -22,10 +22,9 @@ from dist_ckpt.memory.buffers import address_of
 from dist_ckpt.memory.host_array import ArraySource
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.plan import FilePlan, WriteItem
-from dist_ckpt.shard_io.shard_writer import RankFiles, WritableStorage
+from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.snapshots.arena import Followed
 from dist_ckpt.storage import WritableFile
-from dist_ckpt.storage.wrapping import WrappedWritableFile
 
 # How rarely a wait looks whether more is staged: after this share of the time that it has waited.
 _SHARE = 0.05
@@ -116,7 +115,11 @@ def files_of(
         name: _MappedImage(image, span.start, staging)
         for name, image, span in zip(others, followed.images[num:], spans[num:], strict=True)
     }
-    return RankFiles(catalog, snapshot.step, tuple(plans), sources, _Objects(objects))
+    headers = {
+        plan.name: image[: plan.header_nbytes]
+        for plan, image in zip(plans, followed.images, strict=False)
+    }
+    return RankFiles(catalog, snapshot.step, tuple(plans), sources, _Objects(objects), headers)
 
 
 def _is_objects_file(name: str) -> bool:
@@ -197,37 +200,6 @@ class _Objects(Mapping[str, bytes]):
         return len(self._images)
 
 
-class HeaderStorage:
-    """Hands every call to `inner`, and puts the headers of files into their images as well.
-
-    `rooms` are, by the name of the file, the memory that its header takes.
-    """
-
-    def __init__(self, inner: WritableStorage, rooms: Mapping[str, memoryview]) -> None:
-        self.inner = inner
-        self._rooms = rooms
-
-    def create(self, path: str, nbytes: int) -> WritableFile:
-        file = self.inner.create(path, nbytes)
-        room = self._rooms.get(path.rpartition("/")[2])
-        return file if room is None else _HeaderWritableFile(file, room)
-
-    def sync(self, folder: str) -> None:
-        self.inner.sync(folder)
-
-
-class _HeaderWritableFile(WrappedWritableFile):
-    def __init__(self, inner: WritableFile, room: memoryview) -> None:
-        super().__init__(inner)
-        self._room = room
-
-    def write_at(self, offset: int, data: Buffer) -> None:
-        if offset < len(self._room):
-            assert offset == 0, "a header is written as a whole"
-            self._room[:] = memoryview(data)
-        self.inner.write_at(offset, data)
-
-
 class NoStorage:
     """Takes every file, and keeps nothing: what is left of the writing are headers and digests."""
 
@@ -249,11 +221,3 @@ class _NoFile:
         return self._nbytes
 
     def discard(self) -> None: ...
-
-
-def header_rooms(followed: Followed, plans: Sequence[FilePlan]) -> dict[str, memoryview]:
-    """Return the memory of the headers, by the names of their files."""
-    return {
-        plan.name: image[: plan.header_nbytes]
-        for plan, image in zip(plans, followed.images, strict=False)
-    }

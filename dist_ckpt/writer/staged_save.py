@@ -15,7 +15,7 @@ from dist_ckpt.shard_io.shard_writer import WritableStorage, write_all
 from dist_ckpt.snapshots.arena import Followed
 from dist_ckpt.snapshots.arena_layout import Seal
 from dist_ckpt.snapshots.details import Details
-from dist_ckpt.writer.staged_files import HeaderStorage, NoStorage, Staging, files_of, header_rooms
+from dist_ckpt.writer.staged_files import NoStorage, Staging, files_of
 
 
 class StagedSave:
@@ -54,8 +54,7 @@ class StagedSave:
 
         So whoever is told that it is written finds the seal.
         """
-        headers = HeaderStorage(storage, header_rooms(self._followed, self._files.plans))
-        written = write_all(headers, folder, self._files, threads=threads, slots=slots)
+        written = write_all(storage, folder, self._files, threads=threads, slots=slots)
         self.staging.await_complete()
         self._followed.seal(Seal(attempt, written))
         self._is_sealed = True

@@ -19,7 +19,7 @@ from dist_ckpt.snapshots.arena import ArenaReader, Followed
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.storage.protocol import WritableFile
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.writer.staged_files import HeaderStorage, NoStorage, Staging, files_of, header_rooms
+from dist_ckpt.writer.staged_files import NoStorage, Staging, files_of
 from staged_saves import Staged, State, new_id
 
 # One shard of several blocks, and small ones.
@@ -66,8 +66,7 @@ class Case:
         files = files_of(
             self.followed, Staging(self.followed, check), self.state.plan.catalog, plans
         )
-        headers = HeaderStorage(storage or self.storage, header_rooms(self.followed, plans))
-        return write_all(headers, FOLDER, files, threads=threads)
+        return write_all(storage or self.storage, FOLDER, files, threads=threads)
 
     def written(self) -> dict[str, bytes]:
         return {
