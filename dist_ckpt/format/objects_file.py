@@ -14,13 +14,8 @@ from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format import filenames
 from dist_ckpt.format.index import Catalog, Key, Node
 from dist_ckpt.format.plain_decoder import decode_value
-from dist_ckpt.format.plain_encoder import check_plain, encode_value
+from dist_ckpt.format.plain_encoder import encode_value
 from dist_ckpt.format.plain_types import (
-    ArrayValue,
-    Device,
-    DTypeValue,
-    NumpyScalar,
-    Size,
     StandIn,
     cost_of,
 )
@@ -33,22 +28,6 @@ from dist_ckpt.format.strict_json import (
     max_memory,
     memory_problem,
 )
-
-__all__ = [
-    "ArrayValue",
-    "DTypeValue",
-    "Device",
-    "NumpyScalar",
-    "ObjectsFile",
-    "Size",
-    "StandIn",
-    "check_plain",
-    "decode",
-    "decode_value",
-    "encode",
-    "encode_value",
-    "lacking",
-]
 
 # It is read, checked and decoded whole; data of this size belongs into tensors.
 MAX_NBYTES = 1 << 30

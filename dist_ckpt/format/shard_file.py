@@ -40,22 +40,6 @@ from dist_ckpt.format.strict_json import (
 )
 from dist_ckpt.runtime.gc_pause import paused_collector
 
-__all__ = [
-    "ALIGNMENT",
-    "MAX_HEADER_NBYTES",
-    "DecodedShards",
-    "HeaderText",
-    "ShardFile",
-    "StoredShard",
-    "arrange",
-    "decode_header",
-    "decode_header_nbytes",
-    "encode_header",
-    "header_nbytes",
-    "header_text",
-    "stored_shape",
-]
-
 ALIGNMENT = 4096
 
 # What the safetensors library refuses to open.

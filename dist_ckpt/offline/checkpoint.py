@@ -22,7 +22,8 @@ from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.geometry import Region, Shape
 from dist_ckpt.format.index import Index, Key
-from dist_ckpt.format.objects_file import ObjectsFile, StandIn
+from dist_ckpt.format.objects_file import ObjectsFile
+from dist_ckpt.format.plain_types import ArrayValue, StandIn
 from dist_ckpt.format.strict_json import Json
 from dist_ckpt.memory.host_array import Array, ArrayTarget
 from dist_ckpt.offline.basic_index import BasicIndex, select
@@ -283,7 +284,7 @@ class StoredTensor:
 
 def _made(stand_in: StandIn) -> object:
     """Return what we have ourselves for a stand-in."""
-    if isinstance(stand_in, objects_file.ArrayValue):
+    if isinstance(stand_in, ArrayValue):
         return Array(stand_in.dtype, stand_in.shape, memoryview(stand_in.data))
     return stand_in
 

@@ -11,6 +11,7 @@ import torch
 from dist_ckpt.comm.session import Session
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.checksums import document_digest
+from dist_ckpt.format.plain_encoder import encode_value
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.plan import FilePlan, ReplicaDigests, ReplicaGroup, SavePlan
 from dist_ckpt.planning.save_planner import (
@@ -136,7 +137,7 @@ class HeldState:
             source = self._source_of((origin_of(held, fqn, cell),), 0)
             digests[name] = digest_sample(source, name)
         for fqn in group.values:
-            digests[fqn] = document_digest(objects_file.encode_value(self._value(fqn)))
+            digests[fqn] = document_digest(encode_value(self._value(fqn)))
         return digests
 
     def _value(self, fqn: str) -> object:

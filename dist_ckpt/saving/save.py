@@ -16,10 +16,10 @@ from dist_ckpt import __version__
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
-from dist_ckpt.format import objects_file
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import MAX_STEP
+from dist_ckpt.format.plain_encoder import check_plain, encode_value
 from dist_ckpt.format.strict_json import Scalar, is_text
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, SaveReport
@@ -65,7 +65,7 @@ class SaveOptions:
         if self.metadata is not None:
             if not isinstance(self.metadata, Mapping):
                 raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
-            objects_file.check_plain(dict(self.metadata), "metadata")
+            check_plain(dict(self.metadata), "metadata")
 
 
 def save(
@@ -210,7 +210,7 @@ def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest
         path=path,
         step=options.step,
         overwrite=options.overwrite,
-        metadata=document_digest(objects_file.encode_value(metadata)),
+        metadata=document_digest(encode_value(metadata)),
         mirrored=_mirrored(metadata),
         saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
     )

@@ -13,7 +13,7 @@ from itertools import islice
 from dist_ckpt.format.checksums import blocks, num_blocks
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Elements, Piece, Region, Span, row_major_strides
-from dist_ckpt.format.shard_file import StoredShard
+from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.planning.plan import ReadItem
 from dist_ckpt.planning.read_sharing import joined
 

@@ -13,12 +13,8 @@ from dist_ckpt.format import checksums, objects_file
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, Span
 from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
-from dist_ckpt.format.shard_file import (
-    MAX_HEADER_NBYTES,
-    DecodedShards,
-    ShardFile,
-    decode_header,
-)
+from dist_ckpt.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
+from dist_ckpt.format.shard_table import DecodedShards
 from dist_ckpt.planning.plan import FileReads, LoadPlan, ReadItem
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import Need

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.shard_file import StoredShard
+from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_blocks, reads_of

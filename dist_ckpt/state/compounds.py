@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from dist_ckpt.format.geometry import Region, Shape
-from dist_ckpt.format.objects_file import check_plain
+from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.planning import plan
 from dist_ckpt.planning.mesh import cells_of
 from dist_ckpt.runtime.torch_private import AsyncCollectiveTensor, StridedShard, local_tensor

@@ -9,10 +9,10 @@ from typing import assert_never
 
 import torch
 
-from dist_ckpt.format import objects_file
 from dist_ckpt.format.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Key, Node
+from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.memory.torch_tensor import TensorSource, synchronize
 from dist_ckpt.planning.plan import Flattened, Inventory, NameList, Placed, TensorEntry, View, Whole
@@ -222,7 +222,7 @@ class _Taker:
 
     def _add_value(self, fqn: str, value: object) -> None:
         self._claim(fqn)
-        objects_file.check_plain(value, fqn)
+        check_plain(value, fqn)
         self._values[fqn] = value
 
     def _read_per_rank(self, fqn: str, wrapper: PerRank | RNG) -> None:
@@ -230,7 +230,7 @@ class _Taker:
             check_told(wrapper.value, fqn, ())
         value = wrapper.capture() if isinstance(wrapper, RNG) else state_of(wrapper.value, fqn)
         data = without_tensors(value, fqn)
-        objects_file.check_plain(data, fqn)
+        check_plain(data, fqn)
         self._per_rank[fqn] = (key_of(wrapper, self._rank), data)
 
     def _add_group(self, fqn: str, group: GroupLeaf) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.format.objects_file import ArrayValue, Device, DTypeValue, NumpyScalar, Size, StandIn
+from dist_ckpt.format.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar, Size, StandIn
 from dist_ckpt.memory.torch_tensor import TensorSource
 from dist_ckpt.state.containers import MAX_DEPTH, join
 from dist_ckpt.state.local_tensors import dtype_name, from_numpy, is_array, plain, torch_dtype

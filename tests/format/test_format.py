@@ -26,7 +26,7 @@ from dist_ckpt.format.index import (
 from dist_ckpt.format.index_json import decode, encode
 from dist_ckpt.format.layout import Flat, Grid, Layout, Regions
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.format.plain_types import Ext
+from dist_ckpt.format.plain_types import ArrayValue, Device, DTypeValue, Ext, NumpyScalar, Size
 from dist_ckpt.format.shard_file import (
     ShardFile,
     arrange,
@@ -91,20 +91,20 @@ EVERY_TYPE: list[Any] = [
         defaultdict[Any, Any](list, a=1),
     ),
     *(
-        objects_file.Size((2, 3)),
-        objects_file.DTypeValue("bfloat16"),
-        objects_file.Device("cuda:1"),
+        Size((2, 3)),
+        DTypeValue("bfloat16"),
+        Device("cuda:1"),
     ),
     *(
-        objects_file.NumpyScalar("<f4", b"abcd"),
-        objects_file.ArrayValue("int16", (2,), b"abcd", "numpy"),
+        NumpyScalar("<f4", b"abcd"),
+        ArrayValue("int16", (2,), b"abcd", "numpy"),
     ),
     *(datetime(2024, 2, 29, 12, tzinfo=UTC), datetime(2024, 1, 1, fold=1)),
     *(deque([1, "a"], maxlen=3), deque([()]), range(7, -1, -2)),
     *(date(2024, 2, 29), timedelta(-1, 2, 3), PurePosixPath("/a/b"), PureWindowsPath("C:/a")),
 ]
 RANK_1 = ObjectsFile(
-    values={"mine": frozenset({objects_file.Size((1, 2))}), "every": EVERY_TYPE},
+    values={"mine": frozenset({Size((1, 2))}), "every": EVERY_TYPE},
 )
 
 

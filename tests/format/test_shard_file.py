@@ -18,8 +18,8 @@ from dist_ckpt.format.shard_file import (
     decode_header_nbytes,
     encode_header,
     header_nbytes,
-    stored_shape,
 )
+from dist_ckpt.format.shard_table import stored_shape
 
 CELLS: list[tuple[str, str, Shape, Cell]] = [
     ("w", "float32", (4, 6), Region((0, 0), (2, 6))),

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 from dist_ckpt.commit import claim
 from dist_ckpt.errors import CorruptError, NotFoundError
-from dist_ckpt.format import objects_file
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.geometry import Region, Shape, row_major_strides
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.layout import Flat, Layout
 from dist_ckpt.format.objects_file import ObjectsFile
+from dist_ckpt.format.plain_types import ArrayValue, DTypeValue
 from dist_ckpt.memory.host_array import Array
 from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline.basic_index import select
@@ -359,7 +359,7 @@ def full_checkpoint(path: Path) -> Path:
         values={"lr": 0, "late": 1},
         per_rank={"rng": ((0, 0), (1, 1))},
     )
-    small = objects_file.ArrayValue("float32", (2,), bytes(8))
+    small = ArrayValue("float32", (2,), bytes(8))
     files = {
         0: {
             "objects.msgpack": ObjectsFile(values={"lr": 0.5}, metadata={"note": ("a", 1)}),
@@ -367,7 +367,7 @@ def full_checkpoint(path: Path) -> Path:
         },
         1: {
             "objects-00001.msgpack": ObjectsFile(
-                values={"late": objects_file.DTypeValue("bfloat16")}, per_rank={"rng": {1: "one"}}
+                values={"late": DTypeValue("bfloat16")}, per_rank={"rng": {1: "one"}}
             )
         },
     }
@@ -380,7 +380,7 @@ def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
         assert (ck.path, ck.step, ck.world_size) == (str(tmp_path / "ck"), 7, 2)
         assert ck.mesh == {"dp": 1, "tp": 2}
         assert ck.metadata == {"note": ("a", 1)}
-        assert ck.objects == {"lr": 0.5, "late": objects_file.DTypeValue("bfloat16")}
+        assert ck.objects == {"lr": 0.5, "late": DTypeValue("bfloat16")}
         assert ck.per_rank == {"rng": {0: Array("float32", (2,), memoryview(bytes(8))), 1: "one"}}
         assert list(ck) == ["model.w", "model.b", "model.tied"]
         assert len(ck) == 3

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Node
-from dist_ckpt.format.objects_file import ArrayValue
+from dist_ckpt.format.plain_types import ArrayValue
 from dist_ckpt.planning import plan
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.local_state import LocalState, take

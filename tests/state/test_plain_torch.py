@@ -5,14 +5,9 @@ import pytest
 import torch
 
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.format.objects_file import (
-    ArrayValue,
-    Device,
-    DTypeValue,
-    NumpyScalar,
-    decode_value,
-    encode_value,
-)
+from dist_ckpt.format.plain_decoder import decode_value
+from dist_ckpt.format.plain_encoder import encode_value
+from dist_ckpt.format.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar
 from dist_ckpt.state.plain_torch import MAKE, without_tensors
 
 EXOTIC = torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn)
