@@ -109,7 +109,7 @@ class AttemptRun:
     def claim(self) -> str:
         """Claim an attempt, and return its name. Coordinator only, within an exchange.
 
-        Until then nothing on disk has changed. If the ranks cannot be told, `recover` is next.
+        Until then nothing on disk has changed. If the ranks cannot be told: `recover_claim`.
         """
         self._claim = commit.claim(
             self._storage, self._path, overwrite=self._request.overwrite, by=self._by
