@@ -3,7 +3,6 @@
     survey(state) -> Template           what the state asks for (template.py)
     bind(template, saved) -> Binding    decides by names and kinds; every problem is listed
     binding.wanted -> load plan         all ranks agree that there is no problem
-    binding.check(files)                the values that were read are what is asked for
     binding.allocate() -> targets       memory that does not exist yet; the reader fills all
     binding.settle()                    what shares memory gets what was read for it
     binding.place()                     plain values and new tensors go where they belong
@@ -15,25 +14,25 @@ which makes memory that `place` hangs in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import assert_never
 
 from dist_ckpt.binding.bind_modules import bind_module
 from dist_ckpt.binding.bind_optimizers import bind_optimizer
-from dist_ckpt.binding.contents import Contents, Deferred
 from dist_ckpt.binding.rename import rules_for
 from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.saved_tree import Saved, saved_of
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.template import Template, survey
-from dist_ckpt.errors import MAX_LISTED
+from dist_ckpt.binding.values import Filled, Known, Opened, Value
+from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 from dist_ckpt.format.index import Key
-from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.planning.plan import Wanted
 from dist_ckpt.runtime.gc_pause import paused_collector
-from dist_ckpt.state.containers import container, entries_of, join, kind_of
+from dist_ckpt.state.containers import entries_of, join, kind_of
 from dist_ckpt.state.read_tree import has_state, users_code
 from dist_ckpt.state.tree import (
     Branch,
@@ -62,7 +61,9 @@ def bind(
 ) -> Binding:
     """Decide what goes where. What does not fit is not raised, but in `Binding.problems`.
 
-    `keys` are the keys of all ranks' per-rank templates; None where this rank is alone.
+    `keys` are the keys of all ranks' per-rank templates; None where this rank is alone. Raises
+    CorruptError if a value is in none of the files, and CheckpointError for an `on_reshard` that
+    does.
     """
     requests = Requests(template, saved, selection, keys)
     if not saved.problems:
@@ -77,19 +78,17 @@ class Binding:
     names that the state asks for and the checkpoint lacks. `unclaimed`: saved names that this
     rank's state does not ask for, as the catalog has them; those that no rank asks for are
     unexpected (`unexpected_problem` words the error). `dropped`: what a policy or a rename left
-    out. `needs`: the ranks whose `objects-<rank>.msgpack` must be read for `check`.
+    out.
     """
 
     def __init__(self, requests: Requests, *, strict: bool) -> None:
         self._requests = requests
-        self._contents = Contents.of([])
         saved = requests.saved
         self.missing = tuple(requests.missing)
         self.dropped = tuple(requests.dropped)
         self.restored = tuple(requests.restored)
         self.resharded = tuple(requests.targets.resharded)
         self.wanted: tuple[Wanted, ...] = requests.targets.wanted()
-        self.needs = tuple(sorted(requests.needs))
         self.unclaimed = requests.unclaimed()
         self.problems = (*saved.problems, *requests.problems)
         if saved.problems:
@@ -128,22 +127,7 @@ class Binding:
     @property
     def loads_objects(self) -> bool:
         """Whether `load_objects` has anything to do."""
-        return bool(self._requests.loads or self._requests.last)
-
-    def check(self, files: Sequence[ObjectsFile]) -> None:
-        """Take what is asked for out of `files`, those of `needs`. Changes nothing.
-
-        Raises CorruptError if a value is in none of them, IncompatibleError if the hyperparameters
-        of an optimizer do not fit, a state of the generators cannot be set here, or a tensor was
-        made of others in another way.
-        """
-        main = ObjectsFile(values=self._requests.saved.values)
-        self._contents = Contents.of([main, *files])
-        self._contents.check(self._requests.needed)
-        for check in self._requests.checks:
-            check(self._contents)
-        for generators, get in self._requests.last:
-            generators.check(get(self._contents))
+        return bool(self._requests.loads or self._requests.generators)
 
     def allocate(self) -> Mapping[tuple[str, int], Target]:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
@@ -164,9 +148,9 @@ class Binding:
         These by their names in order, as in `load_objects`: a class may have its own way to load.
         """
         for _, assign in sorted(self._requests.assigns, key=itemgetter(0)):
-            assign(self._contents)
+            assign()
         for effect in self._requests.effects:
-            effect(self._contents)
+            effect()
 
     def load_objects(self) -> None:
         """Call load_state_dict and set_extra_state of the state's objects; generators last.
@@ -174,9 +158,9 @@ class Binding:
         By their names in order: there may be collectives in it, and ranks' keys may not be in one.
         """
         for _, load in sorted(self._requests.loads, key=itemgetter(0)):
-            load(self._contents)
-        for generators, get in self._requests.last:
-            generators.restore(get(self._contents))
+            load()
+        for generators, saved in self._requests.generators:
+            generators.restore(saved)
 
 
 def missing_problem(names: Sequence[str]) -> str:
@@ -234,20 +218,19 @@ class _Binder:
 
     def bind_root(self) -> None:
         root, requests = self._template.root, self._requests
-        get = self._branch("", root) if root.children else requests.subtree("")
-        if get is None:
-            return
+        value = self._branch("", root) if root.children else requests.subtree("")
 
-        def put(contents: Contents) -> None:
-            made = get(contents)
-            if made is not root.live:
-                assert isinstance(root.live, MutableMapping)
+        def put(value: Value) -> None:
+            made, live = value.get(), root.live
+            if made is not live:
                 assert isinstance(made, Mapping)
-                root.live.update(made)
+                assert isinstance(live, MutableMapping)
+                live.update(made)
 
-        requests.effects.append(put)
+        if value is not None:
+            requests.effects.append(partial(put, value))
 
-    def _bind(self, name: str, tree: Tree) -> Deferred | None:
+    def _bind(self, name: str, tree: Tree) -> Value | None:
         """Bind what is at a name; return what to put there instead, or None to leave it."""
         match tree:
             case Branch():
@@ -273,91 +256,58 @@ class _Binder:
                 assert_never(tree)
         return None
 
-    def _branch(self, name: str, tree: Branch) -> Deferred | None:
+    def _branch(self, name: str, tree: Branch) -> Value | None:
         self._requests.split(name)
         self._requests.check_keys(name, tree.children)
         bound = {key: self._bind(join(name, key), child) for key, child in tree.children.items()}
-        found = {key: get for key, get in bound.items() if get is not None}
-        live, kind = tree.live, tree.kind
+        found = {key: value for key, value in bound.items() if value is not None}
+        return Filled(tree.kind, tree.live, found) if found else None
 
-        def put(contents: Contents) -> object:
-            made = {key: child(contents) for key, child in found.items()}
-            if isinstance(live, tuple):
-                return container(kind, enumerate(made.get(i, old) for i, old in enumerate(live)))
-            assert isinstance(live, MutableMapping | MutableSequence)
-            for key, value in made.items():
-                live[key] = value  # type: ignore[index]  # a list's keys are its numbers
-            return live
-
-        return put if found else None
-
-    def _tensor(self, name: str, leaf: TensorLeaf) -> Deferred | None:
+    def _tensor(self, name: str, leaf: TensorLeaf) -> Value | None:
         if not self._requests.takes(name):
             return None
         value = self._requests.targets.fill(name, leaf)
-        return None if value is leaf.value else lambda _: value
+        return None if value is leaf.value else Known(value)
 
-    def _plain(self, name: str, value: object) -> Deferred | None:
+    def _plain(self, name: str, live: object) -> Value | None:
         requests = self._requests
-        if value is None or (isinstance(value, Mapping) and not value):
-            return self._open(name, value)
+        if live is None or (isinstance(live, Mapping) and not live):
+            saved = None if requests.lacks(name) else requests.subtree(name)
+            return None if saved is None else Opened(live, saved)
         if not requests.selected(name) and not requests.chosen(name):
             return None
-        get = requests.value(name) if requests.selected(name) else None
-        if get is not None:
-            return get
-        entries = entries_of(value)
+        value = requests.value(name) if requests.selected(name) else None
+        if value is not None:
+            return value
+        entries = entries_of(live)
         if entries is None or not requests.is_container(name):
             requests.misfit(name, "a value without tensors")
             return None
         children = {key: PlainLeaf(item) for key, item in entries.items()}
-        return self._branch(name, Branch(kind_of(value) or "dict", value, children))
-
-    def _open(self, name: str, value: object) -> Deferred | None:
-        """Take what was saved at and below a name."""
-        requests = self._requests
-        if not requests.has(name):
-            if requests.selected(name):
-                requests.missing[name] = None
-            return None
-        return self._filled(value, requests.subtree(name))
-
-    def _filled(self, live: object, get: Deferred | None) -> Deferred | None:
-        """Fill the user's own empty mapping, if the saved one is of the same class."""
-
-        def fill(contents: Contents) -> object:
-            assert get is not None
-            made = get(contents)
-            if type(made) is type(live) and isinstance(live, MutableMapping):
-                live.update(made)  # type: ignore[call-overload]  # a mapping, like `live`
-                return live
-            return made
-
-        return None if get is None else fill
+        return self._branch(name, Branch(kind_of(live) or "dict", live, children))
 
     def _per_rank(self, name: str, leaf: PerRankLeaf) -> None:
         requests, wrapper = self._requests, leaf.wrapper
         if not requests.selected(name):
             return
-        get = requests.per_rank(name, wrapper)
-        if get is None:
+        saved = requests.per_rank(name, wrapper)
+        if saved is None:
             return
         if isinstance(wrapper, RNG):
-            requests.last.append((wrapper, get))
+            try:
+                wrapper.check(saved.value)
+            except IncompatibleError as error:
+                requests.problems.append(str(error))
+            requests.generators.append((wrapper, saved.value))
         elif has_state(wrapper.value):
-            self._load(name, wrapper.value, get)
+            self._load(name, wrapper.value, saved)
         else:
-            requests.effects.append(lambda contents: setattr(wrapper, "value", get(contents)))
+            requests.effects.append(lambda: setattr(wrapper, "value", saved.value))
 
     def _object(self, name: str, leaf: ObjectLeaf) -> None:
         """Ask for all of an object's state: it says itself what it takes of it."""
         requests = self._requests
-        if not requests.has(name):
-            if requests.selected(name):
-                requests.missing[name] = None
-            return
-        get = requests.subtree(name, leaf.content)
-        if get is None:
+        if requests.lacks(name) or (state := requests.subtree(name, leaf.content)) is None:
             return
         saved = [name, *requests.saved.below(name)]
         left_out = [
@@ -368,11 +318,11 @@ class _Binder:
                 f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
                 f"{left_out[0]!r} is left out: exclude all of it"
             )
-        self._load(name, leaf.owner, get)
+        self._load(name, leaf.owner, state)
 
-    def _load(self, name: str, owner: object, get: Deferred) -> None:
-        def load(contents: Contents) -> None:
-            state = get(contents)
+    def _load(self, name: str, owner: object, saved: Value) -> None:
+        def load() -> None:
+            state = saved.get()
             with users_code(name, owner, "load_state_dict"):
                 owner.load_state_dict(state)  # type: ignore[attr-defined]
 

@@ -5,7 +5,7 @@ A group takes those that its parameters were saved with, in whatever group they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from inspect import signature
@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from dist_ckpt.binding.contents import Contents, Deferred
 from dist_ckpt.binding.requests import Requests
-from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.state.containers import PathKey, join
+from dist_ckpt.binding.values import Known, Made, Value
+from dist_ckpt.state.containers import PathKey, is_mapping, join
 from dist_ckpt.state.optimizer_state import GROUPS
 from dist_ckpt.state.optimizers import LOCAL_KEYS
 from dist_ckpt.state.read_tree import read_value
@@ -77,42 +76,33 @@ class GroupBinding:
         if not self._sources and requests.selected(self._fqn):
             requests.missing[self._fqn] = None
         sources = list(filter(requests.selected, self._sources))
-        asked = [get for name in sources if (get := self._ask(name)) is not None]
+        asked = [options for name in sources if (options := self._ask(name)) is not None]
         if not asked or len(asked) < len(sources) or self._has_several_tensors(sources):
             return
+        if len(asked) > 1:
+            self._check_agreement(dict(zip(sources, asked, strict=True)))
+        known = {key: o.value if isinstance(o, Known) else o for key, o in asked[0].items()}
+        self._check_options(known, defaults)
 
-        def check(contents: Contents) -> None:
-            saved = [get(contents) for get in asked]
-            self._check_agreement(dict(zip(sources, saved, strict=True)))
-            self._check_options(saved[0], defaults)
-
-        def assign(contents: Contents) -> None:
-            for key, value in asked[0](contents).items():
+        def assign() -> None:
+            for key, option in asked[0].items():
                 # What is the group's own was filled in place; the rest other groups may get too.
+                value = option.get()
                 self._group[key] = value if value is self._group.get(key) else deepcopy(value)
 
-        requests.checks.append(check)
         requests.effects.append(assign)
 
     def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> None:
-        """Have saved groups checked that are not loaded."""
+        """Check saved groups that are not loaded."""
         requests = self._requests
         for name in names:
             own = requests.glance(name)
-            parts = {str(key): requests.glance(child) for key, child in requests.children(name)}
-
-            def check(
-                contents: Contents,
-                own: Deferred | None = own,
-                parts: Mapping[str, Deferred | None] = parts,
-            ) -> None:
-                values = own(contents) if own else {}
+            options = own.value if own is not None else {}
+            if isinstance(options, Mapping):
                 # A tensor is no switch: it only has to be there.
-                tensors = {key: get(contents) if get else None for key, get in parts.items()}
-                if isinstance(values, Mapping):
-                    self._check_options({**values, **tensors}, defaults)
-
-            requests.checks.append(check)
+                parts = {str(key): requests.glance(n) for key, n in requests.children(name)}
+                known = {key: part.value if part else None for key, part in parts.items()}
+                self._check_options({**options, **known}, defaults)
 
     def _has_several_tensors(self, sources: Sequence[str]) -> bool:
         """Report it if hyperparameters would have to be compared that are tensors, not yet read."""
@@ -127,7 +117,7 @@ class GroupBinding:
         )
         return True
 
-    def _ask(self, name: str) -> Callable[[Contents], dict[str, Any]] | None:
+    def _ask(self, name: str) -> dict[str, Value] | None:
         """Ask for the hyperparameters of a saved group."""
         requests = self._requests
         # One that is no optimizer's own but a dict of tensors and values was saved as a container.
@@ -136,23 +126,19 @@ class GroupBinding:
         if values is None:
             requests.misfit(name, "a parameter group")
             return None
-        tensors: dict[PathKey, Deferred] = {}
+        options = _items_of(values)
+        if options is None:
+            what = values.kind if isinstance(values, Made) else type(values.get()).__name__
+            requests.problems.append(
+                f"{name}: saved as a {what}, the state has a parameter group: exclude it, or load "
+                "an optimizer's checkpoint"
+            )
+            return None
         for key, child in () if container else requests.children(name):
             live = read_value(self._group.get(str(key)), child)
             if (tensor := requests.subtree(child, live)) is not None:
-                tensors[key] = tensor
-
-        def get(contents: Contents) -> dict[str, Any]:
-            saved = values(contents)
-            if not isinstance(saved, Mapping):
-                raise IncompatibleError(
-                    f"{name}: saved as a {type(saved).__name__}, the state has a parameter group: "
-                    "exclude it, or load an optimizer's checkpoint"
-                )
-            options = {key: value for key, value in saved.items() if key not in LOCAL_KEYS}
-            return {**options, **{str(key): tensor(contents) for key, tensor in tensors.items()}}
-
-        return get
+                options[str(key)] = tensor
+        return {key: option for key, option in options.items() if key not in LOCAL_KEYS}
 
     def _tree(self, name: str) -> Branch:
         children: dict[PathKey, Tree] = {
@@ -162,21 +148,25 @@ class GroupBinding:
         }
         return Branch("dict", None, children)
 
-    def _check_agreement(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise IncompatibleError if the parameters were saved with different hyperparameters."""
-        (first, options), *others = saved.items()
+    def _check_agreement(self, saved: Mapping[str, Mapping[str, Value]]) -> None:
+        """Report hyperparameters, of which none is a tensor, that differ between saved groups."""
+        plain = {
+            name: {key: o.get() for key, o in options.items()} for name, options in saved.items()
+        }
+        (first, options), *others = plain.items()
         for name, other in others:
             for key in dict.fromkeys((*options, *other)):
                 one, two = options.get(key), other.get(key)
                 if type(one) is not type(two) or one != two:
-                    raise IncompatibleError(
-                        f"{self._fqn}: its parameters were saved in {first} and in {name}, which "
-                        f"differ in {key!r} ({_short(one)} and {_short(two)}): group them as they "
-                        "were, or exclude the groups to keep the present hyperparameters"
+                    self._report(
+                        f"its parameters were saved in {first} and in {name}, which differ in "
+                        f"{key!r} ({_short(one)} and {_short(two)}): group them as they were, or "
+                        "exclude the groups to keep the present hyperparameters"
                     )
+                    return
 
     def _check_options(self, saved: Mapping[str, Any], defaults: Mapping[str, object]) -> None:
-        """Raise IncompatibleError for hyperparameters of another optimizer, or other state.
+        """Report hyperparameters of another optimizer, or that need other state.
 
         A switch may be missing: torch's versions add some. One that is on here and was off may
         need state that was not saved.
@@ -187,29 +177,44 @@ class GroupBinding:
             for key, value in live.items()
             if key not in saved and not (value is None or isinstance(value, bool))
         ]
+        as_saved = (
+            f"make the optimizer as it was saved, exclude all of it ({self._optimizer!r}), or load "
+            "with strict=False"
+        )
         if absent:
-            raise IncompatibleError(
-                f"{self._fqn}: saved with {', '.join(sorted(saved))}, but without "
-                f"{', '.join(absent)}, which the optimizer here has: make the optimizer as it was "
-                f"saved, exclude all of it ({self._optimizer!r}), or load with strict=False"
+            self._report(
+                f"saved with {', '.join(sorted(saved))}, but without {', '.join(absent)}, which "
+                f"the optimizer here has: {as_saved}"
             )
+            return
         # What else is saved may be a scheduler's, or have come with the first step.
         foreign = sorted(saved.keys() & options_of_torch() - self._group.keys() - _WAYS_TO_STEP)
         if live and foreign:
-            raise IncompatibleError(
-                f"{self._fqn}: saved with {', '.join(foreign)}, which the optimizer here does not "
-                "have: make the optimizer as it was saved, exclude all of it "
-                f"({self._optimizer!r}), or load with strict=False"
+            self._report(
+                f"saved with {', '.join(foreign)}, which the optimizer here does not have: "
+                f"{as_saved}"
             )
+            return
         for key, value in live.items():
             was_off = key in saved and (saved[key] is None or saved[key] is False)
             if value is True and was_off and key not in _WAYS_TO_STEP:
-                raise IncompatibleError(
-                    f"{self._fqn}: saved with {key}={saved[key]}, the optimizer here has "
-                    f"{key}=True, for which state may not have been saved: make it as it was "
-                    f"saved, exclude all of it ({self._optimizer!r}), or load with strict=False to "
-                    "go on as saved"
+                self._report(
+                    f"saved with {key}={saved[key]}, the optimizer here has {key}=True, for which "
+                    f"state may not have been saved: {as_saved} to go on as saved"
                 )
+                return
+
+    def _report(self, problem: str) -> None:
+        self._requests.problems.append(f"{self._fqn}: {problem}")
+
+
+def _items_of(saved: Value) -> dict[str, Value] | None:
+    """Return what a saved group holds; None if it is no mapping."""
+    if isinstance(saved, Made) and is_mapping(saved.kind):
+        return {str(key): item for key, item in saved.items.items()}
+    if isinstance(saved, Known) and isinstance(saved.value, Mapping):
+        return {key: Known(value) for key, value in saved.value.items()}
+    return None
 
 
 @cache

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dist_ckpt.binding.contents import Contents, Deferred
 from dist_ckpt.binding.requests import Requests
+from dist_ckpt.binding.values import Value
 from dist_ckpt.state.containers import join
 from dist_ckpt.state.local_tensors import PLAIN
 from dist_ckpt.state.modules import ModulePart
@@ -36,28 +36,16 @@ def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
         # Tied parameters stay one object.
         first, assigned[name] = made[id(live)]
         requests.targets.check_tied(first, full)
-    extras = _bind_extras(requests, fqn, leaf)
+    extras = requests.parts(fqn, leaf.extras)
     for part in state.parts:
         _assign(requests, fqn, part, {n: v for n, v in assigned.items() if n in part.keys})
         if part.flat is not None:
-            requests.effects.append(lambda _, flat=part.flat: flat.settle())  # type: ignore[misc]
+            requests.effects.append(part.flat.settle)
         _load(requests, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
 
 
-def _bind_extras(requests: Requests, fqn: str, leaf: ModuleLeaf) -> dict[str, Deferred]:
-    extras: dict[str, Deferred] = {}
-    for name, tree in leaf.extras.items():
-        full = join(fqn, name)
-        if not requests.has(full):
-            if requests.selected(full):
-                requests.missing[full] = None
-        elif (get := requests.subtree(full, tree)) is not None:
-            extras[name] = get
-    return extras
-
-
 def _assign(requests: Requests, fqn: str, part: ModulePart, assigned: Mapping[str, object]) -> None:
-    def assign(_: Contents) -> None:
+    def assign() -> None:
         with users_code(fqn, part.module, "load_state_dict"):
             part.load(assigned, assign=True)
 
@@ -70,18 +58,18 @@ def _load(
     fqn: str,
     leaf: ModuleLeaf,
     part: ModulePart,
-    extras: Mapping[str, Deferred],
+    extras: Mapping[str, Value],
 ) -> None:
     """Let `load_state_dict` have what is no live tensor, and all if it does more than fill them."""
     live = {name: tensor for name, tensor in leaf.state.live.items() if name in part.keys}
     restored = any(join(fqn, name) in requests.restored for name in live)
     whole = part.loads_itself() and (restored or extras)
 
-    def load(contents: Contents) -> None:
+    def load() -> None:
         # What is filled already is the module's own: to copy it onto itself does nothing.
         values: dict[str, object] = {}
         values.update((name, live[name]) for name in live if whole and not is_meta(live[name]))
-        values.update((name, get(contents)) for name, get in extras.items())
+        values.update((name, extra.get()) for name, extra in extras.items())
         with users_code(fqn, part.module, "load_state_dict"):
             part.load(values)
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from dist_ckpt.binding.bind_groups import GroupBinding, saved_groups, sources_of
-from dist_ckpt.binding.contents import Contents, Deferred
 from dist_ckpt.binding.fresh_compounds import compound_classes
 from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.targets import Beside
+from dist_ckpt.binding.values import Known, Value
 from dist_ckpt.state.containers import PathKey, entries_of, join
 from dist_ckpt.state.flat_optimizers import FlatOptimizer
 from dist_ckpt.state.optimizer_state import GROUPS, STATE, OptimizerState, told_state
@@ -75,7 +76,7 @@ def bind_optimizer(
     if isinstance(held, FlatOptimizer):
         _bind_flat(requests, state, held, stored)
         held = held.own
-    further = _further(requests, fqn, leaf.further)
+    further = requests.parts(fqn, leaf.further)
     if held.told is not None and (further or len(requests.effects) > before):
         _load(requests, fqn, held, further)
 
@@ -93,7 +94,7 @@ def _bind_flat(
                 f"{state}: FSDP1 has one state for {lacking[0]} and {has} here, and the load has "
                 f"some for {has} alone: wrap the model with use_orig_params=True, or exclude both"
             )
-    requests.effects.append(lambda _: held.write_back())
+    requests.effects.append(held.write_back)
 
 
 def _parameters(held: OptimizerState) -> Iterator[torch.Tensor]:
@@ -122,7 +123,7 @@ def _drop_state(
     live = [key for key in held.state.get(parameter, {}) if requests.selected(join(fqn, key))]
     requests.dropped += [join(fqn, key) for key in live]
 
-    def drop(_: Contents) -> None:
+    def drop() -> None:
         state = held.state[parameter]
         for key in live:
             del state[key]
@@ -139,19 +140,19 @@ def _bind_state(requests: Requests, fqn: str, held: OptimizerState, beside: Besi
     live = state_branch(held.state.get(parameter, {}), fqn, under).children
     requests.split(fqn)
     saved = requests.children(fqn)
-    gets: dict[PathKey, Deferred] = {}
+    found: dict[PathKey, Value] = {}
     for key, name in saved:
-        if requests.chosen(name) and (get := _entry(requests, name, key, live.get(key), beside)):
-            gets[key] = get
+        if requests.chosen(name) and (one := _entry(requests, name, key, live.get(key), beside)):
+            found[key] = one
     absent = live.keys() - {key for key, _ in saved}
     names = (join(fqn, key) for key in live if key in absent)
     requests.missing.update((name, None) for name in names if requests.selected(name))
 
-    def assign(contents: Contents) -> None:
-        entries = {key: get(contents) for key, get in gets.items()}
+    def assign() -> None:
+        entries = {key: value.get() for key, value in found.items()}
         held.state.setdefault(parameter, {}).update(entries)
 
-    if gets:
+    if found:
         requests.effects.append(assign)
 
 
@@ -160,28 +161,29 @@ def _bind_shared(
 ) -> None:
     """Ask for the state that is under no parameter. Saved without any state it is dropped."""
     live = held.shared()
-    found = {key: name for key, name in requests.children(state) if saved and key not in saved}
-    gets: dict[str, Deferred] = {}
-    for key, name in found.items():
+    names = {key: name for key, name in requests.children(state) if saved and key not in saved}
+    found: dict[PathKey, Value] = {}
+    for key, name in names.items():
         tree = read_value(live[key], name) if key in live else None
-        if (get := requests.subtree(name, tree)) is not None:
-            gets[str(key)] = get
-    for key in live.keys() - found.keys():
-        if requests.selected(name := join(state, key)):
-            if requests.children(state):
-                requests.missing[name] = None
-            else:
-                requests.dropped.append(name)
-                requests.effects.append(lambda _, key=key: held.state.pop(key))  # type: ignore[misc]
-    if gets:
+        if (value := requests.subtree(name, tree)) is not None:
+            found[key] = value
+    for key in live:
+        if key in names or not requests.selected(name := join(state, key)):
+            continue
+        if requests.children(state):
+            requests.missing[name] = None
+        else:
+            requests.dropped.append(name)
+            requests.effects.append(partial(held.state.pop, key))
+    if found:
         requests.effects.append(
-            lambda contents: held.state.update((key, get(contents)) for key, get in gets.items())
+            lambda: held.state.update((str(key), value.get()) for key, value in found.items())
         )
 
 
 def _entry(
     requests: Requests, name: str, key: PathKey, live: Tree | None, beside: Beside
-) -> Deferred | None:
+) -> Value | None:
     """Ask for one entry of a parameter's state; what is there must be of the saved kind."""
     if requests.saved.tensor(name) is None:
         if isinstance(live, TensorLeaf):
@@ -190,8 +192,7 @@ def _entry(
         return requests.subtree(name, live, replace(beside, on_host=False))
     if isinstance(live, TensorLeaf):
         requests.restore(name)
-        value = requests.targets.fill(name, live)
-        return lambda _: value
+        return Known(requests.targets.fill(name, live))
     if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
         requests.misfit(name, "no tensor")
         return None
@@ -199,26 +200,11 @@ def _entry(
     return requests.subtree(name, None, replace(beside, on_host=on_host))
 
 
-def _further(requests: Requests, fqn: str, trees: Mapping[PathKey, Tree]) -> dict[str, Deferred]:
-    """Ask for what a class tells besides the groups and the state."""
-    found: dict[str, Deferred] = {}
-    for key, tree in trees.items():
-        name = join(fqn, key)
-        if requests.has(name):
-            if (get := requests.subtree(name, tree)) is not None:
-                found[str(key)] = get
-        elif requests.selected(name):
-            requests.missing[name] = None
-    return found
-
-
-def _load(
-    requests: Requests, fqn: str, held: OptimizerState, further: Mapping[str, Deferred]
-) -> None:
+def _load(requests: Requests, fqn: str, held: OptimizerState, further: Mapping[str, Value]) -> None:
     """Give an optimizer what it told, once what was saved is in place of it."""
 
-    def load(contents: Contents) -> None:
-        state = held.state_dict({key: get(contents) for key, get in further.items()})
+    def load() -> None:
+        state = held.state_dict({key: value.get() for key, value in further.items()})
         with users_code(fqn, held.optimizer, "load_state_dict"):
             held.optimizer.load_state_dict(state)
         with users_code(fqn, held.optimizer, "state_dict"):

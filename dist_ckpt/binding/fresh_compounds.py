@@ -85,8 +85,8 @@ class FreshCompound:
     inner: Mapping[str, Fresh | FreshCompound]
     parameter: torch.Tensor
 
-    def make(self) -> object:
-        """Return it. Raises CheckpointError if its class does not make it."""
+    def get(self) -> object:
+        """Make it. Raises CheckpointError if its class does not."""
         made = self._local()
         if not isinstance(self.parameter, DTensor):
             return made
@@ -204,12 +204,7 @@ def _class_of(
     saved: Saved, name: str, beside: Beside
 ) -> tuple[type[torch.Tensor], Mapping[str, object]]:
     full = join(name, RECORD)
-    fqn = saved.leaves[full]
-    if saved.is_value(full) and fqn not in saved.values:
-        raise IncompatibleError(
-            f"{name}: what it is made of is written in another rank's objects file: {_REMEDY}"
-        )
-    record = saved.values.get(fqn)
+    record = saved.value(full) if saved.is_value(full) else None
     if not _is_record(record):
         raise IncompatibleError(
             f"{name}: what was saved under {RECORD!r} is not what dist_ckpt writes there: exclude "

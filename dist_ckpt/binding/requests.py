@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from dist_ckpt.binding.contents import Contents, Deferred
 from dist_ckpt.binding.fresh_compounds import fresh_compound
 from dist_ckpt.binding.saved_tree import Saved, mesh_text
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.targets import Beside, Targets
 from dist_ckpt.binding.template import Template
-from dist_ckpt.errors import CheckpointError, IncompatibleError
+from dist_ckpt.binding.values import Known, Made, Value
+from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.index import Key
 from dist_ckpt.state.compounds import difference
-from dist_ckpt.state.containers import RECORD, PathKey, container, entries_of, join
+from dist_ckpt.state.containers import RECORD, PathKey, entries_of, join
 from dist_ckpt.state.local_tensors import class_name
 from dist_ckpt.state.read_tree import users_code
 from dist_ckpt.state.tensors import is_meta
@@ -25,15 +25,14 @@ from dist_ckpt.state.tree import (
     Tree,
     children_of,
 )
-from dist_ckpt.state.wrappers import RNG, OnReshard, PerRank, key_of
+from dist_ckpt.state.wrappers import RNG, PerRank, key_of
 
 
 class Requests:
     """What one rank asks for. Each method claims the saved names that it serves.
 
-    `needs` are the ranks whose objects file is needed, `needed` the values and keys in them.
-    `checks` raise IncompatibleError where what was read does not fit, before anything changes.
-    Then `assigns` fill meta modules, `effects` what else there is; `loads` and `last` call objects.
+    Once all is read `assigns` fill meta modules, `effects` what else there is; `loads` call objects
+    and `generators` are set last, to what was saved of them.
     """
 
     def __init__(
@@ -51,13 +50,10 @@ class Requests:
         self.dropped: list[str] = [*saved.dropped]
         self.restored: dict[str, None] = {}
         self.claimed: set[str] = set()
-        self.needs: set[int] = set()
-        self.needed: list[tuple[str, Key | None]] = []
-        self.checks: list[Callable[[Contents], None]] = []
-        self.assigns: list[tuple[str, Callable[[Contents], None]]] = []
-        self.effects: list[Callable[[Contents], None]] = []
-        self.loads: list[tuple[str, Callable[[Contents], None]]] = []
-        self.last: list[tuple[RNG, Deferred]] = []
+        self.assigns: list[tuple[str, Callable[[], None]]] = []
+        self.effects: list[Callable[[], object]] = []
+        self.loads: list[tuple[str, Callable[[], None]]] = []
+        self.generators: list[tuple[RNG, object]] = []
         self._selection, self._keys = selection, keys or {}
         self._split: dict[str, object] = {}
         self._mesh: tuple[tuple[str, int], ...] | None = None
@@ -89,6 +85,14 @@ class Requests:
     def has(self, name: str) -> bool:
         """Say whether anything is saved at or below a name."""
         return name in self._split or self.saved.holds(name)
+
+    def lacks(self, name: str) -> bool:
+        """Say whether nothing is saved at or below a name, which then is missing if selected."""
+        if self.has(name):
+            return False
+        if self.selected(name):
+            self.missing[name] = None
+        return True
 
     def is_container(self, name: str) -> bool:
         """Say whether a container with tensors was saved under a name."""
@@ -136,24 +140,17 @@ class Requests:
 
     # --- values ------------------------------------------------------------------------------
 
-    def value(self, name: str) -> Deferred | None:
+    def value(self, name: str) -> Known | None:
         """Ask for a value; None if the name is no value."""
-        if (get := self.glance(name)) is not None:
+        if (value := self.glance(name)) is not None:
             self.restore(name)
-        return get
+        return value
 
-    def glance(self, name: str) -> Deferred | None:
-        """Ask for a value that is only to be compared with."""
+    def glance(self, name: str) -> Known | None:
+        """Look at a value that is only to be compared with."""
         if name in self._split:
-            value = self._split[name]
-            return lambda _: value
-        if not self.saved.is_value(name):
-            return None
-        fqn = self.saved.leaves[name]
-        self.needed.append((fqn, None))
-        if fqn not in self.saved.values:
-            self.needs.add(self.saved.catalog.values[fqn])
-        return lambda contents: self.saved.value(name, contents.values)
+            return Known(self._split[name])
+        return Known(self.saved.value(name)) if self.saved.is_value(name) else None
 
     def check_keys(self, name: str, keys: Collection[PathKey]) -> None:
         """Report keys of a container in the state that were saved as another class."""
@@ -173,8 +170,8 @@ class Requests:
         """Treat a saved value that is a container as what it holds, where the state has tensors."""
         if name in self._split:
             value = self._split.pop(name)
-        elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.values:
-            value = self.saved.value(name, self.saved.values)
+        elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.values.main:
+            value = self.saved.value(name)
         else:
             return
         entries = entries_of(value)
@@ -195,7 +192,7 @@ class Requests:
         if group in self.saved.params:
             return self.saved.params[group]
         # A group with tensors that was saved as a dict is a container.
-        names = self.saved.values.get(self.saved.leaves.get(f"{group}.params", ""))
+        names = self.saved.values.main.get(self.saved.leaves.get(f"{group}.params", ""))
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else ()
 
     # --- tensors that are made of others -----------------------------------------------------
@@ -223,7 +220,7 @@ class Requests:
                 self.targets.fill(full, inner)
         self._check_record(name, leaf)
 
-    def _fresh_compound(self, name: str, beside: Beside) -> Deferred | None:
+    def _fresh_compound(self, name: str, beside: Beside) -> Value | None:
         """Ask for a compound tensor that this load makes."""
         parts = [*self.saved.below(name)]
         if len(self.chosen(name)) < len(parts):
@@ -233,91 +230,69 @@ class Requests:
             return None
         for part in parts:
             self.restore(part)
+            self.glance(part)  # a file that cannot be read is no problem of the class
         try:
-            fresh = fresh_compound(self.saved, self.targets, name, beside)
+            return fresh_compound(self.saved, self.targets, name, beside)
         except CheckpointError as error:
             self.problems.append(str(error))
             return None
-        return lambda _: fresh.make()
 
     def _check_record(self, name: str, leaf: CompoundLeaf) -> None:
         full = join(name, RECORD)
         if not self.selected(full):
             return
-        if (get := self.value(full)) is None:
+        if (record := self.value(full)) is None:
             self.misfit(full, "what a tensor is made of")
-            return
-
-        def check(contents: Contents) -> None:
-            if found := difference(get(contents), leaf.record):
-                raise IncompatibleError(
-                    f"{name}: a {class_name(leaf.value)} {found}: convert the state in the way in "
-                    "which the saved one was, or exclude the name"
-                )
-
-        self.checks.append(check)
+        elif found := difference(record.value, leaf.record):
+            self.problems.append(
+                f"{name}: a {class_name(leaf.value)} {found}: convert the state in the way in "
+                "which the saved one was, or exclude the name"
+            )
 
     # --- per-rank values ---------------------------------------------------------------------
 
-    def per_rank(self, name: str, wrapper: PerRank | RNG) -> Deferred | None:
+    def per_rank(self, name: str, wrapper: PerRank | RNG) -> Known | None:
         """Ask for the value of this rank's key, by the policy of the wrapper."""
         saved = self.saved.keys_of(name)
         if saved is None:
             self.misfit(name, f"a {type(wrapper).__name__}")
             return None
-        key = key_of(wrapper, self.template.rank)
+        key, keys = key_of(wrapper, self.template.rank), [key for key, _ in saved]
         now = self._keys.get(name, (key,))
-        alike = set(now) == {key for key, _ in saved}
-        if alike and (wrapper.key is not None or self._same_mesh()):
+        if set(now) == set(keys) and (wrapper.key is not None or self._same_mesh()):
             return self._keyed(name, key)
         self.claim(name)
-        return self._resharded(name, key, now, wrapper.on_reshard)
+        policy = wrapper.on_reshard
+        if policy == "drop":
+            self.dropped.append(name)
+        elif policy == "error":
+            self.problems.append(
+                f"{name}: saved for the keys {_listed(keys)} (mesh "
+                f"{mesh_text(self.saved.catalog.mesh)}), the state has {_listed(now)} (mesh "
+                f"{mesh_text(self._live_mesh())}): what belongs to one rank has no meaning for "
+                'another; choose on_reshard="drop" or a function for it, or exclude it'
+            )
+        else:
+            self.restore(name)
+            values = self.saved.values.per_rank(self.saved.leaves[name], keys)
+            with users_code(name, policy, "on_reshard"):
+                return Known(policy(values, key))
+        return None
 
-    def open_per_rank(self, name: str) -> Deferred | None:
+    def open_per_rank(self, name: str) -> Known | None:
         """Ask for a per-rank value where the state says nothing of it, if the keys are ranks."""
         saved = self.saved.keys_of(name)
         assert saved is not None
         ranks = set(range(self.template.world_size))
         if {key for key, _ in saved} == ranks and self._same_mesh():
-            get = self._keyed(name, self.template.rank)
-            return lambda contents: PerRank(get(contents))
+            return Known(PerRank(self._keyed(name, self.template.rank).value))
         self.claim(name)
         self.dropped.append(name)
         return None
 
-    def _keyed(self, name: str, key: Key) -> Deferred:
+    def _keyed(self, name: str, key: Key) -> Known:
         self.restore(name)
-        fqn = self.saved.leaves[name]
-        self.needed.append((fqn, key))
-        self.needs.update(rank for k, rank in self.saved.catalog.per_rank[fqn] if k == key)
-        return lambda contents: contents.per_rank[fqn][key]
-
-    def _resharded(
-        self, name: str, key: Key, now: Sequence[Key], policy: OnReshard
-    ) -> Deferred | None:
-        fqn = self.saved.leaves[name]
-        saved = self.saved.catalog.per_rank[fqn]
-        if policy == "error":
-            self.problems.append(
-                f"{name}: saved for the keys {_listed([k for k, _ in saved])} (mesh "
-                f"{mesh_text(self.saved.catalog.mesh)}), the state has {_listed(now)} (mesh "
-                f"{mesh_text(self._live_mesh())}): what belongs to one rank has no meaning for "
-                'another; choose on_reshard="drop" or a function for it, or exclude it'
-            )
-            return None
-        if policy == "drop":
-            self.dropped.append(name)
-            return None
-        assert callable(policy)
-        self.restore(name)
-        self.needed += [(fqn, k) for k, _ in saved]
-        self.needs.update(rank for _, rank in saved)
-
-        def get(contents: Contents) -> object:
-            with users_code(name, policy, "on_reshard"):
-                return policy(dict(contents.per_rank[fqn]), key)
-
-        return get
+        return Known(self.saved.values.per_rank(self.saved.leaves[name], [key])[key])
 
     def _live_mesh(self) -> tuple[tuple[str, int], ...]:
         if self._mesh is None:
@@ -329,9 +304,20 @@ class Requests:
 
     # --- whole subtrees ----------------------------------------------------------------------
 
+    def parts(
+        self, fqn: str, trees: Mapping[str, Tree] | Mapping[PathKey, Tree]
+    ) -> dict[str, Value]:
+        """Ask for what an object tells of itself; `trees` are what it tells now."""
+        found: dict[str, Value] = {}
+        for key, tree in trees.items():
+            name = join(fqn, key)
+            if not self.lacks(name) and (value := self.subtree(name, tree)) is not None:
+                found[str(key)] = value
+        return found
+
     def subtree(
         self, name: str, tree: Tree | None = None, beside: Beside | None = None
-    ) -> Deferred | None:
+    ) -> Value | None:
         """Ask for all that is saved at and below a name, as new containers of the saved kinds.
 
         A tensor of `tree` that fits is filled in place and put there; else a new one is, whole in
@@ -339,39 +325,33 @@ class Requests:
         """
         if isinstance(tree, CompoundLeaf):
             self.compound(name, tree)
-            return lambda _: tree.value
+            return Known(tree.value)
         if beside is not None and self.saved.is_compound(name):
             return self._fresh_compound(name, beside)
         own = self._leaf(name, _leaf_at(tree), beside) if self._is_leaf(name) else None
         children = children_of(tree)
-        found: list[tuple[PathKey, Deferred]] = []
+        found: dict[PathKey, Value] = {}
         for key, child in self.saved.children(name):
-            if (get := self.subtree(child, children.get(key), beside)) is not None:
-                found.append((key, get))
-        if not found:
-            empty = name in self.saved.kinds and not self.saved.children(name)
-            if own is None and empty and self.selected(name):
-                kind = self.saved.kinds[name]
-                return lambda _: container(kind, ())
-            return own
-        return self._assembled(name, own, found)
+            if (value := self.subtree(child, children.get(key), beside)) is not None:
+                found[key] = value
+        kind = self.saved.kinds.get(name)
+        if found:
+            before = (entries_of(own.value) if isinstance(own, Known) else None) or {}
+            known = {key: Known(value) for key, value in before.items()}
+            return Made(kind or "dict", {**known, **found})
+        if (
+            own is None
+            and kind is not None
+            and self.selected(name)
+            and not self.saved.children(name)
+        ):
+            return Made(kind, {})
+        return own
 
     def _is_leaf(self, name: str) -> bool:
         return name in self._split or name in self.saved.leaves
 
-    def _assembled(
-        self, name: str, own: Deferred | None, found: Sequence[tuple[PathKey, Deferred]]
-    ) -> Deferred:
-        kind = self.saved.kinds.get(name, "dict")
-
-        def get(contents: Contents) -> object:
-            before = entries_of(own(contents)) if own is not None else None
-            items = {**(before or {}), **{key: child(contents) for key, child in found}}
-            return container(kind, items.items())
-
-        return get
-
-    def _leaf(self, name: str, leaf: Tree | None, beside: Beside | None) -> Deferred | None:
+    def _leaf(self, name: str, leaf: Tree | None, beside: Beside | None) -> Value | None:
         if not self.selected(name):
             return None
         if self.saved.tensor(name) is not None:
@@ -382,13 +362,11 @@ class Requests:
             return self.open_per_rank(name)
         return self.value(name)
 
-    def _tensor(self, name: str, leaf: Tree | None, beside: Beside | None) -> Deferred:
+    def _tensor(self, name: str, leaf: Tree | None, beside: Beside | None) -> Value:
         self.restore(name)
         if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
-            value = self.targets.fill(name, leaf)
-            return lambda _: value
-        fresh = self.targets.whole(name) if beside is None else self.targets.beside(name, beside)
-        return lambda _: fresh.value
+            return Known(self.targets.fill(name, leaf))
+        return self.targets.whole(name) if beside is None else self.targets.beside(name, beside)
 
 
 def _leaf_at(tree: Tree | None) -> Tree | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dist_ckpt.binding.rename import rename_of
+from dist_ckpt.binding.saved_values import SavedValues
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.format.objects_file import ObjectsFile
@@ -34,7 +35,7 @@ class Saved:
     entries: Mapping[str, Sequence[tuple[PathKey, str]]]
     params: Mapping[str, Sequence[str]]
     numpy: frozenset[str]
-    values: Mapping[str, object]
+    values: SavedValues
     dropped: tuple[str, ...]
     problems: tuple[str, ...]
     order: Sequence[str] = field(default=())
@@ -69,7 +70,7 @@ class Saved:
         if self.is_value(name):
             return "a value without tensors"
         if self.is_compound(name):
-            saved = self.values.get(self.leaves[join(name, RECORD)])
+            saved = self.values.main.get(self.leaves[join(name, RECORD)])
             what = saved.get("class") if isinstance(saved, Mapping) else None
             return f"the parts of a {what or 'tensor of a class of its own'}"
         return "a container with tensors" if self.holds(name) else None
@@ -94,9 +95,9 @@ class Saved:
         """Return the keys of a per-rank value and the ranks that stored them, or None."""
         return self.catalog.per_rank.get(self.leaves.get(name, ""))
 
-    def value(self, name: str, values: Mapping[str, object]) -> object:
-        """Return a value; `values` are by the catalog's names and have it."""
-        value = values[self.leaves[name]]
+    def value(self, name: str) -> object:
+        """Return what `is_value`. Raises CorruptError if no file has it."""
+        value = self.values.value(self.leaves[name])
         if name in self.params and isinstance(value, dict):
             return {**value, "params": list(self.params[name])}
         return value
@@ -142,9 +143,13 @@ def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
 
 
 def saved_of(
-    catalog: Catalog, main: ObjectsFile, *, rename: Mapping[str, str | None] | None = None
+    catalog: Catalog,
+    main: ObjectsFile,
+    read: Callable[[int], ObjectsFile],
+    *,
+    rename: Mapping[str, str | None] | None = None,
 ) -> Saved:
-    """Return what a checkpoint holds; `main` is its `objects.msgpack`.
+    """Return what a checkpoint holds; `main` is its `objects.msgpack`, `read(rank)` gets another's.
 
     Raises TypeError or ValueError for a rename that makes no sense in itself; one that does not
     fit the checkpoint is in `problems`. CorruptError or IncompatibleError for a tree that no
@@ -185,7 +190,7 @@ def saved_of(
         entries=entries,
         params=params,
         numpy=frozenset(new for new, name in leaves.items() if name in numpy),
-        values=main.values,
+        values=SavedValues(catalog, main.values, read),
         dropped=tuple(name for name in names if renamed[name] is None),
         problems=problems,
         order=sorted(leaves),

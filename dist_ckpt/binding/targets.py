@@ -37,6 +37,10 @@ class Fresh:
     make: Callable[[], object]
     value: object = None
 
+    def get(self) -> object:
+        """Return it, made and read."""
+        return self.value
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beside:

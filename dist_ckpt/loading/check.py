@@ -15,6 +15,7 @@ from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.index import Index
+from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.loading.load_steps import Findings, Found, LoadRequest, bits_of, short
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.loading.read_once_agreement import listen
@@ -123,14 +124,19 @@ def examine(
     index, options, ranks = found.index, call.options, call.ranks
     folder = f"{asked.request.path}/{found.attempt.name}"
 
-    def read(name: str) -> objects_file.ObjectsFile:
+    def read(name: str) -> ObjectsFile:
         return _read_objects(asked.storage, folder, index, name)
 
     kept = call.kept.found(asked.request.path, index, stack)
     asked.storage.serve(kept)
     main = read(filenames.OBJECTS)
     with paused_collector():
-        saved = saved_of(index.catalog, main, rename=options.rename)
+        saved = saved_of(
+            index.catalog,
+            main,
+            lambda rank: read(filenames.objects_file(rank)),
+            rename=options.rename,
+        )
         binding = bind(
             asked.template,
             saved,
@@ -143,7 +149,6 @@ def examine(
         if problems:
             return None, Findings(problems, unclaimed)
         plan = plan_load(index, binding.wanted)
-    binding.check([read(filenames.objects_file(rank)) for rank in binding.needs])
     threads = ranks.config.threads
     files = stack.enter_context(open_files(asked.storage, folder, index, plan, threads=threads))
     targets = None if binding.makes_memory else binding.allocate()
@@ -163,9 +168,7 @@ def examine(
     return checked, findings
 
 
-def _read_objects(
-    storage: Storage, folder: str, index: Index, name: str
-) -> objects_file.ObjectsFile:
+def _read_objects(storage: Storage, folder: str, index: Index, name: str) -> ObjectsFile:
     for record in index.objects:
         if record.name == name:
             data = read_objects(storage, folder, record)

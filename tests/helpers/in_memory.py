@@ -8,6 +8,7 @@ from typing import Any
 
 from dist_ckpt.binding.bind import Binding, bind, saved_of, survey, unexpected_problem
 from dist_ckpt.binding.selection import selection_of
+from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format import objects_file
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Region, pieces, row_major_strides
@@ -41,10 +42,29 @@ class InMemory:
                 per_rank.setdefault(fqn, {}).setdefault(key, value)
         self.values = values
         names = {names.fqn: list(names.names) for names in plan.name_lists}
+        # As on disk: what rank 0 lacks is in the file of the rank that stores it.
+        ranks = plan.catalog.values
+        main = {fqn: value for fqn, value in values.items() if not ranks[fqn]}
         self._main = objects_file.encode(
-            objects_file.ObjectsFile(plan.tree, {**values, **names}, {}, plan.numpy, {})
+            objects_file.ObjectsFile(plan.tree, {**main, **names}, {}, plan.numpy, {})
         )
-        self._keyed = objects_file.encode(objects_file.ObjectsFile(per_rank=per_rank))
+        self._others = {
+            rank: objects_file.encode(
+                objects_file.ObjectsFile(
+                    values={fqn: value for fqn, value in values.items() if ranks[fqn] == rank},
+                    per_rank={
+                        fqn: {
+                            key: value
+                            for key, value in keyed.items()
+                            if (key, rank) in plan.catalog.per_rank[fqn]
+                        }
+                        for fqn, keyed in per_rank.items()
+                    },
+                )
+            )
+            for rank in range(len(locals_))
+        }
+        self.read: list[int] = []
 
     def bind(self, state: Any, rank: int = 0, world_size: int = 1, **options: Any) -> Binding:
         template = survey(
@@ -56,7 +76,12 @@ class InMemory:
         )
         return bind(
             template,
-            saved_of(self.catalog, self._decoded(self._main), rename=options.get("rename")),
+            saved_of(
+                self.catalog,
+                self._decoded(self._main),
+                self._of_rank,
+                rename=options.get("rename"),
+            ),
             strict=options.get("strict", True),
             selection=selection_of(options.get("include"), options.get("exclude")),
             keys=options.get("keys", {name: (key,) for name, key in template.keys.items()}),
@@ -68,8 +93,13 @@ class InMemory:
         changed = replace(main, values={**main.values, fqn: value})
         self._main = objects_file.encode(changed)
 
+    def lose_values(self) -> None:
+        """Leave the objects files without what the catalog says is in them."""
+        main = self._decoded(self._main)
+        self._main = objects_file.encode(replace(main, values={}))
+        self._others = dict.fromkeys(self._others, objects_file.encode(objects_file.ObjectsFile()))
+
     def finish(self, binding: Binding) -> None:
-        binding.check([self._decoded(self._keyed)])
         targets = binding.allocate()
         for wanted in binding.wanted:
             for number, cell in enumerate(wanted.cells):
@@ -77,6 +107,10 @@ class InMemory:
         binding.settle()
         binding.place()
         binding.load_objects()
+
+    def _of_rank(self, rank: int) -> objects_file.ObjectsFile:
+        self.read.append(rank)
+        return self._decoded(self._others[rank])
 
     def _decoded(self, data: bytes) -> objects_file.ObjectsFile:
         return objects_file.decode(data, make=MAKE)
@@ -120,12 +154,12 @@ def save(*states: Mapping[Any, Any], sharding: Any = None) -> InMemory:
 
 
 def load(checkpoint: InMemory, state: Any, **options: Any) -> Binding:
-    """Load into a state of one rank; raises ValueError with the problems if there are any."""
+    """Load into a state of one rank; problems are raised as a load raises them."""
     binding = checkpoint.bind(state, **options)
     problems = list(binding.problems)
     if binding.unclaimed and options.get("strict", True):
         problems.append(unexpected_problem(binding.unclaimed))
     if problems:
-        raise ValueError("\n".join(problems))
+        raise IncompatibleError("\n".join(problems))
     checkpoint.finish(binding)
     return binding

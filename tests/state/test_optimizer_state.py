@@ -285,9 +285,9 @@ def test_a_checkpoint_without_what_a_class_adds_is_incomplete_for_it() -> None:
     model = make_model()
     checkpoint = save({"model": model, "optim": adamw(model)})
     state = {"model": model, "optim": counted(model)}
-    with pytest.raises(ValueError, match=r"the checkpoint lacks optim\.skipped"):
+    with pytest.raises(IncompatibleError, match=r"the checkpoint lacks optim\.skipped"):
         load(checkpoint, state)
-    with pytest.raises(ValueError, match=r"does not ask for optim\.skipped"):
+    with pytest.raises(IncompatibleError, match=r"does not ask for optim\.skipped"):
         load(save(state), {"model": model, "optim": adamw(model)})
 
 
@@ -425,6 +425,14 @@ def test_state_of_another_optimizer_does_not_fit(source: Any, target: Any, messa
     load(checkpoint, {"model": model, "optim": target(model.parameters())}, exclude="optim")
 
 
+def test_what_does_not_fit_of_an_optimizer_is_told_with_all_other_problems() -> None:
+    checkpoint = saved_by(torch.optim.Adagrad)
+    model = make_model()
+    state = {"model": model, "optim": sgd(model.parameters()), "more": torch.ones(1)}
+    with pytest.raises(IncompatibleError, match=r"without momentum[^\n]*\n[^\n]*lacks more"):
+        load(checkpoint, state)
+
+
 def test_optimizers_of_parts_load_into_that_of_the_whole_by_the_rename_of_the_how_to() -> None:
     parts = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in ("a", "b")]
     optimizers = [torch.optim.AdamW(part.parameters()) for part in parts]
@@ -540,7 +548,7 @@ def test_hyperparameters_that_are_tensors_are_not_compared() -> None:
     optimizer = in_groups(model, ([0], 0.3), ([1, 2], 0.3), lr=torch.tensor(0.5))
     checkpoint = save({"model": model, "optim": optimizer})
     mine = in_groups(model, ([0, 1, 2], 0.3))
-    with pytest.raises(ValueError, match=r"optim\.param_groups\.0\.lr is a tensor"):
+    with pytest.raises(IncompatibleError, match=r"optim\.param_groups\.0\.lr is a tensor"):
         load(checkpoint, {"model": model, "optim": mine})
     split = in_groups(model, ([0], 0.3), ([1], 0.3), ([2], 0.3))
     load(checkpoint, {"model": model, "optim": split})
@@ -556,7 +564,7 @@ def test_a_group_of_new_parameters_is_missing_and_keeps_its_own() -> None:
     saved = torch.optim.SGD([{"params": [first], "lr": 1.0}], lr=1.0)
     checkpoint = save({"model": model, "optim": saved})
     mine = torch.optim.SGD([{"params": rest, "lr": 3.0}, {"params": [first], "lr": 4.0}])
-    with pytest.raises(ValueError, match=r"lacks optim\.param_groups\.0"):
+    with pytest.raises(IncompatibleError, match=r"lacks optim\.param_groups\.0"):
         load(checkpoint, {"model": model, "optim": mine})
     binding = load(checkpoint, {"model": model, "optim": mine}, strict=False)
     assert binding.missing == ("optim.param_groups.0",)
