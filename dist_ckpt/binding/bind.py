@@ -26,7 +26,7 @@ from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.saved_tree import Saved, saved_of
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.template import Template, survey
-from dist_ckpt.binding.values import Filled, Known, Opened, Value
+from dist_ckpt.binding.values import Filled, Known, Taken, Value
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 from dist_ckpt.format.index import Key
 from dist_ckpt.memory.protocol import Target
@@ -273,7 +273,7 @@ class _Binder:
         requests = self._requests
         if live is None or (isinstance(live, Mapping) and not live):
             saved = None if requests.lacks(name) else requests.subtree(name)
-            return None if saved is None else Opened(live, saved)
+            return None if saved is None else Taken(live, saved)
         if not requests.selected(name) and not requests.chosen(name):
             return None
         value = requests.value(name) if requests.selected(name) else None

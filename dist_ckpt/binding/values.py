@@ -60,7 +60,7 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Opened:
+class Taken:
     """What was saved, where the state has an empty mapping or None.
 
     The user's own mapping is filled if the saved one is of the same class.
