@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -161,35 +162,26 @@ class Targets:
     def beside(self, name: str, beside: Beside) -> Fresh:
         """Want a tensor in new memory: laid out as a parameter if it has its shape, else whole."""
         record = self._tensor(name)[1]
-        dtype, parameter = torch_dtype(record.dtype), beside.parameter
-        whole = (Region.whole(record.shape),)
+        whole, dtype, parameter = Region.whole(record.shape), record.dtype, beside.parameter
         if beside.on_host:
-            return self._want_fresh(
-                name, whole, lambda: torch.empty(record.shape, dtype=dtype, device="cpu")
-            )
+            return self.box(name, whole, torch.device("cpu"))
         if isinstance(parameter, ParameterPart):
-            return self._beside_part(name, parameter, record, dtype)
-        held = self._held(parameter, name)
+            return self._beside_part(name, parameter, record)
+        held, like = self._held(parameter, name), parameter.detach()
         if record.shape == held.shape and isinstance(held.view, Whole):
             flat = self._template.rules.flat_part(record.shape)
             if flat is not None:
                 numel = sum(cell.numel for cell in flat)
-                return self._want_fresh(
-                    name, flat, lambda: parameter.detach().new_empty(numel, dtype=dtype)
-                )
+                return self._want_fresh(name, flat, partial(_new, like, (numel,), dtype))
         leaf = TensorLeaf(parameter, (beside.rule, tuple(parameter.shape)))
         cells = self._cells_of(name, held, leaf, record.shape)
         if cells is not None:
-            return self._want_fresh(name, cells, lambda: empty_like_saved(parameter, record.dtype))
+            return self._want_fresh(name, cells, partial(empty_like_saved, parameter, dtype))
         if not record.shape:
-            device = parameter.device
-            return self._want_fresh(
-                name, whole, lambda: torch.empty((), dtype=dtype, device=device)
-            )
+            return self.box(name, whole, parameter.device)
         # What the optimizer's own `new_zeros` would give: replicated, where the parameter is a
         # DTensor.
-        like = parameter.detach()
-        return self._want_fresh(name, whole, lambda: like.new_empty(record.shape, dtype=dtype))
+        return self._want_fresh(name, (whole,), partial(_new, like, record.shape, dtype))
 
     def box(self, name: str, box: Region, device: torch.device) -> Fresh:
         """Want a box of a tensor in new memory."""
@@ -199,15 +191,13 @@ class Targets:
             name, cells, lambda: torch.empty(box.shape, dtype=dtype, device=device)
         )
 
-    def _beside_part(
-        self, name: str, part: ParameterPart, record: TensorRecord, dtype: torch.dtype
-    ) -> Fresh:
+    def _beside_part(self, name: str, part: ParameterPart, record: TensorRecord) -> Fresh:
         """Want a tensor in new memory beside a part of a parameter: cut alike, or a scalar."""
         if record.shape == part.global_shape:
-            cells = self._held(part, name).cells
-            empty = part.tensor.new_empty
             return self._want_fresh(
-                name, cells, lambda: replace(part, tensor=empty(part.tensor.shape, dtype=dtype))
+                name,
+                self._held(part, name).cells,
+                lambda: replace(part, tensor=_new(part.tensor, part.tensor.shape, record.dtype)),
             )
         if record.shape:
             self.problems.append(
@@ -215,11 +205,7 @@ class Targets:
                 f"{part.global_shape}, which FSDP1 has cut into flat parts: exclude it, or load "
                 "into `fully_shard`"
             )
-        whole = (Region.whole(record.shape),)
-        device = part.tensor.device
-        return self._want_fresh(
-            name, whole, lambda: torch.empty(record.shape, dtype=dtype, device=device)
-        )
+        return self.box(name, Region.whole(record.shape), part.tensor.device)
 
     def check_tied(self, first: str, name: str) -> None:
         """Report it if two names of one tensor in the state were saved as two tensors."""
@@ -367,3 +353,7 @@ class Targets:
             return True
         self.resharded.append(name)
         return False
+
+
+def _new(like: torch.Tensor, shape: Shape, dtype: str) -> torch.Tensor:
+    return like.new_empty(shape, dtype=torch_dtype(dtype))
