@@ -22,6 +22,7 @@ from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import Abandoned, Index
+from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.storage import Storage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from model import Call, Files, Model, Outcome, Program, Replay, State
@@ -349,7 +350,10 @@ def search(ids) -> Callable[[str], list[tuple[str, list[str]]]]:
             num_faults=scenario.num_faults,
             private=(lambda _: False) if scenario.every_call else private,
         )
-        return list(model.search(scenario.check))
+        # Millions of states stay alive: to look through them for garbage again and again takes
+        # as long as the search.
+        with paused_collector():
+            return list(model.search(scenario.check))
 
     return search
 
