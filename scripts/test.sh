@@ -18,18 +18,24 @@ case "$*" in
     *) exec "$bin/python" -m pytest -m "not slow" "$@" ;;
 esac
 
-# All tests, at once: those that start processes, one after the other; those that mostly wait, in
-# two; and the others, which keep one core busy. With more that work at once a background writer,
-# whose priority is the lowest, might be taken for dead.
+# All tests, at once: most of them wait, for a disk, a silence or each other. Those that start
+# processes take turns in two rows, of which one is about the library and one about what lies around
+# it. With more that work at once a background writer, whose priority is the lowest, might be taken
+# for dead.
 logs=$(mktemp -d)
 ids=()
 trap 'kill "${ids[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
-for what in "not multi_process and not waits" "multi_process and waits" "not multi_process and waits"; do
-    "$bin/python" -m pytest -m "$what" >"$logs/${#ids[@]}" 2>&1 &
+around=(tests/benchmarks tests/repository)
+beside() {
+    "$bin/python" -m pytest "$@" >"$logs/${#ids[@]}" 2>&1 &
     ids+=($!)
-done
+}
+beside -m "not multi_process and not waits"
+beside -m "multi_process and waits"
+beside -m "not multi_process and waits"
+beside -m "multi_process and not waits" "${around[@]}"
 code=0
-"$bin/python" -m pytest -m "multi_process and not waits" || code=$?
+"$bin/python" -m pytest -m "multi_process and not waits" "${around[@]/#/--ignore=}" || code=$?
 for id in "${ids[@]}"; do
     wait "$id" || code=$?
 done
