@@ -5,13 +5,16 @@ the ranks that want it; they copy out of that slot and say when they are done. T
 it sends the unit once, into a slot of the rank there that hands it on in the same way. A slot is
 free again when all are done with it. Reading, checking, handing on and placing overlap.
 
-One thread of a rank decides and copies (`SharedReading._go`), others read. None of that waits for
-another rank: a fetch begins when a slot is free, a copy when the unit is there. So whatever a host
-has is copied, and its slots get free. Those threads that send and receive do wait, but all ranks go
-through the units in one order, and have slots of their own for what they receive: of all units that
-are not everywhere yet, the first has its fetcher's and its receivers' next slots. So no order in
-which ranks get on can block them. The thread that has called watches the one that decides, which
-watches all others: so any of them may hang, and all ranks learn it.
+One thread of a rank decides and copies (`SharedReading._decide`), others read. None of that waits
+for another rank: a fetch begins when a slot is free, a copy when the unit is there. So whatever a
+host has is copied, and its slots get free. Those threads that send and receive do wait, but all
+ranks go through the units in one order, and have slots of their own for what they receive: of all
+units that are not everywhere yet, the first has its fetcher's and its receivers' next slots. So no
+order in which ranks get on can block them. The thread that has called watches the one that decides,
+which watches all others: so any of them may hang, and all ranks learn it.
+
+What the deciding thread does side by side are generators, such as one for each slot: each goes on
+as far as it can, and yields where it has to wait for an end of a call or a word of another rank.
 
 A rank that meets an error gives up: it closes its links. So does the system when a rank dies. Who
 still waits for that rank raises a fallout, and closes its links too. A rank that is frozen is
@@ -20,37 +23,29 @@ noticed by its heartbeat.
 
 from __future__ import annotations
 
-import struct
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from dist_ckpt.comm.messages import FalloutError
 from dist_ckpt.comm.session import Session
-from dist_ckpt.errors import CorruptError, RankError, StorageError
-from dist_ckpt.format.geometry import Span
+from dist_ckpt.errors import StorageError
 from dist_ckpt.loading.read_once_agreement import Agreement
+from dist_ckpt.loading.read_once_flow import HostFlow, Relay
 from dist_ckpt.loading.read_once_units import SharedWork, UnitPart, num_slots
 from dist_ckpt.planning.plan import LoadPlan
+from dist_ckpt.planning.read_sharing import Name
 from dist_ckpt.runtime.threads import WORK_STALL_S, DaemonThreads, Watch, each
 from dist_ckpt.shard_io.block_reader import Reading, ReadTotals
 from dist_ckpt.shard_io.block_reads import BlockRead
-from dist_ckpt.shard_io.open_files import OpenFiles
+from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
 from dist_ckpt.shard_io.reading_work import nbytes_placed_by
 from dist_ckpt.shard_io.small_shards import Row
 
 # How often who waits looks after the ranks that it waits for, and after its own calls.
 LOOK_S = 1.0
-
-# The user of a slot that stands for all other hosts.
-_OTHER_HOSTS = -1
-
-# Kind; where a slot begins in the memory; of the unit in it: file and first block.
-_MESSAGE = struct.Struct("<BQQQ")
-_READY, _DONE = range(2)
 
 
 def read_shared(
@@ -66,11 +61,9 @@ def read_shared(
     FalloutError if another rank gives up or is lost.
     """
     work = SharedWork(ranks.channel.rank, files, plan, reading.targets, agreement.units)
-    flow = SharedReading(work, reading, agreement, ranks.channel.watch)
     with reading.telling_touched():
-        flow.run(ranks.config.threads)
-    nbytes_placed = nbytes_placed_by(plan)
-    return ReadTotals(flow.nbytes_read, nbytes_placed, flow.num_reads, flow.nbytes_received)
+        SharedReading(work, reading, agreement, ranks.channel.watch, ranks.config.threads).run()
+    return work.totals(nbytes_placed_by(plan))
 
 
 def verify_shared(
@@ -85,7 +78,7 @@ def verify_shared(
 
 
 class SharedReading:
-    """One rank's side of a shared reading; its counts are of shard data.
+    """One rank's side of a shared reading.
 
     `watch` raises an error if one of some ranks, for which this one waits, is lost.
     """
@@ -96,276 +89,157 @@ class SharedReading:
         reading: Reading,
         agreement: Agreement,
         watch: Callable[[Sequence[int]], None],
+        threads: int,
     ) -> None:
-        assert agreement.links is not None, "there are units"
-        self.nbytes_read = self.nbytes_received = self.num_reads = 0
+        links = agreement.links
+        assert links is not None, "there are units"
         self._work = work
         self._reading = reading
         self._agreement = agreement
-        self._links = agreement.links
-        self._collective = agreement.collective
         self._watch = watch
-        self._own = work.own_reads()
-        self._fetched = deque(work.fetched())
-        self._relayed = deque(work.relayed())
-        self._untold = work.told_by()
-        self._told: deque[tuple[int, int, UnitPart]] = deque()  # which rank has it in which slot
-        self._to_send: deque[tuple[int, UnitPart]] = deque()
-        self._num_slots = slots = num_slots(between_hosts=agreement.between_hosts)
-        offsets = range(0, 2 * slots * work.slot_nbytes, work.slot_nbytes)
-        self._free = list(offsets[:slots])
-        self._free_to_receive = list(offsets[slots:])
-        self._users: dict[int, set[int]] = {}  # of the slots that are not free
-        self._gone: set[int] = set()  # ranks whose links have ended
-        self._calls: list[_Call] = []
-        self._couriers: list[_Call] = []
-        self._next_look = time.monotonic() + LOOK_S
+        self._num_slots = num_slots(between_hosts=agreement.between_hosts)
+        self._most_own = 2 * threads
+        self._decider = _Crew(1, links.wake)
+        self._readers = _Crew(threads, links.wake)
+        self._couriers = _Crew(2 * self._num_slots, links.wake)
+        self._host = HostFlow(work, reading, links)
+        self._relay = Relay(work.rank, reading, agreement.collective)
+        self._links = links
 
-    def run(self, threads: int) -> None:
+    def run(self) -> None:
         """Do all of it; after an error no other rank goes on waiting for this one."""
-        decider, pool = DaemonThreads(1), DaemonThreads(threads)
-        couriers = DaemonThreads(2 * self._num_slots)
-        going = _Call(lambda: self._go(going, 2 * threads, pool, couriers))
         try:
             self._links.accept(self._agreement.partners)
-            going.begin(decider)
-            while not going.is_done():
-                going.check(LOOK_S)
+            for _ in self._decider.call(self._decide):
+                self._decider.check(LOOK_S)
         except BaseException:
             # This ends the deciding thread too, unless it hangs in a copy.
             self._agreement.give_up()
             raise
         finally:
             until = time.monotonic() + WORK_STALL_S
-            _end((going,), until)
-            _end(self._calls, until)
+            self._decider.end(until)
+            self._readers.end(until)
             # They touch nothing but this rank's memory.
-            _end(self._couriers, time.monotonic() + LOOK_S)
-            for one in (decider, pool, couriers):
-                one.close()
+            self._couriers.end(time.monotonic() + LOOK_S)
 
-    def _go(
-        self, itself: _Call, most_calls: int, pool: DaemonThreads, couriers: DaemonThreads
-    ) -> None:
+    def _decide(self) -> None:
         """Decide and copy until all is done; who waits for that is told of each step."""
-        wake = self._links.wake
-        while True:
-            while len(self._calls) < most_calls and (call := self._next()) is not None:
-                self._calls.append(call)
-                call.begin(pool, wake)
-            while (call := self._next_courier()) is not None:
-                self._couriers.append(call)
-                call.begin(couriers, wake)
-            if self._is_done():
-                break
-            if self._told:
-                self._copy(*self._told.popleft())
-                self._hear(0)
-            else:
-                self._hear(LOOK_S)
-            self._calls = _settled(self._calls)
-            self._couriers = _settled(self._couriers)
-            self._check_gone()
-            self._look()
-            itself.put_off()
+        offsets = range(0, 2 * self._num_slots * self._work.slot_nbytes, self._work.slot_nbytes)
+        to_fetch, to_receive = self._work.fetched(), self._work.relayed()
+        own = self._work.own_reads()
+        next_look = time.monotonic() + LOOK_S
+        for _ in together(
+            # First what others wait for. All slots take their units from one iterator, in order.
+            *(self._fetch(offset, to_fetch) for offset in offsets[: self._num_slots]),
+            *(self._receive(offset, to_receive) for offset in offsets[self._num_slots :]),
+            *(self._read(own) for _ in range(self._most_own)),
+            self._host.take(),
+        ):
+            self._host.check_gone()
+            if time.monotonic() >= next_look:
+                self._watch(sorted(self._host.awaited() | self._couriers.awaited()))
+                self._readers.check()
+                next_look = time.monotonic() + LOOK_S
+            self._decider.put_off()
+            self._host.hear(LOOK_S)
 
-    def _is_done(self) -> bool:
-        underway = self._calls or self._couriers or self._users
-        ahead = self._told or self._fetched or self._relayed or any(self._untold.values())
-        return not underway and not ahead
+    def _fetch(self, offset: int, names: Iterator[Name]) -> Iterator[None]:
+        """Fetch units into a slot, one after another; each is handed on to all that want it."""
+        for part in map(self._work.part, names):
+            data = self._host.slot(offset, part)
+            yield from self._readers.call(partial(_fetch, self._reading, part, data))
+            yield from together(self._send(part, data), self._host.hand_on(offset, part))
 
-    def _next(self) -> _Call | None:
-        """Return what to read next, if anything can be: first what others wait for."""
-        if self._free and self._fetched:
-            offset, part = self._free.pop(), self._work.part(self._fetched.popleft())
-            return _Call(partial(self._fetch, offset, part), partial(self._is_here, offset, part))
-        if (own := next(self._own, None)) is not None:
-            return _Call(partial(self._reading.read, *own), partial(self._count_read, own[1].span))
-        return None
+    def _send(self, part: UnitPart, data: memoryview) -> Iterator[None]:
+        if agents := part.unit.agents:
+            yield from self._couriers.call(partial(self._relay.send, part, data), agents)
 
-    def _next_courier(self) -> _Call | None:
-        """Return what to send or receive next, if there is a slot with it, or for it."""
-        if self._to_send:
-            offset, part = self._to_send.popleft()
-            done = partial(self._release, offset, _OTHER_HOSTS)
-            return _Call(partial(self._send, offset, part), done, part.unit.agents)
-        if self._free_to_receive and self._relayed:
-            offset = self._free_to_receive.pop()
-            part = self._work.part(self._relayed.popleft())
-            done = partial(self._is_received, offset, part)
-            return _Call(partial(self._receive, offset, part), done, (part.unit.fetcher,))
-        return None
+    def _receive(self, offset: int, names: Iterator[Name]) -> Iterator[None]:
+        """Receive units into a slot, one after another, and hand them on on this host."""
+        for part in map(self._work.part, names):
+            receive = partial(self._relay.receive, part, self._host.slot(offset, part))
+            yield from self._couriers.call(receive, (part.unit.fetcher,))
+            yield from self._host.hand_on(offset, part)
 
-    def _copy(self, rank: int, offset: int, part: UnitPart) -> None:
-        """Take what a rank hands on. At once: to have a thread do it would take as long again."""
-        data = self._links.memory_of(rank)[offset : offset + part.span.nbytes]
-        for read in part.reads:
-            self._reading.place(part.file, read, _of(read, part, data))
-        if rank == self._work.rank:
-            self._release(offset, rank)
-        else:
-            self.nbytes_received += part.span.nbytes
-            self._links.send(rank, _MESSAGE.pack(_DONE, offset, *part.unit.name))
-
-    # --- what other threads do -------------------------------------------------------------------
-
-    def _fetch(self, offset: int, part: UnitPart) -> None:
-        data = self._slot(offset, part)
-        for read in part.reads:
-            self._reading.fetch(part.file, read, _of(read, part, data))
-
-    def _send(self, offset: int, part: UnitPart) -> None:
-        data = self._slot(offset, part)
-        sent = [self._collective.send(agent, data, tag) for agent, tag in part.tags.items()]
-        for transfer in sent:
-            transfer.wait()
-
-    def _receive(self, offset: int, part: UnitPart) -> None:
-        tag = part.tags[self._work.rank]
-        fetcher, data = part.unit.fetcher, self._slot(offset, part)
-        self._collective.receive(fetcher, data, tag).wait()
-        begin = part.span.start
-        try:
-            for read in part.reads:
-                place = data[read.span.start - begin : read.span.stop - begin]
-                self._reading.check(part.file, read, place)
-        except CorruptError as error:
-            raise RankError(
-                f"what rank {fetcher} has read and sent arrived damaged: {error}. Look at the "
-                "network and the memory of both hosts, then try again",
-                rank=fetcher,
-            ) from error
-
-    def _slot(self, offset: int, part: UnitPart) -> memoryview:
-        return self._links.memory_of(self._work.rank)[offset : offset + part.span.nbytes]
-
-    # --- what follows ----------------------------------------------------------------------------
-
-    def _is_here(self, offset: int, part: UnitPart) -> None:
-        """Hand on a unit that has been fetched or received."""
-        unit, rank = part.unit, self._work.rank
-        if unit.fetcher == rank:
-            self._count_read(part.span)
-        self._users[offset] = set(unit.host_of(rank))
-        for other in unit.host_of(rank)[1:]:
-            self._links.send(other, _MESSAGE.pack(_READY, offset, *unit.name))
-        self._told.append((rank, offset, part))
-        if unit.fetcher == rank and unit.agents:
-            self._users[offset].add(_OTHER_HOSTS)
-            self._to_send.append((offset, part))
-
-    def _is_received(self, offset: int, part: UnitPart) -> None:
-        self.nbytes_received += part.span.nbytes
-        self._is_here(offset, part)
-
-    def _release(self, offset: int, user: int) -> None:
-        self._users[offset].discard(user)
-        if not self._users[offset]:
-            del self._users[offset]
-            is_first = offset < self._num_slots * self._work.slot_nbytes
-            (self._free if is_first else self._free_to_receive).append(offset)
-
-    def _count_read(self, span: Span) -> None:
-        self.nbytes_read += span.nbytes
-        self.num_reads += 1
-
-    # --- the other ranks -------------------------------------------------------------------------
-
-    def _hear(self, timeout_s: float) -> None:
-        """Take note of what other ranks say; wait for that, or for the end of a call."""
-        for rank, message in self._links.receive(timeout_s):
-            if message is None:
-                self._gone.add(rank)
-                continue
-            kind, offset, file, block = _MESSAGE.unpack(message)
-            if kind == _DONE:
-                self._release(offset, rank)
-            else:
-                self._untold[rank].remove((file, block))
-                self._told.append((rank, offset, self._work.part((file, block))))
-
-    def _check_gone(self) -> None:
-        """Raise FalloutError if a rank is waited for whose link has ended, maybe long ago."""
-        if lost := self._gone and self._gone & self._awaited():
-            raise FalloutError(
-                f"rank {min(lost)} of this host has given up or is gone, and had not handed on "
-                "and taken all that is shared; look into that rank's log"
-            )
-
-    def _awaited(self) -> set[int]:
-        """Return the ranks that this one waits for now, or will."""
-        ranks = {rank for rank, names in self._untold.items() if names}
-        ranks.update(*self._users.values(), *(call.ranks for call in self._couriers))
-        return ranks - {self._work.rank, _OTHER_HOSTS}
-
-    def _look(self) -> None:
-        """Raise an error if a rank that is waited for is lost, or a call hangs."""
-        if time.monotonic() < self._next_look:
-            return
-        self._watch(sorted(self._awaited()))
-        for call in self._calls:
-            call.check()
-        self._next_look = time.monotonic() + LOOK_S
+    def _read(self, reads: Iterator[tuple[OpenFile, Row | BlockRead]]) -> Iterator[None]:
+        """Do one after another what only this rank wants."""
+        for file, read in reads:
+            yield from self._readers.call(partial(self._reading.read, file, read))
 
 
-def _of(read: Row | BlockRead, part: UnitPart, data: memoryview) -> memoryview:
-    """Return what one read brings of a part, all of which is `data`."""
-    start, stop = read.span.start - part.span.start, read.span.stop - part.span.start
-    return data[start:stop]
+def _fetch(reading: Reading, part: UnitPart, data: memoryview) -> None:
+    for read, place in part.places(data):
+        reading.fetch(part.file, read, place)
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
-    """What another thread does, and what follows when it is done; `ranks` are waited for in it."""
+    """What another thread does; `ranks` are waited for in it, and after `until` it hangs."""
 
-    def __init__(
-        self,
-        work: Callable[[], object],
-        then: Callable[[], None] = lambda: None,
-        ranks: tuple[int, ...] = (),
-    ) -> None:
-        self.ranks = ranks
-        self._work = work
-        self._then = then
-        self._watch = Watch()
-        self._future: Future[object] = Future()
-        self._until = time.monotonic() + WORK_STALL_S
+    ranks: Sequence[int]
+    until: float = field(default_factory=lambda: time.monotonic() + WORK_STALL_S)
+    watch: Watch = field(default_factory=Watch)
+    future: Future[object] = field(default_factory=Future)
 
-    def begin(self, pool: DaemonThreads, wake: Callable[[], None] = lambda: None) -> None:
-        """Have a thread of the pool do the work; it calls `wake` when it is done."""
-        self._future = pool.submit(partial(self._watch.over, self._work))
-        self._future.add_done_callback(lambda _: wake())
+
+class _Crew:
+    """Threads, and the calls they are at; the end of each wakes who decides."""
+
+    def __init__(self, threads: int, wake: Callable[[], None]) -> None:
+        self._pool = DaemonThreads(threads)
+        self._wake = wake
+        self._calls: list[_Call] = []
+
+    def call(self, work: Callable[[], object], ranks: Sequence[int] = ()) -> Iterator[None]:
+        """Have a thread do this, and yield until it is done; raises what it raises."""
+        call = _Call(ranks)
+        self._calls.append(call)
+        self._pool.submit(partial(call.watch.over, work), call.future)
+        call.future.add_done_callback(lambda _: self._wake())
+        while not call.future.done():
+            yield
+        self._calls.remove(call)
+        call.future.result(timeout=0)
+
+    def awaited(self) -> set[int]:
+        """Return the ranks that its calls wait for."""
+        return {rank for call in self._calls for rank in call.ranks}
 
     def put_off(self) -> None:
-        """Let the time after which the work hangs begin now."""
-        self._until = time.monotonic() + WORK_STALL_S
-
-    def is_done(self) -> bool:
-        """Say whether the work is done; if so, do what follows, or raise what it raised."""
-        if not self._future.done():
-            return False
-        self._future.result(timeout=0)
-        self._then()
-        return True
+        """Let the time after which its calls hang begin now."""
+        for call in self._calls:
+            call.until = time.monotonic() + WORK_STALL_S
 
     def check(self, wait_s: float = 0.001) -> None:
-        """Wait a moment for the end of the work; raise StorageError if it hangs."""
-        fact = self._watch.wait_for(self._future, time.monotonic() + wait_s)
-        if fact is None and not self._future.done() and time.monotonic() > self._until:
-            fact = "the storage or the device did not answer; look at their health, then try again"
-        if fact is not None:
-            raise StorageError(fact)
+        """Wait a moment for the end of each call; StorageError if one hangs."""
+        for call in self._calls:
+            fact = call.watch.wait_for(call.future, time.monotonic() + wait_s)
+            if fact is None and not call.future.done() and time.monotonic() > call.until:
+                fact = (
+                    "the storage or the device did not answer; look at their health, then try again"
+                )
+            if fact is not None:
+                raise StorageError(fact)
 
     def end(self, until: float) -> None:
-        """Take the work back, or wait for its end if it has begun."""
-        self._future.cancel()
-        self._watch.wait_for(self._future, until)
+        """Take back the calls that have not begun, and wait for the others."""
+        # This may return with calls still stuck in the kernel; nothing can end them.
+        for call in self._calls:
+            call.future.cancel()
+            call.watch.wait_for(call.future, until)
+        self._pool.close()
 
 
-def _settled(calls: Iterable[_Call]) -> list[_Call]:
-    return [call for call in calls if not call.is_done()]
+def together(*ways: Iterator[None]) -> Iterator[None]:
+    """Let several go on until all are at their end; yield whenever none can go on by itself."""
+    going = list(ways)
+    while going := [one for one in going if _goes_on(one)]:
+        yield
 
 
-def _end(calls: Iterable[_Call], until: float) -> None:
-    # This may return with calls still stuck in the kernel; nothing can end them.
-    for call in calls:
-        call.end(until)
+def _goes_on(one: Iterator[None]) -> bool:
+    """Let it go on as far as it can; say whether it waits there."""
+    for _ in one:
+        return True
+    return False

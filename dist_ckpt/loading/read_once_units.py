@@ -10,6 +10,7 @@ from itertools import pairwise
 from dist_ckpt.format.geometry import Span
 from dist_ckpt.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.planning.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit, joined
+from dist_ckpt.shard_io.block_reader import ReadTotals
 from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_runs, reads_of
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
 from dist_ckpt.shard_io.reading_work import CellTargets, needs_of
@@ -77,6 +78,12 @@ class UnitPart:
         """Its bytes in the data section; the reads fill it in order, without a hole."""
         return Span(self.reads[0].span.start, self.reads[-1].span.stop)
 
+    def places(self, data: memoryview) -> Iterator[tuple[Row | BlockRead, memoryview]]:
+        """Return each read, and where in the unit, which is `data`, it brings its bytes."""
+        begin = self.span.start
+        for read in self.reads:
+            yield read, data[read.span.start - begin : read.span.stop - begin]
+
 
 class SharedWork:
     """What a rank does to fill its targets, when all ranks share `units`, given by file."""
@@ -125,6 +132,18 @@ class SharedWork:
         """Return what there is to do with a unit."""
         file, block = name
         return self._of(file)[1][block]
+
+    def totals(self, nbytes_placed: int) -> ReadTotals:
+        """Return what all of it has cost when it is done."""
+        own = [read.span.nbytes for _, read in self.own_reads()]
+        fetched = [self.part(name).span.nbytes for name in self.fetched()]
+        shared = sum(self.part(unit.name).span.nbytes for unit in self._all())
+        return ReadTotals(
+            nbytes_read=sum(own) + sum(fetched),
+            nbytes_placed=nbytes_placed,
+            num_reads=len(own) + len(fetched),
+            nbytes_received=shared - sum(fetched),
+        )
 
     def _all(self) -> Iterator[Unit]:
         return (unit for file in sorted(self._units) for unit in self._units[file])

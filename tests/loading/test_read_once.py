@@ -606,6 +606,16 @@ def test_a_load_that_takes_longer_than_a_call_may_is_not_taken_to_hang(tree, mon
     assert reports[0].seconds["read"] > 0.5
 
 
+@pytest.mark.parametrize(("mode", "hosts"), [("host", ONE_HOST), ("job", TWO_HOSTS)])
+def test_no_step_waits_until_a_rank_looks_after_the_others(mode, hosts, tree, monkeypatch):
+    monkeypatch.setattr(read_once, "LOOK_S", 20.0)
+    states = [whole_state() for _ in range(4)]
+    storage = MemoryStorage(tree)
+    outcomes = try_load(lambda _: storage, states, hosts=hosts, read_once=mode, strict=False)
+    for report in loaded(outcomes):
+        assert report.seconds["read"] < 15
+
+
 def test_a_rank_that_gave_up_before_it_was_waited_for_is_not_waited_for(monkeypatch):
     heard = threading.Event()
     receive = host_links.HostLinks.receive
