@@ -30,6 +30,7 @@ from dist_ckpt.state.tree import (
     TensorLeaf,
     Tree,
     children_of,
+    walk,
 )
 from dist_ckpt.state.wrappers import FlatShard
 
@@ -166,9 +167,19 @@ def unflattened(root: Branch) -> Branch:
     Raises ValueError where the module that has a flat parameter is not in the state, or is twice.
     """
     parts: dict[int, tuple[ParameterPart, ...]] = {}
-    if not _collect("", root, parts):
-        return root
-    return _replaced_in(root, "", parts)
+    is_over_flat = False
+    for fqn, _, leaf in walk(root, tensors=False):
+        if isinstance(leaf, OptimizerLeaf):
+            is_over_flat = is_over_flat or any(map(is_flattened, leaf.held.parameters()))
+        elif isinstance(leaf, ModuleLeaf):
+            flats = (part.flat for part in leaf.state.parts if part.flat is not None)
+            for key, found in (pair for flat in flats for pair in flat.parts().items()):
+                if parts.setdefault(key, found) is not found:
+                    raise ValueError(
+                        f"{fqn}: its FullyShardedDataParallel is in the state twice: put it there "
+                        "once"
+                    )
+    return _replaced_in(root, "", parts) if is_over_flat else root
 
 
 def _replaced_in(tree: Branch, fqn: str, parts: ByParameter) -> Branch:
@@ -190,7 +201,7 @@ def _replaced(tree: Tree, fqn: str, parts: ByParameter) -> Tree:
 
 
 def _seen(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
-    parameters = [p for group in leaf.held.groups for p in group["params"]]
+    parameters = leaf.held.parameters()
     for parameter in parameters:
         if is_flattened(parameter) and id(parameter) not in parts:
             raise ValueError(
@@ -263,28 +274,3 @@ def _equal(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return one == other
-
-
-def _collect(fqn: str, tree: Tree, parts: dict[int, tuple[ParameterPart, ...]]) -> bool:
-    """Gather the parts that the modules have; say whether any optimizer is over flat parameters."""
-    match tree:
-        case Branch():
-            over = [
-                _collect(join(fqn, key), one, parts)
-                for key, one in tree.children.items()
-                if not isinstance(one, TensorLeaf)  # most are
-            ]
-            return any(over)
-        case ObjectLeaf():
-            return _collect(fqn, tree.content, parts)
-        case ModuleLeaf():
-            flats = (part.flat for part in tree.state.parts if part.flat is not None)
-            for key, found in (pair for flat in flats for pair in flat.parts().items()):
-                if parts.setdefault(key, found) is not found:
-                    raise ValueError(
-                        f"{fqn}: its FullyShardedDataParallel is in the state twice: put it there "
-                        "once"
-                    )
-        case OptimizerLeaf():
-            return any(map(is_flattened, (p for g in tree.held.groups for p in g["params"])))
-    return False

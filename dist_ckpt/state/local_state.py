@@ -38,8 +38,7 @@ from dist_ckpt.state.tree import (
     PlainLeaf,
     TensorLeaf,
     Tree,
-    compound_children,
-    module_children,
+    children_of,
     walk,
 )
 from dist_ckpt.state.wrappers import RNG, PerRank, key_of
@@ -74,10 +73,7 @@ class LocalState:
             if isinstance(leaf, OptimizerLeaf):
                 state = join(fqn, "state.")
                 names.update(name for name in self.parts if name.startswith(state))
-                groups = leaf.held.groups
-                stepped.update(
-                    id(p) for group in groups for p in group["params"] if p.requires_grad
-                )
+                stepped.update(id(p) for p in leaf.held.parameters() if p.requires_grad)
         for fqn, leaf in self.owners:
             if isinstance(leaf, ModuleLeaf):
                 named = leaf.state.names_of_parameters()
@@ -113,7 +109,7 @@ def take(
     root = unflattened(read_state(state))
     taker = _Taker(
         Rules(sharding, root, rank=rank, world_size=world_size),
-        name_parameters(walk(root)),
+        name_parameters(walk(root, tensors=False)),
         rank,
         group_ranks,
         last.tensors if last else (),
@@ -194,10 +190,10 @@ class _Taker:
                 self._add_branch(fqn, tree.kind, tree.children)
             case CompoundLeaf():
                 self._rules.check_whole(fqn, tree)
-                self._add_branch(fqn, "dict", compound_children(tree))
+                self._add_branch(fqn, "dict", children_of(tree))
             case ModuleLeaf():
                 self._owners.append((fqn, tree))
-                self._add_branch(fqn, "dict", module_children(tree))
+                self._add_branch(fqn, "dict", children_of(tree))
             case OptimizerLeaf():
                 self._owners.append((fqn, tree))
                 self._add(fqn, optimizer_tree(tree, self._names[fqn], fqn))

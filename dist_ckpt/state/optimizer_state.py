@@ -45,6 +45,10 @@ class OptimizerState:
     partition: frozenset[int] | None = None
     told: Mapping[str, Any] | None = None
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters of all groups."""
+        return [parameter for group in self.groups for parameter in group[_PARAMS]]
+
     def keeps(self, parameter: torch.Tensor) -> bool:
         """Say whether the state of a parameter is on this rank."""
         return self.partition is None or id(parameter) in self.partition

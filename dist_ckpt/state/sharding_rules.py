@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import prod
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.format.geometry import Cell, Region, Shape
@@ -46,20 +47,18 @@ class Rules:
         # Plain dicts may hold an optimizer's state, as torch's helpers make it: it follows the
         # rule of the parameter that another part of the state has.
         held: dict[str, Shape] = {}
+        buffers: set[str] = set()
         for fqn, _, leaf in walk(root):
             if isinstance(leaf, TensorLeaf) and isinstance(leaf.value, torch.Tensor):
                 # The helpers call a parameter as its model does, an optimizer here as the state.
                 for name in (rule_name := self._name(fqn), fqn):
                     held.setdefault(name, tuple(leaf.value.shape))
                     self._rule_names.setdefault(name, rule_name)
+            elif isinstance(leaf, ModuleLeaf):
+                live = leaf.state.live.items()
+                buffers.update(join(fqn, n) for n, t in live if not isinstance(t, nn.Parameter))
         self._shapes = {**held, **sharding.shapes}
-        self._buffers = frozenset(
-            join(fqn, name)
-            for fqn, _, leaf in walk(root)
-            if isinstance(leaf, ModuleLeaf)
-            for name in leaf.tensors
-            if not isinstance(leaf.state.live[name], torch.nn.Parameter)
-        )
+        self._buffers = frozenset(buffers)
 
     @property
     def are_none(self) -> bool:
