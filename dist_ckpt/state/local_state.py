@@ -154,7 +154,6 @@ class _Taker:
         self._parts: dict[str, tuple[torch.Tensor, ...]] = {}
         self._values: dict[str, object] = {}
         self._per_rank: dict[str, tuple[Key, object]] = {}
-        self._keys: dict[str, Key | None] = {}
         self._wrappers: dict[str, PerRank | RNG] = {}
         self._owners: list[tuple[str, ModuleLeaf | OptimizerLeaf]] = []
 
@@ -175,7 +174,7 @@ class _Taker:
             tensors=tuple(self._tensors),
             aliases=tuple(self._aliases),
             values=tuple(self._values),
-            per_rank=tuple(self._keys.items()),
+            per_rank=tuple((fqn, wrapper.key) for fqn, wrapper in self._wrappers.items()),
             tree=tuple(self._tree),
             name_lists=tuple(self._name_lists),
             numpy=tuple(self._numpy),
@@ -203,7 +202,6 @@ class _Taker:
                 self._add_value(fqn, tree.value)
             case PerRankLeaf():
                 self._claim(fqn)
-                self._keys[fqn] = tree.wrapper.key
                 self._wrappers[fqn] = tree.wrapper
             case GroupLeaf():
                 self._add_group(fqn, tree)

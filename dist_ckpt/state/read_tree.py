@@ -48,9 +48,13 @@ def read_state(state: State) -> Branch:
     return Branch(kind_of(state) or "dict", state, _children(dict(state), "", (id(state),)))
 
 
-def read_value(value: object, fqn: str) -> Tree:
-    """Read what is at one name of a state."""
-    return _read(value, fqn, ())
+def read_value(value: object, fqn: str, above: tuple[int, ...] = ()) -> Tree:
+    """Read what is at one name of a state.
+
+    `above` are the id()s of what it lies in, so that a cycle is refused.
+    """
+    leaf = _leaf(value, fqn)
+    return leaf if leaf is not None else _read_further(value, fqn, above)
 
 
 def read_tensor(value: object, fqn: str) -> TensorLeaf | CompoundLeaf:
@@ -123,12 +127,6 @@ def users_code(fqn: str, owner: object, what: str) -> Iterator[None]:
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
-def _read(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
-    """Read one value; `above` are the id()s of what it lies in, so that a cycle is refused."""
-    leaf = _leaf(value, fqn)
-    return leaf if leaf is not None else _read_further(value, fqn, above)
-
-
 def _read_further(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
     if isinstance(value, Named | Optimizer):
         return _read_optimizer(value, fqn, above)
@@ -143,7 +141,7 @@ def _read_further(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
     if isinstance(value, nn.Module):
         return _read_module(_state_of_module(value, fqn), fqn, above)
     if entries is None:
-        return ObjectLeaf(value, _read(state_of(value, fqn), fqn, above))
+        return ObjectLeaf(value, read_value(state_of(value, fqn), fqn, above))
     return _read_container(value, entries, fqn, above)
 
 
@@ -236,7 +234,7 @@ def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> Module
             plain = type(value) in PLAIN  # most are: no name is made for them
             tensors[name] = TensorLeaf(value) if plain else read_tensor(value, join(fqn, name))
         else:
-            extras[name] = _read(value, join(fqn, name), above)
+            extras[name] = read_value(value, join(fqn, name), above)
     return ModuleLeaf(state, tensors, extras)
 
 
@@ -257,7 +255,7 @@ def _read_optimizer(
         check_unnamed(optimizer, fqn)
     try:
         if held is None:
-            return ObjectLeaf(optimizer, _read(told, fqn, above))
+            return ObjectLeaf(optimizer, read_value(told, fqn, above))
         return OptimizerLeaf(held, names, _children(held.further(), fqn, above))
     except (TypeError, ValueError) as error:
         raise TypeError(
