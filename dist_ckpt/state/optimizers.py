@@ -11,7 +11,7 @@ Of tied parameters the first name counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,9 @@ from dist_ckpt.state.tree import (
 
 # What says which parameters a group has, in other words than ours.
 LOCAL_KEYS = frozenset({"params", "param_names"})
+
+# Where the modules of a state have each parameter, by its id(): component, module, name in it.
+Places = Mapping[int, Sequence[tuple[str, str, str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,59 +57,55 @@ def name_parameters(
     `leaves` are what `walk` yields. Raises ValueError for a parameter without a name or with two,
     and for an optimizer that keeps another which neither it nor the state tells of.
     """
-    found = [one for one in leaves if isinstance(one[2], ModuleLeaf | OptimizerLeaf)]
-    names = _Names(found)
-    optimizers = [(fqn, leaf) for fqn, _, leaf in found if isinstance(leaf, OptimizerLeaf)]
-    all_of_them = {id(leaf.held.optimizer) for _, leaf in optimizers}
-    for fqn, leaf in optimizers:
+    optimizers: dict[str, OptimizerLeaf] = {}
+    places: dict[int, list[tuple[str, str, str]]] = {}
+    for fqn, component, leaf in leaves:
+        if isinstance(leaf, OptimizerLeaf):
+            optimizers[fqn] = leaf
+        elif isinstance(leaf, ModuleLeaf):
+            for key, name in leaf.state.names_of_parameters().items():
+                places.setdefault(key, []).append((component, fqn, name))
+    all_of_them = {id(leaf.held.optimizer) for leaf in optimizers.values()}
+    for fqn, leaf in optimizers.items():
         check_told(leaf.held.optimizer, fqn, all_of_them)
-    return {fqn: names.of(leaf, fqn) for fqn, leaf in optimizers}
+    return {fqn: _names(leaf, fqn, places) for fqn, leaf in optimizers.items()}
 
 
-class _Names:
-    """The names that the modules of a state give to parameters."""
+def _names(leaf: OptimizerLeaf, fqn: str, places: Places) -> dict[int, ParameterName]:
+    if leaf.names is None:
+        names = _by_module(leaf.held, fqn, places)
+    else:
+        names = {key: ParameterName(name, name, name) for key, name in leaf.names.items()}
+    taken: dict[str, str] = {}
+    for parameter, where in _parameters(leaf.held):
+        if id(parameter) not in names:
+            raise ValueError(f"{fqn}: {where} has no name in dc.Named: add it to `names`")
+        name = names[id(parameter)].stored
+        if taken.setdefault(name, where) != where:
+            raise ValueError(
+                f"{fqn}: {taken[name]} and {where} are both called {name!r}: give them "
+                "different names"
+            )
+    return names
 
-    def __init__(self, leaves: Iterable[tuple[str, str, Tree]]) -> None:
-        self._places: dict[int, list[tuple[str, str, str]]] = {}
-        for fqn, component, leaf in leaves:
-            if isinstance(leaf, ModuleLeaf):
-                for identity, name in leaf.state.names_of_parameters().items():
-                    self._places.setdefault(identity, []).append((component, fqn, name))
 
-    def of(self, leaf: OptimizerLeaf, fqn: str) -> dict[int, ParameterName]:
-        if leaf.names is None:
-            names = self._by_module(leaf.held, fqn)
-        else:
-            names = {key: ParameterName(name, name, name) for key, name in leaf.names.items()}
-        taken: dict[str, str] = {}
-        for parameter, where in _parameters(leaf.held):
-            if id(parameter) not in names:
-                raise ValueError(f"{fqn}: {where} has no name in dc.Named: add it to `names`")
-            name = names[id(parameter)].stored
-            if taken.setdefault(name, where) != where:
-                raise ValueError(
-                    f"{fqn}: {taken[name]} and {where} are both called {name!r}: give them "
-                    "different names"
-                )
-        return names
-
-    def _by_module(self, held: OptimizerState, fqn: str) -> dict[int, ParameterName]:
-        names = {}
-        for parameter, where in _parameters(held):
-            found = self._places.get(id(parameter), [])
-            if len(found) != 1:
-                raise ValueError(f"{fqn}: {where} {_found(found)}{_REMEDY}")
-            component, module, name = found[0]
-            stored = join(module, name)
-            rule = stored.removeprefix(f"{component}.")
-            names[id(parameter)] = ParameterName(stored, rule, own=name)
-        return names
+def _by_module(held: OptimizerState, fqn: str, places: Places) -> dict[int, ParameterName]:
+    names = {}
+    for parameter, where in _parameters(held):
+        found = places.get(id(parameter), [])
+        if len(found) != 1:
+            raise ValueError(f"{fqn}: {where} {_found(found)}{_REMEDY}")
+        component, module, name = found[0]
+        stored = join(module, name)
+        rule = stored.removeprefix(f"{component}.")
+        names[id(parameter)] = ParameterName(stored, rule, own=name)
+    return names
 
 
 _REMEDY = "put that module into the state once, or pass dc.Named(optimizer, names)"
 
 
-def _found(places: list[tuple[str, str, str]]) -> str:
+def _found(places: Sequence[tuple[str, str, str]]) -> str:
     if not places:
         return "is in no module of the state: "
     names = " and ".join(repr(join(module, name)) for _, module, name in places)
@@ -127,7 +126,7 @@ def optimizer_tree(leaf: OptimizerLeaf, names: Mapping[int, ParameterName], fqn:
     Raises ValueError for state that belongs to no parameter of a group.
     """
     held = leaf.held
-    parameters = [parameter for parameter, _ in _parameters(held)]
+    parameters = held.parameters()
     shared = held.shared()
     strange = set(map(id, held.state)) - set(map(id, parameters)) - set(map(id, shared))
     if strange:
