@@ -7,7 +7,7 @@ a value belongs to one rank, `Named` what an optimizer's parameters are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -83,19 +83,17 @@ class PerRank:
     """
 
     value: object
+    _: KW_ONLY
     key: Key | None = None
     on_reshard: OnReshard = "error"
 
-    def __init__(
-        self, value: object, *, key: Key | None = None, on_reshard: OnReshard = "error"
-    ) -> None:
-        if isinstance(value, PerRank | RNG):
+    def __post_init__(self) -> None:
+        if isinstance(self.value, PerRank | RNG):
             raise TypeError(
-                f"PerRank holds a {type(value).__name__}: put that into the state as it is"
+                f"PerRank holds a {type(self.value).__name__}: put that into the state as it is"
             )
-        self.value = value
-        self.key = _checked_key(key)
-        self.on_reshard = _checked_policy(on_reshard)
+        _check_key(self.key)
+        _check_policy(self.on_reshard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +107,8 @@ class RNG:
     key: Key | None = None
 
     def __post_init__(self) -> None:
-        _checked_key(self.key)
-        _checked_policy(self.on_reshard)
+        _check_key(self.key)
+        _check_policy(self.on_reshard)
 
     def capture(self) -> dict[str, object]:
         """Return the states as plain data. Numpy and torch count only if they are imported."""
@@ -203,13 +201,12 @@ def _ints(value: Sequence[int], name: str) -> Shape:
     return numbers
 
 
-def _checked_key(key: Key | None) -> Key | None:
+def _check_key(key: Key | None) -> None:
     if key is not None and not _is_key(key):
         raise TypeError(
             f"`key` is {key!r}: give an integer of 64 bits, a text, or a tuple of them such as "
             '("dp", dp_rank)'
         )
-    return key
 
 
 def _is_key(key: object) -> bool:
@@ -220,10 +217,9 @@ def _is_key(key: object) -> bool:
     return isinstance(key, int) and not isinstance(key, bool) and -(1 << 63) <= key < 1 << 63
 
 
-def _checked_policy(policy: OnReshard) -> OnReshard:
+def _check_policy(policy: OnReshard) -> None:
     if policy not in ("error", "drop") and not callable(policy):
         raise ValueError(
             f'`on_reshard` is {policy!r}: give "error", "drop" or a function '
             "f(values_by_key, key) -> value"
         )
-    return policy
