@@ -29,7 +29,7 @@ from dist_ckpt.shard_io.reading_work import CellTargets
 from dist_ckpt.snapshots.kept_files import KeptFiles
 from dist_ckpt.snapshots.overlay_storage import SnapshotStorage
 from dist_ckpt.state.containers import MutableState
-from dist_ckpt.state.plain_torch import MAKE
+from dist_ckpt.state.plain_torch import make
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
 
@@ -172,5 +172,5 @@ def _read_objects(storage: Storage, folder: str, index: Index, name: str) -> Obj
     for record in index.objects:
         if record.name == name:
             data = read_objects(storage, folder, record)
-            return objects_file.decode(data, make=MAKE)
+            return objects_file.decode(data, make=make)
     raise CorruptError(f"{folder}: the index lists no {name}; load an older checkpoint")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,11 @@ from dist_ckpt.state.containers import MAX_DEPTH, join
 from dist_ckpt.state.local_tensors import dtype_name, from_numpy, is_array, plain, torch_dtype
 
 
-def _make(value: StandIn) -> object:
+def make(value: StandIn) -> object:
+    """Return what a stand-in stands for; see `objects_file.decode`.
+
+    Raises ValueError for data that is damaged, IncompatibleError for what is lacking here.
+    """
     match value:
         case DTypeValue(name):
             return torch_dtype(name)
@@ -31,10 +34,6 @@ def _make(value: StandIn) -> object:
             return _numpy_scalar(code, data)
         case ArrayValue():
             return _array(value)
-
-
-# For `objects_file.decode`. ValueError: the data is damaged; IncompatibleError: what is lacking.
-MAKE: Callable[[StandIn], object] = _make
 
 
 def without_tensors(value: Any, fqn: str, depth: int = 0) -> object:

@@ -15,7 +15,7 @@ from dist_ckpt.format.geometry import Region, pieces, row_major_strides
 from dist_ckpt.planning.plan import SavePlan
 from dist_ckpt.planning.save_planner import held_cells, plan_save
 from dist_ckpt.state.local_state import LocalState, take
-from dist_ckpt.state.plain_torch import MAKE
+from dist_ckpt.state.plain_torch import make
 
 
 class InMemory:
@@ -113,7 +113,7 @@ class InMemory:
         return self._decoded(self._others[rank])
 
     def _decoded(self, data: bytes) -> objects_file.ObjectsFile:
-        return objects_file.decode(data, make=MAKE)
+        return objects_file.decode(data, make=make)
 
     def _copy(self, fqn: str, shape: Any, cell: Any, target: Any) -> None:
         for (stored_fqn, stored), data in self.bytes.items():

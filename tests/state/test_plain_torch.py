@@ -8,7 +8,7 @@ from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format.plain_decoder import decode_value
 from dist_ckpt.format.plain_encoder import encode_value
 from dist_ckpt.format.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar
-from dist_ckpt.state.plain_torch import MAKE, without_tensors
+from dist_ckpt.state.plain_torch import make, without_tensors
 
 EXOTIC = torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
@@ -25,7 +25,7 @@ EXOTIC = torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn)
     ],
 )
 def test_what_needs_torch_or_numpy_comes_back_as_it_was(value: object) -> None:
-    back = decode_value(encode_value(value), make=MAKE)
+    back = decode_value(encode_value(value), make=make)
     assert type(back) is type(value)
     assert back == value
 
@@ -42,7 +42,7 @@ def test_what_needs_torch_or_numpy_comes_back_as_it_was(value: object) -> None:
 )
 def test_tensors_come_back_bit_for_bit_and_writable(tensor: torch.Tensor) -> None:
     data = encode_value(without_tensors({"a": (tensor,)}, "p"))
-    back = decode_value(data, make=MAKE)
+    back = decode_value(data, make=make)
     assert encode_value(without_tensors(back, "p")) == data
     assert back["a"][0].dtype == tensor.dtype
     if tensor.dtype is not torch.float8_e4m3fn:
@@ -52,7 +52,7 @@ def test_tensors_come_back_bit_for_bit_and_writable(tensor: torch.Tensor) -> Non
 
 def test_numpy_arrays_come_back_as_arrays() -> None:
     array = np.arange(6, dtype=np.uint16)[::-1]
-    back = decode_value(encode_value(without_tensors([array], "p")), make=MAKE)[0]
+    back = decode_value(encode_value(without_tensors([array], "p")), make=make)[0]
     assert type(back) is np.ndarray
     assert back.dtype == np.uint16
     assert back.tolist() == array.tolist()
@@ -65,10 +65,10 @@ def test_a_tensor_without_bytes_of_its_own_is_refused_by_its_place() -> None:
 
 def test_stand_ins_that_cannot_be_made_are_errors() -> None:
     with pytest.raises(ValueError, match="no device"):
-        MAKE(Device("toaster:1"))
+        make(Device("toaster:1"))
     with pytest.raises(IncompatibleError, match="float1"):
-        MAKE(DTypeValue("float1"))
+        make(DTypeValue("float1"))
     with pytest.raises(ValueError, match="size"):
-        MAKE(NumpyScalar("<f4", b"123"))
+        make(NumpyScalar("<f4", b"123"))
     with pytest.raises(IncompatibleError, match="dtype"):
-        MAKE(ArrayValue("float1", (0,), b""))
+        make(ArrayValue("float1", (0,), b""))
