@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import asdict
 
 import click
 
 from dist_ckpt.cli import output, verified
 from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline import verify as verifier
-from dist_ckpt.offline.checkpoint import Checkpoint, CheckpointSummary
+from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.reports import size
 from dist_ckpt.storage import open_storage
 
@@ -29,7 +30,7 @@ def ls(path: str, *, as_json: bool) -> None:
     """
     found = checkpoint.checkpoints_in(path)
     if as_json:
-        output.print_json("ls", {"path": path, "checkpoints": [_facts(one) for one in found]})
+        output.print_json("ls", {"path": path, "checkpoints": [asdict(one) for one in found]})
         return
     if not found:
         click.echo(f"no checkpoints in {path}")
@@ -51,21 +52,6 @@ def ls(path: str, *, as_json: bool) -> None:
     for one in found:
         if one.problem is not None and one.state in ("damaged", "incompatible"):
             click.echo(f"{output.printable(one.name)}: {output.printable(one.problem)}")
-
-
-def _facts(one: CheckpointSummary) -> dict[str, object]:
-    return {
-        "name": one.name,
-        "path": one.path,
-        "state": one.state,
-        "step": one.step,
-        "nbytes": one.nbytes,
-        "world_size": one.world_size,
-        "num_tensors": one.num_tensors,
-        "saved_at": one.saved_at,
-        "metadata": None if one.metadata is None else dict(one.metadata),
-        "problem": one.problem,
-    }
 
 
 @click.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import click
 
@@ -114,11 +114,8 @@ def _facts(report: VerifyReport) -> dict[str, object]:
         "nbytes_checked": report.nbytes_checked,
         "problems": [
             {
-                "file": problem.file,
-                "rank": problem.rank,
-                "tensor": problem.tensor,
+                **asdict(problem),
                 "rows": problem.rows and [problem.rows.start, problem.rows.stop],
-                "what": problem.what,
             }
             for problem in report.problems
         ],

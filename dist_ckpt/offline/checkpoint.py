@@ -319,9 +319,9 @@ class CheckpointSummary:
     path: str
     state: AttemptState
     step: int | None = None
+    nbytes: int | None = None
     world_size: int | None = None
     num_tensors: int | None = None
-    nbytes: int | None = None
     saved_at: float | None = None
     metadata: Mapping[str, Json] | None = None
     problem: str | None = None
