@@ -22,10 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from dist_ckpt.format.geometry import Region, Shape
 from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.planning import plan
-from dist_ckpt.planning.mesh import cells_of
 from dist_ckpt.runtime.torch_private import AsyncCollectiveTensor, StridedShard, local_tensor
 from dist_ckpt.state.containers import join
-from dist_ckpt.state.dtensors import cells_that_fit, mesh_within, placement_of, readings_of
+from dist_ckpt.state.dtensors import cells_held, mesh_within, placement_of
 from dist_ckpt.state.local_tensors import PLAIN, class_name
 from dist_ckpt.state.wrappers import LocalShard
 
@@ -230,11 +229,9 @@ def held_box(value: DTensor, fqn: str) -> HeldBox:
     mesh = mesh_within(value.device_mesh, tuple(ranks), fqn)
     assert mesh is not None
     placements = tuple(placement_of(placement, value, fqn) for placement in value.placements)
-    possible = readings_of(plan.Placed(mesh, placements), shape)
     rank = ranks.index(dist.get_rank())
-    cells = cells_that_fit(
-        [cells_of(r, rank, shape) for r in possible], local_tensor(value), value, fqn
-    )
+    view = plan.Placed(mesh, placements)
+    _, cells = cells_held(view, rank, local_tensor(value), value, fqn)
     if len(cells) > 1:
         raise TypeError(
             f"{fqn}: the compound tensor on this rank is {len(cells)} boxes of the whole under "

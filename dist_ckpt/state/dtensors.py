@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dist_ckpt.format.geometry import Cell, Region, Shape
 from dist_ckpt.memory.torch_tensor import slices_of
 from dist_ckpt.planning import plan
-from dist_ckpt.planning.mesh import readings
+from dist_ckpt.planning.mesh import cells_of, readings
 from dist_ckpt.runtime.torch_private import StridedShard, cuts_strided_alike
 from dist_ckpt.state.local_tensors import class_name
 
@@ -73,20 +73,19 @@ def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.M
     return plan.Mesh(tuple(names), tuple(mesh.shape), tuple(numbers[rank] for rank in ranks))
 
 
-def readings_of(view: plan.Placed, shape: Shape) -> tuple[plan.Placed, ...]:
-    """Return the views that placements may stand for, in this version of torch."""
-    return readings(view, shape, as_defined=cuts_strided_alike())
+def cells_held(
+    view: plan.Placed, rank: int, local: torch.Tensor, value: DTensor, fqn: str
+) -> tuple[plan.View, tuple[Cell, ...]]:
+    """Return the view of a DTensor, and which cells of it a local tensor on a rank of its mesh is.
 
-
-def cells_that_fit(
-    possible: Sequence[tuple[Cell, ...]], local: torch.Tensor, value: DTensor, fqn: str
-) -> tuple[Cell, ...]:
-    """Return the cells, out of several readings of the placements, that the local shape has.
-
-    Raises ValueError if none has it, or more than one.
+    Placements may stand for two views: the local shape says which. Raises ValueError if it fits
+    neither, or both. Ranks that can read the placements in two ways say which cells they mean.
     """
-    what = f"{fqn}: a DTensor of shape {tuple(value.shape)} under {value.placements}"
-    fitting = {cells for cells in possible if _extent(cells, local) == tuple(local.shape)}
+    shape = tuple(value.shape)
+    possible = readings(view, shape, as_defined=cuts_strided_alike())
+    what = f"{fqn}: a DTensor of shape {shape} under {value.placements}"
+    all_cells = [cells_of(reading, rank, shape) for reading in possible]
+    fitting = {cells for cells in all_cells if _extent(cells, local) == tuple(local.shape)}
     if not fitting:
         raise ValueError(
             f"{what} on {value.device_mesh} has a local tensor of shape {tuple(local.shape)} here, "
@@ -97,7 +96,8 @@ def cells_that_fit(
             f"{what} can be read in two ways here: choose sizes that divide evenly over the mesh, "
             "or use dist_ckpt.LocalShard"
         )
-    return fitting.pop()
+    cells = fitting.pop()
+    return possible[0] if len(possible) == 1 else plan.Parts(cells), cells
 
 
 def _runs(cells: Sequence[Cell], dim: int) -> dict[int, int]:

@@ -21,16 +21,14 @@ from torch.distributed.tensor import DTensor
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
 from dist_ckpt.memory.torch_tensor import overlaps_itself
 from dist_ckpt.planning import plan
-from dist_ckpt.planning.mesh import cells_of
 from dist_ckpt.runtime.torch_private import ShardedTensor
 from dist_ckpt.state.compounds import unwrapped
 from dist_ckpt.state.dtensors import (
     boxes_in,
-    cells_that_fit,
+    cells_held,
     local_of,
     mesh_within,
     placement_of,
-    readings_of,
 )
 from dist_ckpt.state.local_tensors import PLAIN, class_name, dtype_name, plain, torch_dtype
 from dist_ckpt.state.wrappers import FlatShard, LocalShard
@@ -225,22 +223,14 @@ def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> Hel
         return _parts(fqn, local.dtype, shape, _shards_of(local, fqn))
     mesh = mesh_within(value.device_mesh, group, fqn)
     view = plan.Placed(mesh, placements) if mesh else plan.Parts(())
-    if mesh is None or rank not in mesh.ranks:
+    if isinstance(view, plan.Parts) or rank not in view.mesh.ranks:
         return HeldTensor(dtype_name(value.dtype, fqn), shape, view, (), ())
     local = plain(local, fqn)
     dtype = dtype_name(local.dtype, fqn)
     if 0 in shape:
         return HeldTensor(dtype, shape, view, (Region.whole(shape),), (local.new_empty(shape),))
-    possible = readings_of(plan.Placed(mesh, placements), shape)
-    cells = cells_that_fit([cells_of(r, rank, shape) for r in possible], local, value, fqn)
-    # Ranks that read the placements in two ways say which cells they mean.
-    return HeldTensor(
-        dtype,
-        shape,
-        possible[0] if len(possible) == 1 else plan.Parts(cells),
-        cells,
-        tuple(boxes_in(local, cells)),
-    )
+    seen, cells = cells_held(view, rank, local, value, fqn)
+    return HeldTensor(dtype, shape, seen, cells, tuple(boxes_in(local, cells)))
 
 
 def _sharded(value: ShardedTensor, fqn: str) -> HeldTensor:
