@@ -187,16 +187,14 @@ class _Pieces:
 
     def filling(self) -> tuple[Row | BlockRead, ...]:
         """Return the reads of all of it, which lies without a hole, in order."""
-        found: list[Row | BlockRead] = [*self.rows]
-        run: list[Need] = []
+        runs: list[list[Need]] = []
         for need in self.needs:
-            if run and run[-1].stop != need.start:
-                found.append(BlockRead(Span(run[0].start, run[-1].stop), tuple(run)))
-                run = []
-            run.append(need)
-        if run:
-            found.append(BlockRead(Span(run[0].start, run[-1].stop), tuple(run)))
-        return tuple(sorted(found, key=lambda read: read.span.start))
+            if runs and runs[-1][-1].stop == need.start:
+                runs[-1].append(need)
+            else:
+                runs.append([need])
+        reads = [BlockRead(Span(run[0].start, run[-1].stop), tuple(run)) for run in runs]
+        return tuple(sorted([*self.rows, *reads], key=lambda read: read.span.start))
 
 
 def _place(start: int, bounds: Sequence[int]) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -179,20 +179,17 @@ def unflattened(root: Branch) -> Branch:
                         f"{fqn}: its FullyShardedDataParallel is in the state twice: put it there "
                         "once"
                     )
-    return _replaced_in(root, "", parts) if is_over_flat else root
-
-
-def _replaced_in(tree: Branch, fqn: str, parts: ByParameter) -> Branch:
-    children = {
-        key: _replaced(child, join(fqn, key), parts) for key, child in tree.children.items()
-    }
-    return Branch(tree.kind, tree.live, children)
+    if not is_over_flat:
+        return root
+    children = {key: _replaced(child, str(key), parts) for key, child in root.children.items()}
+    return replace(root, children=children)
 
 
 def _replaced(tree: Tree, fqn: str, parts: ByParameter) -> Tree:
     match tree:
         case Branch():
-            return _replaced_in(tree, fqn, parts)
+            children = {k: _replaced(t, join(fqn, k), parts) for k, t in tree.children.items()}
+            return replace(tree, children=children)
         case ObjectLeaf():
             return ObjectLeaf(tree.owner, _replaced(tree.content, fqn, parts))
         case OptimizerLeaf():
