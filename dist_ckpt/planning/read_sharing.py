@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
 from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.typed_msgpack import Message
@@ -91,11 +91,8 @@ def encode(wants: BlockWants) -> bytes:
     """Return what a rank wants as a message."""
     files = []
     for file, runs in sorted(wants.runs.items()):
-        steps, end = [], 0
-        for run in runs:
-            steps += [run.start - end, len(run)]
-            end = run.stop
-        files.append((file, tuple(steps)))
+        bounds = chain.from_iterable((run.start, run.stop) for run in runs)
+        files.append((file, tuple(b - a for a, b in pairwise([0, *bounds]))))
     return typed_msgpack.encode(_Runs(wants.host, tuple(files)))
 
 
@@ -104,11 +101,9 @@ def decode(data: bytes) -> BlockWants:
     told = typed_msgpack.decode(data, _Runs)
     found = {}
     for file, steps in told.files:
-        runs, end = [], 0
-        for gap, length in zip(steps[::2], steps[1::2], strict=True):
-            runs.append(range(end + gap, end + gap + length))
-            end = runs[-1].stop
-        found[file] = tuple(runs)
+        bounds = list(accumulate(steps))
+        pairs = zip(bounds[::2], bounds[1::2], strict=True)
+        found[file] = tuple(range(start, stop) for start, stop in pairs)
     return BlockWants(told.host, found)
 
 
