@@ -36,7 +36,6 @@ from dist_ckpt.loading.read_once_agreement import Agreement
 from dist_ckpt.loading.read_once_flow import HostFlow, Relay
 from dist_ckpt.loading.read_once_units import SharedWork, UnitPart, num_slots
 from dist_ckpt.planning.plan import LoadPlan
-from dist_ckpt.planning.read_sharing import Name
 from dist_ckpt.runtime.threads import WORK_STALL_S, DaemonThreads, Watch, each
 from dist_ckpt.shard_io.block_reader import Reading, ReadTotals
 from dist_ckpt.shard_io.block_reads import BlockRead
@@ -62,7 +61,7 @@ def read_shared(
     """
     work = SharedWork(ranks.channel.rank, files, plan, reading.targets, agreement.units)
     with reading.telling_touched():
-        SharedReading(work, reading, agreement, ranks.channel.watch, ranks.config.threads).run()
+        SharedReading(ranks, agreement, work, reading).run()
     return work.totals(nbytes_placed_by(plan))
 
 
@@ -71,32 +70,24 @@ def verify_shared(
 ) -> None:
     """Check what this rank would fetch in a shared reading; the others check the rest."""
     work = SharedWork(ranks.channel.rank, files, plan, reading.targets, agreement.units)
-    fetched = ((p.file, read) for p in map(work.part, work.fetched()) for read in p.reads)
+    fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
     reads = chain(work.own_reads(), fetched)
     with reading.telling_touched():
         each(lambda one: reading.read(*one), reads, threads=ranks.config.threads)
 
 
 class SharedReading:
-    """One rank's side of a shared reading.
-
-    `watch` raises an error if one of some ranks, for which this one waits, is lost.
-    """
+    """One rank's side of a shared reading."""
 
     def __init__(
-        self,
-        work: SharedWork,
-        reading: Reading,
-        agreement: Agreement,
-        watch: Callable[[Sequence[int]], None],
-        threads: int,
+        self, ranks: Session, agreement: Agreement, work: SharedWork, reading: Reading
     ) -> None:
-        links = agreement.links
+        links, threads = agreement.links, ranks.config.threads
         assert links is not None, "there are units"
         self._work = work
         self._reading = reading
         self._agreement = agreement
-        self._watch = watch
+        self._channel = ranks.channel
         self._num_slots = num_slots(between_hosts=agreement.between_hosts)
         self._most_own = 2 * threads
         self._decider = _Crew(1, links.wake)
@@ -138,15 +129,15 @@ class SharedReading:
         ):
             self._host.check_gone()
             if time.monotonic() >= next_look:
-                self._watch(sorted(self._host.awaited() | self._couriers.awaited()))
+                self._channel.watch(sorted(self._host.awaited() | self._couriers.awaited()))
                 self._readers.check()
                 next_look = time.monotonic() + LOOK_S
             self._decider.put_off()
             self._host.hear(LOOK_S)
 
-    def _fetch(self, offset: int, names: Iterator[Name]) -> Iterator[None]:
+    def _fetch(self, offset: int, parts: Iterator[UnitPart]) -> Iterator[None]:
         """Fetch units into a slot, one after another; each is handed on to all that want it."""
-        for part in map(self._work.part, names):
+        for part in parts:
             data = self._host.slot(offset, part)
             yield from self._readers.call(partial(_fetch, self._reading, part, data))
             yield from together(self._send(part, data), self._host.hand_on(offset, part))
@@ -155,9 +146,9 @@ class SharedReading:
         if agents := part.unit.agents:
             yield from self._couriers.call(partial(self._relay.send, part, data), agents)
 
-    def _receive(self, offset: int, names: Iterator[Name]) -> Iterator[None]:
+    def _receive(self, offset: int, parts: Iterator[UnitPart]) -> Iterator[None]:
         """Receive units into a slot, one after another, and hand them on on this host."""
-        for part in map(self._work.part, names):
+        for part in parts:
             receive = partial(self._relay.receive, part, self._host.slot(offset, part))
             yield from self._couriers.call(receive, (part.unit.fetcher,))
             yield from self._host.hand_on(offset, part)

@@ -111,13 +111,13 @@ class SharedWork:
             for read in self._of(number)[0]:
                 yield self._files.files[number], read
 
-    def fetched(self) -> Iterator[Name]:
-        """Return the names of the units that this rank fetches, in the order of all ranks."""
-        return (unit.name for unit in self._all() if unit.fetcher == self.rank)
+    def fetched(self) -> Iterator[UnitPart]:
+        """Return the units that this rank fetches, in the order of all ranks."""
+        return (self.part(unit.name) for unit in self._all() if unit.fetcher == self.rank)
 
-    def relayed(self) -> Iterator[Name]:
-        """Return the names of those that it brings from other hosts, in the same order."""
-        return (unit.name for unit in self._all() if self.rank in unit.agents)
+    def relayed(self) -> Iterator[UnitPart]:
+        """Return those that it brings from other hosts, in the same order."""
+        return (self.part(unit.name) for unit in self._all() if self.rank in unit.agents)
 
     def told_by(self) -> dict[int, set[Name]]:
         """Return the names of the units that others of this host hand on, by rank."""
@@ -136,7 +136,7 @@ class SharedWork:
     def totals(self, nbytes_placed: int) -> ReadTotals:
         """Return what all of it has cost when it is done."""
         own = [read.span.nbytes for _, read in self.own_reads()]
-        fetched = [self.part(name).span.nbytes for name in self.fetched()]
+        fetched = [part.span.nbytes for part in self.fetched()]
         shared = sum(self.part(unit.name).span.nbytes for unit in self._all())
         return ReadTotals(
             nbytes_read=sum(own) + sum(fetched),
