@@ -13,19 +13,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from dist_ckpt.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    ExistsError,
+    IncompatibleError,
+    NotFoundError,
+    RankError,
+    StorageError,
+)
+
 if TYPE_CHECKING:
     from dist_ckpt.background.async_saver import AsyncSaver
     from dist_ckpt.background.handle import SaveHandle
-    from dist_ckpt.errors import (
-        CheckpointError,
-        ConflictError,
-        CorruptError,
-        ExistsError,
-        IncompatibleError,
-        NotFoundError,
-        RankError,
-        StorageError,
-    )
     from dist_ckpt.loading.load import load
     from dist_ckpt.offline.checkpoint import Checkpoint, delete, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
@@ -37,17 +38,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> module. Each is imported when it is first used, so that reading and listing
-# checkpoints needs no torch.
+# Public name -> module, but for the errors, which need nothing. Each is imported when it is first
+# used, so that reading and listing checkpoints needs no torch.
 _MODULES = {
-    "CheckpointError": "errors",
-    "ConflictError": "errors",
-    "CorruptError": "errors",
-    "ExistsError": "errors",
-    "IncompatibleError": "errors",
-    "NotFoundError": "errors",
-    "RankError": "errors",
-    "StorageError": "errors",
     "save": "saving.save",
     "AsyncSaver": "background.async_saver",
     "SaveHandle": "background.handle",
