@@ -109,13 +109,9 @@ def _print_summary(ck: Checkpoint) -> None:
         ("tensors", f"{facts['num_tensors']}, and {facts['num_aliases']} tied names"),
         ("values", str(facts["num_values"])),
     ]
-    lines += [
-        ("component", f"{name}: {size(nbytes)}")
-        for name, nbytes in _nbytes(facts["nbytes_by_component"])
-    ]
-    lines += [
-        ("dtype", f"{name}: {size(nbytes)}") for name, nbytes in _nbytes(facts["nbytes_by_dtype"])
-    ]
+    for label in ("component", "dtype"):
+        counts = _nbytes(facts[f"nbytes_by_{label}"])
+        lines += [(label, f"{name}: {size(nbytes)}") for name, nbytes in counts]
     for fqn, keys in index.catalog.per_rank.items():
         lines.append(("per rank", f"{fqn}: {len(keys)} keys"))
     lines += [("metadata", f"{key} = {value!r}") for key, value in index.metadata.items()]

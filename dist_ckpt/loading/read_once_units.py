@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -162,19 +163,17 @@ class SharedWork:
         bounds = [
             starts[block] for unit in units for block in (unit.blocks.start, unit.blocks.stop)
         ]
-        own = _Pieces()
-        pieces = [_Pieces() for _ in units]
+        pieces: defaultdict[int | None, _Pieces] = defaultdict(_Pieces)  # None: of no unit
         for row in rows:
             for part in _cut(row, file.shards.starts, bounds):
-                place = _place(part.span.start, bounds)
-                (own if place is None else pieces[place]).rows.append(part)
+                pieces[_place(part.span.start, bounds)].rows.append(part)
         for need in needs_of(file, others, self._targets):
-            place = _place(need.start, bounds)
-            (own if place is None else pieces[place]).needs.append(need)
+            pieces[_place(need.start, bounds)].needs.append(need)
         parts = {
-            unit.blocks.start: UnitPart(unit, file, of.filling(), self._tags[unit.name])
-            for unit, of in zip(units, pieces, strict=True)
+            unit.blocks.start: UnitPart(unit, file, pieces[number].filling(), self._tags[unit.name])
+            for number, unit in enumerate(units)
         }
+        own = pieces[None]
         return [*own.rows, *reads_of(own.needs)], parts
 
 
