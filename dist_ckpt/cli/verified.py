@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import click
 
@@ -26,13 +26,13 @@ def verify_one(path: str, level: Level, *, as_json: bool) -> None:
             _print(report)
 
 
-@dataclass(slots=True)
-class _RunFindings:
-    """What came of a run's checkpoints; `not_checked` are paths, and why."""
+@dataclass(frozen=True, slots=True)
+class _NotChecked:
+    """A checkpoint of a run that was not checked, and why; `code` is what that exits with."""
 
-    reports: list[VerifyReport] = field(default_factory=list)
-    not_checked: list[tuple[str, str]] = field(default_factory=list)
-    codes: set[int] = field(default_factory=set)
+    path: str
+    why: str
+    code: int = output.FINE
 
 
 def verify_all(
@@ -43,45 +43,47 @@ def verify_all(
     Exits with `FINDING` if one is damaged, else with the code of the first that could not be
     checked. Raises NotFoundError if none is committed.
     """
-    found = _RunFindings()
+    reports: list[VerifyReport] = []
+    not_checked: list[_NotChecked] = []
     for one in checkpoints:
-        _verify(one, level, found)
+        found = _verify(one, level)
+        if isinstance(found, VerifyReport):
+            reports.append(found)
+        else:
+            not_checked.append(found)
         if not as_json:
             with suppress(BrokenPipeError):  # the exit code is still to be found out
-                _print_last(one, found)
-    if not found.reports and not found.codes:
-        states = ", ".join(f"{path} is {why}" for path, why in found.not_checked)
+                _print(found)
+    codes = {one.code for one in not_checked} - {output.FINE}
+    if not reports and not codes:
+        states = ", ".join(f"{one.path} is {one.why}" for one in not_checked)
         raise NotFoundError(f"no committed checkpoint is in {root}: {states}. Check the path")
-    num_damaged = sum(not report.ok for report in found.reports)
-    with _exit_code_of(output.FINDING if num_damaged else min(found.codes, default=output.FINE)):
+    num_damaged = sum(not report.ok for report in reports)
+    with _exit_code_of(output.FINDING if num_damaged else min(codes, default=output.FINE)):
         if as_json:
-            output.print_json("verify-all", _facts_of_all(root, found))
+            facts = {
+                "path": root,
+                "ok": not num_damaged and not codes,
+                "checkpoints": [_facts(report) for report in reports],
+                "not_checked": [{"path": one.path, "why": one.why} for one in not_checked],
+            }
+            output.print_json("verify-all", facts)
         else:
-            num = len(found.reports)
+            num = len(reports)
             checked = f"{num} checkpoint{'s' * (num != 1)} checked"
             click.echo(f"{output.printable(root)}: {checked}, {num_damaged} damaged")
 
 
-def _verify(one: CheckpointSummary, level: Level, found: _RunFindings) -> None:
+def _verify(one: CheckpointSummary, level: Level) -> VerifyReport | _NotChecked:
     if one.state in ("open", "abandoned"):
-        found.not_checked.append((one.path, f"not committed ({one.state})"))
-        return
+        return _NotChecked(one.path, f"not committed ({one.state})")
     try:
         with output.progress(f"verify {one.name}") as update:
-            found.reports.append(verify(one.path, level=level, progress=update))
+            return verify(one.path, level=level, progress=update)
     except NotFoundError:
-        found.not_checked.append((one.path, "replaced or deleted meanwhile"))
+        return _NotChecked(one.path, "replaced or deleted meanwhile")
     except CheckpointError as error:
-        found.not_checked.append((one.path, str(error)))
-        found.codes.add(output.exit_code(error))
-
-
-def _print_last(one: CheckpointSummary, found: _RunFindings) -> None:
-    if found.reports and found.reports[-1].path == one.path:
-        _print(found.reports[-1])
-    else:
-        path, why = found.not_checked[-1]
-        click.echo(f"note     {output.printable(path)}: {output.printable(why)}: it is not checked")
+        return _NotChecked(one.path, str(error), output.exit_code(error))
 
 
 @contextmanager
@@ -94,15 +96,6 @@ def _exit_code_of(code: int) -> Iterator[None]:
             raise
     if code != output.FINE:
         raise click.exceptions.Exit(code)
-
-
-def _facts_of_all(root: str, found: _RunFindings) -> dict[str, object]:
-    return {
-        "path": root,
-        "ok": all(report.ok for report in found.reports) and not found.codes,
-        "checkpoints": [_facts(report) for report in found.reports],
-        "not_checked": [{"path": path, "why": why} for path, why in found.not_checked],
-    }
 
 
 def _facts(report: VerifyReport) -> dict[str, object]:
@@ -123,7 +116,11 @@ def _facts(report: VerifyReport) -> dict[str, object]:
     }
 
 
-def _print(report: VerifyReport) -> None:
+def _print(report: VerifyReport | _NotChecked) -> None:
+    if isinstance(report, _NotChecked):
+        path, why = output.printable(report.path), output.printable(report.why)
+        click.echo(f"note     {path}: {why}: it is not checked")
+        return
     for problem in report.problems:
         click.echo(f"DAMAGED  {output.printable(problem.what)}")
     for note in report.notes:
