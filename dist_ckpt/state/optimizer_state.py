@@ -66,15 +66,11 @@ class OptimizerState:
     def state_dict(self, further: Mapping[str, object]) -> dict[str, object]:
         """Return this in the form in which it was told, for `load_state_dict`."""
         assert self.told is not None
-        ids = {
-            id(parameter): key
-            for told, group in zip(self.told[GROUPS], self.groups, strict=True)
-            for key, parameter in zip(told[_PARAMS], group[_PARAMS], strict=True)
-        }
-        groups = [
-            {**group, _PARAMS: told[_PARAMS]}
-            for told, group in zip(self.told[GROUPS], self.groups, strict=True)
-        ]
+        ids: dict[int, int | str] = {}
+        groups = []
+        for told, group in zip(self.told[GROUPS], self.groups, strict=True):
+            ids.update(zip(map(id, group[_PARAMS]), told[_PARAMS], strict=True))
+            groups.append({**group, _PARAMS: told[_PARAMS]})
         # Of its own containers: the class may change those that it gets.
         state = {
             key if isinstance(key, str) else ids[id(key)]: copy(entries)
@@ -218,10 +214,7 @@ def _overrides(optimizer: Optimizer, base: type, method: str) -> bool:
 def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
     """Yield the optimizers in an optimizer's attributes, and in the containers there."""
     for name, value in vars(optimizer).items():
-        if isinstance(value, Optimizer):
-            yield name, value
-            continue
-        items: Iterable[object] = ()
+        items: Iterable[object] = (value,)
         if isinstance(value, Mapping):
             items = value.values()
         elif isinstance(value, list | tuple):
