@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections import OrderedDict, defaultdict
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar, Size, StandIn
 from dist_ckpt.memory.torch_tensor import TensorSource
-from dist_ckpt.state.containers import MAX_DEPTH, join
+from dist_ckpt.state.containers import MAX_DEPTH, container, entries_of, join, kind_of
 from dist_ckpt.state.local_tensors import dtype_name, from_numpy, is_array, plain, torch_dtype
 
 
@@ -36,7 +35,7 @@ def make(value: StandIn) -> object:
             return _array(value)
 
 
-def without_tensors(value: Any, fqn: str, depth: int = 0) -> object:
+def without_tensors(value: object, fqn: str, depth: int = 0) -> object:
     """Return plain data with `ArrayValue` in place of each tensor and numpy array.
 
     Raises TypeError for a tensor that has no bytes of its own, such as a DTensor, ValueError for
@@ -51,14 +50,12 @@ def without_tensors(value: Any, fqn: str, depth: int = 0) -> object:
         return _stand_in(from_numpy(value, fqn, writable=False), fqn, "numpy")
     if isinstance(value, torch.Tensor):
         return _stand_in(value, fqn, "tensor")
-    if type(value) in (dict, OrderedDict):
-        return type(value)((k, without_tensors(v, join(fqn, k), depth)) for k, v in value.items())
-    if type(value) is defaultdict:
-        items = {k: without_tensors(v, join(fqn, k), depth) for k, v in value.items()}
-        return defaultdict(value.default_factory, items)
-    if type(value) in (list, tuple):
-        return type(value)(without_tensors(v, join(fqn, i), depth) for i, v in enumerate(value))
-    return value
+    entries, kind = entries_of(value), kind_of(value)
+    if entries is None or kind is None:
+        return value
+    return container(
+        kind, ((k, without_tensors(v, join(fqn, k), depth)) for k, v in entries.items())
+    )
 
 
 def _stand_in(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"]) -> ArrayValue:
