@@ -7,7 +7,7 @@ with methods of its own gets what it told, with what was saved in place of it, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ def bind_optimizer(
     have to agree, and under `strict` to be those of this optimizer's class.
     """
     held = leaf.held
-    if requests.chosen(fqn) and any(map(is_meta, _parameters(held))):
+    if requests.chosen(fqn) and any(map(is_meta, held.parameters())):
         requests.problems.append(
             f"{fqn}: the optimizer holds meta parameters, which a load of the module replaces: "
             "materialize the module (`to_empty`) and make the optimizer then"
@@ -97,10 +97,6 @@ def _bind_flat(
     requests.effects.append(held.write_back)
 
 
-def _parameters(held: OptimizerState) -> Iterator[torch.Tensor]:
-    return (parameter for group in held.groups for parameter in group["params"])
-
-
 def _stored_names(
     held: OptimizerState, names: Mapping[int, ParameterName], saved: Mapping[str, int]
 ) -> dict[int, str]:
@@ -108,7 +104,7 @@ def _stored_names(
 
     Torch's helpers and `dc.Named` may have called them as their module does, not as the state.
     """
-    parameters = list(dict.fromkeys(map(id, _parameters(held))))
+    parameters = list(dict.fromkeys(map(id, held.parameters())))
     own = {key: names[key].own for key in parameters}
     stored = {key: names[key].stored for key in parameters}
     if saved.keys().isdisjoint(stored.values()) and len({*own.values()}) == len(own):
