@@ -307,9 +307,9 @@ class _Taker:
             self._seen[other] = self._see(other, leaf)
         first = fqn
         for name in (other, fqn):
-            held, view, _ = self._seen[name]
+            held, *stored = self._seen[name]
             tie = tie_key(held)
-            first = name if tie is None else self._ties.setdefault((tie, view), name)
+            first = name if tie is None else self._ties.setdefault((tie, *stored), name)
         return first
 
     def _claim(self, fqn: str) -> None:

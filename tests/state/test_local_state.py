@@ -416,6 +416,18 @@ def test_buffers_and_tensors_with_their_own_shape_are_replicas_beside_flat_parts
     assert entries["array"] == ((2,), plan.Whole())
 
 
+def test_flat_parts_of_other_shapes_are_not_one_tensor_though_they_share_memory() -> None:
+    config = ShardingConfig.zero(2, 3, flat=True, shapes={"a": (4, 3), "b": (3, 4), "c": (4, 3)})
+    part = torch.zeros(6)
+    state = {"model": {"a": part, "b": part, "c": part}}
+    local = taken(state, sharding=config, world_size=2, group_ranks=range(2))
+    assert {e.fqn: e.shape for e in local.inventory.tensors} == {
+        "model.a": (4, 3),
+        "model.b": (3, 4),
+    }
+    assert [tuple(alias) for alias in local.inventory.aliases] == [("model.c", "model.a")]
+
+
 def test_local_shards_are_parts() -> None:
     local = taken({"m": {"w": LocalShard(torch.ones(2, 3), (4, 3), (2, 0))}})
     (entry,) = local.inventory.tensors
