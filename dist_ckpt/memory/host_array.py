@@ -1,7 +1,7 @@
 """Tensors in plain host memory, without torch or numpy.
 
-`Array` is what a lazily opened checkpoint gives out; `ArraySource` and `ArrayTarget` are the
-memory seam over host bytes. Memoryviews copy whole rows, strided ones too.
+`Array` is what a lazily opened checkpoint gives out; `ArrayTarget` is the memory seam over host
+bytes. Memoryviews copy whole rows, strided ones too.
 """
 
 from __future__ import annotations
@@ -15,15 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import (
-    Cell,
-    Elements,
-    Piece,
-    Region,
-    Shape,
-    boxes_of,
-    row_major_strides,
-)
+from dist_ckpt.format.geometry import Piece, Region, Shape, row_major_strides
 
 if TYPE_CHECKING:
     import numpy as np
@@ -134,56 +126,6 @@ class Array:
 
     def __repr__(self) -> str:
         return f"Array({self.dtype}, {self.shape})"
-
-
-class ArraySource:
-    """Row-major host bytes of a cell (`Source`), or a part of them."""
-
-    __slots__ = ("_itemsize", "_shape", "_view", "_within")
-
-    def __init__(self, memory: memoryview, shape: Shape, itemsize: int) -> None:
-        """Make the source of a tensor of `shape`; for `Elements`, that is one number."""
-        self._view = _StridedBox(memory.cast("B"), 0, row_major_strides(shape))
-        self._shape = shape
-        self._itemsize = itemsize
-        self._within = Elements(0, prod(shape))
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self._within.numel * self._itemsize
-
-    def part(self, cell: Cell) -> ArraySource:
-        """Return the source of a part, in coordinates that begin at this cell's start."""
-        part = object.__new__(ArraySource)
-        part._itemsize = self._itemsize
-        if isinstance(cell, Elements):
-            first = self._within.start
-            part._view, part._shape = self._view, self._shape
-            part._within = Elements(first + cell.start, first + cell.stop)
-        else:
-            assert self._within.numel == prod(self._shape), "a box of a range of elements"
-            part._view, part._shape = self._view.at(cell.offset), cell.shape
-            part._within = Elements(0, cell.numel)
-        return part
-
-    def address(self) -> None:
-        """Return None: a view of the bytes is at hand without it."""
-
-    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
-        """Return the bytes `start` to `stop`: a view of the memory, or `scratch`, filled."""
-        size = self._itemsize
-        if self._view.strides == row_major_strides(self._shape):
-            first = (self._view.start + self._within.start) * size
-            return self._view.memory[first + start : first + stop]
-        filled = scratch[: stop - start]
-        first = self._within.start + start // size
-        done = 0
-        for box in boxes_of(Elements(first, first + filled.nbytes // size), self._shape):
-            target = _StridedBox(filled, done, row_major_strides(box.shape))
-            copy(target, self._view.at(box.offset), box.shape, size)
-            done += box.numel
-        return filled
 
 
 class ArrayTarget:

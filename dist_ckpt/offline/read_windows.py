@@ -189,9 +189,6 @@ class _ItemSource:
     def nbytes(self) -> int:
         return self._item.span.nbytes
 
-    def part(self, cell: Cell) -> Source:
-        raise AssertionError("the plan of a reshard stores what it holds, cell by cell")
-
     def address(self) -> None:
         return None
 

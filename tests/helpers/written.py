@@ -109,25 +109,12 @@ class BytesSource:
     """The bytes of a cell, lent as they are or copied into the scratch (`Source`)."""
 
     def __init__(self, saved: Saved, cell: Cell, *, copies: bool = False) -> None:
-        self._saved = saved
-        self._cell = cell
         self._copies = copies
         self._data = memoryview(saved.of(cell))
 
     @property
     def nbytes(self) -> int:
         return len(self._data)
-
-    def part(self, cell: Cell) -> BytesSource:
-        whole: Cell
-        if isinstance(cell, Elements):
-            assert isinstance(self._cell, Elements)
-            whole = Elements(cell.start + self._cell.start, cell.stop + self._cell.start)
-        else:
-            assert isinstance(self._cell, Region)
-            corner = zip(cell.offset, self._cell.offset, strict=True)
-            whole = Region(tuple(a + b for a, b in corner), cell.shape)
-        return BytesSource(self._saved, whole, copies=self._copies)
 
     def address(self) -> None:
         return None
