@@ -42,11 +42,12 @@ from dist_ckpt.loading.load_steps import (
     sum_up,
 )
 from dist_ckpt.loading.options import LoadOptions
-from dist_ckpt.loading.rank_reading import RankReading
-from dist_ckpt.loading.read_once_agreement import Apart, Meeting, wants_of_all
+from dist_ckpt.loading.read_once import read_shared, verify_shared
+from dist_ckpt.loading.read_once_agreement import Agreement, Apart, Meeting, wants_of_all
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport, Phases
-from dist_ckpt.shard_io.block_reader import ReadTotals
+from dist_ckpt.shard_io.block_reader import Reading, ReadTotals, read_into, reading_of
+from dist_ckpt.shard_io.reading_work import CellTargets
 from dist_ckpt.snapshots.kept_files import KeptFiles, KeptOnHost, NoneKept
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.storage import Storage
@@ -231,14 +232,15 @@ def _fill(
     """Read, place and load objects, each when the one before has succeeded everywhere."""
     channel, options, binding = call.ranks.channel, call.options, checked.binding
     with phases.phase("read"):
-        reading = _prepare(call, checked, passed, stack)
+        targets, shared = _prepare(call, checked, passed, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                reading.verify()
+                _verify(call, checked, shared)
+        reading = _reading(call, checked, targets, verify=options.verify)
         try:
             with channel.exchange("read") as exchange:
                 start = time.monotonic()
-                totals = reading.read(verify=options.verify)
+                totals = _read(call, checked, shared, reading)
                 seconds = time.monotonic() - start
                 own = RankTotals(totals.nbytes_read, totals.nbytes_placed, seconds)
                 if told := exchange.gather(own):
@@ -246,7 +248,7 @@ def _fill(
             job = exchange.result(JobTotals)
         except CorruptError as error:
             # Who met the damage tells what it has touched; only this rank knows of its own.
-            filled = checked.names_of(reading.filled)
+            filled = checked.names_of(reading.touched)
             error.touched = tuple(sorted({*error.touched, *filled}))
             raise
     with phases.phase("place"):
@@ -259,10 +261,13 @@ def _fill(
     return totals, job
 
 
-def _prepare(call: LoadCall, checked: Checked, passed: Passed, stack: ExitStack) -> RankReading:
+def _prepare(
+    call: LoadCall, checked: Checked, passed: Passed, stack: ExitStack
+) -> tuple[CellTargets, Agreement | None]:
     """Make the memory that is lacking, and link the ranks that have something to share.
 
-    All have done so before the first byte lands anywhere.
+    Returns None for what is shared if this rank reads alone. All have done so before the first
+    byte lands anywhere.
     """
     targets, shared, meeting = checked.targets, None, None
     if passed.makes_memory or passed.shares:
@@ -284,4 +289,41 @@ def _prepare(call: LoadCall, checked: Checked, passed: Passed, stack: ExitStack)
         agreement = meeting.settle(preparing.result(Apart))
         shared = agreement if any(agreement.units.values()) else None
     assert targets is not None, "only `prepare` makes memory"
-    return RankReading(call.ranks, checked, targets, shared)
+    return targets, shared
+
+
+def _reading(
+    call: LoadCall, checked: Checked, targets: CellTargets | None, *, verify: bool
+) -> Reading:
+    slots = call.ranks.slots
+    return reading_of(checked.files, checked.plan, targets, verify=verify, slots=slots)
+
+
+def _verify(call: LoadCall, checked: Checked, shared: Agreement | None) -> None:
+    """Check every block that will be read, without touching anything."""
+    ranks, reading = call.ranks, _reading(call, checked, None, verify=True)
+    if shared is None:
+        read_into(reading, checked.files, checked.plan, threads=ranks.config.threads)
+    else:
+        verify_shared(ranks, shared, checked.files, checked.plan, reading)
+
+
+def _read(
+    call: LoadCall, checked: Checked, shared: Agreement | None, reading: Reading
+) -> ReadTotals:
+    """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
+    ranks = call.ranks
+    try:
+        if shared is None:
+            threads = ranks.config.threads
+            totals = read_into(reading, checked.files, checked.plan, threads=threads)
+        else:
+            totals = read_shared(ranks, shared, checked.files, checked.plan, reading)
+    except BaseException as error:
+        if shared is not None:
+            shared.give_up()
+        if isinstance(error, CorruptError):
+            error.touched = checked.names_of(error.touched)
+        raise
+    checked.binding.settle()
+    return totals

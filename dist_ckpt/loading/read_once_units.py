@@ -86,7 +86,7 @@ class SharedWork:
         rank: int,
         files: OpenFiles,
         plan: LoadPlan,
-        targets: CellTargets,
+        targets: CellTargets | None,
         units: Mapping[int, Sequence[Unit]],
     ) -> None:
         self.rank = rank

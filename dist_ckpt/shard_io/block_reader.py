@@ -20,15 +20,13 @@ from dist_ckpt.format.checksums import StreamedDigest, block_digest
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import (
     Elements,
-    Piece,
     Region,
-    Shape,
     boxes_of,
     row_major_strides,
 )
 from dist_ckpt.memory.buffers import Slots, copy
 from dist_ckpt.memory.protocol import Target
-from dist_ckpt.planning.plan import LoadPlan
+from dist_ckpt.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import (
     READ_NBYTES,
@@ -48,17 +46,6 @@ from dist_ckpt.storage import ReadableFile
 BITE_NBYTES = 2 << 20
 
 _CUT_OFF = "the file ended while it was read"
-
-
-class Nowhere:
-    """A target that keeps nothing: what is read for it is only verified."""
-
-    def memory(self) -> memoryview | None:
-        """See `Target.memory`."""
-        return None
-
-    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
-        """See `Target.place`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +98,24 @@ def read_into(
 def reading_of(
     open_files: OpenFiles,
     plan: LoadPlan,
-    targets: CellTargets,
+    targets: CellTargets | None,
     *,
     verify: bool,
     slots: Slots | None = None,
 ) -> Reading:
-    """Return a reading whose slots hold any read of these files."""
+    """Return a reading whose slots hold any read of these files; without targets it only checks."""
     blocks = (open_files.files[reads.file].header.block_nbytes for reads in plan.files)
     fitting = (slots or Slots()).fitting(max(READ_NBYTES, *blocks, 0))
     return Reading(targets, verify=verify, slots=fitting)
 
 
 class Reading:
-    """One load's reading: threads bring different blocks of it to their targets."""
+    """One load's reading: threads bring different blocks of it to their targets, if it has any.
 
-    def __init__(self, targets: CellTargets, *, verify: bool, slots: Slots) -> None:
+    `touched` are the tensors that may hold something of what was read.
+    """
+
+    def __init__(self, targets: CellTargets | None, *, verify: bool, slots: Slots) -> None:
         self.touched: set[str] = set()
         self.targets = targets
         self._verify = verify
@@ -156,7 +146,8 @@ class Reading:
             with self._slots.one() as slot:
                 data = slot[: one.span.nbytes]
                 self.fetch(file, one, data)
-                self.place(file, one, data)
+                if self.targets is not None:
+                    self.place(file, one, data)
         return one.span.nbytes
 
     def _fetch_row(self, file: OpenFile, row: Row, data: memoryview) -> None:
@@ -189,11 +180,7 @@ class Reading:
 
     def _place_row(self, row: Row, parts: Iterable[memoryview]) -> None:
         for item, part in zip(row.items, parts, strict=True):
-            match = item.match
-            target = self.targets[item.fqn, match.part]
-            if isinstance(target, Nowhere):
-                continue
-            self.touched.add(item.fqn)
+            match, target = item.match, self._touch(item)
             if (memory := target.memory()) is not None:
                 if memory.nbytes != part.nbytes:
                     raise ValueError(f"{item.fqn}: change no tensor while it is loaded")
@@ -208,10 +195,9 @@ class Reading:
         assert wish.source is not None
         assert wish.target is not None
         itemsize = DTYPES[first.shard.dtype].itemsize
-        memory = self.targets[wish.item.fqn, wish.item.match.part].memory()
+        memory = self._touch(wish.item).memory()
         assert memory is not None
         start = first.span.start + (wish.target - wish.source.start) * itemsize
-        self.touched.add(wish.item.fqn)
         self.fetch(file, one, memory[start : start + one.span.nbytes])
 
     def fetch(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
@@ -258,10 +244,14 @@ class Reading:
             stored = Elements(start // itemsize, stop // itemsize)
             offset = row[0].start - one.span.start
             for wish in wishes:
-                target = self.targets[wish.item.fqn, wish.item.match.part]
-                if not isinstance(target, Nowhere):
-                    self.touched.add(wish.item.fqn)
-                    _copy(wish, target, stored, data[offset : offset + stop - start])
+                target = self._touch(wish.item)
+                _copy(wish, target, stored, data[offset : offset + stop - start])
+
+    def _touch(self, item: ReadItem) -> Target:
+        """Return the target of an item, which is about to get something of what was read."""
+        assert self.targets is not None, "nothing is placed where blocks are only checked"
+        self.touched.add(item.fqn)
+        return self.targets[item.fqn, item.match.part]
 
 
 def _bites(needs: Iterable[Need]) -> Iterator[list[Need]]:

@@ -35,7 +35,7 @@ def nbytes_placed_by(plan: LoadPlan) -> int:
 
 
 def work_of(
-    open_files: OpenFiles, plan: LoadPlan, targets: CellTargets, threads: int
+    open_files: OpenFiles, plan: LoadPlan, targets: CellTargets | None, threads: int
 ) -> Iterator[list[tuple[OpenFile, Row | BlockRead]]]:
     """Return the reads of a plan, those of one thread at a time together: many rows, or reads.
 
@@ -74,18 +74,20 @@ def shards_of(
     yield from sorted(by_shard.values(), key=lambda one: one[0].span.start)
 
 
-def needs_of(file: OpenFile, items: Iterable[ReadItem], targets: CellTargets) -> Iterator[Need]:
+def needs_of(
+    file: OpenFile, items: Iterable[ReadItem], targets: CellTargets | None
+) -> Iterator[Need]:
     """Return the blocks of a file that items need, in the file's order."""
 
     def has_memory(item: ReadItem) -> bool:
-        return targets[item.fqn, item.match.part].memory() is not None
+        return targets is not None and targets[item.fqn, item.match.part].memory() is not None
 
     for shard, wanted in shards_of(file, items):
         yield from needed_blocks(shard, wanted, file.header.block_nbytes, has_memory)
 
 
 def _reads_of(
-    file: OpenFile, items: Sequence[ReadItem], targets: CellTargets
+    file: OpenFile, items: Sequence[ReadItem], targets: CellTargets | None
 ) -> Iterator[Row | BlockRead]:
     rows, others = divide(file, items)
     yield from rows
