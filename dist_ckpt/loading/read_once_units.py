@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from dist_ckpt.format.geometry import Span
+from dist_ckpt.format.geometry import Span, joined
 from dist_ckpt.planning.plan import LoadPlan, ReadItem
-from dist_ckpt.planning.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit, joined
+from dist_ckpt.planning.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit
 from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_runs, reads_of
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
 from dist_ckpt.shard_io.reading_work import CellTargets, needs_of
