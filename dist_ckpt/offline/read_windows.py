@@ -13,10 +13,11 @@ from dist_ckpt.format.checksums import blocks
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, boxes_of
 from dist_ckpt.format.index import Index, Key, ObjectsFileRecord
+from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.host_array import ArrayTarget
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.load_planner import plan_load
-from dist_ckpt.planning.plan import FilePlan, SavePlan, Wanted, WriteItem
+from dist_ckpt.planning.plan import FilePlan, SavePlan, Wanted
 from dist_ckpt.reports import Tally
 from dist_ckpt.shard_io.block_reader import read
 from dist_ckpt.shard_io.open_files import open_files, read_objects
@@ -82,7 +83,7 @@ class Stored:
 class _ItemBytes:
     """The bytes `start` to `stop` of an item."""
 
-    item: WriteItem
+    item: StoredShard
     start: int
     stop: int
 
@@ -131,10 +132,10 @@ class Windows:
         self._step = window_nbytes
         self.sources = tuple(partial(self._source_of, file.items) for file in files)
 
-    def _source_of(self, items: Sequence[WriteItem], number: int) -> Source:
+    def _source_of(self, items: Sequence[StoredShard], number: int) -> Source:
         return _ItemSource(self, items[number])
 
-    def view(self, item: WriteItem, start: int, stop: int) -> memoryview:
+    def view(self, item: StoredShard, start: int, stop: int) -> memoryview:
         """Return some bytes of an item; they lie in one window, as every block does."""
         number = self._window_of[item.fqn, item.cell, start // self._step * self._step]
         if number != self._current:
@@ -144,7 +145,7 @@ class Windows:
 
     def _read(self, number: int) -> None:
         self._current = -1
-        items: dict[str, WriteItem] = {}
+        items: dict[str, StoredShard] = {}
         cells: dict[str, list[Cell]] = {}
         offset = 0
         self._views = {}
@@ -181,7 +182,7 @@ def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[list[
 class _ItemSource:
     """A stored item as a `Source`: its bytes come out of the windows."""
 
-    def __init__(self, windows: Windows, item: WriteItem) -> None:
+    def __init__(self, windows: Windows, item: StoredShard) -> None:
         self._windows = windows
         self._item = item
 

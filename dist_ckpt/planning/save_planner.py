@@ -17,9 +17,9 @@ from dist_ckpt.format import filenames
 from dist_ckpt.format.checksums import BLOCK_NBYTES
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
-from dist_ckpt.format.index import Catalog, Component, TensorRecord
+from dist_ckpt.format.index import Catalog, TensorRecord
 from dist_ckpt.format.layout import Layout, check_shape
-from dist_ckpt.format.shard_file import ShardFile, arrange, header_text
+from dist_ckpt.format.shard_file import arrange, header_text
 from dist_ckpt.planning.balance import Holding, balance, cell_numels
 from dist_ckpt.planning.holders import Share, differing, held_by
 from dist_ckpt.planning.inventories import (
@@ -45,7 +45,6 @@ from dist_ckpt.planning.plan import (
     SavePlan,
     TensorEntry,
     View,
-    WriteItem,
 )
 from dist_ckpt.planning.write_batches import batches_of
 
@@ -366,25 +365,20 @@ def _contains(ranks: tuple[int, ...], rank: int) -> bool:
 def _file_plan(
     catalog: Catalog, number: int, rank: int, cells: Sequence[tuple[str, str, Shape, Cell]]
 ) -> FilePlan:
-    component: Component = catalog.components[number]
+    component = catalog.components[number]
     shards = arrange(cells)
-    file = ShardFile(
+    header = header_text(
+        shards,
         component=component.name,
         rank=rank,
         world_size=catalog.world_size,
-        step=None,
         block_nbytes=BLOCK_NBYTES,
-        header_nbytes=0,
-        shards=shards,
     )
-    header = header_text(file)
     return FilePlan(
         name=filenames.shard_file(component.stem, rank),
-        component=number,
-        rank=rank,
         header=header,
-        nbytes=header.nbytes + file.nbytes,
-        items=tuple(WriteItem(s.name, s.fqn, s.dtype, s.shape, s.cell, s.span) for s in shards),
+        nbytes=header.nbytes + shards[-1].span.stop,
+        items=shards,
         block_nbytes=BLOCK_NBYTES,
         batches=batches_of((s.span.nbytes for s in shards), BLOCK_NBYTES),
     )

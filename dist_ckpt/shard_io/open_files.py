@@ -14,7 +14,6 @@ from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, Span
 from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
-from dist_ckpt.format.shard_table import DecodedShards
 from dist_ckpt.planning.plan import FileReads, LoadPlan, ReadItem
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import Need
@@ -39,7 +38,6 @@ class OpenFile:
         self.path = path
         self.record = record
         self.header = header
-        assert isinstance(header.shards, DecodedShards), "it was decoded"
         self.shards = header.shards
         self._storage = storage
         self._kept: ReadableFile | None = None

@@ -16,9 +16,10 @@ from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.format import filenames
 from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.format.index import Catalog
+from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.buffers import address_of
 from dist_ckpt.memory.protocol import Source
-from dist_ckpt.planning.plan import FilePlan, WriteItem
+from dist_ckpt.planning.plan import FilePlan
 from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.snapshots.arena import Followed
 from dist_ckpt.storage import WritableFile
@@ -113,7 +114,7 @@ def files_of(
         for name, image, span in zip(others, followed.images[num:], spans[num:], strict=True)
     }
     headers = {
-        plan.name: image[: plan.header_nbytes]
+        plan.name: image[: plan.header.nbytes]
         for plan, image in zip(plans, followed.images, strict=False)
     }
     return RankFiles(catalog, snapshot.step, tuple(plans), sources, _Objects(objects), headers)
@@ -149,7 +150,7 @@ class _MappedImage:
 
 
 def _source_of(image: _MappedImage, plan: FilePlan, number: int) -> Source:
-    return StagedSource(image, plan.items[number], plan.header_nbytes)
+    return StagedSource(image, plan.items[number], plan.header.nbytes)
 
 
 class StagedSource:
@@ -157,7 +158,7 @@ class StagedSource:
 
     __slots__ = ("_image", "_start", "_stop")
 
-    def __init__(self, image: _MappedImage, item: WriteItem, header_nbytes: int) -> None:
+    def __init__(self, image: _MappedImage, item: StoredShard, header_nbytes: int) -> None:
         self._image = image
         self._start = header_nbytes + item.span.start
         self._stop = header_nbytes + item.span.stop

@@ -35,7 +35,7 @@ from dist_ckpt.format.index import (
 )
 from dist_ckpt.format.layout import Grid, Layout
 from dist_ckpt.format.objects_file import ObjectsFile, encode
-from dist_ckpt.format.shard_file import ShardFile, arrange, header_text
+from dist_ckpt.format.shard_file import arrange, header_text
 from dist_ckpt.planning.plan import (
     FilePlan,
     FileReads,
@@ -44,7 +44,6 @@ from dist_ckpt.planning.plan import (
     Match,
     ReadItem,
     Wanted,
-    WriteItem,
 )
 from dist_ckpt.planning.write_batches import batches_of
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
@@ -189,13 +188,17 @@ def file_plans(catalog: Catalog, rank: int, block_nbytes: int) -> Iterator[FileP
         if not cells:
             continue
         shards = arrange(cells)
-        file = ShardFile(component.name, rank, catalog.world_size, 7, block_nbytes, 0, shards)
-        header = header_text(file)
-        items = tuple(WriteItem(s.name, s.fqn, s.dtype, s.shape, s.cell, s.span) for s in shards)
+        header = header_text(
+            shards,
+            component=component.name,
+            rank=rank,
+            world_size=catalog.world_size,
+            block_nbytes=block_nbytes,
+        )
         name = f"{component.stem}-{rank:05d}.safetensors"
         nbytes = header.nbytes + shards[-1].span.stop
         batches = batches_of((shard.span.nbytes for shard in shards), block_nbytes)
-        yield FilePlan(name, number, rank, header, nbytes, items, block_nbytes, batches)
+        yield FilePlan(name, header, nbytes, shards, block_nbytes, batches)
 
 
 def rank_files(

@@ -100,7 +100,7 @@ def test_what_was_staged_is_written_and_the_arena_is_the_file(arenas, threads):
     assert written == case.images()
     for plan in items_of(STATE.plan, 0):
         for item in plan.items:
-            start = plan.header_nbytes + item.span.start
+            start = plan.header.nbytes + item.span.start
             data = written[plan.name][start : start + item.span.nbytes]
             assert data == STATE.tensors[item.fqn].of(item.cell)
     case.follower.close()
