@@ -20,7 +20,6 @@ from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.loading.read_once_agreement import listen
 from dist_ckpt.loading.read_once_units import runs_of
 from dist_ckpt.planning.load_planner import plan_load, problems_of
-from dist_ckpt.planning.plan import LoadPlan
 from dist_ckpt.planning.read_sharing import BlockWants
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.shard_io.open_files import OpenFiles, open_files, read_objects
@@ -98,7 +97,6 @@ class Checked:
     found: Found
     saved: Saved
     binding: Binding
-    plan: LoadPlan
     files: OpenFiles
     targets: CellTargets | None
     links: HostLinks | None
@@ -145,12 +143,13 @@ def examine(
         plan = plan_load(index, binding.wanted)
     binding.check([read(filenames.objects_file(rank)) for rank in binding.needs])
     threads = ranks.config.threads
-    files = stack.enter_context(open_files(asked.storage, folder, index, plan, threads=threads))
+    files = open_files(asked.storage, folder, index, plan, threads=threads)
+    stack.callback(files.close)
     targets = None if binding.makes_memory else binding.allocate()
     links, wants = None, b""
     if found.meeting:
         links = listen(ranks, found.meeting, stack)
-        wants = typed_msgpack.encode(BlockWants.of(ranks.channel.host, runs_of(files, plan)))
+        wants = typed_msgpack.encode(BlockWants.of(ranks.channel.host, runs_of(files)))
     findings = Findings(
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
@@ -159,7 +158,7 @@ def examine(
         wants=short(wants, ranks.channel.world_size),
         from_memory=bool(kept),
     )
-    checked = Checked(found, saved, binding, plan, files, targets, links, wants)
+    checked = Checked(found, saved, binding, files, targets, links, wants)
     return checked, findings
 
 

@@ -46,7 +46,7 @@ from dist_ckpt.loading.read_once import read_shared, verify_shared
 from dist_ckpt.loading.read_once_agreement import Agreement, Apart, Meeting, wants_of_all
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport, Phases
-from dist_ckpt.shard_io.block_reader import Reading, ReadTotals, read_into, reading_of
+from dist_ckpt.shard_io.block_reader import Reading, ReadTotals
 from dist_ckpt.shard_io.reading_work import CellTargets
 from dist_ckpt.snapshots.kept_files import KeptFiles, KeptOnHost, NoneKept
 from dist_ckpt.state.containers import MutableState
@@ -235,12 +235,13 @@ def _fill(
         targets, shared = _prepare(call, checked, passed, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                _verify(call, checked, shared)
-        reading = _reading(call, checked, targets, verify=options.verify)
+                _verify(call.ranks, checked, shared)
+        slots = call.ranks.slots
+        reading = Reading(checked.files, targets, verify=options.verify, slots=slots)
         try:
             with channel.exchange("read") as exchange:
                 start = time.monotonic()
-                totals = _read(call, checked, shared, reading)
+                totals = _read(call.ranks, checked, shared, reading)
                 seconds = time.monotonic() - start
                 own = RankTotals(totals.nbytes_read, totals.nbytes_placed, seconds)
                 if told := exchange.gather(own):
@@ -292,33 +293,24 @@ def _prepare(
     return targets, shared
 
 
-def _reading(
-    call: LoadCall, checked: Checked, targets: CellTargets | None, *, verify: bool
-) -> Reading:
-    slots = call.ranks.slots
-    return reading_of(checked.files, checked.plan, targets, verify=verify, slots=slots)
-
-
-def _verify(call: LoadCall, checked: Checked, shared: Agreement | None) -> None:
+def _verify(ranks: Session, checked: Checked, shared: Agreement | None) -> None:
     """Check every block that will be read, without touching anything."""
-    ranks, reading = call.ranks, _reading(call, checked, None, verify=True)
+    reading = Reading(checked.files, None, verify=True, slots=ranks.slots)
     if shared is None:
-        read_into(reading, checked.files, checked.plan, threads=ranks.config.threads)
+        reading.run(ranks.config.threads)
     else:
-        verify_shared(ranks, shared, checked.files, checked.plan, reading)
+        verify_shared(ranks, shared, reading)
 
 
 def _read(
-    call: LoadCall, checked: Checked, shared: Agreement | None, reading: Reading
+    ranks: Session, checked: Checked, shared: Agreement | None, reading: Reading
 ) -> ReadTotals:
     """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
-    ranks = call.ranks
     try:
         if shared is None:
-            threads = ranks.config.threads
-            totals = read_into(reading, checked.files, checked.plan, threads=threads)
+            totals = reading.run(ranks.config.threads)
         else:
-            totals = read_shared(ranks, shared, checked.files, checked.plan, reading)
+            totals = read_shared(ranks, shared, reading)
     except BaseException as error:
         if shared is not None:
             shared.give_up()

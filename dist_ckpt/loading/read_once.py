@@ -34,11 +34,9 @@ from dist_ckpt.errors import CorruptError, RankError, StorageError
 from dist_ckpt.format.geometry import Span
 from dist_ckpt.loading.read_once_agreement import Agreement
 from dist_ckpt.loading.read_once_units import SharedWork, UnitPart, num_slots
-from dist_ckpt.planning.plan import LoadPlan
 from dist_ckpt.runtime.threads import WORK_STALL_S, DaemonThreads, Watch, each
 from dist_ckpt.shard_io.block_reader import Reading, ReadTotals
 from dist_ckpt.shard_io.block_reads import BlockRead
-from dist_ckpt.shard_io.open_files import OpenFiles
 from dist_ckpt.shard_io.reading_work import nbytes_placed_by
 from dist_ckpt.shard_io.small_shards import Row
 
@@ -53,31 +51,23 @@ _MESSAGE = struct.Struct("<BQQQ")
 _READY, _DONE = range(2)
 
 
-def read_shared(
-    ranks: Session,
-    agreement: Agreement,
-    files: OpenFiles,
-    plan: LoadPlan,
-    reading: Reading,
-) -> ReadTotals:
-    """Fill the targets of a reading as the plan says; what is shared is fetched once.
+def read_shared(ranks: Session, agreement: Agreement, reading: Reading) -> ReadTotals:
+    """Do what `Reading.run` does, but what is shared is fetched once.
 
-    Collective: every rank of `agreement` calls this. It raises what `block_reader.read` does, and
-    FalloutError if another rank gives up or is lost.
+    Collective: every rank of `agreement` calls this. It raises the same, and FalloutError if
+    another rank gives up or is lost.
     """
-    work = SharedWork(ranks.channel.rank, files, plan, reading.targets, agreement.units)
+    work = SharedWork(ranks.channel.rank, reading.files, reading.targets, agreement.units)
     flow = SharedReading(work, reading, agreement, ranks.channel.watch)
     with reading.telling_touched():
         flow.run(ranks.config.threads)
-    nbytes_placed = nbytes_placed_by(plan)
-    return ReadTotals(flow.nbytes_read, nbytes_placed, flow.num_reads, flow.nbytes_received)
+    nbytes_placed = nbytes_placed_by(reading.files.plan)
+    return ReadTotals(flow.nbytes_read, nbytes_placed, flow.nbytes_received)
 
 
-def verify_shared(
-    ranks: Session, agreement: Agreement, files: OpenFiles, plan: LoadPlan, reading: Reading
-) -> None:
+def verify_shared(ranks: Session, agreement: Agreement, reading: Reading) -> None:
     """Check what this rank would fetch in a shared reading; the others check the rest."""
-    work = SharedWork(ranks.channel.rank, files, plan, reading.targets, agreement.units)
+    work = SharedWork(ranks.channel.rank, reading.files, reading.targets, agreement.units)
     fetched = ((p.file, read) for p in map(work.part, work.fetched()) for read in p.reads)
     reads = chain(work.own_reads(), fetched)
     with reading.telling_touched():
@@ -98,7 +88,7 @@ class SharedReading:
         watch: Callable[[Sequence[int]], None],
     ) -> None:
         assert agreement.links is not None, "there are units"
-        self.nbytes_read = self.nbytes_received = self.num_reads = 0
+        self.nbytes_read = self.nbytes_received = 0
         self._work = work
         self._reading = reading
         self._agreement = agreement
@@ -267,7 +257,6 @@ class SharedReading:
 
     def _count_read(self, span: Span) -> None:
         self.nbytes_read += span.nbytes
-        self.num_reads += 1
 
     # --- the other ranks -------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from dist_ckpt.format.geometry import Span, joined
-from dist_ckpt.planning.plan import LoadPlan, ReadItem
+from dist_ckpt.planning.plan import ReadItem
 from dist_ckpt.planning.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit
 from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_runs, reads_of
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
@@ -16,18 +16,18 @@ from dist_ckpt.shard_io.reading_work import CellTargets, needs_of
 from dist_ckpt.shard_io.small_shards import Row, divide
 
 
-def runs_of(files: OpenFiles, plan: LoadPlan) -> dict[int, BlockRuns]:
+def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
     """Return which blocks of each file a plan needs, by the file's number in the index."""
     found = {}
-    for reads in plan.files:
-        file = files.files[reads.file]
-        items: dict[int, list[ReadItem]] = {}
-        for item in reads.items:
-            number = file.shards.number(item.tensor, item.match.stored)
-            assert number is not None, "`open_files` has looked for it"
-            items.setdefault(number, []).append(item)
-        runs = (run for number in sorted(items) for run in _runs_of(file, number, items[number]))
-        found[reads.file] = tuple(joined(runs))
+    for number, items in files.plan.items():
+        file = files.files[number]
+        by_shard: dict[int, list[ReadItem]] = {}
+        for item in items:
+            shard = file.shards.number(item.tensor, item.match.stored)
+            assert shard is not None, "`open_files` has looked for it"
+            by_shard.setdefault(shard, []).append(item)
+        runs = (run for shard in sorted(by_shard) for run in _runs_of(file, shard, by_shard[shard]))
+        found[number] = tuple(joined(runs))
     return found
 
 
@@ -85,14 +85,12 @@ class SharedWork:
         self,
         rank: int,
         files: OpenFiles,
-        plan: LoadPlan,
         targets: CellTargets | None,
         units: Mapping[int, Sequence[Unit]],
     ) -> None:
         self.rank = rank
         self.slot_nbytes = slot_nbytes(files)
         self._files = files
-        self._items = {reads.file: reads.items for reads in plan.files}
         self._targets = targets
         self._units = units
         self._tags = _tags_of(unit for file in sorted(units) for unit in units[file])
@@ -100,7 +98,7 @@ class SharedWork:
 
     def own_reads(self) -> Iterator[tuple[OpenFile, Row | BlockRead]]:
         """Return the reads of what no other rank wants."""
-        for number in self._items:
+        for number in self._files.plan:
             for read in self._of(number)[0]:
                 yield self._files.files[number], read
 
@@ -139,7 +137,7 @@ class SharedWork:
         file = self._files.files[number]
         starts = file.block_starts
         units = self._units.get(number, ())
-        rows, others = divide(file, self._items[number])
+        rows, others = divide(file, self._files.plan[number])
         bounds = [
             starts[block] for unit in units for block in (unit.blocks.start, unit.blocks.stop)
         ]

@@ -29,7 +29,7 @@ from dist_ckpt.memory.host_array import Array, ArrayTarget
 from dist_ckpt.offline.basic_index import BasicIndex, select
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import LoadPlan, Wanted
-from dist_ckpt.shard_io.block_reader import read
+from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.open_files import OpenFile, open_files, read_objects
 from dist_ckpt.shard_io.reading_work import CellTargets
 from dist_ckpt.storage import Storage, open_storage
@@ -218,11 +218,11 @@ class Checkpoint:
         opened = open_files(
             self._storage, self._folder, self.index, plan, threads=threads, known=known
         )
-        for reads in plan.files:
-            self._files[reads.file] = opened.files[reads.file]
-            self._files.move_to_end(reads.file)
+        for number in plan:
+            self._files[number] = opened.files[number]
+            self._files.move_to_end(number)
         try:
-            read(opened, plan, targets, verify=True, threads=self._threads)
+            Reading(opened, targets, verify=True).run(self._threads)
         finally:
             while len(self._files) > MAX_KEPT:
                 self._files.popitem(last=False)[1].close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +20,7 @@ from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import FilePlan, SavePlan, Wanted
 from dist_ckpt.reports import Tally
-from dist_ckpt.shard_io.block_reader import read
+from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.open_files import open_files, read_objects
 from dist_ckpt.storage.counting import CountingStorage
 
@@ -75,8 +76,9 @@ class Stored:
                 start = stop
         plan = plan_load(self.index, wanted)
         threads = Config.from_environment().threads
-        with open_files(self._storage, self._folder, self.index, plan, threads=threads) as files:
-            read(files, plan, targets, verify=True, threads=threads)
+        files = open_files(self._storage, self._folder, self.index, plan, threads=threads)
+        with closing(files):
+            Reading(files, targets, verify=True).run(threads)
 
 
 @dataclass(frozen=True, slots=True)

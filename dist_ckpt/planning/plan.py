@@ -233,16 +233,6 @@ class ReadItem:
     match: Match
 
 
-@dataclass(frozen=True, slots=True)
-class FileReads:
-    """The items that one shard file serves; `file` numbers the index's `files`."""
-
-    file: int
-    items: tuple[ReadItem, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What one rank reads, sorted by file."""
-
-    files: tuple[FileReads, ...]
+# What one rank reads: the items that each shard file serves, by the file's number in the index,
+# ascending.
+LoadPlan = Mapping[int, tuple[ReadItem, ...]]

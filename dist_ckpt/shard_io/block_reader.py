@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
 from threading import Lock
 
@@ -26,7 +25,7 @@ from dist_ckpt.format.geometry import (
 )
 from dist_ckpt.memory.buffers import Slots, copy
 from dist_ckpt.memory.protocol import Target
-from dist_ckpt.planning.plan import LoadPlan, ReadItem
+from dist_ckpt.planning.plan import ReadItem
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import (
     READ_NBYTES,
@@ -57,72 +56,50 @@ class ReadTotals:
 
     nbytes_read: int
     nbytes_placed: int
-    num_reads: int
     nbytes_received: int = 0
-
-
-def read(
-    open_files: OpenFiles,
-    plan: LoadPlan,
-    targets: CellTargets,
-    *,
-    verify: bool,
-    threads: int,
-    slots: Slots | None = None,
-) -> ReadTotals:
-    """Fill the targets, keyed by tensor and number of the wanted cell, as the plan says.
-
-    Every block is read once; with `verify` its digest is checked. CorruptError names what is
-    damaged by tensor, rows, rank, file and bytes, and in `touched` the tensors that may hold
-    partial data; a StorageError says the same in its message. `slots` are scratch memory that
-    has been used before, which is faster than new memory.
-    """
-    reading = reading_of(open_files, plan, targets, verify=verify, slots=slots)
-    return read_into(reading, open_files, plan, threads=threads)
-
-
-def read_into(
-    reading: Reading, open_files: OpenFiles, plan: LoadPlan, *, threads: int
-) -> ReadTotals:
-    """Do what `read` does, by a reading that tells what it has touched."""
-
-    def read_some(some: Sequence[tuple[OpenFile, Row | BlockRead]]) -> list[int]:
-        return [reading.read(file, one) for file, one in some]
-
-    with reading.telling_touched():
-        work = work_of(open_files, plan, reading.targets, threads)
-        nbytes = list(chain.from_iterable(each(read_some, work, threads=threads)))
-    return ReadTotals(sum(nbytes), nbytes_placed_by(plan), len(nbytes))
-
-
-def reading_of(
-    open_files: OpenFiles,
-    plan: LoadPlan,
-    targets: CellTargets | None,
-    *,
-    verify: bool,
-    slots: Slots | None = None,
-) -> Reading:
-    """Return a reading whose slots hold any read of these files; without targets it only checks."""
-    blocks = (open_files.files[reads.file].header.block_nbytes for reads in plan.files)
-    fitting = (slots or Slots()).fitting(max(READ_NBYTES, *blocks, 0))
-    return Reading(targets, verify=verify, slots=fitting)
 
 
 class Reading:
     """One load's reading: threads bring different blocks of it to their targets, if it has any.
 
-    `touched` are the tensors that may hold something of what was read.
+    The targets are keyed by tensor and number of the wanted cell; without any, blocks are only
+    checked. With `verify` each block's digest is. `touched` are the tensors that may hold
+    something of what was read. `slots` are scratch memory that has been used before, which is
+    faster than new memory.
     """
 
-    def __init__(self, targets: CellTargets | None, *, verify: bool, slots: Slots) -> None:
+    def __init__(
+        self,
+        files: OpenFiles,
+        targets: CellTargets | None,
+        *,
+        verify: bool,
+        slots: Slots | None = None,
+    ) -> None:
         self.touched: set[str] = set()
+        self.files = files
         self.targets = targets
         self._verify = verify
-        self._slots = slots
+        blocks = (file.header.block_nbytes for file, _ in files)
+        self._slots = (slots or Slots()).fitting(max(READ_NBYTES, *blocks, 0))
         # What is done for small shards is all Python: threads at it would only be in each
         # other's way, at twice the cost, while the reads of the next rows run beside it.
         self._turn = Lock()
+
+    def run(self, threads: int) -> ReadTotals:
+        """Fill the targets as the plan of the files says; every block is read once.
+
+        CorruptError names what is damaged by tensor, rows, rank, file and bytes, and in `touched`
+        the tensors that may hold partial data; a StorageError says the same in its message.
+        """
+
+        def read_some(some: Sequence[tuple[OpenFile, Row | BlockRead]]) -> int:
+            return sum(self.read(file, one) for file, one in some)
+
+        with self.telling_touched():
+            work = work_of(self.files, self.targets, threads)
+            nbytes_read = sum(each(read_some, work, threads=threads))
+        return ReadTotals(nbytes_read, nbytes_placed_by(self.files.plan))
 
     @contextmanager
     def telling_touched(self) -> Iterator[None]:

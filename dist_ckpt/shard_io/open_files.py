@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, Span
 from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
-from dist_ckpt.planning.plan import FileReads, LoadPlan, ReadItem
+from dist_ckpt.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import Need
 from dist_ckpt.storage import ReadableFile, Storage
@@ -70,22 +71,21 @@ class OpenFile:
             self._kept = None
 
 
+@dataclass(frozen=True, slots=True)
 class OpenFiles:
     """The shard files that a plan reads, by their numbers in the index; close it when done."""
 
-    def __init__(self, files: Mapping[int, OpenFile]) -> None:
-        self.files = files
+    plan: LoadPlan
+    files: Mapping[int, OpenFile]
+
+    def __iter__(self) -> Iterator[tuple[OpenFile, Sequence[ReadItem]]]:
+        """Yield each file with the items that it serves."""
+        return ((self.files[number], items) for number, items in self.plan.items())
 
     def close(self) -> None:
         """Close all files. Never raises."""
         for file in self.files.values():
             file.close()
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def open_files(
@@ -106,25 +106,25 @@ def open_files(
     opened: dict[int, OpenFile] = {}
     problems: list[str] = []
 
-    def open_one(reads: FileReads) -> None:
-        file = known.get(reads.file)
+    def open_one(number: int) -> None:
+        file = known.get(number)
         try:
             if file is None:
-                file = open_file(storage, folder, index, reads.file, keep=len(opened) < MAX_OPEN)
-                opened[reads.file] = file
+                file = open_file(storage, folder, index, number, keep=len(opened) < MAX_OPEN)
+                opened[number] = file
         except CorruptError as error:
-            problems.append(f"{error}; it holds {_names_of(reads.items)}")
+            problems.append(f"{error}; it holds {_names_of(plan[number])}")
         else:
-            problems.extend(_mismatches(file, index, reads.items))
+            problems.extend(_mismatches(file, index, plan[number]))
 
     try:
-        each(open_one, plan.files, threads=threads)
+        each(open_one, plan, threads=threads)
         if problems:
             raise CorruptError(f"{listed(sorted(problems), '; ')}; load an older checkpoint")
     except BaseException:
-        OpenFiles(opened).close()
+        OpenFiles(plan, opened).close()
         raise
-    return OpenFiles({**known, **opened})
+    return OpenFiles(plan, {**known, **opened})
 
 
 def open_file(storage: Storage, folder: str, index: Index, number: int, *, keep: bool) -> OpenFile:

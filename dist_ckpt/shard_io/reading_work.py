@@ -29,24 +29,23 @@ def nbytes_placed_by(plan: LoadPlan) -> int:
     """Return how many bytes of targets a plan fills."""
     return sum(
         item.match.common.numel * DTYPES[item.dtype].itemsize
-        for reads in plan.files
-        for item in reads.items
+        for items in plan.values()
+        for item in items
     )
 
 
 def work_of(
-    open_files: OpenFiles, plan: LoadPlan, targets: CellTargets | None, threads: int
+    files: OpenFiles, targets: CellTargets | None, threads: int
 ) -> Iterator[list[tuple[OpenFile, Row | BlockRead]]]:
-    """Return the reads of a plan, those of one thread at a time together: many rows, or reads.
+    """Return the reads of some files, those of one thread at a time together: many rows, or reads.
 
     Towards the end these are fewer and fewer, so that no thread is left with much to do.
     """
     rows: list[tuple[OpenFile, Row | BlockRead]] = []
     some: list[tuple[OpenFile, Row | BlockRead]] = []
-    nbytes, left = 0, nbytes_placed_by(plan)
-    for reads in plan.files:
-        file = open_files.files[reads.file]
-        for one in _reads_of(file, reads.items, targets):
+    nbytes, left = 0, nbytes_placed_by(files.plan)
+    for file, items in files:
+        for one in _reads_of(file, items, targets):
             if isinstance(one, Row):
                 rows.append((file, one))
                 if len(rows) == MAX_ROWS:

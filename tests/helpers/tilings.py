@@ -265,9 +265,9 @@ def load(index: Index, files: Files, wanted: Sequence[Wanted]) -> dict[tuple[str
         for want in wanted
         for part, cell in enumerate(want.cells)
     }
-    for reads in plan_load(index, wanted).files:
-        record = index.files[reads.file]
-        for item in reads.items:
+    for file, items in plan_load(index, wanted).items():
+        record = index.files[file]
+        for item in items:
             match = item.match
             stored = files[record.component, record.rank][item.tensor, match.stored]
             shape = shapes[item.fqn]

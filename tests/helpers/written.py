@@ -38,7 +38,6 @@ from dist_ckpt.format.objects_file import ObjectsFile, encode
 from dist_ckpt.format.shard_file import arrange, header_text
 from dist_ckpt.planning.plan import (
     FilePlan,
-    FileReads,
     FileReceipt,
     LoadPlan,
     Match,
@@ -321,4 +320,4 @@ def plan_of(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
                             ),
                         )
                         items.setdefault(file, []).append(item)
-    return LoadPlan(tuple(FileReads(n, tuple(items[n])) for n in sorted(items)))
+    return {n: tuple(items[n]) for n in sorted(items)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from itertools import chain
 
 import pytest
@@ -31,8 +32,8 @@ def spans_of(
         Wanted(fqn, one.dtype, one.shape, (Region.whole(one.shape),)) for fqn, one in saved.items()
     ]
     plan = plan_of(index, wanted)
-    with open_files(storage, FOLDER, index, plan, threads=1) as files:
-        work = list(work_of(files, plan, None, threads))
+    with closing(open_files(storage, FOLDER, index, plan, threads=1)) as files:
+        work = list(work_of(files, None, threads))
     assert all(isinstance(one, BlockRead) for _, one in chain.from_iterable(work))
     return [[(file.path, one.span.start, one.span.stop) for file, one in some] for some in work]
 
