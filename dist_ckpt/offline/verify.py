@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from threading import Lock
 from typing import Literal
@@ -20,6 +20,7 @@ from dist_ckpt.format.geometry import Cell, Elements, Shape, Span
 from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.format.shard_file import ShardFile
 from dist_ckpt.memory.buffers import Slots
+from dist_ckpt.planning.save_planner import cells_of_ranks
 from dist_ckpt.reports import Progress
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import READ_NBYTES, BlockRead, every_block, reads_of
@@ -320,27 +321,8 @@ def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
 
 def _contents(index: Index) -> Iterator[tuple[ShardFileRecord, _Shards]]:
     """Return each shard file, and the shards that the catalog says are in it."""
-    catalog = index.catalog
-
-    @cache
-    def cells_of(layout: int) -> Mapping[int, list[int]]:
-        """Return the cells that each rank holds."""
-        cells: dict[int, list[int]] = {}
-        for cell, ranks in enumerate(catalog.layouts[layout].holders):
-            for rank in ranks:
-                cells.setdefault(rank, []).append(cell)
-        return cells
-
-    @cache
-    def tensors_of(component: int) -> list[str]:
-        return [fqn for fqn, record in catalog.tensors.items() if record.component == component]
-
-    for file in index.files:
-        shards: dict[tuple[str, Cell], tuple[str, Shape]] = {}
-        for fqn in tensors_of(file.component):
-            record = catalog.tensors[fqn]
-            layout = catalog.layouts[record.layout]
-            for cell in cells_of(record.layout).get(file.rank, ()):
-                if layout.holder(cell, record.rotation) == file.rank:
-                    shards[fqn, layout.cell(cell)] = (record.dtype, record.shape)
-        yield file, shards
+    files = {(file.component, file.rank): file for file in index.files}
+    for rank, stored in enumerate(cells_of_ranks(index.catalog)):
+        for component, cells in stored.items():
+            shards = {(fqn, cell): (dtype, shape) for fqn, dtype, shape, cell in cells}
+            yield files[component, rank], shards

@@ -117,7 +117,7 @@ def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
     """Return the shard files that a rank writes, by component; none where it stores nothing."""
     catalog = plan.catalog
     held = [_cells_on(layout, rank) for layout in catalog.layouts]
-    cells: dict[int, list[tuple[str, str, Shape, Cell]]] = {}
+    cells: _StoredCells = {}
     for fqn, record in catalog.tensors.items():
         for here in held[record.layout]:
             if (here.number + record.rotation) % here.replicas == here.place:
@@ -132,19 +132,29 @@ def items_of_ranks(plan: SavePlan) -> Iterator[tuple[FilePlan, ...]]:
     `items_of` looks through the whole plan, so that to call it for every rank is quadratic.
     """
     catalog = plan.catalog
+    for rank, cells in enumerate(cells_of_ranks(catalog)):
+        yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+
+
+# (fqn, dtype, shape of the tensor, cell) of each shard in some files, by component.
+_StoredCells = dict[int, list[tuple[str, str, Shape, Cell]]]
+
+
+def cells_of_ranks(catalog: Catalog) -> Iterator[_StoredCells]:
+    """Yield the cells that each rank stores, one rank after another."""
     turns = _turns(catalog)
-    stored: list[list[tuple[_Turn, int]]] = [[] for _ in range(catalog.world_size)]
+    stored: dict[int, list[tuple[_Turn, int]]] = {}
     for turn in turns:
         layout = catalog.layouts[turn[1]]
         for number in range(layout.cut.num_cells):
-            stored[layout.holder(number, turn[2])].append((turn, number))
-    for rank, parts in enumerate(stored):
-        cells: dict[int, list[tuple[str, str, Shape, Cell]]] = {}
-        for turn, number in parts:
+            stored.setdefault(layout.holder(number, turn[2]), []).append((turn, number))
+    for rank in range(catalog.world_size):
+        cells: _StoredCells = {}
+        for turn, number in stored.get(rank, ()):
             cell = catalog.layouts[turn[1]].cell(number)
             tensors = ((fqn, record.dtype, record.shape, cell) for fqn, record in turns[turn])
             cells.setdefault(turn[0], []).extend(tensors)
-        yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+        yield cells
 
 
 # Component, layout and rotation of a tensor: what decides in which file each cell of it is.
