@@ -76,13 +76,8 @@ class DecodedShards(Sequence[StoredShard]):
             starts += range(start, stop, block_nbytes)
         return [*starts, self.starts[-1]]
 
-    def find(self, fqn: str, cell: Cell) -> StoredShard | None:
-        """Return the shard that is this cell of a tensor, or None."""
-        number = self.number(fqn, cell)
-        return None if number is None else self._make(number)
-
     def facts(self, fqn: str, cell: Cell) -> tuple[str, Shape] | None:
-        """Return the dtype and the tensor's shape of what `find` returns."""
+        """Return the dtype and the tensor's shape of the shard that is this cell of it, or None."""
         number = self.number(fqn, cell)
         return None if number is None else (self._kinds[number].dtype, self._kinds[number].shape)
 

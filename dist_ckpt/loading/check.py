@@ -13,8 +13,9 @@ from dist_ckpt.binding.selection import selection_of
 from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError
-from dist_ckpt.format import filenames, objects_file, typed_msgpack
+from dist_ckpt.format import filenames, typed_msgpack
 from dist_ckpt.format.index import Index
+from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.loading.load_steps import Findings, Found, LoadRequest, bits_of, short
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.loading.read_once_agreement import listen
@@ -121,7 +122,7 @@ def examine(
     index, options, ranks = found.index, call.options, call.ranks
     folder = f"{asked.request.path}/{found.attempt.name}"
 
-    def read(name: str) -> objects_file.ObjectsFile:
+    def read(name: str) -> ObjectsFile:
         return _read_objects(asked.storage, folder, index, name)
 
     kept = call.kept.found(asked.request.path, index, stack)
@@ -162,11 +163,8 @@ def examine(
     return checked, findings
 
 
-def _read_objects(
-    storage: Storage, folder: str, index: Index, name: str
-) -> objects_file.ObjectsFile:
+def _read_objects(storage: Storage, folder: str, index: Index, name: str) -> ObjectsFile:
     for record in index.objects:
         if record.name == name:
-            data = read_objects(storage, folder, record)
-            return objects_file.decode(data, make=MAKE)
+            return read_objects(storage, folder, record, make=MAKE)
     raise CorruptError(f"{folder}: the index lists no {name}; load an older checkpoint")

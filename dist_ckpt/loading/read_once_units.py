@@ -12,7 +12,7 @@ from dist_ckpt.planning.plan import ReadItem
 from dist_ckpt.planning.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit
 from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_runs, reads_of
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
-from dist_ckpt.shard_io.reading_work import CellTargets, needs_of
+from dist_ckpt.shard_io.reading_work import CellTargets, by_shard, needs_of
 from dist_ckpt.shard_io.small_shards import Row, divide
 
 
@@ -21,12 +21,7 @@ def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
     found = {}
     for number, items in files.plan.items():
         file = files.files[number]
-        by_shard: dict[int, list[ReadItem]] = {}
-        for item in items:
-            shard = file.shards.number(item.tensor, item.match.stored)
-            assert shard is not None, "`open_files` has looked for it"
-            by_shard.setdefault(shard, []).append(item)
-        runs = (run for shard in sorted(by_shard) for run in _runs_of(file, shard, by_shard[shard]))
+        runs = (run for shard in by_shard(file, items) for run in _runs_of(file, *shard))
         found[number] = tuple(joined(runs))
     return found
 

@@ -17,7 +17,7 @@ from dist_ckpt import commit
 from dist_ckpt.commit.attempts import AttemptState, while_it_is_there
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.format import filenames, objects_file
+from dist_ckpt.format import filenames
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.geometry import Region, Shape
@@ -241,8 +241,7 @@ class Checkpoint:
         for record in self.index.objects:
             if record.name == name:
                 with self._while_it_is_there():
-                    data = read_objects(self._storage, self._folder, record)
-                return objects_file.decode(data, make=_made, what=f"{self._folder}/{name}")
+                    return read_objects(self._storage, self._folder, record, make=_made)
         return None
 
 

@@ -58,8 +58,7 @@ class Stored:
         return keyed
 
     def _read_objects(self, record: ObjectsFileRecord) -> objects_file.ObjectsFile:
-        data = read_objects(self._storage, self._folder, record)
-        file = objects_file.decode(data, what=record.name)
+        file = read_objects(self._storage, self._folder, record)
         for what in objects_file.lacking(file, record.name, self.index.catalog):
             raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
         return file

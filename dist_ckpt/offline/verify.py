@@ -15,6 +15,7 @@ from dist_ckpt.commit.attempts import ROUNDS, find, is_there, read_document
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
 from dist_ckpt.format import filenames, index_json, objects_file
+from dist_ckpt.format.checksums import block_digest
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Shape, Span
 from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
@@ -27,8 +28,8 @@ from dist_ckpt.shard_io.block_reads import READ_NBYTES, BlockRead, every_block, 
 from dist_ckpt.shard_io.open_files import (
     MAX_BLOCK_NBYTES,
     OpenFile,
-    block_problem,
     damage,
+    digest_problem,
     open_readable,
     read_header,
     read_objects,
@@ -212,8 +213,7 @@ class _Verifying:
         path = f"{self._folder}/{record.name}"
         rank = filenames.parse_objects_file(record.name)
         try:
-            data = read_objects(self._storage, self._folder, record)
-            file = objects_file.decode(data, what=path)
+            file = read_objects(self._storage, self._folder, record)
         except CheckpointError as error:
             self.problems.append(Problem(record.name, rank, None, None, str(error)))
             return
@@ -285,7 +285,7 @@ class _Verifying:
                 what: str | None = "the file ended while it was read"
                 if stop <= count:
                     self._count(stop - start)
-                    what = block_problem(need, data[start:stop])
+                    what = digest_problem(need, block_digest(data[start:stop]))
                 if what is not None:
                     name, rank = self._index.file_name(file.record), file.record.rank
                     rows, text = rows_of_block(need), damage(file, need, what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,8 @@ from dist_ckpt.format import checksums, objects_file
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, Span
 from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
+from dist_ckpt.format.objects_file import ObjectsFile
+from dist_ckpt.format.plain_types import StandIn
 from dist_ckpt.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
 from dist_ckpt.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.runtime.threads import each
@@ -42,6 +44,12 @@ class OpenFile:
         self.shards = header.shards
         self._storage = storage
         self._kept: ReadableFile | None = None
+
+    def number_of(self, item: ReadItem) -> int:
+        """Return the number of the shard that an item reads."""
+        number = self.shards.number(item.tensor, item.match.stored)
+        assert number is not None, "`open_files` has looked for it"
+        return number
 
     @cached_property
     def block_starts(self) -> Sequence[int]:
@@ -266,11 +274,6 @@ def damage(file: OpenFile, need: Need, what: str) -> str:
     )
 
 
-def block_problem(need: Need, data: memoryview) -> str | None:
-    """Say how a block's digest differs from the one in the header, or None."""
-    return digest_problem(need, checksums.block_digest(data))
-
-
 def digest_problem(need: Need, actual: str) -> str | None:
     """Say how the digest of what was read of a block differs from the one in the header."""
     expected = need.shard.digests[need.number]
@@ -282,8 +285,18 @@ def digest_problem(need: Need, actual: str) -> str | None:
 # --- objects files ---------------------------------------------------------------------------
 
 
-def read_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> bytes:
-    """Return an objects file's bytes; CorruptError if they are not the ones that were written."""
+def read_objects(
+    storage: Storage,
+    folder: str,
+    record: ObjectsFileRecord,
+    *,
+    make: Callable[[StandIn], object] = lambda value: value,
+) -> ObjectsFile:
+    """Return what an objects file says, with `make(stand_in)` for what needs torch or numpy.
+
+    CorruptError if its bytes are not the ones that were written, or say nothing; IncompatibleError
+    if it needs a newer dist_ckpt.
+    """
     path = f"{folder}/{record.name}"
     if record.nbytes > objects_file.MAX_NBYTES:
         raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
@@ -304,4 +317,4 @@ def read_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> by
             f"{path} (bytes 0:{record.nbytes}) is damaged, its digest is {actual}, the index "
             f"says {record.digest}; load an older checkpoint"
         )
-    return bytes(data)
+    return objects_file.decode(bytes(data), make=make, what=path)

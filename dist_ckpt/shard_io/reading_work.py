@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_blocks, reads_of
@@ -61,16 +60,12 @@ def work_of(
     yield from (work for work in (some, rows) if work)
 
 
-def shards_of(
-    file: OpenFile, items: Iterable[ReadItem]
-) -> Iterator[tuple[StoredShard, list[ReadItem]]]:
-    """Return the shards of a file that items read, in the file's order, each with its items."""
-    by_shard: dict[str, tuple[StoredShard, list[ReadItem]]] = {}
+def by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int, list[ReadItem]]]:
+    """Return the numbers of the shards of a file that items read, ascending, with those items."""
+    found: dict[int, list[ReadItem]] = {}
     for item in items:
-        shard = file.shards.find(item.tensor, item.match.stored)
-        assert shard is not None, "`open_files` has looked for it"
-        by_shard.setdefault(shard.name, (shard, []))[1].append(item)
-    yield from sorted(by_shard.values(), key=lambda one: one[0].span.start)
+        found.setdefault(file.number_of(item), []).append(item)
+    return sorted(found.items())
 
 
 def needs_of(
@@ -81,8 +76,8 @@ def needs_of(
     def has_memory(item: ReadItem) -> bool:
         return targets is not None and targets[item.fqn, item.match.part].memory() is not None
 
-    for shard, wanted in shards_of(file, items):
-        yield from needed_blocks(shard, wanted, file.header.block_nbytes, has_memory)
+    for number, wanted in by_shard(file, items):
+        yield from needed_blocks(file.shards[number], wanted, file.header.block_nbytes, has_memory)
 
 
 def _reads_of(

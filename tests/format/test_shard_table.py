@@ -54,10 +54,12 @@ def test_they_are_what_was_encoded_by_number_from_either_end_and_in_parts() -> N
 def test_one_is_found_by_its_tensor_and_cell() -> None:
     shards = decoded()
     for shard in file_of().shards:
-        assert shards.find(shard.fqn, shard.cell) == shard
+        number = shards.number(shard.fqn, shard.cell)
+        assert number is not None
+        assert shards[number] == shard
         assert shards.facts(shard.fqn, shard.cell) == (shard.dtype, shard.shape)
-    assert shards.find("a", Region((0, 0), (4, 4))) is None
-    assert shards.find("z", Region((), ())) is None
+    assert shards.number("a", Region((0, 0), (4, 4))) is None
+    assert shards.number("z", Region((), ())) is None
     assert shards.facts("c", Elements(0, 1)) is None
 
 
