@@ -106,7 +106,7 @@ class _ItemBytes:
 
 
 class Windows:
-    """The files of one rank in windows: each is read when the first of its bytes is asked for.
+    """The files of one rank in windows, each read when the first of its bytes is asked for.
 
     The sources ask in the order of the files, so one window is in memory at a time.
     """
@@ -120,17 +120,11 @@ class Windows:
     ) -> None:
         self._stored = stored
         self._tell = tell
-        self._windows = [tuple(window) for window in _windows_of(files, window_nbytes)]
-        largest = max((sum(part.nbytes for part in window) for window in self._windows), default=0)
-        self._memory = memoryview(bytearray(largest))
-        self._window_of = {
-            (part.item.fqn, part.item.cell, part.start): number
-            for number, window in enumerate(self._windows)
-            for part in window
-        }
-        self._current = -1
+        self._windows = _windows_of(files, window_nbytes)
+        nbytes = sum(item.span.nbytes for file in files for item in file.items)
+        self._memory = memoryview(bytearray(min(nbytes, window_nbytes)))
+        # Of the window in memory: where each item's bytes begin, and where they are.
         self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
-        self._step = window_nbytes
         self.sources = tuple(partial(self._source_of, file.items) for file in files)
 
     def _source_of(self, items: Sequence[StoredShard], number: int) -> Source:
@@ -138,30 +132,32 @@ class Windows:
 
     def view(self, item: StoredShard, start: int, stop: int) -> memoryview:
         """Return some bytes of an item; they lie in one window, as every block does."""
-        number = self._window_of[item.fqn, item.cell, start // self._step * self._step]
-        if number != self._current:
-            self._read(number)
-        first, view = self._views[item.fqn, item.cell]
-        return view[start - first : stop - first]
+        while True:
+            first, view = self._views.get((item.fqn, item.cell), (0, memoryview(b"")))
+            if first <= start and stop <= first + len(view):
+                return view[start - first : stop - first]
+            window = next(self._windows, None)
+            assert window is not None, "bytes are asked for in the order of the files"
+            self._read(window)
 
-    def _read(self, number: int) -> None:
-        self._current = -1
+    def _read(self, window: Sequence[_ItemBytes]) -> None:
         items: dict[str, StoredShard] = {}
         cells: dict[str, list[Cell]] = {}
+        views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
         offset = 0
         self._views = {}
         # The parts of one tensor lie together, since a rank's cells of it are fetched as one want.
-        for part in sorted(self._windows[number], key=lambda part: part.item.fqn):
+        for part in sorted(window, key=lambda part: part.item.fqn):
             item = items.setdefault(part.item.fqn, part.item)
             cells.setdefault(item.fqn, []).extend(part.cells())
             view = self._memory[offset : offset + part.nbytes]
-            self._views[item.fqn, part.item.cell] = part.start, view
+            views[item.fqn, part.item.cell] = part.start, view
             offset += part.nbytes
         wanted = (
             Wanted(fqn, item.dtype, item.shape, tuple(cells[fqn])) for fqn, item in items.items()
         )
         self._stored.fetch(tuple(wanted), self._memory)
-        self._current = number
+        self._views = views
         self._tell(offset)
 
 
