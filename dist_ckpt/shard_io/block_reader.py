@@ -15,7 +15,7 @@ from operator import is_
 from threading import Lock
 
 from dist_ckpt.errors import CorruptError, StorageError, listed
-from dist_ckpt.format.checksums import StreamedDigest, block_digest
+from dist_ckpt.format.checksums import block_digest, streamed_digest
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import (
     Elements,
@@ -192,7 +192,7 @@ class Reading:
         """Read and check blocks: one in several steps, or several that come in one."""
         first = needs[0].start
         nbytes = needs[-1].stop - first
-        digest = StreamedDigest()
+        digest = streamed_digest()
         for start in range(0, nbytes, BITE_NBYTES):
             part = data[start : min(start + BITE_NBYTES, nbytes)]
             count = readable.read_into(file.header.header_nbytes + first + start, part)
@@ -202,7 +202,7 @@ class Reading:
             if self._verify and len(needs) == 1:
                 digest.update(part)
         if self._verify and len(needs) == 1:
-            _check(file, needs[0], digest.hex())
+            _check(file, needs[0], digest.hexdigest())
         elif self._verify:
             for need in needs:
                 block = data[need.start - first : need.stop - first]
