@@ -19,7 +19,6 @@ from dist_ckpt.memory.host_array import ArrayTarget
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import FilePlan, SavePlan, Wanted
-from dist_ckpt.reports import Tally
 from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.open_files import open_files, read_objects
 from dist_ckpt.storage.counting import CountingStorage
@@ -30,16 +29,11 @@ class Stored:
 
     def __init__(self, storage: CountingStorage, folder: str, index: Index) -> None:
         self.index = index
-        self._storage = storage
+        self.storage = storage
         self._folder = folder
         self.files = {record.name: self._read_objects(record) for record in index.objects}
         if filenames.OBJECTS not in self.files:
             raise CorruptError(f"{folder}: the index lists no {filenames.OBJECTS}")
-
-    @property
-    def reads(self) -> Tally:
-        """What was read from its storage."""
-        return self._storage.reads
 
     @property
     def main(self) -> objects_file.ObjectsFile:
@@ -58,7 +52,7 @@ class Stored:
         return keyed
 
     def _read_objects(self, record: ObjectsFileRecord) -> objects_file.ObjectsFile:
-        file = read_objects(self._storage, self._folder, record)
+        file = read_objects(self.storage, self._folder, record)
         for what in objects_file.lacking(file, record.name, self.index.catalog):
             raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
         return file
@@ -75,7 +69,7 @@ class Stored:
                 start = stop
         plan = plan_load(self.index, wanted)
         threads = Config.from_environment().threads
-        files = open_files(self._storage, self._folder, self.index, plan, threads=threads)
+        files = open_files(self.storage, self._folder, self.index, plan, threads=threads)
         with closing(files):
             Reading(files, targets, verify=True).run(threads)
 

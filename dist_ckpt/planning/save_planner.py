@@ -119,9 +119,9 @@ def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
     held = [_cells_on(layout, rank) for layout in catalog.layouts]
     cells: _StoredCells = {}
     for fqn, record in catalog.tensors.items():
-        for here in held[record.layout]:
-            if (here.number + record.rotation) % here.replicas == here.place:
-                entry = fqn, record.dtype, record.shape, here.cell
+        for number, cell in held[record.layout].items():
+            if catalog.layouts[record.layout].holder(number, record.rotation) == rank:
+                entry = fqn, record.dtype, record.shape, cell
                 cells.setdefault(record.component, []).append(entry)
     return tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
 
@@ -198,9 +198,9 @@ def replica_groups_of(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
         layout = plan.held.get(fqn) or catalog.layouts[record.layout]
         if id(layout) not in shared:
             shared[id(layout)] = [
-                (here.cell, cells.setdefault(layout.holders[here.number], []))
-                for here in _cells_on(layout, rank)
-                if here.replicas > 1
+                (cell, cells.setdefault(layout.holders[number], []))
+                for number, cell in _cells_on(layout, rank).items()
+                if len(layout.holders[number]) > 1
             ]
         for cell, group in shared[id(layout)]:
             group.append((fqn, cell))
@@ -233,7 +233,7 @@ def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tup
         if isinstance(view, Ruled):
             layout = plan.held.get(entry.fqn) or catalog.layouts[catalog.tensors[entry.fqn].layout]
             if id(layout) not in ruled:
-                ruled[id(layout)] = tuple(here.cell for here in _cells_on(layout, rank))
+                ruled[id(layout)] = tuple(_cells_on(layout, rank).values())
             held[entry.fqn] = ruled[id(layout)] or (Region.whole(entry.shape),)
             continue
         key = entry.view, entry.shape
@@ -347,24 +347,13 @@ def _disagreements(said: Sequence[tuple[Body, TensorEntry]]) -> list[str]:
 # --- one rank's part -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldCell:
-    """A cell that a rank holds, as replica number `place` of `replicas`."""
-
-    number: int
-    place: int
-    replicas: int
-    cell: Cell
-
-
-def _cells_on(layout: Layout, rank: int) -> list[_HeldCell]:
-    found = []
-    for number, ranks in enumerate(layout.holders):
-        if ranks[0] <= rank <= ranks[-1]:
-            place = bisect_left(ranks, rank)
-            if ranks[place] == rank:
-                found.append(_HeldCell(number, place, len(ranks), layout.cell(number)))
-    return found
+def _cells_on(layout: Layout, rank: int) -> dict[int, Cell]:
+    """Return the cells that a rank holds, by number."""
+    return {
+        number: layout.cell(number)
+        for number, ranks in enumerate(layout.holders)
+        if ranks[0] <= rank <= ranks[-1] and _contains(ranks, rank)
+    }
 
 
 def _contains(ranks: tuple[int, ...], rank: int) -> bool:
