@@ -161,8 +161,13 @@ def header_text(
     )
 
 
-def decode_header_nbytes(data: bytes, *, nbytes: int, what: str = "shard file") -> int:
-    """Return where the shards begin, from the first 8 bytes of a file that has `nbytes`."""
+@paused_collector()
+def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> ShardFile:
+    """Return what a header says: all of `data`, from a file of `nbytes` bytes.
+
+    CorruptError, or IncompatibleError if the file is from a newer version; `what` names the file
+    in them. On return the shards fill the file without a hole and agree with safetensors' view.
+    """
     if len(data) < 8:
         raise corrupt(what, f"{len(data)} bytes are no safetensors file")
     header = 8 + int.from_bytes(data[:8], "little")
@@ -172,17 +177,7 @@ def decode_header_nbytes(data: bytes, *, nbytes: int, what: str = "shard file") 
         raise corrupt(what, f"header length {header - 8} in a file of {nbytes} bytes")
     if header % ALIGNMENT:
         raise corrupt(what, f"it begins with a header of {header} bytes, not a multiple of 4096")
-    return header
-
-
-@paused_collector()
-def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> ShardFile:
-    """Return what a header says: all of `data`, from a file of `nbytes` bytes.
-
-    CorruptError, or IncompatibleError if the file is from a newer version; `what` names the file
-    in them. On return the shards fill the file without a hole and agree with safetensors' view.
-    """
-    if decode_header_nbytes(data[:8], nbytes=nbytes, what=what) != len(data):
+    if header != len(data):
         raise corrupt(what, f"its header does not end at byte {len(data)}")
     text = data[8:].rstrip(b" ")
     if not text.startswith(b"{") or not text.endswith(b"}"):
