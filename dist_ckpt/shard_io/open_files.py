@@ -36,14 +36,20 @@ class OpenFile:
     """One shard file and its checked header. Threads may share it."""
 
     def __init__(
-        self, storage: Storage, path: str, record: ShardFileRecord, header: ShardFile
+        self,
+        storage: Storage,
+        path: str,
+        record: ShardFileRecord,
+        header: ShardFile,
+        kept: ReadableFile | None = None,
     ) -> None:
+        """`kept` is the file, if it stays open until `close`."""
         self.path = path
         self.record = record
         self.header = header
         self.shards = header.shards
         self._storage = storage
-        self._kept: ReadableFile | None = None
+        self._kept = kept
 
     def number_of(self, item: ReadItem) -> int:
         """Return the number of the shard that an item reads."""
@@ -56,21 +62,14 @@ class OpenFile:
         """Where each block begins in the data section, and last where that ends."""
         return self.shards.block_starts(self.header.block_nbytes)
 
-    def keep(self, file: ReadableFile) -> None:
-        """Take over an open file, until `close`."""
-        self._kept = file
-
     @contextmanager
     def reading(self) -> Iterator[ReadableFile]:
         """Lend the kept file, or open it for this once."""
         if self._kept is not None:
             yield self._kept
             return
-        file = open_readable(self._storage, self.path, self.record)
-        try:
+        with closing(open_readable(self._storage, self.path, self.record)) as file:
             yield file
-        finally:
-            file.close()
 
     def close(self) -> None:
         """Close the kept file. Never raises."""
@@ -146,15 +145,13 @@ def open_file(storage: Storage, folder: str, index: Index, number: int, *, keep:
     try:
         if (problem := size_problem(file, path, record)) is not None:
             raise CorruptError(problem)
-        opened = OpenFile(storage, path, record, read_header(file, path, record, index))
+        header = read_header(file, path, record, index)
     except BaseException:
         file.close()
         raise
-    if keep:
-        opened.keep(file)
-    else:
+    if not keep:
         file.close()
-    return opened
+    return OpenFile(storage, path, record, header, file if keep else None)
 
 
 def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> ReadableFile:
