@@ -46,8 +46,8 @@ from dist_ckpt.loading.read_once import read_shared, verify_shared
 from dist_ckpt.loading.read_once_agreement import Agreement, Apart, Meeting, wants_of_all
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport, Phases
-from dist_ckpt.shard_io.block_reader import Reading, ReadTotals
-from dist_ckpt.shard_io.reading_work import CellTargets
+from dist_ckpt.shard_io.block_reader import Reading
+from dist_ckpt.shard_io.reading_work import CellTargets, nbytes_placed_by
 from dist_ckpt.snapshots.kept_files import KeptFiles, KeptOnHost, NoneKept
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.storage import Storage
@@ -228,7 +228,7 @@ def _examine(
 
 def _fill(
     call: LoadCall, checked: Checked, passed: Passed, phases: Phases, stack: ExitStack
-) -> tuple[ReadTotals, JobTotals]:
+) -> tuple[RankTotals, JobTotals]:
     """Read, place and load objects, each when the one before has succeeded everywhere."""
     channel, options, binding = call.ranks.channel, call.options, checked.binding
     with phases.phase("read"):
@@ -240,11 +240,8 @@ def _fill(
         reading = Reading(checked.files, targets, verify=options.verify, slots=slots)
         try:
             with channel.exchange("read") as exchange:
-                start = time.monotonic()
                 totals = _read(call.ranks, checked, shared, reading)
-                seconds = time.monotonic() - start
-                own = RankTotals(totals.nbytes_read, totals.nbytes_placed, seconds)
-                if told := exchange.gather(own):
+                if told := exchange.gather(totals):
                     exchange.decide(sum_up(told))
             job = exchange.result(JobTotals)
         except CorruptError as error:
@@ -304,13 +301,14 @@ def _verify(ranks: Session, checked: Checked, shared: Agreement | None) -> None:
 
 def _read(
     ranks: Session, checked: Checked, shared: Agreement | None, reading: Reading
-) -> ReadTotals:
+) -> RankTotals:
     """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
+    start, nbytes_received = time.monotonic(), 0
     try:
         if shared is None:
-            totals = reading.run(ranks.config.threads)
+            nbytes_read = reading.run(ranks.config.threads)
         else:
-            totals = read_shared(ranks, shared, reading)
+            nbytes_read, nbytes_received = read_shared(ranks, shared, reading)
     except BaseException as error:
         if shared is not None:
             shared.give_up()
@@ -318,4 +316,5 @@ def _read(
             error.touched = checked.names_of(error.touched)
         raise
     checked.binding.settle()
-    return totals
+    nbytes_placed = nbytes_placed_by(checked.files.plan)
+    return RankTotals(nbytes_read, nbytes_received, nbytes_placed, time.monotonic() - start)

@@ -117,9 +117,10 @@ class Passed(Message, frozen=True):
 
 
 class RankTotals(Message, frozen=True):
-    """What reading came to on one rank."""
+    """What reading came to on one rank; `nbytes_received` came from other ranks."""
 
     nbytes_read: int
+    nbytes_received: int
     nbytes_placed: int
     seconds: float
 

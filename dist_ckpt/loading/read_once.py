@@ -35,9 +35,8 @@ from dist_ckpt.format.geometry import Span
 from dist_ckpt.loading.read_once_agreement import Agreement
 from dist_ckpt.loading.read_once_units import SharedWork, UnitPart, num_slots
 from dist_ckpt.runtime.threads import WORK_STALL_S, DaemonThreads, Watch, each
-from dist_ckpt.shard_io.block_reader import Reading, ReadTotals
+from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.block_reads import BlockRead
-from dist_ckpt.shard_io.reading_work import nbytes_placed_by
 from dist_ckpt.shard_io.small_shards import Row
 
 # How often who waits looks after the ranks that it waits for, and after its own calls.
@@ -51,18 +50,18 @@ _MESSAGE = struct.Struct("<BQQQ")
 _READY, _DONE = range(2)
 
 
-def read_shared(ranks: Session, agreement: Agreement, reading: Reading) -> ReadTotals:
+def read_shared(ranks: Session, agreement: Agreement, reading: Reading) -> tuple[int, int]:
     """Do what `Reading.run` does, but what is shared is fetched once.
 
-    Collective: every rank of `agreement` calls this. It raises the same, and FalloutError if
-    another rank gives up or is lost.
+    Returns how many bytes came from storage, and how many from other ranks. Collective: every rank
+    of `agreement` calls this. It raises the same, and FalloutError if another rank gives up or is
+    lost.
     """
     work = SharedWork(ranks.channel.rank, reading.files, reading.targets, agreement.units)
     flow = SharedReading(work, reading, agreement, ranks.channel.watch)
     with reading.telling_touched():
         flow.run(ranks.config.threads)
-    nbytes_placed = nbytes_placed_by(reading.files.plan)
-    return ReadTotals(flow.nbytes_read, nbytes_placed, flow.nbytes_received)
+    return flow.nbytes_read, flow.nbytes_received
 
 
 def verify_shared(ranks: Session, agreement: Agreement, reading: Reading) -> None:

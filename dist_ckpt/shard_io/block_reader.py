@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import is_
 from threading import Lock
 
@@ -35,7 +34,7 @@ from dist_ckpt.shard_io.block_reads import (
     every_block,
 )
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles, damage, digest_problem
-from dist_ckpt.shard_io.reading_work import CellTargets, nbytes_placed_by, work_of
+from dist_ckpt.shard_io.reading_work import CellTargets, work_of
 from dist_ckpt.shard_io.small_shards import Row
 from dist_ckpt.storage import ReadableFile
 
@@ -45,18 +44,6 @@ from dist_ckpt.storage import ReadableFile
 BITE_NBYTES = 2 << 20
 
 _CUT_OFF = "the file ended while it was read"
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTotals:
-    """What a load cost at the storage, and what it filled; headers are not counted.
-
-    `nbytes_received` came from other ranks.
-    """
-
-    nbytes_read: int
-    nbytes_placed: int
-    nbytes_received: int = 0
 
 
 class Reading:
@@ -86,11 +73,12 @@ class Reading:
         # other's way, at twice the cost, while the reads of the next rows run beside it.
         self._turn = Lock()
 
-    def run(self, threads: int) -> ReadTotals:
+    def run(self, threads: int) -> int:
         """Fill the targets as the plan of the files says; every block is read once.
 
-        CorruptError names what is damaged by tensor, rows, rank, file and bytes, and in `touched`
-        the tensors that may hold partial data; a StorageError says the same in its message.
+        Returns how many bytes were read; headers are not counted. CorruptError names what is
+        damaged by tensor, rows, rank, file and bytes, and in `touched` the tensors that may hold
+        partial data; a StorageError says the same in its message.
         """
 
         def read_some(some: Sequence[tuple[OpenFile, Row | BlockRead]]) -> int:
@@ -98,8 +86,7 @@ class Reading:
 
         with self.telling_touched():
             work = work_of(self.files, self.targets, threads)
-            nbytes_read = sum(each(read_some, work, threads=threads))
-        return ReadTotals(nbytes_read, nbytes_placed_by(self.files.plan))
+            return sum(each(read_some, work, threads=threads))
 
     @contextmanager
     def telling_touched(self) -> Iterator[None]:

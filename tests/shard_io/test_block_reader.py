@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from dist_ckpt.format.index import Index, ObjectsFileRecord
 from dist_ckpt.format.layout import Flat, Grid, Layout, Regions
 from dist_ckpt.planning.plan import LoadPlan, Wanted
 from dist_ckpt.shard_io import block_reads, open_files, reading_work, small_shards
-from dist_ckpt.shard_io.block_reader import Reading, ReadTotals
+from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.block_reads import READ_NBYTES, BlockRead, runs_of
 from dist_ckpt.shard_io.small_shards import Row
 from dist_ckpt.storage import ReadableFile
@@ -87,11 +88,17 @@ def want(saved: Mapping[str, Saved], fqn: str, *cells: Cell) -> Wanted:
     return Wanted(fqn, tensor.dtype, tensor.shape, cells or (Region.whole(tensor.shape),))
 
 
+class ReadTotals(NamedTuple):
+    nbytes_read: int
+    nbytes_placed: int
+
+
 def load(
     storage: MemoryStorage, index: Index, plan: LoadPlan, targets: Targets, *, verify: bool = True
 ) -> ReadTotals:
     with closing(open_files.open_files(storage, FOLDER, index, plan, threads=2)) as files:
-        return Reading(files, targets, verify=verify).run(2)
+        nbytes_read = Reading(files, targets, verify=verify).run(2)
+    return ReadTotals(nbytes_read, reading_work.nbytes_placed_by(plan))
 
 
 def check_filled(targets: Targets, wanted: list[Wanted], saved: Mapping[str, Saved]) -> None:
