@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 
 from dist_ckpt.config import Config
@@ -12,7 +11,7 @@ from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.checksums import blocks
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import Cell, Elements, Region, boxes_of
+from dist_ckpt.format.geometry import Cell, Elements, Region, Span, boxes_of
 from dist_ckpt.format.index import Index, Key, ObjectsFileRecord
 from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.host_array import ArrayTarget
@@ -74,29 +73,8 @@ class Stored:
             Reading(files, targets, verify=True).run(threads)
 
 
-@dataclass(frozen=True, slots=True)
-class _ItemBytes:
-    """The bytes `start` to `stop` of an item."""
-
-    item: StoredShard
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-    def cells(self) -> Iterator[Cell]:
-        """Yield them as cells of the tensor, in order."""
-        itemsize = DTYPES[self.item.dtype].itemsize
-        elements = Elements(self.start // itemsize, self.stop // itemsize)
-        cell = self.item.cell
-        if isinstance(cell, Elements):
-            yield Elements(cell.start + elements.start, cell.start + elements.stop)
-            return
-        for box in boxes_of(elements, cell.shape):
-            offset = tuple(a + b for a, b in zip(cell.offset, box.offset, strict=True))
-            yield Region(offset, box.shape)
+# Some bytes of items, in the order of their files.
+_Window = Sequence[tuple[StoredShard, Span]]
 
 
 class Windows:
@@ -134,19 +112,19 @@ class Windows:
             assert window is not None, "bytes are asked for in the order of the files"
             self._read(window)
 
-    def _read(self, window: Sequence[_ItemBytes]) -> None:
+    def _read(self, window: _Window) -> None:
         items: dict[str, StoredShard] = {}
         cells: dict[str, list[Cell]] = {}
         views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
         offset = 0
         self._views = {}
         # The parts of one tensor lie together, since a rank's cells of it are fetched as one want.
-        for part in sorted(window, key=lambda part: part.item.fqn):
-            item = items.setdefault(part.item.fqn, part.item)
-            cells.setdefault(item.fqn, []).extend(part.cells())
-            view = self._memory[offset : offset + part.nbytes]
-            views[item.fqn, part.item.cell] = part.start, view
-            offset += part.nbytes
+        for item, span in sorted(window, key=lambda part: part[0].fqn):
+            items.setdefault(item.fqn, item)
+            cells.setdefault(item.fqn, []).extend(_cells_of(item, span))
+            view = self._memory[offset : offset + span.nbytes]
+            views[item.fqn, item.cell] = span.start, view
+            offset += span.nbytes
         wanted = (
             Wanted(fqn, item.dtype, item.shape, tuple(cells[fqn])) for fqn, item in items.items()
         )
@@ -155,16 +133,29 @@ class Windows:
         self._tell(offset)
 
 
-def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[list[_ItemBytes]]:
+def _cells_of(item: StoredShard, span: Span) -> Iterator[Cell]:
+    """Yield some bytes of an item as cells of the tensor, in order."""
+    itemsize = DTYPES[item.dtype].itemsize
+    elements = Elements(span.start // itemsize, span.stop // itemsize)
+    cell = item.cell
+    if isinstance(cell, Elements):
+        yield Elements(cell.start + elements.start, cell.start + elements.stop)
+        return
+    for box in boxes_of(elements, cell.shape):
+        offset = tuple(a + b for a, b in zip(cell.offset, box.offset, strict=True))
+        yield Region(offset, box.shape)
+
+
+def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[_Window]:
     """Cut items into windows of at most `window_nbytes`, which is a multiple of a block."""
-    window: list[_ItemBytes] = []
+    window: list[tuple[StoredShard, Span]] = []
     free = window_nbytes
     for item in (item for file in files for item in file.items):
         for span in blocks(item.span.nbytes, window_nbytes):
             if window and span.nbytes > free:
                 yield window
                 window, free = [], window_nbytes
-            window.append(_ItemBytes(item, span.start, span.stop))
+            window.append((item, span))
             free -= span.nbytes
     if window:
         yield window
