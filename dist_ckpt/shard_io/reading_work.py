@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.memory.protocol import Target
@@ -44,13 +44,13 @@ def work_of(
     some: list[tuple[OpenFile, Row | BlockRead]] = []
     nbytes, left = 0, nbytes_placed_by(files.plan)
     for file, items in files:
-        for one in _reads_of(file, items, targets):
-            if isinstance(one, Row):
-                rows.append((file, one))
-                if len(rows) == MAX_ROWS:
-                    yield rows
-                    rows = []
-                continue
+        small, others = divide(file, items)
+        for row in small:
+            rows.append((file, row))
+            if len(rows) == MAX_ROWS:
+                yield rows
+                rows = []
+        for one in reads_of(needs_of(file, others, targets)):
             some.append((file, one))
             nbytes += one.span.nbytes
             if nbytes >= min(WORK_NBYTES, left // (2 * threads)):
@@ -78,11 +78,3 @@ def needs_of(
 
     for number, wanted in by_shard(file, items):
         yield from needed_blocks(file.shards[number], wanted, file.header.block_nbytes, has_memory)
-
-
-def _reads_of(
-    file: OpenFile, items: Sequence[ReadItem], targets: CellTargets | None
-) -> Iterator[Row | BlockRead]:
-    rows, others = divide(file, items)
-    yield from rows
-    yield from reads_of(needs_of(file, others, targets))
