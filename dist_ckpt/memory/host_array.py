@@ -142,10 +142,23 @@ class ArrayTarget:
         return self._memory
 
     def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
-        """Copy the elements of `box` out of `data`."""
-        target = _StridedBox(self._memory, piece.start, row_major_strides(piece.region.shape))
-        within = box.relative_to(piece.region.offset)
-        copy(target.at(within.offset), _StridedBox(data, 0, strides), box.shape, self._itemsize)
+        """Copy the elements of `box` out of `data`, bit for bit, row by row."""
+        if box.numel == 0:
+            return
+        held = row_major_strides(piece.region.shape)
+        within = box.relative_to(piece.region.offset).offset
+        start = piece.start + sum(o * s for o, s in zip(within, held, strict=True))
+        factor = 2 if self._itemsize == 16 else 1
+        dims = _merged(
+            [(n, t * factor, s * factor) for n, t, s in zip(box.shape, held, strides, strict=True)]
+            + [(factor, 1, 1)]
+        )
+        row = _row(dims)
+        n, t_step, s_step = dims.pop(row)
+        t_reach, s_reach = (n - 1) * t_step + 1, (n - 1) * s_step + 1
+        to, out_of = (_words(memory, self._itemsize // factor) for memory in (self._memory, data))
+        for t, s in _places(dims, start * factor, 0):
+            to[t : t + t_reach : t_step] = out_of[s : s + s_reach : s_step]
 
 
 # --- copying boxes ---------------------------------------------------------------------------
@@ -154,39 +167,6 @@ class ArrayTarget:
 _WORDS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 # From here on a row is worth a step of the loop, whatever the number of rows.
 _LONG_ROW = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _StridedBox:
-    """A box in memory: where its first element is, and its strides, in elements."""
-
-    memory: memoryview
-    start: int
-    strides: Shape
-
-    def at(self, offset: Shape) -> _StridedBox:
-        """Return the box that begins at `offset` of this one."""
-        steps = sum(o * s for o, s in zip(offset, self.strides, strict=True))
-        return _StridedBox(self.memory, self.start + steps, self.strides)
-
-
-def copy(target: _StridedBox, source: _StridedBox, shape: Shape, itemsize: int) -> None:
-    """Copy a box of items, bit for bit, between any two layouts."""
-    if 0 in shape:
-        return
-    factor = 2 if itemsize == 16 else 1
-    dims = _merged(
-        [
-            (n, t * factor, s * factor)
-            for n, t, s in zip(shape, target.strides, source.strides, strict=True)
-        ]
-        + [(factor, 1, 1)]
-    )
-    row = _row(dims)
-    n, t_step, s_step = dims.pop(row)
-    to, out_of = (_words(view.memory, itemsize // factor) for view in (target, source))
-    for t, s in _places(dims, target.start * factor, source.start * factor):
-        to[t : t + (n - 1) * t_step + 1 : t_step] = out_of[s : s + (n - 1) * s_step + 1 : s_step]
 
 
 # A dimension: its size, and the step in the target and in the source.
