@@ -6,7 +6,6 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -204,28 +203,24 @@ class Checkpoint:
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
         plan = plan_load(self.index, (Wanted(fqn, info.dtype, info.shape, (region,)),))
-        with self._turn, self._while_it_is_there():
+        with self._turn, while_it_is_there(self._storage, self.path, self._attempt):
             self._read(plan, {(fqn, 0): ArrayTarget(data, itemsize)})
         return Array(info.dtype, region.shape, data)
 
-    def _while_it_is_there(self) -> AbstractContextManager[None]:
-        return while_it_is_there(self._storage, self.path, self._attempt)
-
     def _read(self, plan: LoadPlan, targets: CellTargets) -> None:
-        if self._files is None:
+        if (files := self._files) is None:
             raise ValueError(f"{self.path} was closed; open it again")
-        known, threads = self._files, self._threads
         opened = open_files(
-            self._storage, self._folder, self.index, plan, threads=threads, known=known
+            self._storage, self._folder, self.index, plan, threads=self._threads, known=files
         )
         for number in plan:
-            self._files[number] = opened.files[number]
-            self._files.move_to_end(number)
+            files[number] = opened.files[number]
+            files.move_to_end(number)
         try:
             Reading(opened, targets, verify=True).run(self._threads)
         finally:
-            while len(self._files) > MAX_KEPT:
-                self._files.popitem(last=False)[1].close()
+            while len(files) > MAX_KEPT:
+                files.popitem(last=False)[1].close()
 
     @cached_property
     def _main(self) -> ObjectsFile:
@@ -240,7 +235,7 @@ class Checkpoint:
     def _objects_file(self, name: str) -> ObjectsFile | None:
         for record in self.index.objects:
             if record.name == name:
-                with self._while_it_is_there():
+                with while_it_is_there(self._storage, self.path, self._attempt):
                     return read_objects(self._storage, self._folder, record, make=_made)
         return None
 
