@@ -255,8 +255,8 @@ def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -
     facts = {
         "open ms": _ms(lambda: index_json.decode(data)),
         "files": len(index.files),
-        "files opened": len(plan.files),
-        "items": sum(len(file.items) for file in plan.files),
+        "files opened": len(plan),
+        "items": sum(map(len, plan.values())),
     }
     return Figure(name, tuple(seconds), facts)
 

@@ -169,8 +169,8 @@ def _units(
     ):
         for batches in _runs(plan.batches, nbytes):
             last = batches[-1]
-            start = plan.header_nbytes + batches[0].start
-            stop = plan.header_nbytes + last.start + _nbytes(last)
+            start = plan.header.nbytes + batches[0].start
+            stop = plan.header.nbytes + last.start + _nbytes(last)
             yield _CopyUnit(plan, source_of, batches, image[start:stop], span.start + stop)
 
 

@@ -259,38 +259,31 @@ def _decode_key(value: Json, what: str, depth: int) -> Key:
 def _decode_tensors(
     text: bytes, layouts: Sequence[Layout], num_components: int, what: str
 ) -> dict[str, TensorRecord]:
-    checker = _TensorChecker(layouts, num_components)
-    rows = strict_json.members(text, f"{what}, tensors")
-    examples = {row: fqn for fqn, row in rows.items()}
-    records = {
-        row: checker.record(facts, f"{what}, {examples[row]!r}")
-        for row, facts in strict_json.parse_each(rows.values(), f"{what}, tensors").items()
-    }
-    return {fqn: records[row] for fqn, row in rows.items()}
+    fits: set[tuple[int, Shape | int]] = set()
 
-
-class _TensorChecker:
-    """Checks tensors against layouts, each pair once."""
-
-    def __init__(self, layouts: Sequence[Layout], num_components: int) -> None:
-        self._layouts = layouts
-        self._num_components = num_components
-        self._fits: set[tuple[int, Shape | int]] = set()
-
-    def record(self, facts: Json, what: str) -> TensorRecord:
+    def record(facts: Json, what: str) -> TensorRecord:
         code, sizes, number, turn, part = row(facts, 5, what)
         dtype = decode_dtype(code, what)
         shape = decode_shape(sizes, dtype, what)
-        layout = integer(number, 0, len(self._layouts) - 1, f"{what}, layout")
+        layout = integer(number, 0, len(layouts) - 1, f"{what}, layout")
         rotation = integer(turn, 0, MAX_WORLD_SIZE, f"{what}, rotation")
-        component = integer(part, 0, self._num_components - 1, f"{what}, component")
-        cut = self._layouts[layout].cut
-        # A flat cut fits every shape of so many elements; the others fit one shape.
-        fits = (layout, prod(shape) if isinstance(cut, Flat) else shape)
-        if fits not in self._fits:
+        component = integer(part, 0, num_components - 1, f"{what}, component")
+        cut = layouts[layout].cut
+        # Each pair is checked once. A flat cut fits every shape of so many elements; the others
+        # fit one shape.
+        pair = (layout, prod(shape) if isinstance(cut, Flat) else shape)
+        if pair not in fits:
             try:
                 check_cut(cut, shape)
             except ValueError as error:
                 raise corrupt(what, str(error)) from None
-            self._fits.add(fits)
+            fits.add(pair)
         return TensorRecord(dtype.name, shape, layout, rotation, component)
+
+    rows = strict_json.members(text, f"{what}, tensors")
+    examples = {one: fqn for fqn, one in rows.items()}
+    records = {
+        one: record(facts, f"{what}, {examples[one]!r}")
+        for one, facts in strict_json.parse_each(rows.values(), f"{what}, tensors").items()
+    }
+    return {fqn: records[one] for fqn, one in rows.items()}

@@ -19,9 +19,6 @@ class DType:
     itemsize: int
     safetensors: str | None = None
 
-    def __str__(self) -> str:
-        return self.name
-
 
 _TABLE = (
     DType("float64", 8, "F64"),

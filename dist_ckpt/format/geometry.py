@@ -8,7 +8,7 @@ where it starts in the cell's own row-major memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -148,6 +148,20 @@ def boxes_of(elements: Elements, shape: Shape) -> Iterator[Region]:
 def _in_row(row: int, elements: Elements, shape: Shape) -> Iterator[Region]:
     for box in boxes_of(elements, shape[1:]):
         yield Region((row, *box.offset), (1, *box.shape))
+
+
+def joined(runs: Iterable[range]) -> Iterator[range]:
+    """Join runs, given in order, that adjoin."""
+    last = range(0)
+    for run in runs:
+        if last and run.start == last.stop:
+            last = range(last.start, run.stop)
+            continue
+        if last:
+            yield last
+        last = run
+    if last:
+        yield last
 
 
 def pieces(cell: Cell, shape: Shape) -> Iterator[Piece]:

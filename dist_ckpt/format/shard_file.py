@@ -8,8 +8,8 @@ for other tools; our reader takes fqn, region and true dtype from `__metadata__`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from msgspec import Raw, json
@@ -26,7 +26,6 @@ from dist_ckpt.format.shard_table import (
     ShardKind,
     StoredShard,
     entry_of,
-    stored_shape,
 )
 from dist_ckpt.format.strict_json import (
     VERSION,
@@ -49,7 +48,7 @@ MAX_RANK = 999_999_999
 
 _HEX = re.compile(r"[0-9a-f]*")
 
-# What surrounds our part of the metadata in a header as `encode_header` writes it; quotes inside
+# What surrounds our part of the metadata in a header as `HeaderText` has it; quotes inside
 # that part are escaped.
 _OWN_START = b'{"__metadata__":'
 _OWN_DIGESTS = b',"digests":"'
@@ -69,7 +68,7 @@ class ShardFile:
     step: int | None
     block_nbytes: int
     header_nbytes: int
-    shards: Sequence[StoredShard]
+    shards: DecodedShards
 
     @property
     def nbytes(self) -> int:
@@ -123,16 +122,26 @@ class HeaderText:
         return room.to_bytes(8, "little") + text.ljust(room, b" ")
 
 
-def header_text(file: ShardFile) -> HeaderText:
-    """Return what a file's header says, but for step and digests.
+def header_text(
+    shards: Sequence[StoredShard], *, component: str, rank: int, world_size: int, block_nbytes: int
+) -> HeaderText:
+    """Return what the header of a file with these shards says, but for step and digests.
 
     ValueError if it would be longer than safetensors reads.
     """
-    text = _header_json(replace(file, step=None), "")
+    facts: dict[str, Json] = {
+        "format": {"version": VERSION, "requires": []},
+        "component": component,
+        "rank": rank,
+        "world_size": world_size,
+        "step": None,
+        "block_nbytes": block_nbytes,
+    }
+    text = _header_json(facts, shards)
     # In a string every quote is escaped, so neither of these can be part of a name.
     step = text.index(rb"\"step\":null,") + len(rb"\"step\":")
     digests = text.index(b'"digests":"', step) + len(b'"digests":"')
-    num_digests = sum(num_blocks(shard.span.nbytes, file.block_nbytes) for shard in file.shards)
+    num_digests = sum(num_blocks(shard.span.nbytes, block_nbytes) for shard in shards)
     before, between, rest = text[:step], text[step + len(b"null") : digests], text[digests:]
     # 8 bytes of length, and the longest step.
     nbytes = 8 + len(before) + len(str(MAX_STEP)) + len(between) + len(rest)
@@ -140,7 +149,7 @@ def header_text(file: ShardFile) -> HeaderText:
     nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
     if nbytes - 8 > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"{len(file.shards)} shards of {file.component!r} on rank {file.rank} need a header of "
+            f"{len(shards)} shards of {component!r} on rank {rank} need a header of "
             f"{nbytes - 8} bytes, more than safetensors reads; split the state over components"
         )
     return HeaderText(
@@ -152,19 +161,13 @@ def header_text(file: ShardFile) -> HeaderText:
     )
 
 
-def header_nbytes(file: ShardFile) -> int:
-    """Return the room for a file's header, whatever its step and digests will be."""
-    return header_text(file).nbytes
+@paused_collector()
+def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> ShardFile:
+    """Return what a header says: all of `data`, from a file of `nbytes` bytes.
 
-
-def encode_header(file: ShardFile) -> bytes:
-    """Return the first `file.header_nbytes` bytes of a file; its digests must be complete."""
-    text = replace(header_text(file), nbytes=file.header_nbytes)
-    return text.fill(file.step, "".join(d for shard in file.shards for d in shard.digests))
-
-
-def decode_header_nbytes(data: bytes, *, nbytes: int, what: str = "shard file") -> int:
-    """Return where the shards begin, from the first 8 bytes of a file that has `nbytes`."""
+    CorruptError, or IncompatibleError if the file is from a newer version; `what` names the file
+    in them. On return the shards fill the file without a hole and agree with safetensors' view.
+    """
     if len(data) < 8:
         raise corrupt(what, f"{len(data)} bytes are no safetensors file")
     header = 8 + int.from_bytes(data[:8], "little")
@@ -174,17 +177,7 @@ def decode_header_nbytes(data: bytes, *, nbytes: int, what: str = "shard file") 
         raise corrupt(what, f"header length {header - 8} in a file of {nbytes} bytes")
     if header % ALIGNMENT:
         raise corrupt(what, f"it begins with a header of {header} bytes, not a multiple of 4096")
-    return header
-
-
-@paused_collector()
-def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> ShardFile:
-    """Return what a header says: all of `data`, from a file of `nbytes` bytes.
-
-    CorruptError, or IncompatibleError if the file is from a newer version; `what` names the file
-    in them. On return the shards fill the file without a hole and agree with safetensors' view.
-    """
-    if decode_header_nbytes(data[:8], nbytes=nbytes, what=what) != len(data):
+    if header != len(data):
         raise corrupt(what, f"its header does not end at byte {len(data)}")
     text = data[8:].rstrip(b" ")
     if not text.startswith(b"{") or not text.endswith(b"}"):
@@ -198,22 +191,14 @@ def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> Shar
 # --- encoding --------------------------------------------------------------------------------
 
 
-def _header_json(file: ShardFile, digests: str) -> bytes:
-    facts: Json = {
-        "format": {"version": VERSION, "requires": []},
-        "component": file.component,
-        "rank": file.rank,
-        "world_size": file.world_size,
-        "step": file.step,
-        "block_nbytes": file.block_nbytes,
-        "shards": [
-            [shard.name, shard.fqn, shard.dtype, list(shard.shape), _encode_cell(shard.cell)]
-            for shard in file.shards
-        ],
-    }
-    metadata: Json = {"dist_ckpt": strict_json.dump(facts).decode(), "digests": digests}
-    entries: dict[str, Json] = {"__metadata__": metadata}
-    for shard in file.shards:
+def _header_json(facts: Mapping[str, Json], shards: Sequence[StoredShard]) -> bytes:
+    rows: list[Json] = [
+        [shard.name, shard.fqn, shard.dtype, list(shard.shape), _encode_cell(shard.cell)]
+        for shard in shards
+    ]
+    ours = strict_json.dump({**facts, "shards": rows}).decode()
+    entries: dict[str, Json] = {"__metadata__": {"dist_ckpt": ours, "digests": ""}}
+    for shard in shards:
         entries[shard.name] = {
             **entry_of(shard.dtype, shard.cell),
             "data_offsets": [shard.span.start, shard.span.stop],
@@ -252,7 +237,7 @@ def _natural_name(fqn: str, shape: Shape, cell: Cell) -> str | None:
 
 
 def _decode_own(text: bytes, header: int, what: str) -> ShardFile | None:
-    """Decode a header that is written as `encode_header` writes it; None if it is not.
+    """Decode a header that is written as `HeaderText` has it; None if it is not.
 
     The entries for safetensors, which are most of it, are not parsed but written again.
     """
@@ -265,7 +250,6 @@ def _decode_own(text: bytes, header: int, what: str) -> ShardFile | None:
     except CheckpointError:
         return None  # `_decode_any` says what is wrong
     shards = file.shards
-    assert isinstance(shards, DecodedShards)
     return file if shards.can_be_entries and shards.entries() == text[end:] else None
 
 
@@ -368,9 +352,7 @@ def _check_entries(shards: Sequence[StoredShard], entries: dict[str, Json], what
             entries.get(shard.name), ("dtype", "shape", "data_offsets"), here
         )
         dtype, shape, offsets = entry
-        if (
-            dtype != (DTYPES[shard.dtype].safetensors or "U8")
-            or integers(shape, here) != stored_shape(shard)
-            or integers(offsets, here) != (shard.span.start, shard.span.stop)
-        ):
+        told = {"dtype": dtype, "shape": [*integers(shape, here)]}
+        span = shard.span.start, shard.span.stop
+        if told != entry_of(shard.dtype, shard.cell) or integers(offsets, here) != span:
             raise corrupt(here, f"{strict_json.shown(entry)} is not what dist_ckpt says")

@@ -76,13 +76,8 @@ class DecodedShards(Sequence[StoredShard]):
             starts += range(start, stop, block_nbytes)
         return [*starts, self.starts[-1]]
 
-    def find(self, fqn: str, cell: Cell) -> StoredShard | None:
-        """Return the shard that is this cell of a tensor, or None."""
-        number = self.number(fqn, cell)
-        return None if number is None else self._make(number)
-
     def facts(self, fqn: str, cell: Cell) -> tuple[str, Shape] | None:
-        """Return the dtype and the tensor's shape of what `find` returns."""
+        """Return the dtype and the tensor's shape of the shard that is this cell of it, or None."""
         number = self.number(fqn, cell)
         return None if number is None else (self._kinds[number].dtype, self._kinds[number].shape)
 
@@ -135,7 +130,7 @@ class DecodedShards(Sequence[StoredShard]):
         return len(names) == len(self) and "__metadata__" not in names
 
     def entries(self) -> bytes:
-        """Return the end of the header as `encode_header` writes it: all after the metadata."""
+        """Return the end of the header as `HeaderText` has it: all after the metadata."""
         # All names in one call: no JSON string holds a line break.
         lines = JSONEncoder(ensure_ascii=False, separators=("\n", ":"))
         names = lines.encode(self._names)[1:-1].split("\n")
@@ -163,18 +158,9 @@ class DecodedShards(Sequence[StoredShard]):
         return hash(tuple(self))
 
 
-def stored_shape(shard: StoredShard) -> Shape:
-    """Return the shape under which safetensors sees a shard."""
-    return _stored_shape(shard.dtype, shard.cell)
-
-
-def _stored_shape(dtype: str, cell: Cell) -> Shape:
-    shape = (cell.numel,) if isinstance(cell, Elements) else cell.shape
-    known = DTYPES[dtype]
-    return shape if known.safetensors else (*shape, known.itemsize)
-
-
 def entry_of(dtype: str, cell: Cell) -> dict[str, Json]:
     """Return what safetensors is told of a shard, but for its place."""
-    shape = _stored_shape(dtype, cell)
-    return {"dtype": DTYPES[dtype].safetensors or "U8", "shape": [*shape]}
+    known = DTYPES[dtype]
+    shape = (cell.numel,) if isinstance(cell, Elements) else cell.shape
+    stored = shape if known.safetensors else (*shape, known.itemsize)
+    return {"dtype": known.safetensors or "U8", "shape": [*stored]}

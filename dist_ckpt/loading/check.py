@@ -13,7 +13,7 @@ from dist_ckpt.binding.selection import selection_of
 from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError
-from dist_ckpt.format import filenames, objects_file
+from dist_ckpt.format import filenames, typed_msgpack
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.loading.load_steps import Findings, Found, LoadRequest, bits_of, short
@@ -21,8 +21,7 @@ from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.loading.read_once_agreement import listen
 from dist_ckpt.loading.read_once_units import runs_of
 from dist_ckpt.planning.load_planner import plan_load, problems_of
-from dist_ckpt.planning.plan import LoadPlan
-from dist_ckpt.planning.read_sharing import BlockWants, encode
+from dist_ckpt.planning.read_sharing import BlockWants
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.shard_io.open_files import OpenFiles, open_files, read_objects
 from dist_ckpt.shard_io.reading_work import CellTargets
@@ -99,7 +98,6 @@ class Checked:
     found: Found
     saved: Saved
     binding: Binding
-    plan: LoadPlan
     files: OpenFiles
     targets: CellTargets | None
     links: HostLinks | None
@@ -150,12 +148,13 @@ def examine(
             return None, Findings(problems, unclaimed)
         plan = plan_load(index, binding.wanted)
     threads = ranks.config.threads
-    files = stack.enter_context(open_files(asked.storage, folder, index, plan, threads=threads))
+    files = open_files(asked.storage, folder, index, plan, threads=threads)
+    stack.callback(files.close)
     targets = None if binding.makes_memory else binding.allocate()
     links, wants = None, b""
     if found.meeting:
         links = listen(ranks, found.meeting, stack)
-        wants = encode(BlockWants(ranks.channel.host, runs_of(files, plan)))
+        wants = typed_msgpack.encode(BlockWants.of(ranks.channel.host, runs_of(files)))
     findings = Findings(
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
@@ -164,13 +163,12 @@ def examine(
         wants=short(wants, ranks.channel.world_size),
         from_memory=bool(kept),
     )
-    checked = Checked(found, saved, binding, plan, files, targets, links, wants)
+    checked = Checked(found, saved, binding, files, targets, links, wants)
     return checked, findings
 
 
 def _read_objects(storage: Storage, folder: str, index: Index, name: str) -> ObjectsFile:
     for record in index.objects:
         if record.name == name:
-            data = read_objects(storage, folder, record)
-            return objects_file.decode(data, make=make)
+            return read_objects(storage, folder, record, make=make)
     raise CorruptError(f"{folder}: the index lists no {name}; load an older checkpoint")

@@ -42,11 +42,12 @@ from dist_ckpt.loading.load_steps import (
     sum_up,
 )
 from dist_ckpt.loading.options import LoadOptions
-from dist_ckpt.loading.rank_reading import RankReading
-from dist_ckpt.loading.read_once_agreement import Apart, Meeting, wants_of_all
+from dist_ckpt.loading.read_once import read_shared, verify_shared
+from dist_ckpt.loading.read_once_agreement import Agreement, Apart, Meeting, wants_of_all
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport, Phases
-from dist_ckpt.shard_io.block_reader import ReadTotals
+from dist_ckpt.shard_io.block_reader import Reading
+from dist_ckpt.shard_io.reading_work import CellTargets, nbytes_placed_by
 from dist_ckpt.snapshots.kept_files import KeptFiles, KeptOnHost, NoneKept
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.storage import Storage
@@ -227,26 +228,25 @@ def _examine(
 
 def _fill(
     call: LoadCall, checked: Checked, passed: Passed, phases: Phases, stack: ExitStack
-) -> tuple[ReadTotals, JobTotals]:
+) -> tuple[RankTotals, JobTotals]:
     """Read, place and load objects, each when the one before has succeeded everywhere."""
     channel, options, binding = call.ranks.channel, call.options, checked.binding
     with phases.phase("read"):
-        reading = _prepare(call, checked, passed, stack)
+        targets, shared = _prepare(call, checked, passed, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                reading.verify()
+                _verify(call.ranks, checked, shared)
+        slots = call.ranks.slots
+        reading = Reading(checked.files, targets, verify=options.verify, slots=slots)
         try:
             with channel.exchange("read") as exchange:
-                start = time.monotonic()
-                totals = reading.read(verify=options.verify)
-                seconds = time.monotonic() - start
-                own = RankTotals(totals.nbytes_read, totals.nbytes_placed, seconds)
-                if told := exchange.gather(own):
+                totals = _read(call.ranks, checked, shared, reading)
+                if told := exchange.gather(totals):
                     exchange.decide(sum_up(told))
             job = exchange.result(JobTotals)
         except CorruptError as error:
             # Who met the damage tells what it has touched; only this rank knows of its own.
-            filled = checked.names_of(reading.filled)
+            filled = checked.names_of(reading.touched)
             error.touched = tuple(sorted({*error.touched, *filled}))
             raise
     with phases.phase("place"):
@@ -259,10 +259,13 @@ def _fill(
     return totals, job
 
 
-def _prepare(call: LoadCall, checked: Checked, passed: Passed, stack: ExitStack) -> RankReading:
+def _prepare(
+    call: LoadCall, checked: Checked, passed: Passed, stack: ExitStack
+) -> tuple[CellTargets, Agreement | None]:
     """Make the memory that is lacking, and link the ranks that have something to share.
 
-    All have done so before the first byte lands anywhere.
+    Returns None for what is shared if this rank reads alone. All have done so before the first
+    byte lands anywhere.
     """
     targets, shared, meeting = checked.targets, None, None
     if passed.makes_memory or passed.shares:
@@ -284,4 +287,34 @@ def _prepare(call: LoadCall, checked: Checked, passed: Passed, stack: ExitStack)
         agreement = meeting.settle(preparing.result(Apart))
         shared = agreement if any(agreement.units.values()) else None
     assert targets is not None, "only `prepare` makes memory"
-    return RankReading(call.ranks, checked, targets, shared)
+    return targets, shared
+
+
+def _verify(ranks: Session, checked: Checked, shared: Agreement | None) -> None:
+    """Check every block that will be read, without touching anything."""
+    reading = Reading(checked.files, None, verify=True, slots=ranks.slots)
+    if shared is None:
+        reading.run(ranks.config.threads)
+    else:
+        verify_shared(ranks, shared, reading)
+
+
+def _read(
+    ranks: Session, checked: Checked, shared: Agreement | None, reading: Reading
+) -> RankTotals:
+    """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
+    start, nbytes_received = time.monotonic(), 0
+    try:
+        if shared is None:
+            nbytes_read = reading.run(ranks.config.threads)
+        else:
+            nbytes_read, nbytes_received = read_shared(ranks, shared, reading)
+    except BaseException as error:
+        if shared is not None:
+            shared.give_up()
+        if isinstance(error, CorruptError):
+            error.touched = checked.names_of(error.touched)
+        raise
+    checked.binding.settle()
+    nbytes_placed = nbytes_placed_by(checked.files.plan)
+    return RankTotals(nbytes_read, nbytes_received, nbytes_placed, time.monotonic() - start)

@@ -19,8 +19,8 @@ from dist_ckpt.errors import IncompatibleError, StorageError, listed, ranks_text
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, Key
-from dist_ckpt.format.typed_msgpack import Message
-from dist_ckpt.planning.read_sharing import decode, want_the_same
+from dist_ckpt.format.typed_msgpack import Message, decode
+from dist_ckpt.planning.read_sharing import BlockWants, want_the_same
 from dist_ckpt.reports import slowest_of
 from dist_ckpt.storage import Storage
 
@@ -117,9 +117,10 @@ class Passed(Message, frozen=True):
 
 
 class RankTotals(Message, frozen=True):
-    """What reading came to on one rank."""
+    """What reading came to on one rank; `nbytes_received` came from other ranks."""
 
     nbytes_read: int
+    nbytes_received: int
     nbytes_placed: int
     seconds: float
 
@@ -229,7 +230,9 @@ def _in_common(
     told = [want for want in wants if want is not None]
     if len(told) < len(wants):
         return True, ()
-    if not all(told) or not want_the_same(map(decode, told), between_hosts=between_hosts):
+    if not all(told):
+        return False, ()
+    if not want_the_same((decode(want, BlockWants) for want in told), between_hosts=between_hosts):
         return False, ()
     is_short = sum(map(len, told)) * len(told) <= MAX_SPREAD_NBYTES
     # To gather them connects the hosts, which then send to each other.

@@ -35,41 +35,32 @@ from dist_ckpt.errors import StorageError
 from dist_ckpt.loading.read_once_agreement import Agreement
 from dist_ckpt.loading.read_once_flow import HostFlow, Relay
 from dist_ckpt.loading.read_once_units import SharedWork, UnitPart, num_slots
-from dist_ckpt.planning.plan import LoadPlan
 from dist_ckpt.runtime.threads import WORK_STALL_S, DaemonThreads, Watch, each
-from dist_ckpt.shard_io.block_reader import Reading, ReadTotals
+from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.block_reads import BlockRead
-from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
-from dist_ckpt.shard_io.reading_work import nbytes_placed_by
+from dist_ckpt.shard_io.open_files import OpenFile
 from dist_ckpt.shard_io.small_shards import Row
 
 # How often who waits looks after the ranks that it waits for, and after its own calls.
 LOOK_S = 1.0
 
 
-def read_shared(
-    ranks: Session,
-    agreement: Agreement,
-    files: OpenFiles,
-    plan: LoadPlan,
-    reading: Reading,
-) -> ReadTotals:
-    """Fill the targets of a reading as the plan says; what is shared is fetched once.
+def read_shared(ranks: Session, agreement: Agreement, reading: Reading) -> tuple[int, int]:
+    """Do what `Reading.run` does, but what is shared is fetched once.
 
-    Collective: every rank of `agreement` calls this. It raises what `block_reader.read` does, and
-    FalloutError if another rank gives up or is lost.
+    Returns how many bytes came from storage, and how many from other ranks. Collective: every rank
+    of `agreement` calls this. It raises the same, and FalloutError if another rank gives up or is
+    lost.
     """
-    work = SharedWork(ranks.channel.rank, files, plan, reading.targets, agreement.units)
+    work = SharedWork(ranks.channel.rank, reading.files, reading.targets, agreement.units)
     with reading.telling_touched():
         SharedReading(ranks, agreement, work, reading).run()
-    return work.totals(nbytes_placed_by(plan))
+    return work.nbytes_moved()
 
 
-def verify_shared(
-    ranks: Session, agreement: Agreement, files: OpenFiles, plan: LoadPlan, reading: Reading
-) -> None:
+def verify_shared(ranks: Session, agreement: Agreement, reading: Reading) -> None:
     """Check what this rank would fetch in a shared reading; the others check the rest."""
-    work = SharedWork(ranks.channel.rank, files, plan, reading.targets, agreement.units)
+    work = SharedWork(ranks.channel.rank, reading.files, reading.targets, agreement.units)
     fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
     reads = chain(work.own_reads(), fetched)
     with reading.telling_touched():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from dist_ckpt.comm.collective import Collective
 from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import ranks_text
-from dist_ckpt.format.typed_msgpack import Message
+from dist_ckpt.format.typed_msgpack import Message, decode
 from dist_ckpt.loading.read_once_units import common_nbytes
-from dist_ckpt.planning.read_sharing import BlockWants, Unit, decode, partners_of, units_of
+from dist_ckpt.planning.read_sharing import BlockWants, Unit, partners_of, units_of
 from dist_ckpt.shard_io.open_files import OpenFiles
 
 _log = logging.getLogger("dist_ckpt")
@@ -75,10 +77,10 @@ def listen(ranks: Session, meeting: str, stack: ExitStack) -> HostLinks | None:
 def wants_of_all(ranks: Session, told: Sequence[bytes], own: bytes) -> Mapping[int, BlockWants]:
     """Return what each rank wants: `told`, or if that is empty each tells its `own`. Collective."""
     if told:
-        return {rank: decode(want) for rank, want in enumerate(told)}
+        return {rank: decode(want, BlockWants) for rank, want in enumerate(told)}
     # Who fails before this leaves the others waiting until gloo's deadline.
     bodies = ranks.bulk().all_gather_distinct(own)
-    return {rank: decode(body) for body, who in bodies for rank in who}
+    return {rank: decode(body, BlockWants) for body, who in bodies for rank in who}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,10 @@ def _units(
     """Return the units that a rank shares, as far as it is known who can."""
     if own not in wants:
         return {}
-    by_file: dict[int, dict[int, BlockWants]] = {file: {} for file in wants[own].runs}
+    by_file: dict[int, dict[int, BlockWants]] = {file: {} for file in wants[own].steps}
     for rank, want in sorted(wants.items()):
         if between_hosts or want.host == wants[own].host:
-            for file in want.runs.keys() & by_file.keys():
+            for file in want.steps.keys() & by_file.keys():
                 by_file[file][rank] = want
     found = {}
     for file, wanting in sorted(by_file.items()):

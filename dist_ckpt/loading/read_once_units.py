@@ -8,28 +8,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from dist_ckpt.format.geometry import Span
-from dist_ckpt.planning.plan import LoadPlan, ReadItem
-from dist_ckpt.planning.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit, joined
-from dist_ckpt.shard_io.block_reader import ReadTotals
+from dist_ckpt.format.geometry import Span, joined
+from dist_ckpt.planning.plan import ReadItem
+from dist_ckpt.planning.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit
 from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_runs, reads_of
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
-from dist_ckpt.shard_io.reading_work import CellTargets, needs_of
+from dist_ckpt.shard_io.reading_work import CellTargets, by_shard, needs_of
 from dist_ckpt.shard_io.small_shards import Row, divide
 
 
-def runs_of(files: OpenFiles, plan: LoadPlan) -> dict[int, BlockRuns]:
+def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
     """Return which blocks of each file a plan needs, by the file's number in the index."""
     found = {}
-    for reads in plan.files:
-        file = files.files[reads.file]
-        items: dict[int, list[ReadItem]] = {}
-        for item in reads.items:
-            number = file.shards.number(item.tensor, item.match.stored)
-            assert number is not None, "`open_files` has looked for it"
-            items.setdefault(number, []).append(item)
-        runs = (run for number in sorted(items) for run in _runs_of(file, number, items[number]))
-        found[reads.file] = tuple(joined(runs))
+    for number, items in files.plan.items():
+        file = files.files[number]
+        runs = (run for shard in by_shard(file, items) for run in _runs_of(file, *shard))
+        found[number] = tuple(joined(runs))
     return found
 
 
@@ -93,14 +87,12 @@ class SharedWork:
         self,
         rank: int,
         files: OpenFiles,
-        plan: LoadPlan,
-        targets: CellTargets,
+        targets: CellTargets | None,
         units: Mapping[int, Sequence[Unit]],
     ) -> None:
         self.rank = rank
         self.slot_nbytes = slot_nbytes(files)
         self._files = files
-        self._items = {reads.file: reads.items for reads in plan.files}
         self._targets = targets
         self._units = units
         self._tags = _tags_of(unit for file in sorted(units) for unit in units[file])
@@ -108,7 +100,7 @@ class SharedWork:
 
     def own_reads(self) -> Iterator[tuple[OpenFile, Row | BlockRead]]:
         """Return the reads of what no other rank wants."""
-        for number in self._items:
+        for number in self._files.plan:
             for read in self._of(number)[0]:
                 yield self._files.files[number], read
 
@@ -134,17 +126,12 @@ class SharedWork:
         file, block = name
         return self._of(file)[1][block]
 
-    def totals(self, nbytes_placed: int) -> ReadTotals:
-        """Return what all of it has cost when it is done."""
-        own = [read.span.nbytes for _, read in self.own_reads()]
-        fetched = [part.span.nbytes for part in self.fetched()]
+    def nbytes_moved(self) -> tuple[int, int]:
+        """Return how many bytes come from storage, and from other ranks, when all of it is done."""
+        own = sum(read.span.nbytes for _, read in self.own_reads())
+        fetched = sum(part.span.nbytes for part in self.fetched())
         shared = sum(self.part(unit.name).span.nbytes for unit in self._all())
-        return ReadTotals(
-            nbytes_read=sum(own) + sum(fetched),
-            nbytes_placed=nbytes_placed,
-            num_reads=len(own) + len(fetched),
-            nbytes_received=shared - sum(fetched),
-        )
+        return own + fetched, shared - fetched
 
     def _all(self) -> Iterator[Unit]:
         return (unit for file in sorted(self._units) for unit in self._units[file])
@@ -159,7 +146,7 @@ class SharedWork:
         file = self._files.files[number]
         starts = file.block_starts
         units = self._units.get(number, ())
-        rows, others = divide(file, self._items[number])
+        rows, others = divide(file, self._files.plan[number])
         bounds = [
             starts[block] for unit in units for block in (unit.blocks.start, unit.blocks.stop)
         ]

@@ -1,7 +1,7 @@
 """Tensors in plain host memory, without torch or numpy.
 
-`Array` is what a lazily opened checkpoint gives out; `ArraySource` and `ArrayTarget` are the
-memory seam over host bytes. Memoryviews copy whole rows, strided ones too.
+`Array` is what a lazily opened checkpoint gives out; `ArrayTarget` is the memory seam over host
+bytes. Memoryviews copy whole rows, strided ones too.
 """
 
 from __future__ import annotations
@@ -15,15 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import (
-    Cell,
-    Elements,
-    Piece,
-    Region,
-    Shape,
-    boxes_of,
-    row_major_strides,
-)
+from dist_ckpt.format.geometry import Piece, Region, Shape, row_major_strides
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,56 +128,6 @@ class Array:
         return f"Array({self.dtype}, {self.shape})"
 
 
-class ArraySource:
-    """Row-major host bytes of a cell (`Source`), or a part of them."""
-
-    __slots__ = ("_itemsize", "_shape", "_view", "_within")
-
-    def __init__(self, memory: memoryview, shape: Shape, itemsize: int) -> None:
-        """Make the source of a tensor of `shape`; for `Elements`, that is one number."""
-        self._view = _StridedBox(memory.cast("B"), 0, row_major_strides(shape))
-        self._shape = shape
-        self._itemsize = itemsize
-        self._within = Elements(0, prod(shape))
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self._within.numel * self._itemsize
-
-    def part(self, cell: Cell) -> ArraySource:
-        """Return the source of a part, in coordinates that begin at this cell's start."""
-        part = object.__new__(ArraySource)
-        part._itemsize = self._itemsize
-        if isinstance(cell, Elements):
-            first = self._within.start
-            part._view, part._shape = self._view, self._shape
-            part._within = Elements(first + cell.start, first + cell.stop)
-        else:
-            assert self._within.numel == prod(self._shape), "a box of a range of elements"
-            part._view, part._shape = self._view.at(cell.offset), cell.shape
-            part._within = Elements(0, cell.numel)
-        return part
-
-    def address(self) -> None:
-        """Return None: a view of the bytes is at hand without it."""
-
-    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
-        """Return the bytes `start` to `stop`: a view of the memory, or `scratch`, filled."""
-        size = self._itemsize
-        if self._view.strides == row_major_strides(self._shape):
-            first = (self._view.start + self._within.start) * size
-            return self._view.memory[first + start : first + stop]
-        filled = scratch[: stop - start]
-        first = self._within.start + start // size
-        done = 0
-        for box in boxes_of(Elements(first, first + filled.nbytes // size), self._shape):
-            target = _StridedBox(filled, done, row_major_strides(box.shape))
-            copy(target, self._view.at(box.offset), box.shape, size)
-            done += box.numel
-        return filled
-
-
 class ArrayTarget:
     """Row-major host bytes that hold a cell (`Target`)."""
 
@@ -200,10 +142,23 @@ class ArrayTarget:
         return self._memory
 
     def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
-        """Copy the elements of `box` out of `data`."""
-        target = _StridedBox(self._memory, piece.start, row_major_strides(piece.region.shape))
-        within = box.relative_to(piece.region.offset)
-        copy(target.at(within.offset), _StridedBox(data, 0, strides), box.shape, self._itemsize)
+        """Copy the elements of `box` out of `data`, bit for bit, row by row."""
+        if box.numel == 0:
+            return
+        held = row_major_strides(piece.region.shape)
+        within = box.relative_to(piece.region.offset).offset
+        start = piece.start + sum(o * s for o, s in zip(within, held, strict=True))
+        factor = 2 if self._itemsize == 16 else 1
+        dims = _merged(
+            [(n, t * factor, s * factor) for n, t, s in zip(box.shape, held, strides, strict=True)]
+            + [(factor, 1, 1)]
+        )
+        row = _row(dims)
+        n, t_step, s_step = dims.pop(row)
+        t_reach, s_reach = (n - 1) * t_step + 1, (n - 1) * s_step + 1
+        to, out_of = (_words(memory, self._itemsize // factor) for memory in (self._memory, data))
+        for t, s in _places(dims, start * factor, 0):
+            to[t : t + t_reach : t_step] = out_of[s : s + s_reach : s_step]
 
 
 # --- copying boxes ---------------------------------------------------------------------------
@@ -212,39 +167,6 @@ class ArrayTarget:
 _WORDS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 # From here on a row is worth a step of the loop, whatever the number of rows.
 _LONG_ROW = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _StridedBox:
-    """A box in memory: where its first element is, and its strides, in elements."""
-
-    memory: memoryview
-    start: int
-    strides: Shape
-
-    def at(self, offset: Shape) -> _StridedBox:
-        """Return the box that begins at `offset` of this one."""
-        steps = sum(o * s for o, s in zip(offset, self.strides, strict=True))
-        return _StridedBox(self.memory, self.start + steps, self.strides)
-
-
-def copy(target: _StridedBox, source: _StridedBox, shape: Shape, itemsize: int) -> None:
-    """Copy a box of items, bit for bit, between any two layouts."""
-    if 0 in shape:
-        return
-    factor = 2 if itemsize == 16 else 1
-    dims = _merged(
-        [
-            (n, t * factor, s * factor)
-            for n, t, s in zip(shape, target.strides, source.strides, strict=True)
-        ]
-        + [(factor, 1, 1)]
-    )
-    row = _row(dims)
-    n, t_step, s_step = dims.pop(row)
-    to, out_of = (_words(view.memory, itemsize // factor) for view in (target, source))
-    for t, s in _places(dims, target.start * factor, source.start * factor):
-        to[t : t + (n - 1) * t_step + 1 : t_step] = out_of[s : s + (n - 1) * s_step + 1 : s_step]
 
 
 # A dimension: its size, and the step in the target and in the source.

@@ -1,6 +1,6 @@
 """The protocols `Source` and `Target`: where a shard's bytes come from and go to.
 
-`torch_tensor.py` keeps both for torch, `host_array.py` for plain host memory;
+`torch_tensor.py` keeps both for torch, and `host_array.py` has a target in plain host memory;
 `offline/read_windows.py` and `writer/staged_files.py` have sources, for bytes of another checkpoint
 and of an arena. Who writes and reads shards knows nothing else about memory.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dist_ckpt.format.geometry import Cell, Piece, Region, Shape
+from dist_ckpt.format.geometry import Piece, Region, Shape
 
 
 class Source(Protocol):
@@ -18,9 +18,6 @@ class Source(Protocol):
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-
-    def part(self, cell: Cell) -> Source:
-        """Return the source of a part, given in coordinates that begin at this cell's start."""
 
     def address(self) -> int | None:
         """Return where its bytes lie, if they are row-major in host memory; None if they are not.

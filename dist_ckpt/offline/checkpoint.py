@@ -6,7 +6,6 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,7 +16,7 @@ from dist_ckpt import commit
 from dist_ckpt.commit.attempts import AttemptState, while_it_is_there
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.format import filenames, objects_file
+from dist_ckpt.format import filenames
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.geometry import Region, Shape
@@ -29,7 +28,7 @@ from dist_ckpt.memory.host_array import Array, ArrayTarget
 from dist_ckpt.offline.basic_index import BasicIndex, select
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import LoadPlan, Wanted
-from dist_ckpt.shard_io.block_reader import read
+from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.open_files import OpenFile, open_files, read_objects
 from dist_ckpt.shard_io.reading_work import CellTargets
 from dist_ckpt.storage import Storage, open_storage
@@ -204,28 +203,24 @@ class Checkpoint:
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
         plan = plan_load(self.index, (Wanted(fqn, info.dtype, info.shape, (region,)),))
-        with self._turn, self._while_it_is_there():
+        with self._turn, while_it_is_there(self._storage, self.path, self._attempt):
             self._read(plan, {(fqn, 0): ArrayTarget(data, itemsize)})
         return Array(info.dtype, region.shape, data)
 
-    def _while_it_is_there(self) -> AbstractContextManager[None]:
-        return while_it_is_there(self._storage, self.path, self._attempt)
-
     def _read(self, plan: LoadPlan, targets: CellTargets) -> None:
-        if self._files is None:
+        if (files := self._files) is None:
             raise ValueError(f"{self.path} was closed; open it again")
-        known, threads = self._files, self._threads
         opened = open_files(
-            self._storage, self._folder, self.index, plan, threads=threads, known=known
+            self._storage, self._folder, self.index, plan, threads=self._threads, known=files
         )
-        for reads in plan.files:
-            self._files[reads.file] = opened.files[reads.file]
-            self._files.move_to_end(reads.file)
+        for number in plan:
+            files[number] = opened.files[number]
+            files.move_to_end(number)
         try:
-            read(opened, plan, targets, verify=True, threads=self._threads)
+            Reading(opened, targets, verify=True).run(self._threads)
         finally:
-            while len(self._files) > MAX_KEPT:
-                self._files.popitem(last=False)[1].close()
+            while len(files) > MAX_KEPT:
+                files.popitem(last=False)[1].close()
 
     @cached_property
     def _main(self) -> ObjectsFile:
@@ -240,9 +235,8 @@ class Checkpoint:
     def _objects_file(self, name: str) -> ObjectsFile | None:
         for record in self.index.objects:
             if record.name == name:
-                with self._while_it_is_there():
-                    data = read_objects(self._storage, self._folder, record)
-                return objects_file.decode(data, make=_made, what=f"{self._folder}/{name}")
+                with while_it_is_there(self._storage, self.path, self._attempt):
+                    return read_objects(self._storage, self._folder, record, make=_made)
         return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from functools import partial
 
 from dist_ckpt.config import Config
@@ -11,14 +11,14 @@ from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.checksums import blocks
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import Cell, Elements, Region, boxes_of
+from dist_ckpt.format.geometry import Cell, Elements, Region, Span, boxes_of
 from dist_ckpt.format.index import Index, Key, ObjectsFileRecord
+from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.host_array import ArrayTarget
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.load_planner import plan_load
-from dist_ckpt.planning.plan import FilePlan, SavePlan, Wanted, WriteItem
-from dist_ckpt.reports import Tally
-from dist_ckpt.shard_io.block_reader import read
+from dist_ckpt.planning.plan import FilePlan, SavePlan, Wanted
+from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.open_files import open_files, read_objects
 from dist_ckpt.storage.counting import CountingStorage
 
@@ -28,16 +28,11 @@ class Stored:
 
     def __init__(self, storage: CountingStorage, folder: str, index: Index) -> None:
         self.index = index
-        self._storage = storage
+        self.storage = storage
         self._folder = folder
         self.files = {record.name: self._read_objects(record) for record in index.objects}
         if filenames.OBJECTS not in self.files:
             raise CorruptError(f"{folder}: the index lists no {filenames.OBJECTS}")
-
-    @property
-    def reads(self) -> Tally:
-        """What was read from its storage."""
-        return self._storage.reads
 
     @property
     def main(self) -> objects_file.ObjectsFile:
@@ -56,8 +51,7 @@ class Stored:
         return keyed
 
     def _read_objects(self, record: ObjectsFileRecord) -> objects_file.ObjectsFile:
-        data = read_objects(self._storage, self._folder, record)
-        file = objects_file.decode(data, what=record.name)
+        file = read_objects(self.storage, self._folder, record)
         for what in objects_file.lacking(file, record.name, self.index.catalog):
             raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
         return file
@@ -74,37 +68,17 @@ class Stored:
                 start = stop
         plan = plan_load(self.index, wanted)
         threads = Config.from_environment().threads
-        with open_files(self._storage, self._folder, self.index, plan, threads=threads) as files:
-            read(files, plan, targets, verify=True, threads=threads)
+        files = open_files(self.storage, self._folder, self.index, plan, threads=threads)
+        with closing(files):
+            Reading(files, targets, verify=True).run(threads)
 
 
-@dataclass(frozen=True, slots=True)
-class _ItemBytes:
-    """The bytes `start` to `stop` of an item."""
-
-    item: WriteItem
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-    def cells(self) -> Iterator[Cell]:
-        """Yield them as cells of the tensor, in order."""
-        itemsize = DTYPES[self.item.dtype].itemsize
-        elements = Elements(self.start // itemsize, self.stop // itemsize)
-        cell = self.item.cell
-        if isinstance(cell, Elements):
-            yield Elements(cell.start + elements.start, cell.start + elements.stop)
-            return
-        for box in boxes_of(elements, cell.shape):
-            offset = tuple(a + b for a, b in zip(cell.offset, box.offset, strict=True))
-            yield Region(offset, box.shape)
+# Some bytes of items, in the order of their files.
+_Window = Sequence[tuple[StoredShard, Span]]
 
 
 class Windows:
-    """The files of one rank in windows: each is read when the first of its bytes is asked for.
+    """The files of one rank in windows, each read when the first of its bytes is asked for.
 
     The sources ask in the order of the files, so one window is in memory at a time.
     """
@@ -118,61 +92,70 @@ class Windows:
     ) -> None:
         self._stored = stored
         self._tell = tell
-        self._windows = [tuple(window) for window in _windows_of(files, window_nbytes)]
-        largest = max((sum(part.nbytes for part in window) for window in self._windows), default=0)
-        self._memory = memoryview(bytearray(largest))
-        self._window_of = {
-            (part.item.fqn, part.item.cell, part.start): number
-            for number, window in enumerate(self._windows)
-            for part in window
-        }
-        self._current = -1
+        self._windows = _windows_of(files, window_nbytes)
+        nbytes = sum(item.span.nbytes for file in files for item in file.items)
+        self._memory = memoryview(bytearray(min(nbytes, window_nbytes)))
+        # Of the window in memory: where each item's bytes begin, and where they are.
         self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
-        self._step = window_nbytes
         self.sources = tuple(partial(self._source_of, file.items) for file in files)
 
-    def _source_of(self, items: Sequence[WriteItem], number: int) -> Source:
+    def _source_of(self, items: Sequence[StoredShard], number: int) -> Source:
         return _ItemSource(self, items[number])
 
-    def view(self, item: WriteItem, start: int, stop: int) -> memoryview:
+    def view(self, item: StoredShard, start: int, stop: int) -> memoryview:
         """Return some bytes of an item; they lie in one window, as every block does."""
-        number = self._window_of[item.fqn, item.cell, start // self._step * self._step]
-        if number != self._current:
-            self._read(number)
-        first, view = self._views[item.fqn, item.cell]
-        return view[start - first : stop - first]
+        while True:
+            first, view = self._views.get((item.fqn, item.cell), (0, memoryview(b"")))
+            if first <= start and stop <= first + len(view):
+                return view[start - first : stop - first]
+            window = next(self._windows, None)
+            assert window is not None, "bytes are asked for in the order of the files"
+            self._read(window)
 
-    def _read(self, number: int) -> None:
-        self._current = -1
-        items: dict[str, WriteItem] = {}
+    def _read(self, window: _Window) -> None:
+        items: dict[str, StoredShard] = {}
         cells: dict[str, list[Cell]] = {}
+        views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
         offset = 0
         self._views = {}
         # The parts of one tensor lie together, since a rank's cells of it are fetched as one want.
-        for part in sorted(self._windows[number], key=lambda part: part.item.fqn):
-            item = items.setdefault(part.item.fqn, part.item)
-            cells.setdefault(item.fqn, []).extend(part.cells())
-            view = self._memory[offset : offset + part.nbytes]
-            self._views[item.fqn, part.item.cell] = part.start, view
-            offset += part.nbytes
+        for item, span in sorted(window, key=lambda part: part[0].fqn):
+            items.setdefault(item.fqn, item)
+            cells.setdefault(item.fqn, []).extend(_cells_of(item, span))
+            view = self._memory[offset : offset + span.nbytes]
+            views[item.fqn, item.cell] = span.start, view
+            offset += span.nbytes
         wanted = (
             Wanted(fqn, item.dtype, item.shape, tuple(cells[fqn])) for fqn, item in items.items()
         )
         self._stored.fetch(tuple(wanted), self._memory)
-        self._current = number
+        self._views = views
         self._tell(offset)
 
 
-def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[list[_ItemBytes]]:
+def _cells_of(item: StoredShard, span: Span) -> Iterator[Cell]:
+    """Yield some bytes of an item as cells of the tensor, in order."""
+    itemsize = DTYPES[item.dtype].itemsize
+    elements = Elements(span.start // itemsize, span.stop // itemsize)
+    cell = item.cell
+    if isinstance(cell, Elements):
+        yield Elements(cell.start + elements.start, cell.start + elements.stop)
+        return
+    for box in boxes_of(elements, cell.shape):
+        offset = tuple(a + b for a, b in zip(cell.offset, box.offset, strict=True))
+        yield Region(offset, box.shape)
+
+
+def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[_Window]:
     """Cut items into windows of at most `window_nbytes`, which is a multiple of a block."""
-    window: list[_ItemBytes] = []
+    window: list[tuple[StoredShard, Span]] = []
     free = window_nbytes
     for item in (item for file in files for item in file.items):
         for span in blocks(item.span.nbytes, window_nbytes):
             if window and span.nbytes > free:
                 yield window
                 window, free = [], window_nbytes
-            window.append(_ItemBytes(item, span.start, span.stop))
+            window.append((item, span))
             free -= span.nbytes
     if window:
         yield window
@@ -181,16 +164,13 @@ def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[list[
 class _ItemSource:
     """A stored item as a `Source`: its bytes come out of the windows."""
 
-    def __init__(self, windows: Windows, item: WriteItem) -> None:
+    def __init__(self, windows: Windows, item: StoredShard) -> None:
         self._windows = windows
         self._item = item
 
     @property
     def nbytes(self) -> int:
         return self._item.span.nbytes
-
-    def part(self, cell: Cell) -> Source:
-        raise AssertionError("the plan of a reshard stores what it holds, cell by cell")
 
     def address(self) -> None:
         return None

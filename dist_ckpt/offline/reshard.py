@@ -261,6 +261,6 @@ class _Reshard:
             exchanges=Tally(),
             collectives=Tally(),
             nbytes_receipt=0,
-            storage_reads=self._stored.reads,
+            storage_reads=self._stored.storage.reads,
             storage_writes=self._storage.writes,
         )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from threading import Lock
 from typing import Literal
@@ -15,19 +15,21 @@ from dist_ckpt.commit.attempts import ROUNDS, find, is_there, read_document
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
 from dist_ckpt.format import filenames, index_json, objects_file
+from dist_ckpt.format.checksums import block_digest
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Shape, Span
 from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.format.shard_file import ShardFile
 from dist_ckpt.memory.buffers import Slots
+from dist_ckpt.planning.save_planner import cells_of_ranks
 from dist_ckpt.reports import Progress
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import READ_NBYTES, BlockRead, every_block, reads_of
 from dist_ckpt.shard_io.open_files import (
     MAX_BLOCK_NBYTES,
     OpenFile,
-    block_problem,
     damage,
+    digest_problem,
     open_readable,
     read_header,
     read_objects,
@@ -211,8 +213,7 @@ class _Verifying:
         path = f"{self._folder}/{record.name}"
         rank = filenames.parse_objects_file(record.name)
         try:
-            data = read_objects(self._storage, self._folder, record)
-            file = objects_file.decode(data, what=path)
+            file = read_objects(self._storage, self._folder, record)
         except CheckpointError as error:
             self.problems.append(Problem(record.name, rank, None, None, str(error)))
             return
@@ -284,7 +285,7 @@ class _Verifying:
                 what: str | None = "the file ended while it was read"
                 if stop <= count:
                     self._count(stop - start)
-                    what = block_problem(need, data[start:stop])
+                    what = digest_problem(need, block_digest(data[start:stop]))
                 if what is not None:
                     name, rank = self._index.file_name(file.record), file.record.rank
                     rows, text = rows_of_block(need), damage(file, need, what)
@@ -320,27 +321,8 @@ def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
 
 def _contents(index: Index) -> Iterator[tuple[ShardFileRecord, _Shards]]:
     """Return each shard file, and the shards that the catalog says are in it."""
-    catalog = index.catalog
-
-    @cache
-    def cells_of(layout: int) -> Mapping[int, list[int]]:
-        """Return the cells that each rank holds."""
-        cells: dict[int, list[int]] = {}
-        for cell, ranks in enumerate(catalog.layouts[layout].holders):
-            for rank in ranks:
-                cells.setdefault(rank, []).append(cell)
-        return cells
-
-    @cache
-    def tensors_of(component: int) -> list[str]:
-        return [fqn for fqn, record in catalog.tensors.items() if record.component == component]
-
-    for file in index.files:
-        shards: dict[tuple[str, Cell], tuple[str, Shape]] = {}
-        for fqn in tensors_of(file.component):
-            record = catalog.tensors[fqn]
-            layout = catalog.layouts[record.layout]
-            for cell in cells_of(record.layout).get(file.rank, ()):
-                if layout.holder(cell, record.rotation) == file.rank:
-                    shards[fqn, layout.cell(cell)] = (record.dtype, record.shape)
-        yield file, shards
+    files = {(file.component, file.rank): file for file in index.files}
+    for rank, stored in enumerate(cells_of_ranks(index.catalog)):
+        for component, cells in stored.items():
+            shards = {(fqn, cell): (dtype, shape) for fqn, dtype, shape, cell in cells}
+            yield files[component, rank], shards

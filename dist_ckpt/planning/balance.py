@@ -85,10 +85,14 @@ def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, Storing]:
     _add_loads(loads, alone)
     stored = [*alone]
     for group in several.values():
-        rotated = _rotate(_largest_first(group, measures), measures[id(group[0].layout)].replicas)
+        # Whatever the cell, replica r stores it for the tensors with one rotation: rotations with
+        # equal bytes are ranks with equal bytes.
+        sizes = {t.fqn: t.itemsize * measures[id(t.layout)].numel for t in group}
+        rotations = evenly(sizes, measures[id(group[0].layout)].replicas)
+        rotated = [(tensor, rotations[tensor.fqn]) for tensor in group]
         _add_loads(loads, rotated)
         stored += rotated
-    stored += _least_loaded(_largest_first(single, measures), loads, measures)
+    stored += _least_loaded(single, loads, measures)
     return {tensor.fqn: Storing(tensor.layout, rotation) for tensor, rotation in stored}
 
 
@@ -134,32 +138,19 @@ def _add_loads(loads: list[int], stored: Iterable[tuple[Holding, int]]) -> None:
             loads[layout.holder(number, key[1])] += numel * itemsizes[key]
 
 
-_Sized = Sequence[tuple[int, Holding]]
-
-
-def _largest_first(tensors: Iterable[Holding], measures: Mapping[int, _Measure]) -> _Sized:
-    """Return tensors with their bytes, in an order that does not depend on the given one."""
-    sized = [(t.itemsize * measures[id(t.layout)].numel, t) for t in tensors]
-    return sorted(sized, key=lambda one: (-one[0], one[1].fqn))
-
-
-def _rotate(tensors: _Sized, replicas: int) -> list[tuple[Holding, int]]:
-    """Give rotations to tensors of many cells with the same holders, so that each gets its share.
-
-    Whatever the cell, replica r stores it for the tensors with one rotation: rotations with
-    equal bytes are ranks with equal bytes.
-    """
-    heap = [(0, rotation) for rotation in range(replicas)]
-    rotated = []
-    for nbytes, tensor in tensors:
-        load, rotation = heap[0]
-        heapreplace(heap, (load + nbytes, rotation))
-        rotated.append((tensor, rotation))
-    return rotated
+def evenly(nbytes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Give each name one of `count` numbers, so that all get about the same number of bytes."""
+    heap = [(0, number) for number in range(count)]
+    given = {}
+    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
+        load, number = heap[0]
+        heapreplace(heap, (load + nbytes[name], number))
+        given[name] = number
+    return given
 
 
 def _least_loaded(
-    tensors: _Sized, loads: list[int], measures: Mapping[int, _Measure]
+    tensors: Iterable[Holding], loads: list[int], measures: Mapping[int, _Measure]
 ) -> list[tuple[Holding, int]]:
     """Give each tensor, the largest first, to its holder that has the least to store.
 
@@ -171,7 +162,8 @@ def _least_loaded(
     heaps: dict[int, list[tuple[int, int]]] = {}
     filling: dict[int, tuple[int, int]] = {}  # a place, and what its rank may come to
     chosen = []
-    for nbytes, tensor in tensors:
+    sized = [(t.itemsize * measures[id(t.layout)].numel, t) for t in tensors]
+    for nbytes, tensor in sorted(sized, key=lambda one: (-one[0], one[1].fqn)):
         holders = tensor.layout.holders[0]
         group = measures[id(tensor.layout)].group
         place, limit = filling.get(group, (0, -1))

@@ -17,7 +17,7 @@ from dist_ckpt.format.geometry import Cell, Piece, Region, Shape, pieces, row_ma
 from dist_ckpt.format.index import Catalog, Index
 from dist_ckpt.format.layout import Cut, Flat, Grid, Regions, check_cell
 from dist_ckpt.planning.box_tree import BoxTree
-from dist_ckpt.planning.plan import FileReads, LoadPlan, Match, ReadItem, Wanted
+from dist_ckpt.planning.plan import LoadPlan, Match, ReadItem, Wanted
 
 # The numbers, ascending, of the cells of a layout that a box may have elements of.
 _Candidates = Callable[[Region], Iterable[int]]
@@ -91,7 +91,7 @@ def plan_load(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
                     f"{holder} for component {component!r}; load an older checkpoint"
                 )
             items.setdefault(file, []).append(ReadItem(want.fqn, tensor, record.dtype, match))
-    return LoadPlan(tuple(FileReads(file, tuple(items[file])) for file in sorted(items)))
+    return {file: tuple(items[file]) for file in sorted(items)}
 
 
 def _matches(

@@ -18,7 +18,7 @@ from itertools import product
 from math import prod
 from typing import assert_never
 
-from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, row_major_strides
+from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, joined, row_major_strides
 from dist_ckpt.format.layout import Flat, Grid, Layout
 from dist_ckpt.planning.plan import (
     Flattened,
@@ -34,8 +34,8 @@ from dist_ckpt.planning.plan import (
     Whole,
 )
 
-# Ascending, disjoint, not empty, and not touching: (start, stop) of each.
-IndexRuns = tuple[tuple[int, int], ...]
+# Ascending, disjoint, not empty, and not touching.
+IndexRuns = tuple[range, ...]
 
 
 def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
@@ -71,11 +71,11 @@ def layout_of(view: Placed | Flattened, shape: Shape) -> Layout:
     strides = row_major_strides(view.mesh.shape)
     cutting = axes_of(view.placements, len(shape))
     for size, axes in zip(shape, cutting, strict=True):
-        parts: list[IndexRuns] = [((0, size),)]
+        parts: list[IndexRuns] = [(range(size),)]
         for axis in axes:
             placement, count = view.placements[axis], view.mesh.shape[axis]
             parts = [part for runs in parts for part in _split(runs, placement, count)]
-        starts = sorted((start, n) for n, runs in enumerate(parts) for start, _ in runs)
+        starts = sorted((run.start, n) for n, runs in enumerate(parts) for run in runs)
         at = positions_of(axes, view.mesh.shape, strides)
         cuts.append((*(start for start, _ in starts), size))
         positions.append([at[n] for _, n in starts])
@@ -121,13 +121,12 @@ def _placed_cells(view: Placed, rank: int, shape: Shape) -> tuple[Cell, ...]:
         return (Region.whole(shape),)
     left: list[IndexRuns] = []
     for size, axes in zip(shape, axes_of(view.placements, len(shape)), strict=True):
-        runs: IndexRuns = ((0, size),)
+        runs: IndexRuns = (range(size),)
         for axis in axes:
             runs = _split(runs, view.placements[axis], view.mesh.shape[axis])[coordinate[axis]]
         left.append(runs)
     return tuple(
-        Region(tuple(start for start, _ in box), tuple(stop - start for start, stop in box))
-        for box in product(*left)
+        Region(tuple(run.start for run in box), tuple(map(len, box))) for box in product(*left)
     )
 
 
@@ -139,34 +138,23 @@ def _split(runs: IndexRuns, placement: Placement, count: int) -> list[IndexRuns]
     # As torch does: cut into `split_factor` chunks as if another axis had come first, and give
     # each rank its part of every chunk.
     chunks = [_chunk(chunk, count) for chunk in _chunk(runs, placement.split_factor) if chunk]
-    return [_joined(run for chunk in chunks for run in chunk[n]) for n in range(count)]
+    return [tuple(joined(run for chunk in chunks for run in chunk[n])) for n in range(count)]
 
 
 def _chunk(runs: IndexRuns, count: int) -> list[IndexRuns]:
     """Cut a list of indices into `count` parts as `torch.chunk` does; the last may be empty."""
-    total = sum(stop - start for start, stop in runs)
-    size = -(-total // count)
-    parts: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    size = -(-sum(map(len, runs)) // count)
+    parts: list[list[range]] = [[] for _ in range(count)]
     done = 0
-    for first, stop in runs:
-        start = first
-        while start < stop:
+    for run in runs:
+        left = run
+        while left:
             number, inside = divmod(done, size)
-            end = min(stop, start + size - inside)
-            parts[number].append((start, end))
-            done += end - start
-            start = end
+            part = left[: size - inside]
+            parts[number].append(part)
+            done += len(part)
+            left = left[len(part) :]
     return [tuple(part) for part in parts]
-
-
-def _joined(runs: Iterable[tuple[int, int]]) -> IndexRuns:
-    joined: list[tuple[int, int]] = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
 
 
 def positions_of(axes: Sequence[int], sizes: Shape, strides: Shape) -> list[int]:
@@ -274,10 +262,7 @@ def _is_even(view: Placed, shape: Shape) -> bool:
 def _transposed(mesh: Mesh, axes: list[int]) -> Mesh:
     """Return the mesh with its axes in another order."""
     shape = tuple(mesh.shape[axis] for axis in axes)
-    strides = [prod(mesh.shape[axis + 1 :]) for axis in axes]
-    ranks = [0]
-    for size, stride in zip(shape, strides, strict=True):
-        ranks = [place + i * stride for place in ranks for i in range(size)]
+    places = positions_of(axes, mesh.shape, row_major_strides(mesh.shape))
     return Mesh(
-        tuple(mesh.names[axis] for axis in axes), shape, tuple(mesh.ranks[r] for r in ranks)
+        tuple(mesh.names[axis] for axis in axes), shape, tuple(mesh.ranks[p] for p in places)
     )

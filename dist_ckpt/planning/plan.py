@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dist_ckpt.format.geometry import Cell, Piece, Region, Shape, Span
+from dist_ckpt.format.geometry import Cell, Piece, Region, Shape
 from dist_ckpt.format.index import Catalog, Key, Node
 from dist_ckpt.format.layout import Layout
 from dist_ckpt.format.shard_file import HeaderText
+from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.write_batches import Batch
 
@@ -154,37 +155,18 @@ class SavePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteItem:
-    """One shard to store: `name` is its key in the file, `span` its bytes after the header."""
-
-    name: str
-    fqn: str
-    dtype: str
-    shape: Shape
-    cell: Cell
-    span: Span
-
-
-@dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One shard file to write; `component` numbers the catalog's table.
+    """One shard file to write.
 
     `batches` are its items as they are written, in blocks of `block_nbytes`.
     """
 
     name: str
-    component: int
-    rank: int
     header: HeaderText
     nbytes: int
-    items: tuple[WriteItem, ...]
+    items: tuple[StoredShard, ...]
     block_nbytes: int
     batches: tuple[Batch, ...]
-
-    @property
-    def header_nbytes(self) -> int:
-        """The size of the header: the shards begin there."""
-        return self.header.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,16 +233,6 @@ class ReadItem:
     match: Match
 
 
-@dataclass(frozen=True, slots=True)
-class FileReads:
-    """The items that one shard file serves; `file` numbers the index's `files`."""
-
-    file: int
-    items: tuple[ReadItem, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What one rank reads, sorted by file."""
-
-    files: tuple[FileReads, ...]
+# What one rank reads: the items that each shard file serves, by the file's number in the index,
+# ascending.
+LoadPlan = Mapping[int, tuple[ReadItem, ...]]

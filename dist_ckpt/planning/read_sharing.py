@@ -10,9 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise, starmap
 
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.typed_msgpack import Message
 
 # A unit is fetched at once, by one rank: enough for the storage's full speed, little enough to be
@@ -26,12 +25,29 @@ BlockRuns = tuple[range, ...]
 Name = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockWants:
-    """What one rank needs: runs of blocks of each file, by the file's number in the index."""
+class BlockWants(Message, frozen=True):
+    """What one rank needs of each file, by the file's number in the index.
+
+    That is kept as `steps`, by turns the gap before a run of blocks and its length: they are short
+    where block numbers are not.
+    """
 
     host: str
-    runs: Mapping[int, BlockRuns]
+    steps: dict[int, tuple[int, ...]]
+
+    @staticmethod
+    def of(host: str, runs: Mapping[int, Iterable[range]]) -> BlockWants:
+        """Return what a rank needs that needs these runs of blocks of each file."""
+        steps = {}
+        for file, some in sorted(runs.items()):
+            edges = [0, *(edge for run in some for edge in (run.start, run.stop))]
+            steps[file] = tuple(stop - start for start, stop in pairwise(edges))
+        return BlockWants(host, steps)
+
+    def runs(self, file: int) -> BlockRuns:
+        """Return the runs of blocks that it needs of a file; none of a file that it does not."""
+        edges = list(accumulate(self.steps.get(file, ())))
+        return tuple(starmap(range, zip(edges[::2], edges[1::2], strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,47 +82,6 @@ class Unit:
         return next(ranks for ranks in self.hosts if rank in ranks)
 
 
-def joined(runs: Iterable[range]) -> Iterator[range]:
-    """Join runs, given in order, that adjoin."""
-    last = range(0)
-    for run in runs:
-        if last and run.start == last.stop:
-            last = range(last.start, run.stop)
-            continue
-        if last:
-            yield last
-        last = run
-    if last:
-        yield last
-
-
-class _Runs(Message, frozen=True):
-    """Of each file, its number, and by turns the gap before a run and the run's length."""
-
-    host: str
-    files: tuple[tuple[int, tuple[int, ...]], ...]
-
-
-def encode(wants: BlockWants) -> bytes:
-    """Return what a rank wants as a message."""
-    files = []
-    for file, runs in sorted(wants.runs.items()):
-        bounds = chain.from_iterable((run.start, run.stop) for run in runs)
-        files.append((file, tuple(b - a for a, b in pairwise([0, *bounds]))))
-    return typed_msgpack.encode(_Runs(wants.host, tuple(files)))
-
-
-def decode(data: bytes) -> BlockWants:
-    """Return what `encode` made these bytes of."""
-    told = typed_msgpack.decode(data, _Runs)
-    found = {}
-    for file, steps in told.files:
-        bounds = list(accumulate(steps))
-        pairs = zip(bounds[::2], bounds[1::2], strict=True)
-        found[file] = tuple(range(start, stop) for start, stop in pairs)
-    return BlockWants(told.host, found)
-
-
 def want_the_same(wants: Iterable[BlockWants], *, between_hosts: bool) -> bool:
     """Say whether some block is wanted by several ranks that share with each other.
 
@@ -115,8 +90,8 @@ def want_the_same(wants: Iterable[BlockWants], *, between_hosts: bool) -> bool:
     runs = [
         ("" if between_hosts else want.host, file, run.start, run.stop)
         for want in wants
-        for file, runs in want.runs.items()
-        for run in runs
+        for file in want.steps
+        for run in want.runs(file)
     ]
     runs.sort()
     return any(a[:2] == b[:2] and a[3] > b[2] for a, b in pairwise(runs))
@@ -129,12 +104,13 @@ def units_of(file: int, starts: Sequence[int], wants: Mapping[int, BlockWants]) 
     block of the file begins, and last where the file ends. What ranks fetch is balanced by bytes
     within the file, and what is over goes round with the file's number.
     """
-    share = _Shares(file, {rank: want.host for rank, want in wants.items() if file in want.runs})
-    units = []
-    for blocks, ranks in _segments({rank: wants[rank].runs[file] for rank in share.host_of}):
+    share = _Shares(file, {rank: want.host for rank, want in wants.items() if file in want.steps})
+    segments = list(_segments({rank: wants[rank].runs(file) for rank in share.host_of}))
+    for blocks, ranks in segments:
         if len(ranks) == 1:
             share.fetched[ranks[0]] += starts[blocks.stop] - starts[blocks.start]
-    for blocks, ranks in _segments({rank: wants[rank].runs[file] for rank in share.host_of}):
+    units = []
+    for blocks, ranks in segments:
         if len(ranks) > 1:
             units += [share.out(part, starts, ranks) for part in _parts(blocks, starts)]
     return tuple(units)

@@ -17,9 +17,9 @@ from dist_ckpt.format import filenames
 from dist_ckpt.format.checksums import BLOCK_NBYTES
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
-from dist_ckpt.format.index import Catalog, Component, TensorRecord
+from dist_ckpt.format.index import Catalog, TensorRecord
 from dist_ckpt.format.layout import Layout, check_shape
-from dist_ckpt.format.shard_file import ShardFile, arrange, header_text
+from dist_ckpt.format.shard_file import arrange, header_text
 from dist_ckpt.planning.balance import Holding, balance, cell_numels
 from dist_ckpt.planning.holders import Share, differing, held_by
 from dist_ckpt.planning.inventories import (
@@ -45,7 +45,6 @@ from dist_ckpt.planning.plan import (
     SavePlan,
     TensorEntry,
     View,
-    WriteItem,
 )
 from dist_ckpt.planning.write_batches import batches_of
 
@@ -118,11 +117,11 @@ def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
     """Return the shard files that a rank writes, by component; none where it stores nothing."""
     catalog = plan.catalog
     held = [_cells_on(layout, rank) for layout in catalog.layouts]
-    cells: dict[int, list[tuple[str, str, Shape, Cell]]] = {}
+    cells: _StoredCells = {}
     for fqn, record in catalog.tensors.items():
-        for here in held[record.layout]:
-            if (here.number + record.rotation) % here.replicas == here.place:
-                entry = fqn, record.dtype, record.shape, here.cell
+        for number, cell in held[record.layout].items():
+            if catalog.layouts[record.layout].holder(number, record.rotation) == rank:
+                entry = fqn, record.dtype, record.shape, cell
                 cells.setdefault(record.component, []).append(entry)
     return tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
 
@@ -133,19 +132,29 @@ def items_of_ranks(plan: SavePlan) -> Iterator[tuple[FilePlan, ...]]:
     `items_of` looks through the whole plan, so that to call it for every rank is quadratic.
     """
     catalog = plan.catalog
+    for rank, cells in enumerate(cells_of_ranks(catalog)):
+        yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+
+
+# (fqn, dtype, shape of the tensor, cell) of each shard in some files, by component.
+_StoredCells = dict[int, list[tuple[str, str, Shape, Cell]]]
+
+
+def cells_of_ranks(catalog: Catalog) -> Iterator[_StoredCells]:
+    """Yield the cells that each rank stores, one rank after another."""
     turns = _turns(catalog)
-    stored: list[list[tuple[_Turn, int]]] = [[] for _ in range(catalog.world_size)]
+    stored: dict[int, list[tuple[_Turn, int]]] = {}
     for turn in turns:
         layout = catalog.layouts[turn[1]]
         for number in range(layout.cut.num_cells):
-            stored[layout.holder(number, turn[2])].append((turn, number))
-    for rank, parts in enumerate(stored):
-        cells: dict[int, list[tuple[str, str, Shape, Cell]]] = {}
-        for turn, number in parts:
+            stored.setdefault(layout.holder(number, turn[2]), []).append((turn, number))
+    for rank in range(catalog.world_size):
+        cells: _StoredCells = {}
+        for turn, number in stored.get(rank, ()):
             cell = catalog.layouts[turn[1]].cell(number)
             tensors = ((fqn, record.dtype, record.shape, cell) for fqn, record in turns[turn])
             cells.setdefault(turn[0], []).extend(tensors)
-        yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+        yield cells
 
 
 # Component, layout and rotation of a tensor: what decides in which file each cell of it is.
@@ -189,9 +198,9 @@ def replica_groups_of(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
         layout = plan.held.get(fqn) or catalog.layouts[record.layout]
         if id(layout) not in shared:
             shared[id(layout)] = [
-                (here.cell, cells.setdefault(layout.holders[here.number], []))
-                for here in _cells_on(layout, rank)
-                if here.replicas > 1
+                (cell, cells.setdefault(layout.holders[number], []))
+                for number, cell in _cells_on(layout, rank).items()
+                if len(layout.holders[number]) > 1
             ]
         for cell, group in shared[id(layout)]:
             group.append((fqn, cell))
@@ -224,7 +233,7 @@ def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tup
         if isinstance(view, Ruled):
             layout = plan.held.get(entry.fqn) or catalog.layouts[catalog.tensors[entry.fqn].layout]
             if id(layout) not in ruled:
-                ruled[id(layout)] = tuple(here.cell for here in _cells_on(layout, rank))
+                ruled[id(layout)] = tuple(_cells_on(layout, rank).values())
             held[entry.fqn] = ruled[id(layout)] or (Region.whole(entry.shape),)
             continue
         key = entry.view, entry.shape
@@ -338,24 +347,13 @@ def _disagreements(said: Sequence[tuple[Body, TensorEntry]]) -> list[str]:
 # --- one rank's part -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldCell:
-    """A cell that a rank holds, as replica number `place` of `replicas`."""
-
-    number: int
-    place: int
-    replicas: int
-    cell: Cell
-
-
-def _cells_on(layout: Layout, rank: int) -> list[_HeldCell]:
-    found = []
-    for number, ranks in enumerate(layout.holders):
-        if ranks[0] <= rank <= ranks[-1]:
-            place = bisect_left(ranks, rank)
-            if ranks[place] == rank:
-                found.append(_HeldCell(number, place, len(ranks), layout.cell(number)))
-    return found
+def _cells_on(layout: Layout, rank: int) -> dict[int, Cell]:
+    """Return the cells that a rank holds, by number."""
+    return {
+        number: layout.cell(number)
+        for number, ranks in enumerate(layout.holders)
+        if ranks[0] <= rank <= ranks[-1] and _contains(ranks, rank)
+    }
 
 
 def _contains(ranks: tuple[int, ...], rank: int) -> bool:
@@ -366,25 +364,20 @@ def _contains(ranks: tuple[int, ...], rank: int) -> bool:
 def _file_plan(
     catalog: Catalog, number: int, rank: int, cells: Sequence[tuple[str, str, Shape, Cell]]
 ) -> FilePlan:
-    component: Component = catalog.components[number]
+    component = catalog.components[number]
     shards = arrange(cells)
-    file = ShardFile(
+    header = header_text(
+        shards,
         component=component.name,
         rank=rank,
         world_size=catalog.world_size,
-        step=None,
         block_nbytes=BLOCK_NBYTES,
-        header_nbytes=0,
-        shards=shards,
     )
-    header = header_text(file)
     return FilePlan(
         name=filenames.shard_file(component.stem, rank),
-        component=number,
-        rank=rank,
         header=header,
-        nbytes=header.nbytes + file.nbytes,
-        items=tuple(WriteItem(s.name, s.fqn, s.dtype, s.shape, s.cell, s.span) for s in shards),
+        nbytes=header.nbytes + shards[-1].span.stop,
+        items=shards,
         block_nbytes=BLOCK_NBYTES,
         batches=batches_of((s.span.nbytes for s in shards), BLOCK_NBYTES),
     )

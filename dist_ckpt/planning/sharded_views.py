@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from heapq import heapreplace
 from math import prod
 
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Catalog
+from dist_ckpt.planning.balance import evenly
 from dist_ckpt.planning.plan import Flattened, Mesh, Placed, Replicate, Ruled, Shard, View, Whole
 from dist_ckpt.planning.sharding_config import ShardingConfig, axes_under, name_of, parameter_of
 
@@ -66,24 +65,13 @@ def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
             name = rule_names[found[0]] if found else names[fqn]
             size = prod(record.shape) * DTYPES[record.dtype].itemsize
             nbytes[name] = nbytes.get(name, 0) + size
-    owners = assign(nbytes, config.world_size)
+    owners = evenly(nbytes, config.world_size)
     views: dict[str, View] = {}
     for fqn, record in catalog.tensors.items():
         parameter = parameters[fqn]
         owner = owners.get(parameter[0] if parameter else names[fqn])
         views[fqn] = target_view(config, names[fqn], record.shape, parameter=parameter, owner=owner)
     return views
-
-
-def assign(nbytes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Give whole parameters to ranks so that all get about the same number of bytes."""
-    heap = [(0, rank) for rank in range(world_size)]
-    owners = {}
-    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
-        load, rank = heap[0]
-        owners[name] = rank
-        heapreplace(heap, (load + nbytes[name], rank))
-    return owners
 
 
 def _is_partitioned(config: ShardingConfig, parameter: tuple[str, Shape] | None) -> bool:

@@ -10,25 +10,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
 from operator import is_
 from threading import Lock
 
 from dist_ckpt.errors import CorruptError, StorageError, listed
-from dist_ckpt.format.checksums import StreamedDigest, block_digest
+from dist_ckpt.format.checksums import block_digest, streamed_digest
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import (
     Elements,
-    Piece,
     Region,
-    Shape,
     boxes_of,
     row_major_strides,
 )
 from dist_ckpt.memory.buffers import Slots, copy
 from dist_ckpt.memory.protocol import Target
-from dist_ckpt.planning.plan import LoadPlan
+from dist_ckpt.planning.plan import ReadItem
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import (
     READ_NBYTES,
@@ -38,7 +34,7 @@ from dist_ckpt.shard_io.block_reads import (
     every_block,
 )
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles, damage, digest_problem
-from dist_ckpt.shard_io.reading_work import CellTargets, nbytes_placed_by, work_of
+from dist_ckpt.shard_io.reading_work import CellTargets, work_of
 from dist_ckpt.shard_io.small_shards import Row
 from dist_ckpt.storage import ReadableFile
 
@@ -50,89 +46,47 @@ BITE_NBYTES = 2 << 20
 _CUT_OFF = "the file ended while it was read"
 
 
-class Nowhere:
-    """A target that keeps nothing: what is read for it is only verified."""
-
-    def memory(self) -> memoryview | None:
-        """See `Target.memory`."""
-        return None
-
-    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
-        """See `Target.place`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTotals:
-    """What a load cost at the storage, and what it filled; headers are not counted.
-
-    `nbytes_received` came from other ranks.
-    """
-
-    nbytes_read: int
-    nbytes_placed: int
-    num_reads: int
-    nbytes_received: int = 0
-
-
-def read(
-    open_files: OpenFiles,
-    plan: LoadPlan,
-    targets: CellTargets,
-    *,
-    verify: bool,
-    threads: int,
-    slots: Slots | None = None,
-) -> ReadTotals:
-    """Fill the targets, keyed by tensor and number of the wanted cell, as the plan says.
-
-    Every block is read once; with `verify` its digest is checked. CorruptError names what is
-    damaged by tensor, rows, rank, file and bytes, and in `touched` the tensors that may hold
-    partial data; a StorageError says the same in its message. `slots` are scratch memory that
-    has been used before, which is faster than new memory.
-    """
-    reading = reading_of(open_files, plan, targets, verify=verify, slots=slots)
-    return read_into(reading, open_files, plan, threads=threads)
-
-
-def read_into(
-    reading: Reading, open_files: OpenFiles, plan: LoadPlan, *, threads: int
-) -> ReadTotals:
-    """Do what `read` does, by a reading that tells what it has touched."""
-
-    def read_some(some: Sequence[tuple[OpenFile, Row | BlockRead]]) -> list[int]:
-        return [reading.read(file, one) for file, one in some]
-
-    with reading.telling_touched():
-        work = work_of(open_files, plan, reading.targets, threads)
-        nbytes = list(chain.from_iterable(each(read_some, work, threads=threads)))
-    return ReadTotals(sum(nbytes), nbytes_placed_by(plan), len(nbytes))
-
-
-def reading_of(
-    open_files: OpenFiles,
-    plan: LoadPlan,
-    targets: CellTargets,
-    *,
-    verify: bool,
-    slots: Slots | None = None,
-) -> Reading:
-    """Return a reading whose slots hold any read of these files."""
-    blocks = (open_files.files[reads.file].header.block_nbytes for reads in plan.files)
-    fitting = (slots or Slots()).fitting(max(READ_NBYTES, *blocks, 0))
-    return Reading(targets, verify=verify, slots=fitting)
-
-
 class Reading:
-    """One load's reading: threads bring different blocks of it to their targets."""
+    """One load's reading: threads bring different blocks of it to their targets, if it has any.
 
-    def __init__(self, targets: CellTargets, *, verify: bool, slots: Slots) -> None:
+    The targets are keyed by tensor and number of the wanted cell; without any, blocks are only
+    checked. With `verify` each block's digest is. `touched` are the tensors that may hold
+    something of what was read. `slots` are scratch memory that has been used before, which is
+    faster than new memory.
+    """
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        targets: CellTargets | None,
+        *,
+        verify: bool,
+        slots: Slots | None = None,
+    ) -> None:
         self.touched: set[str] = set()
+        self.files = files
         self.targets = targets
         self._verify = verify
-        self._slots = slots
+        blocks = (file.header.block_nbytes for file, _ in files)
+        self._slots = (slots or Slots()).fitting(max(READ_NBYTES, *blocks, 0))
         # What is done for small shards is all Python: threads at it would only be in each
         # other's way, at twice the cost, while the reads of the next rows run beside it.
         self._turn = Lock()
+
+    def run(self, threads: int) -> int:
+        """Fill the targets as the plan of the files says; every block is read once.
+
+        Returns how many bytes were read; headers are not counted. CorruptError names what is
+        damaged by tensor, rows, rank, file and bytes, and in `touched` the tensors that may hold
+        partial data; a StorageError says the same in its message.
+        """
+
+        def read_some(some: Sequence[tuple[OpenFile, Row | BlockRead]]) -> int:
+            return sum(self.read(file, one) for file, one in some)
+
+        with self.telling_touched():
+            work = work_of(self.files, self.targets, threads)
+            return sum(each(read_some, work, threads=threads))
 
     @contextmanager
     def telling_touched(self) -> Iterator[None]:
@@ -156,7 +110,8 @@ class Reading:
             with self._slots.one() as slot:
                 data = slot[: one.span.nbytes]
                 self.fetch(file, one, data)
-                self.place(file, one, data)
+                if self.targets is not None:
+                    self.place(file, one, data)
         return one.span.nbytes
 
     def _fetch_row(self, file: OpenFile, row: Row, data: memoryview) -> None:
@@ -189,11 +144,7 @@ class Reading:
 
     def _place_row(self, row: Row, parts: Iterable[memoryview]) -> None:
         for item, part in zip(row.items, parts, strict=True):
-            match = item.match
-            target = self.targets[item.fqn, match.part]
-            if isinstance(target, Nowhere):
-                continue
-            self.touched.add(item.fqn)
+            match, target = item.match, self._touch(item)
             if (memory := target.memory()) is not None:
                 if memory.nbytes != part.nbytes:
                     raise ValueError(f"{item.fqn}: change no tensor while it is loaded")
@@ -208,10 +159,9 @@ class Reading:
         assert wish.source is not None
         assert wish.target is not None
         itemsize = DTYPES[first.shard.dtype].itemsize
-        memory = self.targets[wish.item.fqn, wish.item.match.part].memory()
+        memory = self._touch(wish.item).memory()
         assert memory is not None
         start = first.span.start + (wish.target - wish.source.start) * itemsize
-        self.touched.add(wish.item.fqn)
         self.fetch(file, one, memory[start : start + one.span.nbytes])
 
     def fetch(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
@@ -229,7 +179,7 @@ class Reading:
         """Read and check blocks: one in several steps, or several that come in one."""
         first = needs[0].start
         nbytes = needs[-1].stop - first
-        digest = StreamedDigest()
+        digest = streamed_digest()
         for start in range(0, nbytes, BITE_NBYTES):
             part = data[start : min(start + BITE_NBYTES, nbytes)]
             count = readable.read_into(file.header.header_nbytes + first + start, part)
@@ -239,7 +189,7 @@ class Reading:
             if self._verify and len(needs) == 1:
                 digest.update(part)
         if self._verify and len(needs) == 1:
-            _check(file, needs[0], digest.hex())
+            _check(file, needs[0], digest.hexdigest())
         elif self._verify:
             for need in needs:
                 block = data[need.start - first : need.stop - first]
@@ -258,10 +208,14 @@ class Reading:
             stored = Elements(start // itemsize, stop // itemsize)
             offset = row[0].start - one.span.start
             for wish in wishes:
-                target = self.targets[wish.item.fqn, wish.item.match.part]
-                if not isinstance(target, Nowhere):
-                    self.touched.add(wish.item.fqn)
-                    _copy(wish, target, stored, data[offset : offset + stop - start])
+                target = self._touch(wish.item)
+                _copy(wish, target, stored, data[offset : offset + stop - start])
+
+    def _touch(self, item: ReadItem) -> Target:
+        """Return the target of an item, which is about to get something of what was read."""
+        assert self.targets is not None, "nothing is placed where blocks are only checked"
+        self.touched.add(item.fqn)
+        return self.targets[item.fqn, item.match.part]
 
 
 def _bites(needs: Iterable[Need]) -> Iterator[list[Need]]:

@@ -12,10 +12,9 @@ from itertools import islice
 
 from dist_ckpt.format.checksums import blocks, num_blocks
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import Elements, Piece, Region, Span, row_major_strides
+from dist_ckpt.format.geometry import Elements, Piece, Region, Span, joined, row_major_strides
 from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.planning.plan import ReadItem
-from dist_ckpt.planning.read_sharing import joined
 
 # One read brings this much at most (or one block, where blocks are larger): enough for the
 # storage's full speed, little enough that several threads share a large shard.

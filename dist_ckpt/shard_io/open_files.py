@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
@@ -13,9 +14,10 @@ from dist_ckpt.format import checksums, objects_file
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, Span
 from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
+from dist_ckpt.format.objects_file import ObjectsFile
+from dist_ckpt.format.plain_types import StandIn
 from dist_ckpt.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
-from dist_ckpt.format.shard_table import DecodedShards
-from dist_ckpt.planning.plan import FileReads, LoadPlan, ReadItem
+from dist_ckpt.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import Need
 from dist_ckpt.storage import ReadableFile, Storage
@@ -34,24 +36,31 @@ class OpenFile:
     """One shard file and its checked header. Threads may share it."""
 
     def __init__(
-        self, storage: Storage, path: str, record: ShardFileRecord, header: ShardFile
+        self,
+        storage: Storage,
+        path: str,
+        record: ShardFileRecord,
+        header: ShardFile,
+        kept: ReadableFile | None = None,
     ) -> None:
+        """`kept` is the file, if it stays open until `close`."""
         self.path = path
         self.record = record
         self.header = header
-        assert isinstance(header.shards, DecodedShards), "it was decoded"
         self.shards = header.shards
         self._storage = storage
-        self._kept: ReadableFile | None = None
+        self._kept = kept
+
+    def number_of(self, item: ReadItem) -> int:
+        """Return the number of the shard that an item reads."""
+        number = self.shards.number(item.tensor, item.match.stored)
+        assert number is not None, "`open_files` has looked for it"
+        return number
 
     @cached_property
     def block_starts(self) -> Sequence[int]:
         """Where each block begins in the data section, and last where that ends."""
         return self.shards.block_starts(self.header.block_nbytes)
-
-    def keep(self, file: ReadableFile) -> None:
-        """Take over an open file, until `close`."""
-        self._kept = file
 
     @contextmanager
     def reading(self) -> Iterator[ReadableFile]:
@@ -59,11 +68,8 @@ class OpenFile:
         if self._kept is not None:
             yield self._kept
             return
-        file = open_readable(self._storage, self.path, self.record)
-        try:
+        with closing(open_readable(self._storage, self.path, self.record)) as file:
             yield file
-        finally:
-            file.close()
 
     def close(self) -> None:
         """Close the kept file. Never raises."""
@@ -72,22 +78,21 @@ class OpenFile:
             self._kept = None
 
 
+@dataclass(frozen=True, slots=True)
 class OpenFiles:
     """The shard files that a plan reads, by their numbers in the index; close it when done."""
 
-    def __init__(self, files: Mapping[int, OpenFile]) -> None:
-        self.files = files
+    plan: LoadPlan
+    files: Mapping[int, OpenFile]
+
+    def __iter__(self) -> Iterator[tuple[OpenFile, Sequence[ReadItem]]]:
+        """Yield each file with the items that it serves."""
+        return ((self.files[number], items) for number, items in self.plan.items())
 
     def close(self) -> None:
         """Close all files. Never raises."""
         for file in self.files.values():
             file.close()
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def open_files(
@@ -108,25 +113,25 @@ def open_files(
     opened: dict[int, OpenFile] = {}
     problems: list[str] = []
 
-    def open_one(reads: FileReads) -> None:
-        file = known.get(reads.file)
+    def open_one(number: int) -> None:
+        file = known.get(number)
         try:
             if file is None:
-                file = open_file(storage, folder, index, reads.file, keep=len(opened) < MAX_OPEN)
-                opened[reads.file] = file
+                file = open_file(storage, folder, index, number, keep=len(opened) < MAX_OPEN)
+                opened[number] = file
         except CorruptError as error:
-            problems.append(f"{error}; it holds {_names_of(reads.items)}")
+            problems.append(f"{error}; it holds {_names_of(plan[number])}")
         else:
-            problems.extend(_mismatches(file, index, reads.items))
+            problems.extend(_mismatches(file, index, plan[number]))
 
     try:
-        each(open_one, plan.files, threads=threads)
+        each(open_one, plan, threads=threads)
         if problems:
             raise CorruptError(f"{listed(sorted(problems), '; ')}; load an older checkpoint")
     except BaseException:
-        OpenFiles(opened).close()
+        OpenFiles(plan, opened).close()
         raise
-    return OpenFiles({**known, **opened})
+    return OpenFiles(plan, {**known, **opened})
 
 
 def open_file(storage: Storage, folder: str, index: Index, number: int, *, keep: bool) -> OpenFile:
@@ -140,15 +145,13 @@ def open_file(storage: Storage, folder: str, index: Index, number: int, *, keep:
     try:
         if (problem := size_problem(file, path, record)) is not None:
             raise CorruptError(problem)
-        opened = OpenFile(storage, path, record, read_header(file, path, record, index))
+        header = read_header(file, path, record, index)
     except BaseException:
         file.close()
         raise
-    if keep:
-        opened.keep(file)
-    else:
+    if not keep:
         file.close()
-    return opened
+    return OpenFile(storage, path, record, header, file if keep else None)
 
 
 def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> ReadableFile:
@@ -268,11 +271,6 @@ def damage(file: OpenFile, need: Need, what: str) -> str:
     )
 
 
-def block_problem(need: Need, data: memoryview) -> str | None:
-    """Say how a block's digest differs from the one in the header, or None."""
-    return digest_problem(need, checksums.block_digest(data))
-
-
 def digest_problem(need: Need, actual: str) -> str | None:
     """Say how the digest of what was read of a block differs from the one in the header."""
     expected = need.shard.digests[need.number]
@@ -284,8 +282,18 @@ def digest_problem(need: Need, actual: str) -> str | None:
 # --- objects files ---------------------------------------------------------------------------
 
 
-def read_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> bytes:
-    """Return an objects file's bytes; CorruptError if they are not the ones that were written."""
+def read_objects(
+    storage: Storage,
+    folder: str,
+    record: ObjectsFileRecord,
+    *,
+    make: Callable[[StandIn], object] = lambda value: value,
+) -> ObjectsFile:
+    """Return what an objects file says, with `make(stand_in)` for what needs torch or numpy.
+
+    CorruptError if its bytes are not the ones that were written, or say nothing; IncompatibleError
+    if it needs a newer dist_ckpt.
+    """
     path = f"{folder}/{record.name}"
     if record.nbytes > objects_file.MAX_NBYTES:
         raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
@@ -306,4 +314,4 @@ def read_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> by
             f"{path} (bytes 0:{record.nbytes}) is damaged, its digest is {actual}, the index "
             f"says {record.digest}; load an older checkpoint"
         )
-    return bytes(data)
+    return objects_file.decode(bytes(data), make=make, what=path)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_blocks, reads_of
@@ -29,30 +28,29 @@ def nbytes_placed_by(plan: LoadPlan) -> int:
     """Return how many bytes of targets a plan fills."""
     return sum(
         item.match.common.numel * DTYPES[item.dtype].itemsize
-        for reads in plan.files
-        for item in reads.items
+        for items in plan.values()
+        for item in items
     )
 
 
 def work_of(
-    open_files: OpenFiles, plan: LoadPlan, targets: CellTargets, threads: int
+    files: OpenFiles, targets: CellTargets | None, threads: int
 ) -> Iterator[list[tuple[OpenFile, Row | BlockRead]]]:
-    """Return the reads of a plan, those of one thread at a time together: many rows, or reads.
+    """Return the reads of some files, those of one thread at a time together: many rows, or reads.
 
     Towards the end these are fewer and fewer, so that no thread is left with much to do.
     """
     rows: list[tuple[OpenFile, Row | BlockRead]] = []
     some: list[tuple[OpenFile, Row | BlockRead]] = []
-    nbytes, left = 0, nbytes_placed_by(plan)
-    for reads in plan.files:
-        file = open_files.files[reads.file]
-        for one in _reads_of(file, reads.items, targets):
-            if isinstance(one, Row):
-                rows.append((file, one))
-                if len(rows) == MAX_ROWS:
-                    yield rows
-                    rows = []
-                continue
+    nbytes, left = 0, nbytes_placed_by(files.plan)
+    for file, items in files:
+        small, others = divide(file, items)
+        for row in small:
+            rows.append((file, row))
+            if len(rows) == MAX_ROWS:
+                yield rows
+                rows = []
+        for one in reads_of(needs_of(file, others, targets)):
             some.append((file, one))
             nbytes += one.span.nbytes
             if nbytes >= min(WORK_NBYTES, left // (2 * threads)):
@@ -62,31 +60,21 @@ def work_of(
     yield from (work for work in (some, rows) if work)
 
 
-def shards_of(
-    file: OpenFile, items: Iterable[ReadItem]
-) -> Iterator[tuple[StoredShard, list[ReadItem]]]:
-    """Return the shards of a file that items read, in the file's order, each with its items."""
-    by_shard: dict[str, tuple[StoredShard, list[ReadItem]]] = {}
+def by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int, list[ReadItem]]]:
+    """Return the numbers of the shards of a file that items read, ascending, with those items."""
+    found: dict[int, list[ReadItem]] = {}
     for item in items:
-        shard = file.shards.find(item.tensor, item.match.stored)
-        assert shard is not None, "`open_files` has looked for it"
-        by_shard.setdefault(shard.name, (shard, []))[1].append(item)
-    yield from sorted(by_shard.values(), key=lambda one: one[0].span.start)
+        found.setdefault(file.number_of(item), []).append(item)
+    return sorted(found.items())
 
 
-def needs_of(file: OpenFile, items: Iterable[ReadItem], targets: CellTargets) -> Iterator[Need]:
+def needs_of(
+    file: OpenFile, items: Iterable[ReadItem], targets: CellTargets | None
+) -> Iterator[Need]:
     """Return the blocks of a file that items need, in the file's order."""
 
     def has_memory(item: ReadItem) -> bool:
-        return targets[item.fqn, item.match.part].memory() is not None
+        return targets is not None and targets[item.fqn, item.match.part].memory() is not None
 
-    for shard, wanted in shards_of(file, items):
-        yield from needed_blocks(shard, wanted, file.header.block_nbytes, has_memory)
-
-
-def _reads_of(
-    file: OpenFile, items: Sequence[ReadItem], targets: CellTargets
-) -> Iterator[Row | BlockRead]:
-    rows, others = divide(file, items)
-    yield from rows
-    yield from reads_of(needs_of(file, others, targets))
+    for number, wanted in by_shard(file, items):
+        yield from needed_blocks(file.shards[number], wanted, file.header.block_nbytes, has_memory)

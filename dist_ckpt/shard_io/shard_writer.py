@@ -171,7 +171,7 @@ class _Writing:
         if not batch.parts:
             return partial(self._write, 0, memoryview(b""), lent)
         slot = lent.enter_context(slots.one())
-        offset = self.plan.header_nbytes + batch.start
+        offset = self.plan.header.nbytes + batch.start
         with self._turn if len(batch.parts) > 1 else nullcontext():
             data = self._gather(batch.parts, slot, offset)
             self._digest(batch, data)
@@ -228,7 +228,7 @@ class _Writing:
             self._header[:] = header
         self._file.write_at(0, header)
         _finish(self._file, self.path, plan.nbytes)
-        return plan.name, plan.nbytes, plan.header_nbytes, checksums.document_digest(header)
+        return plan.name, plan.nbytes, plan.header.nbytes, checksums.document_digest(header)
 
 
 def _is_placed(data: memoryview, offset: int, alignment: int) -> bool:

@@ -42,10 +42,9 @@ class Row:
 
 def divide(file: OpenFile, items: Sequence[ReadItem]) -> tuple[list[Row], Sequence[ReadItem]]:
     """Return the rows among the items of a file, and the other items."""
-    numbers = [file.shards.number(item.tensor, item.match.stored) for item in items]
+    numbers = list(map(file.number_of, items))
     wanted: dict[int, ReadItem | None] = {}
     for number, item in zip(numbers, items, strict=True):
-        assert number is not None, "`open_files` has looked for it"
         alone = number not in wanted and item.match.is_whole
         wanted[number] = item if alone else None
     starts = file.shards.starts

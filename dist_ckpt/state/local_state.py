@@ -13,7 +13,6 @@ from dist_ckpt.format.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Key, Node
 from dist_ckpt.format.plain_encoder import check_plain
-from dist_ckpt.memory.protocol import Source
 from dist_ckpt.memory.torch_tensor import TensorSource, synchronize
 from dist_ckpt.planning.plan import Flattened, Inventory, NameList, Placed, TensorEntry, View, Whole
 from dist_ckpt.planning.sharding_config import ShardingConfig
@@ -80,7 +79,7 @@ class LocalState:
                 names.update(join(fqn, name) for key, name in named.items() if key in stepped)
         return frozenset(names)
 
-    def source(self, fqn: str, number: int) -> Source:
+    def source(self, fqn: str, number: int) -> TensorSource:
         """Return the memory of one cell of a tensor."""
         return TensorSource(self.parts[fqn][number])
 

@@ -15,13 +15,11 @@ from functools import partial
 from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.format import filenames
 from dist_ckpt.format.checksums import Buffer
-from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import Cell, Region
 from dist_ckpt.format.index import Catalog
+from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.buffers import address_of
-from dist_ckpt.memory.host_array import ArraySource
 from dist_ckpt.memory.protocol import Source
-from dist_ckpt.planning.plan import FilePlan, WriteItem
+from dist_ckpt.planning.plan import FilePlan
 from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.snapshots.arena import Followed
 from dist_ckpt.storage import WritableFile
@@ -116,7 +114,7 @@ def files_of(
         for name, image, span in zip(others, followed.images[num:], spans[num:], strict=True)
     }
     headers = {
-        plan.name: image[: plan.header_nbytes]
+        plan.name: image[: plan.header.nbytes]
         for plan, image in zip(plans, followed.images, strict=False)
     }
     return RankFiles(catalog, snapshot.step, tuple(plans), sources, _Objects(objects), headers)
@@ -152,29 +150,22 @@ class _MappedImage:
 
 
 def _source_of(image: _MappedImage, plan: FilePlan, number: int) -> Source:
-    return StagedSource(image, plan.items[number], plan.header_nbytes)
+    return StagedSource(image, plan.items[number], plan.header.nbytes)
 
 
 class StagedSource:
     """One shard in the image of its file (`Source`). All calls but `nbytes` may wait."""
 
-    __slots__ = ("_image", "_item", "_start", "_stop")
+    __slots__ = ("_image", "_start", "_stop")
 
-    def __init__(self, image: _MappedImage, item: WriteItem, header_nbytes: int) -> None:
+    def __init__(self, image: _MappedImage, item: StoredShard, header_nbytes: int) -> None:
         self._image = image
-        self._item = item
         self._start = header_nbytes + item.span.start
         self._stop = header_nbytes + item.span.stop
 
     @property
     def nbytes(self) -> int:
         return self._stop - self._start
-
-    def part(self, cell: Cell) -> Source:
-        memory = self._image.bytes(self._start, self._stop)
-        whole = self._item.cell
-        shape = whole.shape if isinstance(whole, Region) else (whole.numel,)
-        return ArraySource(memory, shape, DTYPES[self._item.dtype].itemsize).part(cell)
 
     def address(self) -> int:
         return self._image.address(self._start, self._stop)

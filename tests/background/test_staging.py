@@ -82,7 +82,7 @@ def test_what_is_staged_is_what_is_saved(arena: Arena, tmp_path: Path) -> None:
     found = staged(arena, files)
     report = dc.save(saved, tmp_path / "ck", step=1)
     folder = tmp_path / "ck" / report.attempt
-    names = {plan.name: plan.header_nbytes for plan in files.plans}
+    names = {plan.name: plan.header.nbytes for plan in files.plans}
     for name, data in found.items():
         there = (folder / name).read_bytes()
         assert len(data) == len(there)

@@ -119,7 +119,7 @@ def test_small_replicas_beside_large_shards_are_read_from_few_files() -> None:
     steps = {fqn for fqn in plan.catalog.tensors if fqn.endswith(".step")}
     assert len(steps) == 200
     holders = {
-        file.rank
+        file.name
         for files in items_of_ranks(plan)
         for file in files
         for item in file.items

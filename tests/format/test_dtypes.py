@@ -12,7 +12,7 @@ def test_a_code_is_torchs_name_and_its_size_is_torchs(name):
     dtype = getattr(torch, name)
     assert str(dtype) == f"torch.{name}"
     assert dtype.itemsize == DTYPES[name].itemsize
-    assert str(DTYPES[name]) == name
+    assert DTYPES[name].name == name
 
 
 def test_every_dtype_of_torch_but_the_quantised_has_a_code():
@@ -20,7 +20,7 @@ def test_every_dtype_of_torch_but_the_quantised_has_a_code():
     assert {n for n in names if not n.startswith(("quint", "qint"))} <= set(DTYPES)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 def test_safetensors_knows_its_code_and_the_size(dtype):
     shape = [3] if dtype.safetensors else [3, dtype.itemsize]
     end = 3 * dtype.itemsize

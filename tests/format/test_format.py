@@ -28,12 +28,10 @@ from dist_ckpt.format.layout import Flat, Grid, Layout, Regions
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.format.plain_types import ArrayValue, Device, DTypeValue, Ext, NumpyScalar, Size
 from dist_ckpt.format.shard_file import (
-    ShardFile,
     arrange,
     decode_header,
-    encode_header,
-    header_nbytes,
 )
+from headers import encode_header, shard_file
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "version-1"
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -151,8 +149,7 @@ def write_shards(folder, component, rank):
         )
         for shard, bytes_ in zip(shards, data, strict=True)
     )
-    file = ShardFile(CATALOG.components[component].name, rank, 2, 9, BLOCK_NBYTES, 0, shards)
-    file = replace(file, header_nbytes=header_nbytes(file))
+    file = shard_file(CATALOG.components[component].name, rank, 2, 9, BLOCK_NBYTES, shards)
     header = encode_header(file)
     name = filenames.shard_file(CATALOG.components[component].stem, rank)
     (folder / name).write_bytes(header + b"".join(data))

@@ -14,10 +14,9 @@ from dist_ckpt.format.shard_file import (
     ShardFile,
     arrange,
     decode_header,
-    encode_header,
-    header_nbytes,
 )
 from dist_ckpt.format.shard_table import DecodedShards, StoredShard
+from headers import encode_header, shard_file
 
 CELLS: list[tuple[str, str, Shape, Cell]] = [
     ("a", "float32", (4, 4), Region((0, 0), (2, 4))),
@@ -34,15 +33,12 @@ def file_of() -> ShardFile:
         count = num_blocks(shard.span.nbytes, BLOCK_NBYTES)
         digests = tuple(f"{len(shards):015x}{block:x}" for block in range(count))
         shards.append(replace(shard, digests=digests))
-    file = ShardFile("model", 0, 1, 7, BLOCK_NBYTES, 0, tuple(shards))
-    return replace(file, header_nbytes=header_nbytes(file))
+    return shard_file("model", 0, 1, 7, BLOCK_NBYTES, shards)
 
 
 def decoded() -> DecodedShards:
     file = file_of()
-    shards = decode_header(encode_header(file), nbytes=file.nbytes).shards
-    assert isinstance(shards, DecodedShards)
-    return shards
+    return decode_header(encode_header(file), nbytes=file.nbytes).shards
 
 
 def test_they_are_what_was_encoded_by_number_from_either_end_and_in_parts() -> None:
@@ -58,10 +54,12 @@ def test_they_are_what_was_encoded_by_number_from_either_end_and_in_parts() -> N
 def test_one_is_found_by_its_tensor_and_cell() -> None:
     shards = decoded()
     for shard in file_of().shards:
-        assert shards.find(shard.fqn, shard.cell) == shard
+        number = shards.number(shard.fqn, shard.cell)
+        assert number is not None
+        assert shards[number] == shard
         assert shards.facts(shard.fqn, shard.cell) == (shard.dtype, shard.shape)
-    assert shards.find("a", Region((0, 0), (4, 4))) is None
-    assert shards.find("z", Region((), ())) is None
+    assert shards.number("a", Region((0, 0), (4, 4))) is None
+    assert shards.number("z", Region((), ())) is None
     assert shards.facts("c", Elements(0, 1)) is None
 
 

@@ -71,7 +71,7 @@ class State:
         found = []
         for plan in items_of(self.plan, rank):
             data = b"".join(self.tensors[item.fqn].of(item.cell) for item in plan.items)
-            found.append((Image(plan.name, plan.nbytes), plan.header_nbytes, data))
+            found.append((Image(plan.name, plan.nbytes), plan.header.nbytes, data))
         if rank == 0:
             main = objects_file.encode(objects_file.ObjectsFile(self.plan.tree, {"step": step}))
             found.append((Image(filenames.OBJECTS, len(main)), 0, main))

@@ -13,6 +13,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from dist_ckpt.format import filenames
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, row_major_strides
 from dist_ckpt.format.index import Index, Node, ShardFileRecord
 from dist_ckpt.planning.load_planner import plan_load
@@ -229,8 +230,11 @@ def save(tilings: Mapping[str, Tiling], world_size: int) -> tuple[SavePlan, File
     for rank, inventory in enumerate(inventories):
         held = held_cells(inventory, rank, plan)
         for file in items_of(plan, rank):
-            assert file.rank == rank
-            stored = files.setdefault((file.component, rank), {})
+            parsed = filenames.parse_shard_file(file.name)
+            assert parsed is not None
+            assert parsed[1] == rank
+            component = [one.stem for one in plan.catalog.components].index(parsed[0])
+            stored = files.setdefault((component, rank), {})
             for item in file.items:
                 wanted = elements_of(item.cell, item.shape)
                 around = [
@@ -261,9 +265,9 @@ def load(index: Index, files: Files, wanted: Sequence[Wanted]) -> dict[tuple[str
         for want in wanted
         for part, cell in enumerate(want.cells)
     }
-    for reads in plan_load(index, wanted).files:
-        record = index.files[reads.file]
-        for item in reads.items:
+    for file, items in plan_load(index, wanted).items():
+        record = index.files[file]
+        for item in items:
             match = item.match
             stored = files[record.component, record.rank][item.tensor, match.stored]
             shape = shapes[item.fqn]

@@ -35,16 +35,14 @@ from dist_ckpt.format.index import (
 )
 from dist_ckpt.format.layout import Grid, Layout
 from dist_ckpt.format.objects_file import ObjectsFile, encode
-from dist_ckpt.format.shard_file import ShardFile, arrange, header_text
+from dist_ckpt.format.shard_file import arrange, header_text
 from dist_ckpt.planning.plan import (
     FilePlan,
-    FileReads,
     FileReceipt,
     LoadPlan,
     Match,
     ReadItem,
     Wanted,
-    WriteItem,
 )
 from dist_ckpt.planning.write_batches import batches_of
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
@@ -109,25 +107,12 @@ class BytesSource:
     """The bytes of a cell, lent as they are or copied into the scratch (`Source`)."""
 
     def __init__(self, saved: Saved, cell: Cell, *, copies: bool = False) -> None:
-        self._saved = saved
-        self._cell = cell
         self._copies = copies
         self._data = memoryview(saved.of(cell))
 
     @property
     def nbytes(self) -> int:
         return len(self._data)
-
-    def part(self, cell: Cell) -> BytesSource:
-        whole: Cell
-        if isinstance(cell, Elements):
-            assert isinstance(self._cell, Elements)
-            whole = Elements(cell.start + self._cell.start, cell.stop + self._cell.start)
-        else:
-            assert isinstance(self._cell, Region)
-            corner = zip(cell.offset, self._cell.offset, strict=True)
-            whole = Region(tuple(a + b for a, b in corner), cell.shape)
-        return BytesSource(self._saved, whole, copies=self._copies)
 
     def address(self) -> None:
         return None
@@ -202,13 +187,17 @@ def file_plans(catalog: Catalog, rank: int, block_nbytes: int) -> Iterator[FileP
         if not cells:
             continue
         shards = arrange(cells)
-        file = ShardFile(component.name, rank, catalog.world_size, 7, block_nbytes, 0, shards)
-        header = header_text(file)
-        items = tuple(WriteItem(s.name, s.fqn, s.dtype, s.shape, s.cell, s.span) for s in shards)
+        header = header_text(
+            shards,
+            component=component.name,
+            rank=rank,
+            world_size=catalog.world_size,
+            block_nbytes=block_nbytes,
+        )
         name = f"{component.stem}-{rank:05d}.safetensors"
         nbytes = header.nbytes + shards[-1].span.stop
         batches = batches_of((shard.span.nbytes for shard in shards), block_nbytes)
-        yield FilePlan(name, number, rank, header, nbytes, items, block_nbytes, batches)
+        yield FilePlan(name, header, nbytes, shards, block_nbytes, batches)
 
 
 def rank_files(
@@ -331,4 +320,4 @@ def plan_of(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
                             ),
                         )
                         items.setdefault(file, []).append(item)
-    return LoadPlan(tuple(FileReads(n, tuple(items[n])) for n in sorted(items)))
+    return {n: tuple(items[n]) for n in sorted(items)}

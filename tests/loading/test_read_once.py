@@ -25,8 +25,9 @@ from dist_ckpt.comm import host_links
 from dist_ckpt.comm.messages import FalloutError
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError, RankError, StorageError
-from dist_ckpt.loading import load, rank_reading, read_once, read_once_agreement, read_once_units
+from dist_ckpt.loading import load, read_once, read_once_agreement, read_once_units
 from dist_ckpt.planning import read_sharing
+from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.storage import Storage
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -415,7 +416,7 @@ def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, 
             raise CorruptError("damaged", touched=("model.on 2",))
         raise FalloutError("rank 2 has given up")
 
-    monkeypatch.setattr(rank_reading, "read_shared", fail)
+    monkeypatch.setattr(load, "read_shared", fail)
     states = [whole_state() for _ in range(4)]
     outcomes = try_load(lambda _: MemoryStorage(tree), states, hosts=ONE_HOST, strict=False)
     for rank, error in enumerate(errors_of(outcomes)):
@@ -426,13 +427,13 @@ def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, 
 def test_a_rank_that_reads_alone_and_fails_of_its_storage_tells_what_it_has_filled(
     tree, monkeypatch
 ):
-    def fail(reading: Any, *rest: Any, threads: int) -> None:
+    def fail(reading: Reading, threads: int) -> None:
         reading.touched.add(threading.current_thread().name)
         if threading.current_thread().name == "rank 0":
             raise CorruptError("damaged", touched=("rank 0",))
         raise StorageError("the network is gone")
 
-    monkeypatch.setattr(rank_reading, "read_into", fail)
+    monkeypatch.setattr(Reading, "run", fail)
     states = [whole_state() for _ in range(2)]
     outcomes = try_load(lambda _: MemoryStorage(tree), states, read_once="off", strict=False)
     for rank, error in enumerate(errors_of(outcomes)):

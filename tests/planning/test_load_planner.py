@@ -166,8 +166,8 @@ def test_only_the_shards_that_hold_wanted_rows_are_read() -> None:
     plan, _ = save({"model.w": one_tensor(Placed(line(8), (Shard(0),)), (64, 4), 8)}, 8)
     want = Wanted("model.w", "float32", (64, 4), (Region((20, 1), (5, 2)),))
     reads = plan_load(index_of(plan), [want])
-    assert [plan_file.file for plan_file in reads.files] == [2, 3]
-    assert [str(item.match.common) for file in reads.files for item in file.items] == [
+    assert [*reads] == [2, 3]
+    assert [str(item.match.common) for items in reads.values() for item in items] == [
         "20:24,1:3",
         "24:25,1:3",
     ]
@@ -177,7 +177,7 @@ def test_flat_shards_are_found_for_a_column_without_looking_at_all_of_them() -> 
     plan, _ = save({"model.w": one_tensor(Flattened(line(8)), (16, 4), 8)}, 8)
     want = Wanted("model.w", "float32", (16, 4), (Region((4, 1), (3, 1)),))
     reads = plan_load(index_of(plan), [want])
-    assert [file.file for file in reads.files] == [2, 3]
+    assert [*reads] == [2, 3]
     assert isinstance(plan.catalog.layouts[0].cut, Flat)
 
 
@@ -187,17 +187,17 @@ def test_an_alias_reads_the_tensor_that_it_is_tied_to() -> None:
     index = index_of(plan_save([(inventory, (0, 1))], 2))
     want = Wanted("model.tied", "float32", (3,), (Region((1,), (2,)),))
     assert problems_of(index.catalog, [want]) == ()
-    ((item,),) = (reads.items for reads in plan_load(index, [want]).files)
+    ((item,),) = plan_load(index, [want]).values()
     assert (item.fqn, item.tensor) == ("model.tied", "model.w")
 
 
 def test_nothing_wanted_is_nothing_read() -> None:
     plan, _ = save({"model.w": one_tensor(Whole(), (3, 0), 2)}, 2)
     index = index_of(plan)
-    assert plan_load(index, []).files == ()
-    assert plan_load(index, [Wanted("model.w", "float32", (3, 0), ())]).files == ()
+    assert plan_load(index, []) == {}
+    assert plan_load(index, [Wanted("model.w", "float32", (3, 0), ())]) == {}
     empty = (Region((0, 0), (3, 0)), Elements(0, 0))
-    assert plan_load(index, [Wanted("model.w", "float32", (3, 0), empty)]).files == ()
+    assert plan_load(index, [Wanted("model.w", "float32", (3, 0), empty)]) == {}
 
 
 def test_all_problems_are_listed_at_once() -> None:
@@ -230,7 +230,7 @@ def test_an_index_that_lacks_a_needed_file_is_corrupt() -> None:
     with pytest.raises(CorruptError, match=r"model\.w\[4:6\].* no file of rank 2"):
         plan_load(broken, [want])
     whole = Wanted("model.w", "float32", (8,), (Region((0,), (4,)),))
-    assert len(plan_load(broken, [whole]).files) == 2
+    assert len(plan_load(broken, [whole])) == 2
 
 
 def test_one_rank_of_many_plans_its_part_of_a_large_checkpoint() -> None:
@@ -243,8 +243,8 @@ def test_one_rank_of_many_plans_its_part_of_a_large_checkpoint() -> None:
     cells = (Region((8 * 77, 0), (8, 16)),)
     wanted = [Wanted(fqn, "float32", (8192, 16), cells) for fqn in names]
     reads = plan_load(index, wanted)
-    assert [index.files[file.file].rank for file in reads.files] == [308, 309, 310, 311]
-    assert all(len(file.items) == 300 for file in reads.files)
+    assert [index.files[file].rank for file in reads] == [308, 309, 310, 311]
+    assert all(len(items) == 300 for items in reads.values())
     assert layout_of(Placed(line(loading), (Shard(0),)), (8192, 16)).cell(77) == cells[0]
 
 
@@ -257,7 +257,7 @@ def test_a_cell_that_is_stored_as_it_is_wanted_is_a_whole_match(
     index = index_of(plan_save([(inventory_of(tilings, 0), (0, 1))], 2))
     cells = layout_of(Placed(line(2), (loading,)), (4, 2)).cell(0)
     reads = plan_load(index, [Wanted("model.w", "float32", (4, 2), (cells,))])
-    found = [item.match.is_whole for file in reads.files for item in file.items]
+    found = [item.match.is_whole for items in reads.values() for item in items]
     assert all(found) == any(found) == (saving == loading)
 
 
@@ -269,6 +269,6 @@ def test_cells_of_a_replicated_grid_are_read_from_the_rank_that_stored_them() ->
     index = index_of(plan)
     for n in range(5):
         want = Wanted(f"model.{n}", "float32", (4, 2), (Region.whole((4, 2)),))
-        for reads in plan_load(index, [want]).files:
-            stored = files[0, index.files[reads.file].rank]
-            assert all((item.fqn, item.match.stored) in stored for item in reads.items)
+        for file, items in plan_load(index, [want]).items():
+            stored = files[0, index.files[file].rank]
+            assert all((item.fqn, item.match.stored) in stored for item in items)

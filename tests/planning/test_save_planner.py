@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from dist_ckpt.format import filenames
 from dist_ckpt.format.geometry import Elements, Region, Shape
 from dist_ckpt.format.layout import check_cut
 from dist_ckpt.planning import balance
@@ -129,9 +130,13 @@ def test_the_files_have_the_sizes_that_the_catalog_tells(
 ) -> None:
     tilings = {f"model.{n}": random_tiling(random, s, WORLD) for n, s in enumerate(shapes)}
     plan = plan_save(bodies([inventory_of(tilings, rank) for rank in range(WORLD)]), WORLD)
-    files = [file for rank in range(WORLD) for file in items_of(plan, rank)]
-    assert stored_nbytes(plan.catalog) == {
-        (file.component, file.rank): file.nbytes - file.header_nbytes for file in files
+    assert {
+        filenames.shard_file(plan.catalog.components[component].stem, rank): nbytes
+        for (component, rank), nbytes in stored_nbytes(plan.catalog).items()
+    } == {
+        file.name: file.nbytes - file.header.nbytes
+        for rank in range(WORLD)
+        for file in items_of(plan, rank)
     }
 
 
@@ -165,7 +170,7 @@ def test_a_plan_for_thousands_of_ranks_shares_its_layouts() -> None:
     assert len(plan.catalog.per_rank["r"]) == world
     for rank in (0, 1000, 4095):
         for file in items_of(plan, rank):
-            assert stored_nbytes(plan.catalog)[0, rank] == file.nbytes - file.header_nbytes
+            assert stored_nbytes(plan.catalog)[0, rank] == file.nbytes - file.header.nbytes
 
 
 def test_what_a_rank_without_parts_says_of_the_dtype_does_not_count() -> None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from dist_ckpt.format.geometry import Region, Shape
 from dist_ckpt.format.index import Catalog, Component, TensorRecord
 from dist_ckpt.format.layout import Grid, Layout
+from dist_ckpt.planning.balance import evenly
 from dist_ckpt.planning.plan import (
     Flattened,
     Mesh,
@@ -21,7 +22,7 @@ from dist_ckpt.planning.plan import (
     Whole,
 )
 from dist_ckpt.planning.save_planner import items_of, plan_save
-from dist_ckpt.planning.sharded_views import assign, target_view, target_views
+from dist_ckpt.planning.sharded_views import target_view, target_views
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from tilings import inventory_of
 
@@ -139,12 +140,12 @@ def test_flat_stage_3_cuts_all_but_what_has_another_shape() -> None:
 
 def test_parameters_are_given_away_evenly_and_always_the_same_way() -> None:
     nbytes = {f"p{n}": (n * 37) % 101 + 1 for n in range(50)}
-    owners = assign(nbytes, 4)
+    owners = evenly(nbytes, 4)
     loads = Counter[int]()
     for name, rank in owners.items():
         loads[rank] += nbytes[name]
     assert max(loads.values()) - min(loads.values()) <= max(nbytes.values())
-    assert assign(dict(reversed(nbytes.items())), 4) == owners
+    assert evenly(dict(reversed(nbytes.items())), 4) == owners
 
 
 def test_a_reshard_plan_stores_each_tensor_once() -> None:

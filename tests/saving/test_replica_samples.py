@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from dist_ckpt.memory.host_array import ArraySource
+from dist_ckpt.memory.torch_tensor import TensorSource
 from dist_ckpt.saving.replica_samples import digest_sample
 
 MIB = 1 << 20
 
 
 def digest(data, name="model.w"):
-    return digest_sample(ArraySource(memoryview(data), (len(data) // 8,), 8), name)
+    return digest_sample(TensorSource(tensor_of(data)), name)
+
+
+def tensor_of(data):
+    return torch.frombuffer(bytearray(data), dtype=torch.int64) if data else torch.empty(0)
 
 
 @pytest.mark.parametrize("nbytes", [8, 65536, 65544, MIB - 8, MIB])
@@ -26,20 +31,20 @@ def test_every_byte_counts_up_to_one_mebibyte(nbytes):
 
 
 def test_one_mebibyte_is_read_of_a_large_tensor_spread_over_all_of_it():
-    class Counted(ArraySource):
+    class Counted(TensorSource):
         spans: tuple[tuple[int, int], ...] = ()
 
         def read(self, start, stop, scratch):
             self.spans = (*self.spans, (start, stop))
             return super().read(start, stop, scratch)
 
-    memory = memoryview(bytes(16 * MIB + 40))
-    source = Counted(memory, (memory.nbytes // 8,), 8)
+    tensor = tensor_of(bytes(16 * MIB + 40))
+    source = Counted(tensor)
     digest_sample(source, "model.w")
     assert sum(stop - start for start, stop in source.spans) == MIB
     assert [start // MIB for start, _ in source.spans] == list(range(16))
     assert all(start % 16 == 0 for start, _ in source.spans)
-    other = Counted(memory, (memory.nbytes // 8,), 8)
+    other = Counted(tensor)
     digest_sample(other, "model.v")
     assert other.spans != source.spans
 

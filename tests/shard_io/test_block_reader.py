@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +22,9 @@ from dist_ckpt.format.index import Index, ObjectsFileRecord
 from dist_ckpt.format.layout import Flat, Grid, Layout, Regions
 from dist_ckpt.planning.plan import LoadPlan, Wanted
 from dist_ckpt.shard_io import block_reads, open_files, reading_work, small_shards
-from dist_ckpt.shard_io.block_reader import ReadTotals, read
-from dist_ckpt.shard_io.block_reads import READ_NBYTES, runs_of
+from dist_ckpt.shard_io.block_reader import Reading
+from dist_ckpt.shard_io.block_reads import READ_NBYTES, BlockRead, runs_of
+from dist_ckpt.shard_io.small_shards import Row
 from dist_ckpt.storage import ReadableFile
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -85,11 +88,17 @@ def want(saved: Mapping[str, Saved], fqn: str, *cells: Cell) -> Wanted:
     return Wanted(fqn, tensor.dtype, tensor.shape, cells or (Region.whole(tensor.shape),))
 
 
+class ReadTotals(NamedTuple):
+    nbytes_read: int
+    nbytes_placed: int
+
+
 def load(
     storage: MemoryStorage, index: Index, plan: LoadPlan, targets: Targets, *, verify: bool = True
 ) -> ReadTotals:
-    with open_files.open_files(storage, FOLDER, index, plan, threads=2) as files:
-        return read(files, plan, targets, verify=verify, threads=2)
+    with closing(open_files.open_files(storage, FOLDER, index, plan, threads=2)) as files:
+        nbytes_read = Reading(files, targets, verify=verify).run(2)
+    return ReadTotals(nbytes_read, reading_work.nbytes_placed_by(plan))
 
 
 def check_filled(targets: Targets, wanted: list[Wanted], saved: Mapping[str, Saved]) -> None:
@@ -112,7 +121,6 @@ def round_trip(
     totals = load(storage, index, plan, targets)
     check_filled(targets, wanted, saved)
     assert storage.num_open == 0
-    assert totals.num_reads == len(storage.reads)
     assert totals.nbytes_read == sum(nbytes for _, _, nbytes in storage.reads)
     return totals, storage
 
@@ -252,7 +260,16 @@ class Whole:
         raise AssertionError("nothing here needs to be placed")
 
 
-def test_a_large_shard_comes_straight_into_the_target_in_a_few_reads() -> None:
+def test_a_large_shard_comes_straight_into_the_target_in_a_few_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, reads = Reading.read, []
+
+    def counted(reading: Reading, file: open_files.OpenFile, one: Row | BlockRead) -> int:
+        reads.append(one.span.nbytes)
+        return read(reading, file, one)
+
+    monkeypatch.setattr(Reading, "read", counted)
     shape = (3 * READ_NBYTES + 5,)
     data = random.Random(0).randbytes(shape[0])
     saved = {"model.w": Saved("uint8", shape, one_cell(shape), data)}
@@ -262,7 +279,8 @@ def test_a_large_shard_comes_straight_into_the_target_in_a_few_reads() -> None:
     targets = {("model.w", 0): Whole(Region.whole(shape), 1)}
     totals = load(storage, index, plan_of(index, wanted), targets)  # type: ignore[arg-type]
     assert targets["model.w", 0].data == data
-    assert totals == ReadTotals(len(data), len(data), 4)
+    assert totals == ReadTotals(len(data), len(data))
+    assert sorted(reads) == [5, *[READ_NBYTES] * 3]
 
 
 def test_cells_that_begin_and_end_with_blocks_come_straight_one_by_one(
@@ -271,8 +289,9 @@ def test_cells_that_begin_and_end_with_blocks_come_straight_one_by_one(
     monkeypatch.setattr(block_reads, "DIRECT_NBYTES", 0)
     saved = {"model.w": random_tensor((8, 4), one_cell((8, 4)))}
     parts = [Region((i, 0), (2, 4)) for i in (0, 2, 4, 6)]
-    totals, _ = round_trip(saved, [want(saved, "model.w", *parts)], block_nbytes=16)
-    assert totals == ReadTotals(128, 128, 4)
+    totals, storage = round_trip(saved, [want(saved, "model.w", *parts)], block_nbytes=16)
+    assert totals == ReadTotals(128, 128)
+    assert len(storage.reads) == 4
 
 
 def test_many_small_tensors_come_with_one_read() -> None:
@@ -280,8 +299,9 @@ def test_many_small_tensors_come_with_one_read() -> None:
         f"model.t{i}": random_tensor((50,), one_cell((50,)), dtype="float16", seed=i)
         for i in range(40)
     }
-    totals, _ = round_trip(saved, [want(saved, fqn) for fqn in saved])
-    assert totals == ReadTotals(4000, 4000, 1)
+    totals, storage = round_trip(saved, [want(saved, fqn) for fqn in saved])
+    assert totals == ReadTotals(4000, 4000)
+    assert len(storage.reads) == 1
 
 
 def many() -> dict[str, Saved]:
@@ -300,8 +320,9 @@ def test_what_is_not_wanted_whole_by_one_cell_interrupts_a_row(lends: bool) -> N
     wanted[18] = want(saved, "model.t18", part)
     wanted[19] = want(saved, "model.t19", whole, part)
     wanted[20] = want(saved, "model.t20", whole, whole)
-    totals, _ = round_trip(saved, wanted, lends=lends)
-    assert totals == ReadTotals(4000, 4000 - 100 + 60 + 60 + 100, 3)
+    totals, storage = round_trip(saved, wanted, lends=lends)
+    assert totals == ReadTotals(4000, 4000 - 100 + 60 + 60 + 100)
+    assert len(storage.reads) == 3
 
 
 def test_small_tensors_that_lie_apart_come_in_rows_without_what_lies_between() -> None:
@@ -312,7 +333,8 @@ def test_small_tensors_that_lie_apart_come_in_rows_without_what_lies_between() -
     }
     wanted = [want(saved, fqn) for fqn in saved if fqn != "model.b"]
     totals, storage = round_trip(saved, wanted)
-    assert totals == ReadTotals(8000, 8000, 2)
+    assert totals == ReadTotals(8000, 8000)
+    assert len(storage.reads) == 2
     assert [nbytes for _, _, nbytes in storage.reads] == [4000, 4000]
 
 
@@ -322,17 +344,20 @@ def test_a_small_hole_is_read_through_but_never_more_than_it_is_worth() -> None:
         f"model.{name}": random_tensor((n,), one_cell((n,)), dtype="uint8")
         for name, n in sizes.items()
     }
-    through, _ = round_trip(saved, [want(saved, "model.a"), want(saved, "model.c")])
-    assert through == ReadTotals(40_400, 40_000, 1)
-    around, _ = round_trip(saved, [want(saved, "model.b"), want(saved, "model.e")])
-    assert around == ReadTotals(800, 800, 2)
+    through, storage = round_trip(saved, [want(saved, "model.a"), want(saved, "model.c")])
+    assert through == ReadTotals(40_400, 40_000)
+    assert len(storage.reads) == 1
+    around, storage = round_trip(saved, [want(saved, "model.b"), want(saved, "model.e")])
+    assert around == ReadTotals(800, 800)
+    assert len(storage.reads) == 2
 
 
 def test_a_block_that_several_cells_want_is_read_once() -> None:
     saved = {"model.w": random_tensor((8, 8), one_cell((8, 8)))}
     columns = [Region((0, i), (8, 1)) for i in range(8)]
-    totals, _ = round_trip(saved, [want(saved, "model.w", *columns)], block_nbytes=64)
-    assert totals == ReadTotals(256, 256, 1)
+    totals, storage = round_trip(saved, [want(saved, "model.w", *columns)], block_nbytes=64)
+    assert totals == ReadTotals(256, 256)
+    assert len(storage.reads) == 1
 
 
 @settings(max_examples=200, deadline=None)
@@ -614,9 +639,9 @@ def test_a_file_of_another_rank_is_refused() -> None:
 def test_a_shard_that_the_file_lacks_or_has_in_another_shape_is_refused() -> None:
     storage, index, saved = two_ranks()
     plan = plan_of(index, [want(saved, "model.w")])
-    items = plan.files[0].items
+    file, items = next(iter(plan.items()))
     lost = replace(items[0], match=replace(items[0].match, stored=Region((0, 0), (12, 8))))
-    broken = LoadPlan((replace(plan.files[0], items=(lost,)),))
+    broken = {file: (lost,)}
     with pytest.raises(CorruptError, match=r"lacks model\.w\[0:12,0:8\]"):
         open_files.open_files(storage, FOLDER, index, broken, threads=1)
     record = replace(index.catalog.tensors["model.w"], dtype="int32")

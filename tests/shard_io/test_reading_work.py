@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from itertools import chain
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.planning.plan import Wanted
 from dist_ckpt.shard_io import block_reads, reading_work
-from dist_ckpt.shard_io.block_reader import Nowhere
 from dist_ckpt.shard_io.block_reads import BlockRead
 from dist_ckpt.shard_io.open_files import open_files
 from dist_ckpt.shard_io.reading_work import work_of
@@ -32,9 +32,8 @@ def spans_of(
         Wanted(fqn, one.dtype, one.shape, (Region.whole(one.shape),)) for fqn, one in saved.items()
     ]
     plan = plan_of(index, wanted)
-    targets = {(fqn, 0): Nowhere() for fqn in saved}
-    with open_files(storage, FOLDER, index, plan, threads=1) as files:
-        work = list(work_of(files, plan, targets, threads))
+    with closing(open_files(storage, FOLDER, index, plan, threads=1)) as files:
+        work = list(work_of(files, None, threads))
     assert all(isinstance(one, BlockRead) for _, one in chain.from_iterable(work))
     return [[(file.path, one.span.start, one.span.stop) for file, one in some] for some in work]
 

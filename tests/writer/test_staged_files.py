@@ -10,12 +10,11 @@ import pytest
 
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
 from dist_ckpt.format.checksums import Buffer
-from dist_ckpt.format.geometry import Region
 from dist_ckpt.memory.buffers import address_of
 from dist_ckpt.planning.plan import FileReceipt
 from dist_ckpt.planning.save_planner import items_of
 from dist_ckpt.shard_io.shard_writer import WritableStorage, write_all
-from dist_ckpt.snapshots.arena import ArenaReader, Followed
+from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.storage.protocol import WritableFile
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -101,7 +100,7 @@ def test_what_was_staged_is_written_and_the_arena_is_the_file(arenas, threads):
     assert written == case.images()
     for plan in items_of(STATE.plan, 0):
         for item in plan.items:
-            start = plan.header_nbytes + item.span.start
+            start = plan.header.nbytes + item.span.start
             data = written[plan.name][start : start + item.span.nbytes]
             assert data == STATE.tensors[item.fqn].of(item.cell)
     case.follower.close()
@@ -209,21 +208,3 @@ def test_a_snapshot_of_other_files_than_planned_is_refused(arenas):
     with pytest.raises(CorruptError, match="has other files than its plan says"):
         files_of(case.followed, Staging(case.followed, fail), STATE.plan.catalog, ())
     case.follower.close()
-
-
-def test_a_part_of_a_staged_shard_is_that_part(arenas):
-    case = Case(arenas)
-    case.staged.complete()
-    files = staged_files_of(case.followed)
-    plan = items_of(STATE.plan, 0)[0]
-    number = [item.fqn for item in plan.items].index("model.t")
-    source = files.sources[0](number)
-    part = source.part(Region((10, 5), (3, 7)))
-    scratch = memoryview(bytearray(part.nbytes))
-    found = bytes(part.read(0, part.nbytes, scratch))
-    assert found == STATE.tensors["model.t"].of(Region((10, 5), (3, 7)))
-    case.follower.close()
-
-
-def staged_files_of(followed: Followed):
-    return files_of(followed, Staging(followed, fail), STATE.plan.catalog, items_of(STATE.plan, 0))
