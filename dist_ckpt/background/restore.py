@@ -31,7 +31,7 @@ from dist_ckpt.saving.replica_samples import receipt_of
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.snapshots.kept import KeptSave, KeptSaves, kept_saves
-from dist_ckpt.snapshots.kept_files import KeptCommitted, KeptFiles, KeptUncommitted
+from dist_ckpt.snapshots.kept_files import KeptFiles, kept_committed, kept_uncommitted
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.storage import Storage, open_storage
 
@@ -181,11 +181,12 @@ class _Restoring:
         if not choice.id:
             return None
         save = kept.saves.get(choice.id)
-        if not choice.attempt:
-            return _Chosen(choice.id, choice.path, KeptCommitted(save))
-        assert save is not None, "every host has it"
-        uncommitted = KeptUncommitted(save, choice.attempt, self._index)
-        return _Chosen(choice.id, choice.path, uncommitted)
+        if choice.attempt:
+            assert save is not None, "every host has it"
+            files = kept_uncommitted(save, choice.attempt, self._index)
+        else:
+            files = kept_committed(save)
+        return _Chosen(choice.id, choice.path, files)
 
     def _choice(self, looks: Sequence[_Look], passed_over: set[str]) -> _Choice:
         """Choose the newest save that can be used. Coordinator only."""

@@ -47,13 +47,11 @@ from dist_ckpt.loading.read_once_agreement import Apart, Meeting, wants_of_all
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport, Phases
 from dist_ckpt.shard_io.block_reader import ReadTotals
-from dist_ckpt.snapshots.kept_files import KeptFiles, KeptOnHost, NoneKept
+from dist_ckpt.snapshots.kept_files import NONE_KEPT, KeptFiles, kept_on_host
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.storage import Storage
 
 _log = logging.getLogger("dist_ckpt")
-
-NONE_KEPT = NoneKept()
 
 
 def load(
@@ -105,7 +103,7 @@ def load(
         rename=rename,
         read_once=read_once,
     )
-    return load_together(session_of(group), state, path, options, kept=KeptOnHost())
+    return load_together(session_of(group), state, path, options, kept=KeptFiles(kept_on_host))
 
 
 def load_together(
