@@ -83,7 +83,7 @@ def kept_uncommitted(save: KeptSave, attempt: str, index: bytes | None) -> KeptF
     That is the one that it would have. Only the coordinator has it; all others are told. Nothing
     is found of the save if it was committed or superseded meanwhile.
     """
-    folder = f"{save.path}/{attempt}"
+    folder = f"{save.identity.path}/{attempt}"
     files: dict[str, Served] = {f"{folder}/{name}": file for name, file, _ in _sealed_files(save)}
     if index is not None:
         files[f"{folder}/{INDEX}"] = index
