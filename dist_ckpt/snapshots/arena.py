@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from dataclasses import dataclass
 
 from dist_ckpt.errors import ConflictError, CorruptError
 from dist_ckpt.format import typed_msgpack
 from dist_ckpt.memory.shared import leave_to_parent, map_writable, open_existing, reserve
+from dist_ckpt.runtime.forks import call_in_children
 from dist_ckpt.snapshots import arena_layout as layout
 from dist_ckpt.snapshots.arena_layout import Record, Seal, Snapshot, SnapshotSpans
 
@@ -100,7 +100,7 @@ class Arena:
             os.close(fd)
             raise
         self._placement: SnapshotSpans | None = None
-        _leave_in_children(weakref.ref(self))
+        call_in_children(self.leave)
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +165,7 @@ class Arena:
             del self._mapped
 
     def leave(self) -> None:
-        """In a forked child: let go of the memory, whoever uses it. It is the parent's."""
+        """In a forked child: let go of the memory, whoever uses it. The child may outlive that."""
         if self._fd >= 0:
             leave_to_parent(self._mapped.memory, self._fd)
 
@@ -274,13 +274,3 @@ class ArenaReader:
         if found[1].nbytes > len(self._mapped.view):  # the arena has grown
             self._mapped = _Mapped(self._fd, touch=False)
         return found
-
-
-def _leave_in_children(arena: weakref.ref[Arena]) -> None:
-    """Have a forked child (a data loader's worker) let go: it may outlive the use of the arena."""
-
-    def leave() -> None:
-        if (copied := arena()) is not None:
-            copied.leave()
-
-    os.register_at_fork(after_in_child=leave)
