@@ -191,7 +191,7 @@ def _write(ranks: Session, claimed: _ClaimedSave, options: SaveOptions) -> PartW
     """Write this rank's files."""
     start = time.monotonic()
     held, plan = claimed.held, claimed.planned.plan
-    held.synchronize()
+    held.local.synchronize()
     files = write_all(
         claimed.storage,
         f"{claimed.request.path}/{claimed.attempt.name}",
