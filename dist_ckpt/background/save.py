@@ -126,13 +126,13 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
         last = last_plan(ranks, held.inventory)
         if last is not None:
             room = _make_room(call, request, held, last.planned)
-        if offers := agreeing.gather(request.offer(last, ranks.bulk_epoch)):
+        if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch)):
             name = secrets.token_hex(16) if is_plan_good(offers) else ""
             agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
     agreed = agreeing.result(Agreed)
     name = agreed.name
     if not name:
-        ranks.bulk_epoch = agreed.bulk
+        ranks.bulk.renew(agreed.bulk)
         with ranks.channel.exchange("plan") as planning:
             planned = plan_together(ranks, held.inventory)
             room = _make_room(call, request, held, planned)

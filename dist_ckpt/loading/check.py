@@ -82,7 +82,7 @@ def ask(call: LoadCall) -> Asked:
         read_once=options.read_once,
         host=ranks.channel.host,
         keys=tuple(template.keys.items()),
-        bulk=ranks.bulk_epoch,
+        bulk=ranks.bulk.epoch,
     )
     return Asked(request, template, storage, counting)
 

@@ -203,12 +203,12 @@ def _open(
             answer, index, encoded = find(asked.storage, told)
             opening.decide(answer)
     opened = opening.result(Opened)
-    ranks.bulk_epoch = opened.bulk
+    ranks.bulk.renew(opened.bulk)
     if opened.index is not None:
         encoded = opened.index
     else:  # it is too long for the answer
         with ranks.channel.exchange(f"index{suffix}"):
-            encoded = ranks.bulk().broadcast(encoded or None)
+            encoded = ranks.bulk.broadcast(encoded or None)
     return asked, opened, index, encoded
 
 

@@ -80,7 +80,7 @@ def is_plan_good(told: Sequence[Offer]) -> bool:
 
 def plan_together(ranks: Session, inventory: Inventory) -> Planned:
     """Gather the inventories and plan, the same on every rank. Collective."""
-    bodies = ranks.bulk().all_gather_distinct(typed_msgpack.encode(inventory))
+    bodies = ranks.bulk.all_gather_distinct(typed_msgpack.encode(inventory))
     plan = plan_of(bodies, ranks.channel.world_size)
     return Planned(inventory, bodies, plan, CatalogText(plan.catalog))
 

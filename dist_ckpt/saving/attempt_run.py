@@ -101,11 +101,6 @@ class AttemptRun:
         self._storage, self._path = request.storage, request.path
         self._claim: commit.Claim | None = None
 
-    @property
-    def claimed(self) -> Attempt | None:
-        """The attempt that this rank has claimed."""
-        return None if self._claim is None else self._claim.attempt
-
     def claim(self) -> str:
         """Claim an attempt, and return its name. Coordinator only, within an exchange.
 

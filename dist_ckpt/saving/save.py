@@ -163,7 +163,7 @@ def _agree_and_claim(
             run = AttemptRun(ranks.channel, ranks.config, request)
             held = HeldState.take(ranks, state, options.sharding)
             last = last_plan(ranks, held.inventory)
-            if offers := agreeing.gather(request.offer(last, ranks.bulk_epoch)):
+            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch)):
                 name = run.claim() if is_plan_good(offers) else ""
                 agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
         agreed = agreeing.result(Agreed)
@@ -171,7 +171,7 @@ def _agree_and_claim(
         if name and last is not None:
             planned = last.planned
         else:
-            ranks.bulk_epoch = agreed.bulk
+            ranks.bulk.renew(agreed.bulk)
             with ranks.channel.exchange("plan") as planning:
                 planned = plan_together(ranks, held.inventory)
                 if planning.gather(None):

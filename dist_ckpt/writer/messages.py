@@ -205,10 +205,6 @@ class Link:
         # Else a data loader would keep a dead trainer looking alive.
         call_in_children(self.close)
 
-    def fileno(self) -> int:
-        """Return the descriptor, to wait for messages and other things at once."""
-        return self._end.fileno()
-
     def send(self, message: WriterMessage) -> None:
         """Send a message. LinkClosedError if nobody is there to read it."""
         body = msgpack.encode(message)

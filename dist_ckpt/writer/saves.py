@@ -160,10 +160,10 @@ class WriterSaves:
     def __init__(
         self, settings: WriterSettings, meetings: Meetings, check: Callable[[QueuedSave], None]
     ) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.check = check
+        self.slots = Slots()  # scratch memory that is used again
         self._meetings = meetings
-        self._check = check
-        self._slots = Slots()
         # In one, for who seals may ask while another thread finds out.
         self._planned: tuple[Bodies, tuple[SavePlan, CatalogText]] | None = None
         self._last: _WriterSave | None = None
@@ -197,26 +197,12 @@ class WriterSaves:
         """Return the plan of a save, which is kept for as long as the inventories are the same."""
         planned = self._planned
         if planned is None or planned[0] != bodies:
-            plan = plan_of(bodies, self._settings.world_size)
+            plan = plan_of(bodies, self.settings.world_size)
             self._planned = planned = bodies, (plan, CatalogText(plan.catalog))
         return planned[1]
 
-    @property
-    def settings(self) -> WriterSettings:
-        """What all saves have in common."""
-        return self._settings
-
-    @property
-    def slots(self) -> Slots:
-        """Scratch memory that is used again."""
-        return self._slots
-
-    def check(self, save: QueuedSave) -> None:
-        """Raise if a save that is not complete never will be."""
-        self._check(save)
-
     def _failure_of(self, error: Exception) -> Failure:
-        settings = self._settings
+        settings = self.settings
         return failure_of(error, "background save", settings.rank, host_of(settings.config))
 
 

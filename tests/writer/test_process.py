@@ -644,7 +644,7 @@ def test_nonsense_on_the_link_ends_the_writer(job, first):
         if first:
             trainer.link.send(first)
         else:
-            end = socket.socket(fileno=os.dup(trainer.link.fileno()))
+            end = socket.socket(fileno=os.dup(trainer.link._end.fileno()))
             end.sendall(struct.pack(">I", 1 << 31))
             end.close()
         assert trainer.wait() == 1
