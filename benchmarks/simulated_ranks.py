@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from types import TracebackType
@@ -43,7 +43,6 @@ from dist_ckpt.planning.plan import (
 from dist_ckpt.planning.save_planner import stored_nbytes
 from dist_ckpt.saving.agreement import (
     Agreed,
-    LastPlan,
     Planned,
     is_plan_good,
     last_plan,
@@ -372,13 +371,13 @@ class SimulatedSave:
             agreeing.decide(Agreed(run.claim() if is_plan_good(offers) else "", 0))
         name = agreeing.result(Agreed).name
         if name and last is not None:
-            return attempt_of(name), last.planned
+            return attempt_of(name), last
         with session.channel.exchange("plan") as planning:
             planned = plan_together(session, self._own)
             planning.gather(None)
             planning.decide(run.claim())
         name = planning.result(str)
-        session.keep(LastPlan(name, planned))
+        session.keep(replace(planned, save_name=name))
         return attempt_of(name), planned
 
     def index(self) -> bytes:

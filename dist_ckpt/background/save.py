@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from msgspec.structs import asdict, replace
+from msgspec import structs
 
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.background.job import Job
@@ -23,7 +23,6 @@ from dist_ckpt.memory.cuda import check_no_capture
 from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.saving.agreement import (
     Agreed,
-    LastPlan,
     Planned,
     is_plan_good,
     last_plan,
@@ -125,7 +124,7 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
         held = HeldState.take(ranks, state, options.sharding)
         last = last_plan(ranks, held.inventory)
         if last is not None:
-            room = _make_room(call, request, held, last.planned)
+            room = _make_room(call, request, held, last)
         if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch)):
             name = secrets.token_hex(16) if is_plan_good(offers) else ""
             agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
@@ -139,7 +138,7 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
             if planning.gather(None):
                 planning.decide(secrets.token_hex(16))
         name = planning.result(str)
-        ranks.keep(LastPlan(name, planned))
+        ranks.keep(replace(planned, save_name=name))
     return name, room
 
 
@@ -177,7 +176,7 @@ def _stage(job: Job, name: str, room: _Room, start: Start) -> Order:
     order = Order(name, room.number)
     write = Write(name, room.snapshot.path, arena.place, room.number, *start.store)
     try:
-        images = arena.begin(replace(room.snapshot, id=name))
+        images = arena.begin(structs.replace(room.snapshot, id=name))
         job.writer.order(order, write)
         if devices := held.cuda_devices:
             _copy_beside(job, room, order, images, devices)
@@ -253,7 +252,7 @@ def _reporter(
             nbytes_receipt=done.nbytes_receipt,
             storage_reads=done.reads,
             storage_writes=done.writes,
-            **asdict(done.verdict),
+            **structs.asdict(done.verdict),
         )
 
     return report

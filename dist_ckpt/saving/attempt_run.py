@@ -25,7 +25,7 @@ from dist_ckpt.format.strict_json import Scalar
 from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.reports import slowest_of
-from dist_ckpt.saving.agreement import LastPlan, Offer
+from dist_ckpt.saving.agreement import Offer, Planned
 from dist_ckpt.saving.replica_samples import receipt_of
 from dist_ckpt.storage import Storage
 
@@ -49,7 +49,7 @@ class SaveRequest:
     saved_by: Mapping[str, str]
     saved_at: float | None = None
 
-    def offer(self, last: LastPlan | None, bulk_epoch: int) -> Offer:
+    def offer(self, last: Planned | None, bulk_epoch: int) -> Offer:
         """Return what this rank asks of the others; `last` is the last plan if it is good here."""
         return Offer(
             path=self.path,

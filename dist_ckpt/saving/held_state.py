@@ -25,7 +25,7 @@ from dist_ckpt.planning.save_planner import (
 )
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runtime.gc_pause import paused_collector
-from dist_ckpt.saving.agreement import LastPlan
+from dist_ckpt.saving.agreement import Planned
 from dist_ckpt.saving.replica_samples import digest_sample
 from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.state.containers import State
@@ -58,7 +58,7 @@ class HeldState:
     @staticmethod
     def take(ranks: Session, state: State, sharding: ShardingConfig | None) -> HeldState:
         """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
-        last = ranks.kept(LastPlan)
+        last = ranks.kept(Planned)
         with paused_collector():
             local = take(
                 state,
@@ -66,7 +66,7 @@ class HeldState:
                 rank=ranks.channel.rank,
                 world_size=ranks.channel.world_size,
                 group_ranks=ranks.group_ranks,
-                last=None if last is None else last.planned.inventory,
+                last=None if last is None else last.inventory,
             )
         return HeldState(ranks, local)
 

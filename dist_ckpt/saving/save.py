@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import torch
@@ -25,7 +25,6 @@ from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.saving.agreement import (
     Agreed,
-    LastPlan,
     Planned,
     is_plan_good,
     last_plan,
@@ -169,7 +168,7 @@ def _agree_and_claim(
         agreed = agreeing.result(Agreed)
         name = agreed.name
         if name and last is not None:
-            planned = last.planned
+            planned = last
         else:
             ranks.bulk.renew(agreed.bulk)
             with ranks.channel.exchange("plan") as planning:
@@ -177,7 +176,7 @@ def _agree_and_claim(
                 if planning.gather(None):
                     planning.decide(run.claim())
             name = planning.result(str)
-            ranks.keep(LastPlan(name, planned))
+            ranks.keep(replace(planned, save_name=name))
     except BaseException as error:
         if run is not None:
             run.recover_claim(error)
