@@ -233,7 +233,8 @@ class BackgroundWriter:
         return self._problem
 
     def _close_unused_stores(self) -> None:
-        self._stores.close_unused(self._queue.tokens | {self._meetings.token or b""})
+        needed = {save.write.token for save in self._queue.unsettled}
+        self._stores.close_unused(needed | {self._meetings.token or b""})
 
     def _check(self, save: QueuedSave) -> None:
         self._termination.check()

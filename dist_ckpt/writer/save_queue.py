@@ -57,8 +57,8 @@ class WriterQueue:
     def abort(self, snapshot: str, reason: str) -> None:
         """Have a save fail, unless it is complete."""
         with self._changed:
-            for save in (self._current, *self._saves):
-                if save is not None and save.write.snapshot == snapshot:
+            for save in self.unsettled:
+                if save.write.snapshot == snapshot:
                     save.aborted = reason or "no reason was given"
 
     def pause(self, snapshot: str) -> bool:
@@ -114,13 +114,6 @@ class WriterQueue:
         """
         saves = (self._current, *self._saves)
         return list(dict.fromkeys(save for save in saves if save is not None))
-
-    @property
-    def tokens(self) -> set[bytes]:
-        """The tokens of the stores that are needed for these, and for the save taken last."""
-        with self._changed:
-            saves = (self._current, *self._saves)
-            return {save.write.token for save in saves if save is not None}
 
     def check(self, save: QueuedSave) -> None:
         """Raise the error of a save that is not complete and will never be."""
