@@ -56,6 +56,11 @@ class Hello(_Kind, frozen=True):
     config: Config
     max_bytes_per_s: float | None
 
+    def check(self) -> None:
+        """Raise ValueError if this is no rank. Not when it is decoded: the trainer is told why."""
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size}")
+
 
 class Serve(_Kind, frozen=True):
     """Serve a store to the writers; answered by `Serving` or `Refused`.
