@@ -7,7 +7,7 @@ and not the end of this process.
 from __future__ import annotations
 
 import os
-import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from dist_ckpt.snapshots.details import Details
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS, RankFolder
 from dist_ckpt.storage.descriptor import Descriptor
 
-_WORD = struct.Struct("=Q")
+_WORD_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +101,6 @@ def open_first(
     return None, problems
 
 
-@contextmanager
-def kept_in(folder: RankFolder) -> Iterator[tuple[list[KeptSnapshot], list[str]]]:
-    """Give the snapshots that a rank's arenas hold, and what is wrong with the other arenas."""
-    found: list[KeptSnapshot] = []
-    problems: list[str] = []
-    try:
-        for number in range(NUM_ARENAS):
-            kept, wrong = open_first(folder, number)
-            problems += map(str, wrong)
-            if kept is not None:
-                found.append(kept)
-        yield found, problems
-    finally:
-        for kept in found:
-            kept.close()
-
-
 def _opened(fd: int, place: str, job: str) -> KeptSnapshot | None:
     nbytes = os.fstat(fd).st_size
     header = os.pread(fd, layout.HEADER_NBYTES, 0)
@@ -165,11 +148,8 @@ def _seal(
 
 
 def _word(fd: int, number: int, place: str) -> int:
-    data = bytearray(_WORD.size)
-    _read(fd, number * _WORD.size, memoryview(data), place)
-    (value,) = _WORD.unpack(data)
-    assert isinstance(value, int)
-    return value
+    start = number * _WORD_NBYTES
+    return int.from_bytes(_bytes(fd, Span(start, start + _WORD_NBYTES), place), sys.byteorder)
 
 
 def _bytes(fd: int, span: Span, place: str) -> bytearray:
@@ -251,9 +231,12 @@ def kept_saves(folders: Iterable[RankFolder]) -> Iterator[KeptSaves]:
     problems: list[str] = []
     with ExitStack() as stack:
         for folder in folders:
-            found, wrong = stack.enter_context(kept_in(folder))
-            problems += wrong
-            for kept in found:
+            for number in range(NUM_ARENAS):
+                kept, wrong = open_first(folder, number)
+                problems += map(str, wrong)
+                if kept is None:
+                    continue
+                stack.callback(kept.close)
                 try:
                     _add(saves, kept, folder.rank)
                 except ValueError as error:

@@ -28,9 +28,9 @@ from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.snapshots.kept import kept_in
 from dist_ckpt.writer.messages import Abort, Close, Done, Go, LinkClosedError, Pause, Paused, Ready
 from dist_ckpt.writer.process import MAX_LOG_NBYTES
+from kept_arenas import kept_in
 from staged_saves import (
     ANSWER_S,
     CONFIG,
