@@ -227,18 +227,13 @@ class ArenaReader:
     def __init__(self, place: str, job: str) -> None:
         """Open an arena. CorruptError or IncompatibleError if it is not one of this job."""
         self._place = place
-        self._fd = open_existing(place, writable=True)
+        self.fd = open_existing(place, writable=True)  # another process may open it by that
         try:
-            layout.check_identity(os.pread(self._fd, layout.HEADER_NBYTES, 0), job, place)
-            self._mapped = _Mapped(self._fd, touch=False)
+            layout.check_identity(os.pread(self.fd, layout.HEADER_NBYTES, 0), job, place)
+            self._mapped = _Mapped(self.fd, touch=False)
         except BaseException:
-            os.close(self._fd)
+            os.close(self.fd)
             raise
-
-    @property
-    def fd(self) -> int:
-        """Its descriptor, for another process to open it by."""
-        return self._fd
 
     def follow(self, snapshot_id: str) -> Followed:
         """Return the snapshot that was begun, of which some or all is staged.
@@ -261,16 +256,16 @@ class ArenaReader:
 
     def close(self) -> None:
         """Let go of the memory; views of it that are still used keep it mapped."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
             del self._mapped
 
     def _document(self, record: Record) -> tuple[Snapshot, SnapshotSpans]:
-        nbytes = os.fstat(self._fd).st_size
+        nbytes = os.fstat(self.fd).st_size
         span = layout.document_span(record, self._place)
-        document = os.pread(self._fd, span.nbytes, span.start)
+        document = os.pread(self.fd, span.nbytes, span.start)
         found = layout.open_document(document, record, nbytes, self._place)
         if found[1].nbytes > len(self._mapped.view):  # the arena has grown
-            self._mapped = _Mapped(self._fd, touch=False)
+            self._mapped = _Mapped(self.fd, touch=False)
         return found

@@ -214,7 +214,7 @@ class _WriterSave:
             self._attempt = attempt.name
             with phases.phase("write"):
                 verdict = run.write_and_commit(staged.text, attempt, lambda: self._write(staged))
-            staged.mark_committed()
+            staged.followed.mark_committed()
             with phases.phase("clean up"):
                 run.clean_up()
             return verdict

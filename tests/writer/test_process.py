@@ -73,8 +73,8 @@ class Job:
     def end(self) -> None:
         for arenas in self._arenas.values():
             arenas.close()
-        for rank in self.folder.ranks():
-            self.folder.rank(rank).remove()
+        for one in self.folder.present():
+            one.remove()
         os.rmdir(self.folder.path)
 
 
