@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from dataclasses import dataclass
 
 from dist_ckpt.errors import ConflictError, CorruptError
@@ -222,17 +223,22 @@ class Followed:
 
 
 class ArenaReader:
-    """The writer's side of an arena, which it maps once. One thread uses it at a time."""
+    """The writer's side of an arena, which it maps once. One thread uses it at a time.
+
+    It is closed with the last reference to it; views of the memory that are still used keep it
+    mapped.
+    """
 
     def __init__(self, place: str, job: str) -> None:
         """Open an arena. CorruptError or IncompatibleError if it is not one of this job."""
-        self._place = place
+        self.place = place
         self.fd = open_existing(place, writable=True)  # another process may open it by that
+        self._close = weakref.finalize(self, os.close, self.fd)
         try:
             layout.check_identity(os.pread(self.fd, layout.HEADER_NBYTES, 0), job, place)
             self._mapped = _Mapped(self.fd, touch=False)
         except BaseException:
-            os.close(self.fd)
+            self._close()
             raise
 
     def follow(self, snapshot_id: str) -> Followed:
@@ -242,11 +248,11 @@ class ArenaReader:
         """
         record = self._mapped.record(layout.DOCUMENT_RECORD)
         if record is None:
-            raise CorruptError(f"{self._place} holds no snapshot")
+            raise CorruptError(f"{self.place} holds no snapshot")
         snapshot, placement = self._document(record)
         if snapshot.id != snapshot_id:
             raise ConflictError(
-                f"{self._place} holds snapshot {snapshot.id} of {snapshot.path}, not {snapshot_id}"
+                f"{self.place} holds snapshot {snapshot.id} of {snapshot.path}, not {snapshot_id}"
             )
         view = self._mapped.view
         images = tuple(view[span.start : span.stop] for span in placement.images)
@@ -255,17 +261,16 @@ class ArenaReader:
         return followed
 
     def close(self) -> None:
-        """Let go of the memory; views of it that are still used keep it mapped."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Close it already now. Nothing can be followed any more."""
+        if self._close.alive:
+            self._close()
             del self._mapped
 
     def _document(self, record: Record) -> tuple[Snapshot, SnapshotSpans]:
         nbytes = os.fstat(self.fd).st_size
-        span = layout.document_span(record, self._place)
+        span = layout.document_span(record, self.place)
         document = os.pread(self.fd, span.nbytes, span.start)
-        found = layout.open_document(document, record, nbytes, self._place)
+        found = layout.open_document(document, record, nbytes, self.place)
         if found[1].nbytes > len(self._mapped.view):  # the arena has grown
             self._mapped = _Mapped(self.fd, touch=False)
         return found

@@ -223,7 +223,6 @@ class BackgroundWriter:
                     self._link.send(done)
                 if done.failure is not None:
                     gc.collect()  # what a traceback refers to: the memory of an arena
-                self._arenas.close_replaced(self._queue.saves)
                 self._close_unused_stores()
             self._meetings.linger()
         except TerminatedError:
