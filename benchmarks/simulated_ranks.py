@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from types import TracebackType
@@ -20,6 +20,7 @@ from dist_ckpt.comm.messages import Envelope, new_nonce, pack
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.receipts import sizes_of
 from dist_ckpt.format import filenames, typed_msgpack
+from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Node
 from dist_ckpt.planning.mesh import layout_of
@@ -42,7 +43,6 @@ from dist_ckpt.planning.plan import (
 from dist_ckpt.planning.save_planner import stored_nbytes
 from dist_ckpt.saving.agreement import (
     Agreed,
-    LastPlan,
     Planned,
     is_plan_good,
     last_plan,
@@ -353,31 +353,32 @@ class SimulatedSave:
         )
         run = AttemptRun(self.channel, self.session.config, request)
         with self.session.operation(f"save to {self.path}"):
-            planned = self._agree(request, run)
+            attempt, planned = self._agree(request, run)
             plan = planned.plan
-            assert run.claimed is not None
             parts = parts_of(plan)
             own, *others = [receipt_of(one.files, one.replicas, one.seconds) for one in parts]
             self.storage.listed = sizes_of([own, *others])
             self.channel.others["write"] = others
-            run.write_and_commit(planned.text, run.claimed, lambda: parts[0])
+            run.write_and_commit(planned.text, attempt, lambda: parts[0])
         return plan
 
-    def _agree(self, request: SaveRequest, run: AttemptRun) -> Planned:
+    def _agree(self, request: SaveRequest, run: AttemptRun) -> tuple[Attempt, Planned]:
         """Do what `saving.save` does in its first exchanges."""
         session = self.session
         with session.channel.exchange("agree") as agreeing:
             last = last_plan(session, self._own)
             offers = agreeing.gather(request.offer(last, 0))
             agreeing.decide(Agreed(run.claim() if is_plan_good(offers) else "", 0))
-        if agreeing.result(Agreed).name and last is not None:
-            return last.planned
+        name = agreeing.result(Agreed).name
+        if name and last is not None:
+            return attempt_of(name), last
         with session.channel.exchange("plan") as planning:
             planned = plan_together(session, self._own)
             planning.gather(None)
             planning.decide(run.claim())
-        session.keep(LastPlan(planning.result(str), planned))
-        return planned
+        name = planning.result(str)
+        session.keep(replace(planned, save_name=name))
+        return attempt_of(name), planned
 
     def index(self) -> bytes:
         """Return the index of the last save."""
@@ -385,6 +386,13 @@ class SimulatedSave:
         data = self.storage.tree()[f"{self.path}/{attempt}/{filenames.INDEX}"]
         assert data is not None
         return data
+
+
+def attempt_of(name: str) -> Attempt:
+    """Return the attempt that was claimed, by its name."""
+    attempt = filenames.parse_attempt(name)
+    assert attempt is not None
+    return attempt
 
 
 def parts_of(plan: SavePlan) -> list[PartWritten]:

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 
 from dist_ckpt.background.writer_process import PROGRAMS
 from dist_ckpt.errors import ConflictError, StorageError, ranks_text
@@ -26,16 +25,7 @@ _LOOK_S = 0.02
 _MAX_WORDS_NBYTES = 4096
 
 
-@dataclass(slots=True)
-class Settled:
-    """The ranks whose writer has finished by itself, was told to stop, and had to be killed."""
-
-    finished: list[int] = field(default_factory=list)
-    stopped: list[int] = field(default_factory=list)
-    killed: list[int] = field(default_factory=list)
-
-
-def settle_former_writers(folder: JobFolder, settle_s: float) -> Settled:
+def settle_former_writers(folder: JobFolder, settle_s: float) -> None:
     """Wait for the writers on this host whose trainer is gone, `settle_s` at most; then end them.
 
     Those of this process's own rank among them: it holds the trainer's lock, and has not started a
@@ -46,26 +36,22 @@ def settle_former_writers(folder: JobFolder, settle_s: float) -> Settled:
     StorageError if one does not end though it was killed.
     """
     left = {one.rank: one for one in folder.present() if _left_writer(one) is not None}
-    settled = Settled()
     if not left:
-        return settled
+        return
     _log.info(
         "job %s: waiting up to %g s for the background writers of %s, which an earlier run left",
         *(folder.job, settle_s, ranks_text(left)),
     )
-    settled.finished = _gone(left, settle_s)
+    finished = _gone(left, settle_s)
     told = {rank for rank, one in left.items() if _end(one, signal.SIGTERM)}
     gone = _gone(left, _STOP_S)
-    settled.stopped = [rank for rank in gone if rank in told]
-    settled.finished += [rank for rank in gone if rank not in told]
-    if left:
-        for one in left.values():
-            _end(one, signal.SIGKILL)
-        settled.killed = _gone(left, _KILL_S)
+    for one in left.values():
+        _end(one, signal.SIGKILL)
+    killed = _gone(left, _KILL_S)
     for what, ranks in (
-        ("finished", settled.finished),
-        ("were told to stop", settled.stopped),
-        ("were killed", settled.killed),
+        ("finished", [*finished, *(rank for rank in gone if rank not in told)]),
+        ("were told to stop", [rank for rank in gone if rank in told]),
+        ("were killed", killed),
     ):
         if ranks:
             _log.warning("job %s: the writers of %s %s", folder.job, ranks_text(ranks), what)
@@ -76,7 +62,6 @@ def settle_former_writers(folder: JobFolder, settle_s: float) -> Settled:
             f"AsyncSaver(job=...)",
             rank=one.rank,
         )
-    return settled
 
 
 def _gone(left: dict[int, RankFolder], timeout_s: float) -> list[int]:

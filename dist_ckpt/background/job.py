@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
 from weakref import finalize
 
 from dist_ckpt.background.former_writers import settle_former_writers
@@ -49,8 +47,8 @@ class Job:
         self.streams, self.pinned, self.fence = SideStreams(), PinnedArenas(), Fence()
         self._world_size = hello.world_size
         self._has_reclaimed = False
-        left = _Left(self._lock, self.arenas, self.pinned, self.fence, self.writer)
-        self._dropped = finalize(self, left.let_go, hello.job, os.getpid())
+        held = self._lock, self.arenas, self.pinned, self.fence, self.writer
+        self._dropped = finalize(self, _let_go, *held, hello.job)
         # At the end of the process all that ends anyway.
         self._dropped.atexit = False
 
@@ -116,38 +114,38 @@ class Job:
         self.folder.discard()
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """What is left of a job in a process that has dropped it and not closed it."""
+def _let_go(
+    lock: LockFile,
+    arenas: Arenas,
+    pinned: PinnedArenas,
+    fence: Fence,
+    writer: OwnWriter,
+    job: str,
+) -> None:
+    """Let the writer of a job that was dropped, and not closed, finish what is staged.
 
-    lock: LockFile
-    arenas: Arenas
-    pinned: PinnedArenas
-    fence: Fence
-    writer: OwnWriter
-
-    def let_go(self, job: str, pid: int) -> None:
-        """Let the writer finish what is staged, and others be trainer. Waits for no storage."""
-        if os.getpid() != pid:
-            return
-        try:
-            # Waits for nothing: a copy that is under way keeps the job. Its hook stays, for a step
-            # may be going through all of them just now; it does nothing any more.
-            self.fence.join()
-            self.pinned.close()
-        finally:
-            self.arenas.close()
-            self.writer.leave()
-            self.lock.release()
-        if unsettled := self.writer.unsettled:
-            _log.warning(
-                "an AsyncSaver of job %s is gone without close(): its background writer goes on "
-                "with the saves that were not settled (%d), and only its log says how they end",
-                *(job, len(unsettled)),
-            )
-        for order in self.writer.failed:
-            _log.error("a background save of job %s has failed: %s", job, order.failure)
-        warnings.warn(f"unclosed AsyncSaver of job {job}", ResourceWarning, stacklevel=2)
+    And let others be trainer. Waits for no storage.
+    """
+    if not lock.is_held:  # a forked child has no part in it
+        return
+    try:
+        # Waits for nothing: a copy that is under way keeps the job. Its hook stays, for a step
+        # may be going through all of them just now; it does nothing any more.
+        fence.join()
+        pinned.close()
+    finally:
+        arenas.close()
+        writer.leave()
+        lock.release()
+    if unsettled := writer.unsettled:
+        _log.warning(
+            "an AsyncSaver of job %s is gone without close(): its background writer goes on "
+            "with the saves that were not settled (%d), and only its log says how they end",
+            *(job, len(unsettled)),
+        )
+    for order in writer.failed:
+        _log.error("a background save of job %s has failed: %s", job, order.failure)
+    warnings.warn(f"unclosed AsyncSaver of job {job}", ResourceWarning, stacklevel=2)
 
 
 def _trainer_lock(own: RankFolder) -> LockFile:

@@ -30,8 +30,8 @@ from dist_ckpt.saving.agreement import plan_of
 from dist_ckpt.saving.replica_samples import receipt_of
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.snapshots.kept import KeptSave, KeptSaves, kept_saves
-from dist_ckpt.snapshots.kept_files import KeptCommitted, KeptFiles, KeptUncommitted
+from dist_ckpt.snapshots.kept import KeptSave, KeptSaves, SaveIdentity, kept_saves
+from dist_ckpt.snapshots.kept_files import KeptFiles, kept_committed, kept_uncommitted
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.storage import Storage, open_storage
 
@@ -69,33 +69,23 @@ def restore_together(
     with ExitStack() as stack:
         restoring = _Restoring(ranks, folder, storage, stack, saver)
         while (chosen := restoring.choose(passed_over)) is not None:
+            save, kept = chosen
             try:
-                report = load_together(ranks, state, chosen.path, options, storage, chosen.kept)
-                return chosen.id, report
+                report = load_together(ranks, state, save.path, options, storage, kept)
+                return save.id, report
             except (CorruptError, NotFoundError) as error:
                 # What a load raises it raises on all ranks alike, so that they go on alike.
-                if not chosen.kept.is_only_copy and isinstance(error, CorruptError):
+                if not kept.is_only_copy and isinstance(error, CorruptError):
                     raise  # it is damaged on the storage: the load has tried that as well
-                _log.warning("%s is not restored from memory: %s", chosen.path, error)
-                passed_over.add(chosen.id)
+                _log.warning("%s is not restored from memory: %s", save.path, error)
+                passed_over.add(save.id)
     return None
-
-
-class _Save(Message, frozen=True):
-    """A save, as all who have some of it tell alike."""
-
-    id: str
-    path: str
-    step: int | None
-    world_size: int
-    began_at: float
-    overwrite: bool
 
 
 class _Seen(Message, frozen=True):
     """What one host has of a save: see `KeptSave`."""
 
-    save: _Save
+    save: SaveIdentity
     attempt: str | None
     was_committed: bool
     sealed: frozenset[int]
@@ -123,27 +113,15 @@ class _Told:
     `attempts` are those that it was claimed as, by what the writers have sealed: one or none.
     """
 
-    save: _Save
+    save: SaveIdentity
     attempts: frozenset[str]
     was_committed: bool
     sealed: tuple[frozenset[int], ...]
 
     @property
-    def name(self) -> str:
-        path, step = self.save.path, self.save.step
-        return path if step is None else f"step {step} ({path})"
-
-    @property
     def is_everywhere(self) -> bool:
         """Whether every host has all of it."""
         return all(len(there) == self.save.world_size for there in self.sealed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    id: str
-    path: str
-    kept: KeptFiles
 
 
 class _Restoring:
@@ -165,7 +143,7 @@ class _Restoring:
         self._kept: KeptSaves | None = None
         self._index: bytes | None = None
 
-    def choose(self, passed_over: set[str]) -> _Chosen | None:
+    def choose(self, passed_over: set[str]) -> tuple[_Choice, KeptFiles] | None:
         """Agree on the newest save that can be used, but for some. Collective."""
         channel = self._ranks.channel
         with self._ranks.operation(f"restore of job {self._folder.job}"):
@@ -181,11 +159,10 @@ class _Restoring:
         if not choice.id:
             return None
         save = kept.saves.get(choice.id)
-        if not choice.attempt:
-            return _Chosen(choice.id, choice.path, KeptCommitted(save))
-        assert save is not None, "every host has it"
-        uncommitted = KeptUncommitted(save, choice.attempt, self._index)
-        return _Chosen(choice.id, choice.path, uncommitted)
+        if choice.attempt:
+            assert save is not None, "every host has it"
+            return choice, kept_uncommitted(save, choice.attempt, self._index)
+        return choice, kept_committed(save)
 
     def _choice(self, looks: Sequence[_Look], passed_over: set[str]) -> _Choice:
         """Choose the newest save that can be used. Coordinator only."""
@@ -197,7 +174,7 @@ class _Restoring:
             try:
                 attempt = self._attempt_of(told)
             except _UnusableError as error:
-                _log.warning("%s is not restored from memory: %s", told.name, error)
+                _log.warning("%s is not restored from memory: %s", told.save.name, error)
                 continue
             return _Choice(told.save.id, told.save.path, attempt or "")
         return _Choice("", "", "")
@@ -209,12 +186,7 @@ class _Restoring:
             self._kept = self._stack.enter_context(kept_saves(self._folders()))
             problems = self._kept.problems
         seen = tuple(
-            _Seen(
-                _Save(*(getattr(save, name) for name in _Save.__struct_fields__)),
-                save.attempt,
-                save.was_committed,
-                frozenset(save.sealed),
-            )
+            _Seen(save.identity, save.attempt, save.was_committed, frozenset(save.sealed))
             for save in self._kept.saves.values()
         )
         return self._kept, _Look(seen, problems)
@@ -310,7 +282,7 @@ class _UnusableError(Exception):
 
 def _merged(looks: Sequence[Sequence[_Seen]]) -> list[_Told]:
     """Return what the ranks tell about saves, the newest first."""
-    told: dict[_Save, dict[int, _Seen]] = {}
+    told: dict[SaveIdentity, dict[int, _Seen]] = {}
     for rank, seen in enumerate(looks):
         for one in seen:
             told.setdefault(one.save, {})[rank] = one
@@ -329,7 +301,7 @@ def rebuilt_index(save: KeptSave, attempt: str) -> bytes:
 
     StorageError or ValueError if it could not have been committed, or another version planned it.
     """
-    details = [save.details(rank) for rank in range(save.world_size)]
+    details = [save.details(rank) for rank in range(save.identity.world_size)]
     first = details[0]
     if first.saved_by.get("dist_ckpt") != __version__:
         raise ValueError(f"{first.saved_by} has saved it, and this dist_ckpt is {__version__}")
@@ -340,12 +312,12 @@ def rebuilt_index(save: KeptSave, attempt: str) -> bytes:
         receipts.append(receipt_of(seal.files, one.replicas, 0.0))
     if differing_groups(receipts):
         raise StorageError("its ranks hold different values under the same name")
-    catalog = plan_of(first.bodies, save.world_size).catalog
+    catalog = plan_of(first.bodies, save.identity.world_size).catalog
     files, objects = check_receipts(catalog, receipts)
     return index_json.encode(
         Index(
             attempt=attempt,
-            step=save.step,
+            step=save.identity.step,
             catalog=catalog,
             files=files,
             objects=objects,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from msgspec.structs import asdict, replace
+from msgspec import structs
 
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.background.job import Job
@@ -18,11 +18,11 @@ from dist_ckpt.background.writer_client import Order, OwnWriter
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.session import Session
 from dist_ckpt.format import typed_msgpack
+from dist_ckpt.format.index import Catalog
 from dist_ckpt.memory.cuda import check_no_capture
-from dist_ckpt.reports import Phases, SaveReport, Tally
+from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.saving.agreement import (
     Agreed,
-    LastPlan,
     Planned,
     is_plan_good,
     last_plan,
@@ -72,24 +72,16 @@ def save_in_background(
     try:
         with phases.phase("agree"):
             job.reclaim(all_are_here=True)
-            agreed = _agree(_BegunSave(ranks, job, start, options), state, path)
+            name, room = _agree(_BegunSave(ranks, job, start, options), state, path)
         is_agreed = True
     finally:
         # A save that waits to be written is superseded only by one that is agreed.
         if start.queued is not None:
             job.writer.go(start.queued, drop=is_agreed)
     with phases.phase("stage"):
-        order = _stage(job, agreed, start)
-    staged = _Staged(
-        path=agreed.path,
-        step=options.step,
-        world_size=ranks.channel.world_size,
-        num_tensors=len(agreed.room.files.catalog.tensors),
-        seconds=dict(phases.seconds),
-        exchanges=ranks.exchanges,
-        collectives=ranks.collectives,
-    )
-    return SaveHandle(staged.path, staged.step, job.writer, order, staged.report)
+        order = _stage(job, name, room, start)
+    report = _reporter(ranks, room.snapshot.path, options, room.files.catalog, phases.seconds)
+    return SaveHandle(room.snapshot.path, options.step, job.writer, order, report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +102,20 @@ class _BegunSave:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """What is to be staged, but for the save's name, and an arena that has room for it."""
+    """What this rank holds, what of it is to be staged, and an arena that has room for that.
 
+    The snapshot lacks the save's name.
+    """
+
+    held: HeldState
     files: RankFiles
     snapshot: Snapshot
     arena: Arena
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class _NamedSave:
-    """What all ranks save, under a name that they agree on, and this one holds."""
-
-    name: str
-    path: str
-    held: HeldState
-    room: _Room
-
-
-def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> _NamedSave:
-    """Agree on what is saved, and make room for it: what that raises is raised on all ranks."""
+def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tuple[str, _Room]:
+    """Agree on what is saved, and its name; make room: what that raises is raised on all ranks."""
     ranks, options = call.ranks, call.options
     with ranks.channel.exchange("agree") as agreeing:
         options.check()
@@ -138,22 +124,22 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> _Na
         held = HeldState.take(ranks, state, options.sharding)
         last = last_plan(ranks, held.inventory)
         if last is not None:
-            room = _make_room(call, request, held, last.planned)
-        if offers := agreeing.gather(request.offer(last, ranks.bulk_epoch)):
+            room = _make_room(call, request, held, last)
+        if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch)):
             name = secrets.token_hex(16) if is_plan_good(offers) else ""
             agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
     agreed = agreeing.result(Agreed)
     name = agreed.name
     if not name:
-        ranks.bulk_epoch = agreed.bulk
+        ranks.bulk.renew(agreed.bulk)
         with ranks.channel.exchange("plan") as planning:
             planned = plan_together(ranks, held.inventory)
             room = _make_room(call, request, held, planned)
             if planning.gather(None):
                 planning.decide(secrets.token_hex(16))
         name = planning.result(str)
-        ranks.keep(LastPlan(name, planned))
-    return _NamedSave(name, request.path, held, room)
+        ranks.keep(replace(planned, save_name=name))
+    return name, room
 
 
 def _make_room(call: _BegunSave, request: SaveRequest, held: HeldState, planned: Planned) -> _Room:
@@ -181,21 +167,21 @@ def _make_room(call: _BegunSave, request: SaveRequest, held: HeldState, planned:
     job.writer.wait_for(lambda: len(call.busy) < NUM_ARENAS, None)
     number, nbytes = job.arenas.oldest(call.busy), arena_nbytes(snapshot)
     job.pinned.release(number, nbytes)
-    return _Room(files, snapshot, job.arenas.fitting(number, nbytes), number)
+    return _Room(held, files, snapshot, job.arenas.fitting(number, nbytes), number)
 
 
-def _stage(job: Job, agreed: _NamedSave, start: Start) -> Order:
+def _stage(job: Job, name: str, room: _Room, start: Start) -> Order:
     """Copy, while the writer follows. If that fails here, the save fails on all ranks."""
-    room, held = agreed.room, agreed.held
-    order, arena = Order(agreed.name, room.number), room.arena
-    write = Write(agreed.name, agreed.path, arena.place, room.number, *start.store)
+    arena, held = room.arena, room.held
+    order = Order(name, room.number)
+    write = Write(name, room.snapshot.path, arena.place, room.number, *start.store)
     try:
-        images = arena.begin(replace(room.snapshot, id=agreed.name))
+        images = arena.begin(structs.replace(room.snapshot, id=name))
         job.writer.order(order, write)
         if devices := held.cuda_devices:
-            _copy_beside(job, agreed, order, images, devices)
+            _copy_beside(job, room, order, images, devices)
         else:
-            held.synchronize()
+            held.local.synchronize()
             _copy(job, order, lambda: stage(arena, images, room.files))
     except BaseException as error:
         if order not in job.writer.orders:  # the other writers wait for this one
@@ -208,16 +194,15 @@ def _stage(job: Job, agreed: _NamedSave, start: Start) -> Order:
 
 def _copy_beside(
     job: Job,
-    agreed: _NamedSave,
+    room: _Room,
     order: Order,
     images: Sequence[memoryview],
     devices: Sequence[torch.device],
 ) -> None:
     """Have CUDA devices copy what they have, and copy the rest. A thread sees the end of it."""
-    room = agreed.room
     job.pinned.pin(room.number, room.arena.memory, devices[0])
     with job.streams.beside(devices) as beside:
-        late = agreed.held.changed_in_steps()
+        late = room.held.local.changed_in_steps()
         follow = stage_beside(room.arena, images, room.files, beside, late)
 
         def copy() -> None:
@@ -241,31 +226,33 @@ def _abort(job: Job, order: Order, error: BaseException) -> None:
     job.writer.abort(order, f"{type(error).__name__}: {error}"[:500])
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """What the trainer knows for the report of a save. It keeps nothing of the state alive."""
+def _reporter(
+    ranks: Session,
+    path: str,
+    options: SaveOptions,
+    catalog: Catalog,
+    seconds: Mapping[str, float],
+) -> Callable[[Done], SaveReport]:
+    """Return what makes the report, given what the writer says of a save that it has committed."""
+    # Only these live on with the handle, and nothing of the state.
+    step, num_tensors, staged_s = options.step, len(catalog.tensors), dict(seconds)
+    world_size, exchanges = ranks.channel.world_size, ranks.exchanges
+    collectives = ranks.collectives
 
-    path: str
-    step: int | None
-    world_size: int
-    num_tensors: int
-    seconds: Mapping[str, float]
-    exchanges: Tally
-    collectives: Tally
-
-    def report(self, done: Done) -> SaveReport:
-        """Return the report, given what the writer says of a save that it has committed."""
+    def report(done: Done) -> SaveReport:
         assert done.verdict is not None
         return SaveReport(
-            path=self.path,
-            step=self.step,
-            world_size=self.world_size,
-            num_tensors=self.num_tensors,
-            seconds={**self.seconds, **done.seconds},
-            exchanges=self.exchanges.plus_all(done.exchanges),
-            collectives=self.collectives,
+            path=path,
+            step=step,
+            world_size=world_size,
+            num_tensors=num_tensors,
+            seconds={**staged_s, **done.seconds},
+            exchanges=exchanges.plus_all(done.exchanges),
+            collectives=collectives,
             nbytes_receipt=done.nbytes_receipt,
             storage_reads=done.reads,
             storage_writes=done.writes,
-            **asdict(done.verdict),
+            **structs.asdict(done.verdict),
         )
+
+    return report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 import time
@@ -12,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from subprocess import Popen, TimeoutExpired
 from typing import TypeVar
-from weakref import WeakMethod
 
 from dist_ckpt.background.writer_process import start
 from dist_ckpt.comm.messages import Failure, error_of
 from dist_ckpt.errors import RankError
+from dist_ckpt.runtime.forks import call_in_children
 from dist_ckpt.snapshots.job_folder import RankFolder
 from dist_ckpt.writer.messages import (
     Abort,
@@ -105,7 +104,7 @@ class OwnWriter:
         self.newest_at = 0.0
         # The store in which it meets the other writers; None until it was told one.
         self.joined: tuple[str, int, bytes] | None = None
-        os.register_at_fork(after_in_child=_weak(self._forget))
+        call_in_children(self._forget)
 
     def ensure(self) -> None:
         """See that there is a living writer: start one, or another. Raises what `start` raises."""
@@ -330,14 +329,3 @@ def first_error(errors: Sequence[Exception]) -> Exception:
     for other in others:
         first.add_note(f"Another background save has failed as well: {other}")
     return first
-
-
-def _weak(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a call of a method that does not keep its object alive."""
-    weak = WeakMethod(method)
-
-    def call() -> None:
-        if (alive := weak()) is not None:
-            alive()
-
-    return call

@@ -36,8 +36,8 @@ MAX_PAUSE_S = 0.5
 GREETINGS = 4
 GREETING_PAUSE_S = 0.02
 
-_LENGTH = struct.Struct(">I")
-_MAX_READ_NBYTES = 1 << 20
+LENGTH = struct.Struct(">I")
+MAX_READ_NBYTES = 1 << 20
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 def frame(body: bytes) -> bytes:
     """Return a message as it travels."""
-    return _LENGTH.pack(len(body)) + body
+    return LENGTH.pack(len(body)) + body
 
 
 def greeting(token: bytes) -> bytes:
@@ -73,39 +73,19 @@ def unpack(body: bytes) -> object:
     )
 
 
-class Assembly:
-    """Puts messages together from bytes as they come, one after the other."""
+def nbytes_of(head: bytes, most: int) -> int:
+    """Return the size of the body that follows. ValueError if no message has it."""
+    nbytes: int = LENGTH.unpack(head)[0]
+    if not 0 < nbytes <= most:
+        raise ValueError(f"a message of {nbytes} bytes, the limit is {most}")
+    return nbytes
 
-    def __init__(self, max_nbytes: int) -> None:
-        self._max_nbytes = max_nbytes
-        self._data = bytearray()
-        self._need = _LENGTH.size
-        self._has_length = False
 
-    @property
-    def wanted(self) -> int:
-        """How many bytes may be added next; none of them belong to a later message."""
-        return min(self._need - len(self._data), _MAX_READ_NBYTES)
-
-    def add(self, data: bytes) -> bytes | None:
-        """Take bytes, and return the body that they complete, if they do.
-
-        No bytes are the end of the connection: ConnectionError. ValueError for a bad length.
-        """
-        if not data:
-            raise ConnectionResetError("the other side has closed the connection")
-        self._data += data
-        if len(self._data) < self._need:
-            return None
-        whole, self._data = bytes(self._data), bytearray()
-        if self._has_length:
-            self._need, self._has_length = _LENGTH.size, False
-            return whole
-        (self._need,) = _LENGTH.unpack(whole)
-        if not 0 < self._need <= self._max_nbytes:
-            raise ValueError(f"a message of {self._need} bytes, the limit is {self._max_nbytes}")
-        self._has_length = True
-        return None
+def checked(data: bytes) -> bytes:
+    """Return what came from a connection; ConnectionError if that was its end."""
+    if not data:
+        raise ConnectionResetError("the other side has closed the connection")
+    return data
 
 
 # --- the client ----------------------------------------------------------------------------------
@@ -221,11 +201,15 @@ class KeyClient:
         self._socket.sendall(data)
 
     def _receive(self, until: float) -> bytes:
-        assembly = Assembly(MAX_MESSAGE_NBYTES)
-        while True:
+        nbytes = nbytes_of(self._exactly(LENGTH.size, until), MAX_MESSAGE_NBYTES)
+        return self._exactly(nbytes, until)
+
+    def _exactly(self, nbytes: int, until: float) -> bytes:
+        data = bytearray()
+        while len(data) < nbytes:
             self._socket.settimeout(_left(until))
-            if (body := assembly.add(self._socket.recv(assembly.wanted))) is not None:
-                return body
+            data += checked(self._socket.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
+        return bytes(data)
 
     def _connect(self, address: tuple[str, int], until: float) -> socket.socket:
         pause_s = 0.01

@@ -12,20 +12,23 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
 from dist_ckpt.comm.key_client import (
+    LENGTH,
     MAX_KEY_CHARS,
     MAX_MESSAGE_NBYTES,
+    MAX_READ_NBYTES,
     MAX_VALUE_NBYTES,
     TOKEN_NBYTES,
-    Assembly,
+    checked,
     frame,
     greeting,
+    nbytes_of,
     pack,
     unpack,
 )
@@ -75,17 +78,13 @@ class KeyServer:
             raise ValueError(f"a token of {len(token)} bytes; it has {TOKEN_NBYTES} random ones")
         listener = _listen(host, port)
         self._waker, woken = socket.socketpair()
-        self._address: tuple[str, int] = listener.getsockname()[:2]
+        # Where it listens, for this host; others use the port at `reachable_host`.
+        self.address: tuple[str, int] = listener.getsockname()[:2]
         service = _Service(greeting(token), listener, woken, limits)
         self._thread = threading.Thread(
             target=service.run, name="dist_ckpt key server", daemon=True
         )
         self._thread.start()
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Where it listens, for this host; others use the port at `reachable_host`."""
-        return self._address
 
     def close(self) -> None:
         """Close all connections: calls under way fail at once. May be called again."""
@@ -203,15 +202,6 @@ def _are_keys(keys: list[object]) -> TypeGuard[list[str]]:
 # --- the thread ----------------------------------------------------------------------------------
 
 
-class _Connection:
-    """One peer, what it is about to say, and what it has not taken yet."""
-
-    def __init__(self, link: socket.socket, greeting_nbytes: int) -> None:
-        self.link = link
-        self.output = memoryview(b"")
-        self.assembly = Assembly(greeting_nbytes)
-
-
 class _Service:
     """What the server's thread does; it ends when the waker's other end is closed."""
 
@@ -223,9 +213,9 @@ class _Service:
         self._woken = woken
         self._limits = limits
         self._table = KeyTable(limits)
-        self._connections: set[_Connection] = set()
+        self._links: set[socket.socket] = set()
         # In the order of their coming, with the time until which each is borne.
-        self._strangers: dict[_Connection, float] = {}
+        self._strangers: dict[socket.socket, float] = {}
         self._accept_at: float | None = None  # when it may accept again
         self._is_open = True
         listener.settimeout(0)
@@ -242,8 +232,8 @@ class _Service:
                     act()
                 self._look_at_strangers()
         finally:
-            for connection in tuple(self._connections):
-                self._drop(connection)
+            for link in tuple(self._links):
+                self._drop(link)
             self._selector.close()
             self._listener.close()
             self._woken.close()
@@ -279,64 +269,54 @@ class _Service:
             self._accept_at = time.monotonic() + PAUSE_S
             self._selector.unregister(self._listener)
             return
-        connection = _Connection(link, len(self._greeting))
+        go_on = partial(self._go_on, link, self._talk(link))
         try:
             _prepare(link)
-            self._selector.register(link, selectors.EVENT_READ, partial(self._serve, connection))
+            self._selector.register(link, selectors.EVENT_READ, go_on)
         except OSError:
             link.close()
             return
-        self._connections.add(connection)
-        self._strangers[connection] = time.monotonic() + self._limits.greeting_s
+        self._links.add(link)
+        self._strangers[link] = time.monotonic() + self._limits.greeting_s
         # Who knows the token has sent it by now, mostly: then it is no stranger for a moment.
-        self._serve(connection)
+        go_on()
 
-    def _serve(self, connection: _Connection) -> None:
-        """Do what a connection is ready for. Its errors end it, and nothing else."""
+    def _go_on(self, link: socket.socket, talk: Iterator[int]) -> None:
+        """Do what a peer is ready for. Its errors end its connection, and nothing else."""
         try:
-            if connection.output:
-                self._send(connection)
-            elif (body := _receive(connection)) is not None:
-                self._take(connection, body)
-        except (OSError, ValueError, MemoryError):
-            self._drop(connection)
+            events = next(talk)
+            key = self._selector.get_key(link)
+            if key.events != events:
+                self._selector.modify(link, events, key.data)
+        except (OSError, ValueError, MemoryError, StopIteration):
+            self._drop(link)
 
-    def _take(self, connection: _Connection, body: bytes) -> None:
-        if connection not in self._strangers:
-            self._reply(connection, answer(self._table, body))
+    def _talk(self, link: socket.socket) -> Iterator[int]:
+        """Serve one peer, from its greeting on; yield the events that it is waited for with."""
+        greeted = yield from _received(link, len(self._greeting))
+        if not hmac.compare_digest(greeted, self._greeting):
             return
-        if not hmac.compare_digest(body, self._greeting):
-            raise PermissionError
-        del self._strangers[connection]
+        del self._strangers[link]
         most = self._limits.num_connections
-        if len(self._connections) - len(self._strangers) > most:
-            self._reply(connection, pack(["refused", f"it has {most} connections, the limit"]))
-            self._drop(connection)
+        if len(self._links) - len(self._strangers) > most:
+            link.send(frame(pack(["refused", f"it has {most} connections, the limit"])))
             return
-        connection.assembly = Assembly(MAX_MESSAGE_NBYTES)
-        self._reply(connection, pack(["done", True]))
+        yield from _send(link, pack(["done", True]))
+        while True:
+            yield selectors.EVENT_READ  # whatever it has said already: others come first
+            # Nested: while a peer is silent no message of its is kept.
+            yield from _send(
+                link, answer(self._table, (yield from _received(link, MAX_MESSAGE_NBYTES)))
+            )
 
-    def _reply(self, connection: _Connection, body: bytes) -> None:
-        connection.output = memoryview(frame(body))
-        self._send(connection)
-
-    def _send(self, connection: _Connection) -> None:
-        """Send what the peer takes now; while anything is left nothing more is read from it."""
-        with suppress(BlockingIOError):
-            connection.output = connection.output[connection.link.send(connection.output) :]
-        events = selectors.EVENT_WRITE if connection.output else selectors.EVENT_READ
-        key = self._selector.get_key(connection.link)
-        if key.events != events:
-            self._selector.modify(connection.link, events, key.data)
-
-    def _drop(self, connection: _Connection) -> None:
-        self._connections.discard(connection)
-        self._strangers.pop(connection, None)
-        self._selector.unregister(connection.link)
+    def _drop(self, link: socket.socket) -> None:
+        self._links.discard(link)
+        self._strangers.pop(link, None)
+        self._selector.unregister(link)
         # A child that was forked meanwhile has the link as well: closing it would not end it.
         with suppress(OSError):
-            connection.link.shutdown(socket.SHUT_RDWR)
-        connection.link.close()
+            link.shutdown(socket.SHUT_RDWR)
+        link.close()
 
 
 def _prepare(link: socket.socket) -> None:
@@ -347,10 +327,27 @@ def _prepare(link: socket.socket) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
 
 
-def _receive(connection: _Connection) -> bytes | None:
-    """Return the next message, or None if it is not there as a whole yet."""
-    body = None
-    with suppress(BlockingIOError):
-        while body is None:
-            body = connection.assembly.add(connection.link.recv(connection.assembly.wanted))
-    return body
+def _received(link: socket.socket, most: int) -> Generator[int, None, bytes]:
+    """Return the next message; wait, by yielding, until it is there."""
+    nbytes = nbytes_of((yield from _exactly(link, LENGTH.size)), most)
+    return (yield from _exactly(link, nbytes))
+
+
+def _exactly(link: socket.socket, nbytes: int) -> Generator[int, None, bytes]:
+    data = bytearray()
+    while len(data) < nbytes:
+        try:
+            data += checked(link.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
+        except BlockingIOError:
+            yield selectors.EVENT_READ
+    return bytes(data)
+
+
+def _send(link: socket.socket, body: bytes) -> Iterator[int]:
+    """Send a message as the peer takes it; while anything is left nothing more is read from it."""
+    left = memoryview(frame(body))
+    while left:
+        try:
+            left = left[link.send(left) :]
+        except BlockingIOError:
+            yield selectors.EVENT_WRITE

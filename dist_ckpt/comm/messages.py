@@ -172,7 +172,7 @@ _Nonce = Annotated[bytes, Meta(min_length=NONCE_NBYTES, max_length=NONCE_NBYTES)
 _Token = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 
 
-class _InStore(Message, frozen=True):
+class InStore(Message, frozen=True):
     """A message as it lies in the store. Not by `pack`: its limit is that of the body."""
 
     def encode(self) -> bytes:
@@ -185,7 +185,7 @@ class _InStore(Message, frozen=True):
         return unpack(data, cls)
 
 
-class Envelope(_InStore, frozen=True):
+class Envelope(InStore, frozen=True):
     """What one rank's part of a phase came to: a packed message, or a failure.
 
     `what` and `phase` say where in which call the rank is. `operation` is the token of the
@@ -202,7 +202,7 @@ class Envelope(_InStore, frozen=True):
     gave_up: bool = False
 
 
-class Answer(_InStore, frozen=True):
+class Answer(InStore, frozen=True):
     """What was decided: a packed message, or a failure.
 
     `nonces`, in an operation's first answer, are those of all envelopes that were decided on, in

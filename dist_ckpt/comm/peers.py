@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from dist_ckpt.comm import store_thread
-from dist_ckpt.comm.heartbeat import Pulses
+from dist_ckpt.comm.heartbeat import Beat
 from dist_ckpt.comm.store_thread import StoreLine
 from dist_ckpt.config import Config
 from dist_ckpt.errors import ranks_text
@@ -16,34 +17,68 @@ from dist_ckpt.errors import ranks_text
 GRACE_S = 1.0
 
 
+@dataclass(slots=True)
+class _Pulse:
+    """A rank's last heartbeat, and for how long it has not changed; None if it is none of ours."""
+
+    data: bytes
+    beat: Beat | None
+    seen_at: float
+    silent_s: float = 0.0
+
+
 class Peers:
-    """The other ranks, as their heartbeats show them; `beat_key` tells where a rank's are."""
+    """The other ranks, as their heartbeats show them; `beat_key` tells where a rank's are.
+
+    Silence counts only while this rank looks, and so much for each look at most: a rank is not
+    dead because the observer itself, or the whole machine, was stopped for a while.
+    """
 
     def __init__(self, line: StoreLine, beat_key: Callable[[int], str], config: Config) -> None:
         self._line = line
         self._beat_key = beat_key
         self._silence_s = config.silence_s
         self._grace_s = min(GRACE_S, config.silence_s / 4)
-        self._pulses = Pulses(step_s=config.silence_s / 4)
+        self._most_s = config.silence_s / 4  # of silence that one look may count
+        self._pulses: dict[int, _Pulse] = {}
 
     def look(self, ranks: Sequence[int]) -> None:
         """Take one look at the heartbeats of some ranks."""
         keys = [self._beat_key(rank) for rank in ranks]
         found = self._line.call(lambda store: store_thread.get_each(store, keys))
         for rank, data in zip(ranks, found, strict=True):
-            self._pulses.see(rank, data)
+            if data is not None:
+                self._see(rank, data)
+
+    def _see(self, rank: int, data: bytes) -> None:
+        now = time.monotonic()
+        pulse = self._pulses.get(rank)
+        if pulse is None or pulse.data != data:
+            self._pulses[rank] = _Pulse(data, _beat_in(data), now)
+            return
+        pulse.silent_s += min(now - pulse.seen_at, self._most_s)
+        pulse.seen_at = now
+
+    def _beat(self, rank: int) -> Beat | None:
+        """Return the last heartbeat seen of a rank; None as well if it is none of ours."""
+        pulse = self._pulses.get(rank)
+        return pulse.beat if pulse else None
+
+    def _is_silent(self, rank: int) -> bool:
+        """Say whether a rank that was seen is dead or frozen."""
+        return self._pulses[rank].silent_s >= self._silence_s
 
     def is_known(self, rank: int) -> bool:
         """Say whether a rank was ever seen."""
-        return self._pulses.beat(rank) is not None
+        return self._beat(rank) is not None
 
     def is_strange(self, rank: int) -> bool:
         """Say whether a rank's heartbeat is none of ours."""
-        return self._pulses.is_strange(rank)
+        return rank in self._pulses and self._beat(rank) is None
 
     def has_entered(self, rank: int, number: int) -> bool:
         """Say whether a rank was seen to have entered this operation."""
-        beat = self._pulses.beat(rank)
+        beat = self._beat(rank)
         return beat is not None and beat.number >= number
 
     def is_waiting(self, rank: int, number: int, turn: int) -> bool:
@@ -51,12 +86,12 @@ class Peers:
 
         Not if it was told of a failure in the exchange of this turn: it waits for nothing more.
         """
-        beat = self._pulses.beat(rank)
+        beat = self._beat(rank)
         return (
             beat is not None
             and (beat.number, beat.inside, beat.gone) == (number, True, False)
             and beat.told < turn
-            and self._pulses.silent_s(rank) < self._silence_s
+            and not self._is_silent(rank)
         )
 
     def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
@@ -64,12 +99,12 @@ class Peers:
 
         `was_in`: the rank is known to have entered it.
         """
-        beat = self._pulses.beat(rank)
+        beat = self._beat(rank)
         if beat is None:
             return None
         if beat.gone:
             return "has ended"
-        if self._pulses.silent_s(rank) >= self._silence_s:
+        if self._is_silent(rank):
             return f"is dead or frozen: no heartbeat for {self._silence_s:g} s"
         if beat.number > number or (beat.number == number and not beat.inside):
             return "is no longer taking part: it raised an error or was interrupted"
@@ -79,7 +114,7 @@ class Peers:
 
     def last_number(self, rank: int, default: int) -> int:
         """Return the operation before the one that a rank is in now or will enter next."""
-        beat = self._pulses.beat(rank)
+        beat = self._beat(rank)
         return default if beat is None else max(default, beat.number - beat.inside)
 
     def newer(self, ranks: Sequence[int], number: int) -> int | None:
@@ -88,7 +123,7 @@ class Peers:
         while True:
             self.look(ranks)
             for rank in ranks:
-                beat = self._pulses.beat(rank)
+                beat = self._beat(rank)
                 if beat is not None and beat.number > number and beat.inside and not beat.gone:
                     return beat.number
             if time.monotonic() >= until:
@@ -97,5 +132,12 @@ class Peers:
 
     def name(self, ranks: Sequence[int]) -> str:
         """Name ranks, one with its host if it is known: "rank 2 (host b)"."""
-        beat = self._pulses.beat(ranks[0]) if len(ranks) == 1 else None
+        beat = self._beat(ranks[0]) if len(ranks) == 1 else None
         return ranks_text(ranks) + (f" (host {beat.host})" if beat else "")
+
+
+def _beat_in(data: bytes) -> Beat | None:
+    try:
+        return Beat.decode(data)
+    except ValueError:
+        return None

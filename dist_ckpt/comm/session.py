@@ -21,6 +21,7 @@ class Session:
 
     `group_ranks` are the ranks of the group as ranks of the job. `slots` are scratch memory for
     reads and writes, a few tens of MiB: to touch new memory for each of them would cost more.
+    `bulk` are the bulk collectives, which connect when they are first used.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Session:
         self._kept: dict[type, object] = {}
         self.slots = Slots()
         self._common: CommonMemory | None = None
-        self._collective = collective
+        self.bulk = collective
         self._began = channel.exchanges, collective.calls
 
     @contextmanager
@@ -46,7 +47,7 @@ class Session:
         Whoever waits for this rank is told when it leaves, for whatever reason.
         """
         self.channel.enter(what)
-        self._began = self.channel.exchanges, self._collective.calls
+        self._began = self.channel.exchanges, self.bulk.calls
         try:
             yield
         finally:
@@ -60,7 +61,7 @@ class Session:
     @property
     def collectives(self) -> Tally:
         """The bulk collectives of the operation so far, and what this rank has given in them."""
-        return self._collective.calls.since(self._began[1])
+        return self.bulk.calls.since(self._began[1])
 
     def keep(self, value: object) -> None:
         """Keep a value for the next save or load, instead of what was kept of its class."""
@@ -84,25 +85,9 @@ class Session:
         # Not after an error: a call that hangs may still be at it.
         self._common = memory
 
-    def bulk(self) -> Collective:
-        """Return the bulk collectives; they connect when they are first used."""
-        return self._collective
-
-    @property
-    def bulk_epoch(self) -> int:
-        """The number of the bulk connections; ranks must agree on the highest before using them.
-
-        It grows when they fail. To set it is to renew them where the number differs.
-        """
-        return self._collective.epoch
-
-    @bulk_epoch.setter
-    def bulk_epoch(self, epoch: int) -> None:
-        self._collective.renew(epoch)
-
     def close(self) -> None:
         """Stop the heartbeat and close the connections."""
         self.channel.close()
-        self._collective.close()
+        self.bulk.close()
         self.slots.clear()
         self._common = None

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 from dist_ckpt.comm.heartbeat import Heart
 from dist_ckpt.comm.messages import MAX_DOCUMENT_NBYTES, NoAnswerError
@@ -60,11 +60,6 @@ class Store(Protocol):
         """Delete a key; False if there was none."""
 
 
-@runtime_checkable
-class _ManyStore(Protocol):
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-
-
 def put(store: Store, key: str, data: bytes) -> None:
     """Store a value of any size; it is there as a whole or not at all."""
     if len(data) < PART_NBYTES:
@@ -95,8 +90,9 @@ def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
 
 def _stored(store: Store, keys: Sequence[str]) -> list[bytes]:
     # One round trip where the store can do it, instead of one a rank.
-    if isinstance(store, _ManyStore):
-        return store.multi_get(list(keys))
+    if hasattr(store, "multi_get"):
+        values: list[bytes] = store.multi_get(list(keys))
+        return values
     return [store.get(key) for key in keys]
 
 

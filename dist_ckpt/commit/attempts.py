@@ -115,6 +115,11 @@ def attempts_in(entries: Iterable[Entry]) -> Iterator[Attempt]:
             yield attempt
 
 
+def trash_at(storage: Storage, path: str) -> list[Entry]:
+    """Return what is named like trash at a path: folders, and what is not ours."""
+    return [entry for entry in entries_at(storage, path) if is_trash(entry.name)]
+
+
 def was_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
     """Say whether an attempt that somebody claimed is gone, as its trash or a later one tells.
 

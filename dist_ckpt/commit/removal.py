@@ -20,6 +20,7 @@ from dist_ckpt.commit.attempts import (
     new_id,
     nothing_found,
     statuses,
+    trash_at,
 )
 from dist_ckpt.commit.verdicts import KEEPS_DATA, half_deleted
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
@@ -27,7 +28,6 @@ from dist_ckpt.format.filenames import (
     Attempt,
     is_in_attempt,
     is_temporary_root_id,
-    is_trash,
     trash_name,
 )
 from dist_ckpt.storage import Entry, Storage
@@ -195,11 +195,6 @@ def _empty_all(storage: Storage, path: str) -> list[str]:
         elif _empty(storage, path, trash):
             names.append(entry.name)
     return names
-
-
-def trash_at(storage: Storage, path: str) -> list[Entry]:
-    """Return what is named like trash at a path: folders, and what is not ours."""
-    return [entry for entry in entries_at(storage, path) if is_trash(entry.name)]
 
 
 def _is_lost_id(entry: Entry) -> bool:

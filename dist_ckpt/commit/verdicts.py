@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dist_ckpt.commit.attempts import abandon, read_index, statuses
+from dist_ckpt.commit.attempts import abandon, read_index, statuses, trash_at
 from dist_ckpt.errors import CheckpointError, StorageError
-from dist_ckpt.format.filenames import Attempt, is_trash
+from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index
 from dist_ckpt.storage import Storage
 
@@ -70,7 +70,7 @@ def half_deleted(storage: Storage, path: str, error: BaseException) -> StorageEr
     try:
         found = statuses(storage, path)
         is_there = any(status.state in KEEPS_DATA for status in found)
-        is_gone = not found and not _has_trash(storage, path)
+        is_gone = not found and not trash_at(storage, path)
     except (CheckpointError, OSError):
         told = (
             "Now it is unknown whether it is deleted: see what is wrong with the storage, look "
@@ -88,10 +88,3 @@ def half_deleted(storage: Storage, path: str, error: BaseException) -> StorageEr
                 f"it back: {wrong}{again}"
             )
     return StorageError(f"{error}. {told}")
-
-
-def _has_trash(storage: Storage, path: str) -> bool:
-    try:
-        return any(is_trash(entry.name) for entry in storage.list(path))
-    except FileNotFoundError:
-        return False

@@ -67,7 +67,7 @@ def ask(call: LoadCall) -> Asked:
     own, path = open_storage(call.path, direct_reads=direct_reads)
     counting = CountingStorage(call.storage or own)
     storage = SnapshotStorage(counting)
-    storage.serve(call.kept.unfound())
+    storage.serve(call.kept.unfound)
     template = survey(
         call.state,
         sharding=options.sharding,
@@ -82,7 +82,7 @@ def ask(call: LoadCall) -> Asked:
         read_once=options.read_once,
         host=ranks.channel.host,
         keys=tuple(template.keys.items()),
-        bulk=ranks.bulk_epoch,
+        bulk=ranks.bulk.epoch,
     )
     return Asked(request, template, storage, counting)
 

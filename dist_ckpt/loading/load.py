@@ -48,13 +48,11 @@ from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport, Phases
 from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.reading_work import CellTargets, nbytes_placed_by
-from dist_ckpt.snapshots.kept_files import KeptFiles, KeptOnHost, NoneKept
+from dist_ckpt.snapshots.kept_files import NONE_KEPT, KeptFiles, kept_on_host
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.storage import Storage
 
 _log = logging.getLogger("dist_ckpt")
-
-NONE_KEPT = NoneKept()
 
 
 def load(
@@ -106,7 +104,7 @@ def load(
         rename=rename,
         read_once=read_once,
     )
-    return load_together(session_of(group), state, path, options, kept=KeptOnHost())
+    return load_together(session_of(group), state, path, options, kept=KeptFiles(kept_on_host))
 
 
 def load_together(
@@ -206,12 +204,12 @@ def _open(
             answer, index, encoded = find(asked.storage, told)
             opening.decide(answer)
     opened = opening.result(Opened)
-    ranks.bulk_epoch = opened.bulk
+    ranks.bulk.renew(opened.bulk)
     if opened.index is not None:
         encoded = opened.index
     else:  # it is too long for the answer
         with ranks.channel.exchange(f"index{suffix}"):
-            encoded = ranks.bulk().broadcast(encoded or None)
+            encoded = ranks.bulk.broadcast(encoded or None)
     return asked, opened, index, encoded
 
 

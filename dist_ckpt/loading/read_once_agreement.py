@@ -79,7 +79,7 @@ def wants_of_all(ranks: Session, told: Sequence[bytes], own: bytes) -> Mapping[i
     if told:
         return {rank: decode(want, BlockWants) for rank, want in enumerate(told)}
     # Who fails before this leaves the others waiting until gloo's deadline.
-    bodies = ranks.bulk().all_gather_distinct(own)
+    bodies = ranks.bulk.all_gather_distinct(own)
     return {rank: decode(body, BlockWants) for body, who in bodies for rank in who}
 
 
@@ -154,7 +154,7 @@ class Meeting:
                 wants[rank] = replace(wants[rank], host=f"{wants[rank].host} ({rank})")
             own = self.ranks.channel.rank
             units = _units(own, wants, self.files, between_hosts=self.between_hosts)
-        return Agreement(units, self.links, self.ranks.bulk(), self.between_hosts)
+        return Agreement(units, self.links, self.ranks.bulk, self.between_hosts)
 
 
 def _units(

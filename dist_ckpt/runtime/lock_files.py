@@ -54,8 +54,7 @@ class Owner:
 class LockFile:
     """A lock that this process holds, until `release` or its end. Made by `take`."""
 
-    def __init__(self, path: str, fd: int) -> None:
-        self.path = path
+    def __init__(self, fd: int) -> None:
         self._fd = fd
         # For ever, and so is this object: a few hundred bytes for each lock that is ever taken.
         os.register_at_fork(after_in_child=self._forget)
@@ -95,7 +94,7 @@ def take(path: str) -> LockFile:
                 # What an earlier owner said goes first: this one may end before it says its own.
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, _own_words().encode(), 0)
-                return LockFile(path, fd)
+                return LockFile(fd)
             os.close(fd)  # its owner has removed the file with the folder; there may be a new one
         except BlockingIOError:
             owner = _said(fd)

@@ -57,7 +57,8 @@ class DaemonThreads:
         future: Future[T] = into or Future()
         team = self._team
         with team.changed:
-            team.calls.append(lambda: _run(future, call))
+            # No lambda: its frame would refer to the future as long as an error does to that.
+            team.calls.append(partial(_run, future, call))
             if len(team.calls) <= team.num_idle:
                 team.changed.notify()
             elif team.num_threads < self._most:
@@ -173,6 +174,7 @@ def _run(future: Future[T], call: Callable[[], T]) -> None:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - a thread's outer edge; raised by the future
         future.set_exception(error)
+        del future  # the error refers to this frame: no cycle of them
 
 
 def each(

@@ -20,24 +20,16 @@ from dist_ckpt.runtime.gc_pause import paused_collector
 class Planned:
     """A plan, and what it was made of: `inventory` is what this rank holds, `bodies` what all hold.
 
-    `text` is how the plan's catalog stands in every index.
+    `text` is how the plan's catalog stands in every index. `save_name` is that of the save which it
+    was made for, "" until that has one. The plan is good for as long as every rank's inventory is
+    what it was.
     """
 
     inventory: Inventory
     bodies: Bodies
     plan: SavePlan
     text: CatalogText
-
-
-@dataclass(frozen=True, slots=True)
-class LastPlan:
-    """The plan of an earlier save, good for as long as every rank's inventory is what it was.
-
-    `save_name` is that of the save which it was made for.
-    """
-
-    save_name: str
-    planned: Planned
+    save_name: str = ""
 
 
 class Offer(Message, frozen=True):
@@ -65,10 +57,10 @@ class Agreed(Message, frozen=True):
     bulk: int
 
 
-def last_plan(ranks: Session, inventory: Inventory) -> LastPlan | None:
+def last_plan(ranks: Session, inventory: Inventory) -> Planned | None:
     """Return the last plan, if this rank holds what it was made for."""
-    last = ranks.kept(LastPlan)
-    return last if last is not None and last.planned.inventory == inventory else None
+    last = ranks.kept(Planned)
+    return last if last is not None and last.inventory == inventory else None
 
 
 def is_plan_good(told: Sequence[Offer]) -> bool:
@@ -80,7 +72,7 @@ def is_plan_good(told: Sequence[Offer]) -> bool:
 
 def plan_together(ranks: Session, inventory: Inventory) -> Planned:
     """Gather the inventories and plan, the same on every rank. Collective."""
-    bodies = ranks.bulk().all_gather_distinct(typed_msgpack.encode(inventory))
+    bodies = ranks.bulk.all_gather_distinct(typed_msgpack.encode(inventory))
     plan = plan_of(bodies, ranks.channel.world_size)
     return Planned(inventory, bodies, plan, CatalogText(plan.catalog))
 

@@ -25,7 +25,7 @@ from dist_ckpt.format.strict_json import Scalar
 from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.reports import slowest_of
-from dist_ckpt.saving.agreement import LastPlan, Offer
+from dist_ckpt.saving.agreement import Offer, Planned
 from dist_ckpt.saving.replica_samples import receipt_of
 from dist_ckpt.storage import Storage
 
@@ -49,7 +49,7 @@ class SaveRequest:
     saved_by: Mapping[str, str]
     saved_at: float | None = None
 
-    def offer(self, last: LastPlan | None, bulk_epoch: int) -> Offer:
+    def offer(self, last: Planned | None, bulk_epoch: int) -> Offer:
         """Return what this rank asks of the others; `last` is the last plan if it is good here."""
         return Offer(
             path=self.path,
@@ -100,11 +100,6 @@ class AttemptRun:
         self._request = request
         self._storage, self._path = request.storage, request.path
         self._claim: commit.Claim | None = None
-
-    @property
-    def claimed(self) -> Attempt | None:
-        """The attempt that this rank has claimed."""
-        return None if self._claim is None else self._claim.attempt
 
     def claim(self) -> str:
         """Claim an attempt, and return its name. Coordinator only, within an exchange.

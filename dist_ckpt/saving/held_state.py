@@ -25,7 +25,7 @@ from dist_ckpt.planning.save_planner import (
 )
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runtime.gc_pause import paused_collector
-from dist_ckpt.saving.agreement import LastPlan
+from dist_ckpt.saving.agreement import Planned
 from dist_ckpt.saving.replica_samples import digest_sample
 from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.state.containers import State
@@ -53,12 +53,12 @@ class HeldState:
         self.inventory = local.inventory
         self._ranks = ranks
         self._rank = ranks.channel.rank
-        self._local = local
+        self.local = local
 
     @staticmethod
     def take(ranks: Session, state: State, sharding: ShardingConfig | None) -> HeldState:
         """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
-        last = ranks.kept(LastPlan)
+        last = ranks.kept(Planned)
         with paused_collector():
             local = take(
                 state,
@@ -66,27 +66,19 @@ class HeldState:
                 rank=ranks.channel.rank,
                 world_size=ranks.channel.world_size,
                 group_ranks=ranks.group_ranks,
-                last=None if last is None else last.planned.inventory,
+                last=None if last is None else last.inventory,
             )
         return HeldState(ranks, local)
 
     @property
     def cuda_devices(self) -> Sequence[torch.device]:
         """The CUDA devices on which some of its tensors are."""
-        parts = self._local.parts.values()
+        parts = self.local.parts.values()
         found = {part.device for some in parts for part in some if part.is_cuda}
         return sorted(found, key=str)
 
-    def changed_in_steps(self) -> frozenset[str]:
-        """Return the names of what only the state's optimizers change, as far as can be known."""
-        return self._local.changed_in_steps()
-
-    def synchronize(self) -> None:
-        """Wait until the accelerators have finished what is to be saved."""
-        self._local.synchronize()
-
     def files(self, plan: SavePlan, step: int | None, metadata: Mapping[str, object]) -> RankFiles:
-        """Return what this rank writes. Its tensors may not be finished: see `synchronize`."""
+        """Return what this rank writes. Its tensors may not be finished: `local.synchronize`."""
         with paused_collector():
             part = self._part(plan)
         return RankFiles(
@@ -94,7 +86,7 @@ class HeldState:
             step=step,
             plans=part.files,
             sources=tuple(partial(self._source_of, origins) for origins in part.origins),
-            objects=objects_files(plan, self._local, self._rank, metadata),
+            objects=objects_files(plan, self.local, self._rank, metadata),
         )
 
     def replica_digests(self, plan: SavePlan) -> ReplicaDigests:
@@ -126,7 +118,7 @@ class HeldState:
 
     def _source_of(self, origins: Sequence[Origin], number: int) -> Source:
         fqn, held_number, part = origins[number]
-        source = self._local.source(fqn, held_number)
+        source = self.local.source(fqn, held_number)
         return source if part is None else source.part(part)
 
     def _digests(self, group: ReplicaGroup, held: HeldCells) -> dict[str, str]:
@@ -141,9 +133,9 @@ class HeldState:
         return digests
 
     def _value(self, fqn: str) -> object:
-        if fqn in self._local.values:
-            return self._local.values[fqn]
-        return self._local.per_rank[fqn]
+        if fqn in self.local.values:
+            return self.local.values[fqn]
+        return self.local.per_rank[fqn]
 
 
 def objects_files(

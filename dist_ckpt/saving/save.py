@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import torch
@@ -25,7 +25,6 @@ from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.saving.agreement import (
     Agreed,
-    LastPlan,
     Planned,
     is_plan_good,
     last_plan,
@@ -163,21 +162,21 @@ def _agree_and_claim(
             run = AttemptRun(ranks.channel, ranks.config, request)
             held = HeldState.take(ranks, state, options.sharding)
             last = last_plan(ranks, held.inventory)
-            if offers := agreeing.gather(request.offer(last, ranks.bulk_epoch)):
+            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch)):
                 name = run.claim() if is_plan_good(offers) else ""
                 agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
         agreed = agreeing.result(Agreed)
         name = agreed.name
         if name and last is not None:
-            planned = last.planned
+            planned = last
         else:
-            ranks.bulk_epoch = agreed.bulk
+            ranks.bulk.renew(agreed.bulk)
             with ranks.channel.exchange("plan") as planning:
                 planned = plan_together(ranks, held.inventory)
                 if planning.gather(None):
                     planning.decide(run.claim())
             name = planning.result(str)
-            ranks.keep(LastPlan(name, planned))
+            ranks.keep(replace(planned, save_name=name))
     except BaseException as error:
         if run is not None:
             run.recover_claim(error)
@@ -191,7 +190,7 @@ def _write(ranks: Session, claimed: _ClaimedSave, options: SaveOptions) -> PartW
     """Write this rank's files."""
     start = time.monotonic()
     held, plan = claimed.held, claimed.planned.plan
-    held.synchronize()
+    held.local.synchronize()
     files = write_all(
         claimed.storage,
         f"{claimed.request.path}/{claimed.attempt.name}",

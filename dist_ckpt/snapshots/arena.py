@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from dist_ckpt.errors import ConflictError, CorruptError
 from dist_ckpt.format import typed_msgpack
 from dist_ckpt.memory.shared import leave_to_parent, map_writable, open_existing, reserve
+from dist_ckpt.runtime.forks import call_in_children
 from dist_ckpt.snapshots import arena_layout as layout
 from dist_ckpt.snapshots.arena_layout import Record, Seal, Snapshot, SnapshotSpans
 
@@ -100,7 +101,7 @@ class Arena:
             os.close(fd)
             raise
         self._placement: SnapshotSpans | None = None
-        _leave_in_children(weakref.ref(self))
+        call_in_children(self.leave)
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +166,7 @@ class Arena:
             del self._mapped
 
     def leave(self) -> None:
-        """In a forked child: let go of the memory, whoever uses it. It is the parent's."""
+        """In a forked child: let go of the memory, whoever uses it. The child may outlive that."""
         if self._fd >= 0:
             leave_to_parent(self._mapped.memory, self._fd)
 
@@ -222,23 +223,23 @@ class Followed:
 
 
 class ArenaReader:
-    """The writer's side of an arena, which it maps once. One thread uses it at a time."""
+    """The writer's side of an arena, which it maps once. One thread uses it at a time.
+
+    It is closed with the last reference to it; views of the memory that are still used keep it
+    mapped.
+    """
 
     def __init__(self, place: str, job: str) -> None:
         """Open an arena. CorruptError or IncompatibleError if it is not one of this job."""
-        self._place = place
-        self._fd = open_existing(place, writable=True)
+        self.place = place
+        self.fd = open_existing(place, writable=True)  # another process may open it by that
+        self._close = weakref.finalize(self, os.close, self.fd)
         try:
-            layout.check_identity(os.pread(self._fd, layout.HEADER_NBYTES, 0), job, place)
-            self._mapped = _Mapped(self._fd, touch=False)
+            layout.check_identity(os.pread(self.fd, layout.HEADER_NBYTES, 0), job, place)
+            self._mapped = _Mapped(self.fd, touch=False)
         except BaseException:
-            os.close(self._fd)
+            self._close()
             raise
-
-    @property
-    def fd(self) -> int:
-        """Its descriptor, for another process to open it by."""
-        return self._fd
 
     def follow(self, snapshot_id: str) -> Followed:
         """Return the snapshot that was begun, of which some or all is staged.
@@ -247,11 +248,11 @@ class ArenaReader:
         """
         record = self._mapped.record(layout.DOCUMENT_RECORD)
         if record is None:
-            raise CorruptError(f"{self._place} holds no snapshot")
+            raise CorruptError(f"{self.place} holds no snapshot")
         snapshot, placement = self._document(record)
         if snapshot.id != snapshot_id:
             raise ConflictError(
-                f"{self._place} holds snapshot {snapshot.id} of {snapshot.path}, not {snapshot_id}"
+                f"{self.place} holds snapshot {snapshot.id} of {snapshot.path}, not {snapshot_id}"
             )
         view = self._mapped.view
         images = tuple(view[span.start : span.stop] for span in placement.images)
@@ -260,27 +261,16 @@ class ArenaReader:
         return followed
 
     def close(self) -> None:
-        """Let go of the memory; views of it that are still used keep it mapped."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close it already now. Nothing can be followed any more."""
+        if self._close.alive:
+            self._close()
             del self._mapped
 
     def _document(self, record: Record) -> tuple[Snapshot, SnapshotSpans]:
-        nbytes = os.fstat(self._fd).st_size
-        span = layout.document_span(record, self._place)
-        document = os.pread(self._fd, span.nbytes, span.start)
-        found = layout.open_document(document, record, nbytes, self._place)
+        nbytes = os.fstat(self.fd).st_size
+        span = layout.document_span(record, self.place)
+        document = os.pread(self.fd, span.nbytes, span.start)
+        found = layout.open_document(document, record, nbytes, self.place)
         if found[1].nbytes > len(self._mapped.view):  # the arena has grown
-            self._mapped = _Mapped(self._fd, touch=False)
+            self._mapped = _Mapped(self.fd, touch=False)
         return found
-
-
-def _leave_in_children(arena: weakref.ref[Arena]) -> None:
-    """Have a forked child (a data loader's worker) let go: it may outlive the use of the arena."""
-
-    def leave() -> None:
-        if (copied := arena()) is not None:
-            copied.leave()
-
-    os.register_at_fork(after_in_child=leave)

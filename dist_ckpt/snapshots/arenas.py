@@ -9,12 +9,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from dist_ckpt.errors import CheckpointError, IncompatibleError, StorageError
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.memory.shared import create_named, create_nameless, lacks_room, open_existing
 from dist_ckpt.snapshots.arena import Arena
-from dist_ckpt.snapshots.details import Details
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS, RankFolder, check_file
-from dist_ckpt.snapshots.kept import open_kept
+from dist_ckpt.snapshots.kept import SaveIdentity, open_first
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -45,7 +43,7 @@ class Arenas:
         """
         for number in range(NUM_ARENAS):
             found = _known_in(self._folder, number)
-            if found is not None and found.snapshot == snapshot:
+            if found is not None and found.save.id == snapshot:
                 self.newest = number
 
     def fitting(self, number: int, nbytes: int) -> Arena:
@@ -139,9 +137,7 @@ class Arenas:
 class _FoundSnapshot:
     """A complete snapshot that an earlier run has left; `is_whole` if it is sealed as well."""
 
-    snapshot: str
-    name: str
-    began_at: float
+    save: SaveIdentity
     is_whole: bool
     is_committed: bool
 
@@ -157,16 +153,16 @@ def only_copy_in(folder: RankFolder) -> str:
         return str(error)
     newest = max(
         (one for one in found if one is not None and one.is_whole),
-        key=lambda one: one.began_at,
+        key=lambda one: one.save.began_at,
         default=None,
     )
-    return "" if newest is None or newest.is_committed else newest.name
+    return "" if newest is None or newest.is_committed else newest.save.name
 
 
 def _newest_in(folder: RankFolder) -> tuple[int, float]:
     """Return which arena holds the newest complete snapshot of an earlier run, and its time."""
     found = [_known_in(folder, number) for number in range(NUM_ARENAS)]
-    began_at = [0.0 if one is None else one.began_at for one in found]
+    began_at = [0.0 if one is None else one.save.began_at for one in found]
     newest = max(range(NUM_ARENAS), key=began_at.__getitem__)
     return newest, began_at[newest]
 
@@ -183,26 +179,14 @@ def _found_in(folder: RankFolder, number: int) -> _FoundSnapshot | None:
 
     IncompatibleError if another version of dist_ckpt has left what is there.
     """
-    for place in folder.places(number):
-        try:
-            kept = open_kept(place, folder.job)
-            if kept is None:
-                break
-            with closing(kept):
-                if not kept.is_complete:
-                    break
-                snapshot = kept.snapshot
-                return _FoundSnapshot(
-                    snapshot=snapshot.id,
-                    name=snapshot.path
-                    if snapshot.step is None
-                    else f"step {snapshot.step} ({snapshot.path})",
-                    began_at=typed_msgpack.decode(snapshot.details, Details).began_at,
-                    is_whole=kept.seal is not None,
-                    is_committed=kept.is_committed,
-                )
-        except IncompatibleError:
-            raise
-        except (CheckpointError, OSError, ValueError):
-            continue  # damaged, gone, or no arena
+    kept, problems = open_first(folder, number)
+    for problem in problems:  # the others are damaged, or no arenas
+        if isinstance(problem, IncompatibleError):
+            raise problem
+    if kept is None:
+        return None
+    with closing(kept), suppress(ValueError):
+        if kept.is_complete:
+            identity = SaveIdentity.of(kept.snapshot)
+            return _FoundSnapshot(identity, kept.seal is not None, kept.is_committed)
     return None

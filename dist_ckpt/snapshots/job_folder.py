@@ -160,21 +160,22 @@ class JobFolder:
         return folder
 
     def present(self) -> list[RankFolder]:
-        """Return the folders of the ranks that have one; nothing is made."""
-        return [RankFolder(self, rank) for rank in self.ranks()]
+        """Return the folders of the ranks that have one, of this run or an earlier one.
+
+        Nothing is made.
+        """
+        names: list[str] = []
+        with suppress(FileNotFoundError), os.scandir(self.path) as entries:  # else: it was removed
+            names = [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+        found = (_RANK.fullmatch(name) for name in names)
+        return [
+            RankFolder(self, rank) for rank in sorted(int(match[1]) for match in found if match)
+        ]
 
     def discard(self) -> None:
         """Remove the folder if nothing is in it."""
         with suppress(OSError):
             os.rmdir(self.path)
-
-    def ranks(self) -> list[int]:
-        """Return the ranks that have a folder here, of this run or an earlier one."""
-        names: list[str] = []
-        with suppress(FileNotFoundError), os.scandir(self.path) as entries:  # else: it was removed
-            names = [one.name for one in entries if one.is_dir(follow_symlinks=False)]
-        found = (_RANK.fullmatch(name) for name in names)
-        return sorted(int(match[1]) for match in found if match)
 
 
 class RankFolder:

@@ -7,7 +7,7 @@ and not the end of this process.
 from __future__ import annotations
 
 import os
-import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.geometry import Span
+from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.memory.shared import open_existing
 from dist_ckpt.snapshots import arena_layout as layout
 from dist_ckpt.snapshots.arena_layout import Seal, Snapshot, SnapshotSpans
@@ -22,7 +23,7 @@ from dist_ckpt.snapshots.details import Details
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS, RankFolder
 from dist_ckpt.storage.descriptor import Descriptor
 
-_WORD = struct.Struct("=Q")
+_WORD_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +83,22 @@ def open_kept(place: str, job: str) -> KeptSnapshot | None:
     return kept
 
 
-@contextmanager
-def kept_in(folder: RankFolder) -> Iterator[tuple[list[KeptSnapshot], list[str]]]:
-    """Give the snapshots that a rank's arenas hold, and what is wrong with the other arenas."""
-    found: list[KeptSnapshot] = []
-    problems: list[str] = []
-    try:
-        for number in range(NUM_ARENAS):
-            for place in folder.places(number):
-                try:
-                    kept = open_kept(place, folder.job)
-                except FileNotFoundError:
-                    continue  # it went with its process
-                except CheckpointError as error:
-                    problems.append(str(error))
-                    continue
-                if kept is not None:
-                    found.append(kept)
-                break
-        yield found, problems
-    finally:
-        for kept in found:
-            kept.close()
+def open_first(
+    folder: RankFolder, number: int
+) -> tuple[KeptSnapshot | None, list[CheckpointError]]:
+    """Open the snapshot in an arena of a rank, wherever that is, if there is one.
+
+    Besides returns what is wrong with the places that were looked at before.
+    """
+    problems: list[CheckpointError] = []
+    for place in folder.places(number):
+        try:
+            return open_kept(place, folder.job), problems
+        except OSError:
+            continue  # it went with its process
+        except CheckpointError as error:
+            problems.append(error)
+    return None, problems
 
 
 def _opened(fd: int, place: str, job: str) -> KeptSnapshot | None:
@@ -153,11 +148,8 @@ def _seal(
 
 
 def _word(fd: int, number: int, place: str) -> int:
-    data = bytearray(_WORD.size)
-    _read(fd, number * _WORD.size, memoryview(data), place)
-    (value,) = _WORD.unpack(data)
-    assert isinstance(value, int)
-    return value
+    start = number * _WORD_NBYTES
+    return int.from_bytes(_bytes(fd, Span(start, start + _WORD_NBYTES), place), sys.byteorder)
 
 
 def _bytes(fd: int, span: Span, place: str) -> bytearray:
@@ -175,14 +167,10 @@ def _read(fd: int, start: int, target: memoryview, place: str) -> None:
         done += count
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KeptSave:
-    """One save of a job. `sealed` are the ranks whose part is here, with digests and headers.
+class SaveIdentity(Message, frozen=True):
+    """What all who have a part of a save tell of it alike.
 
-    `attempt` is the one that they were written into, `UNCLAIMED` if the writers here knew of none;
-    None if nothing of it is sealed here. `overwrite`: it was to replace a checkpoint at its path.
-    `was_committed` says that it became a checkpoint, which may have been deleted since. The
-    digests tell whether the bytes are still what was saved: nobody has looked yet.
+    `overwrite`: it was to replace a checkpoint at its path.
     """
 
     id: str
@@ -191,6 +179,31 @@ class KeptSave:
     world_size: int
     began_at: float
     overwrite: bool
+
+    @staticmethod
+    def of(snapshot: Snapshot) -> SaveIdentity:
+        """Return which save a snapshot is a part of. ValueError if its details make no sense."""
+        details = typed_msgpack.decode(snapshot.details, Details)
+        told = snapshot.id, snapshot.path, snapshot.step, snapshot.world_size
+        return SaveIdentity(*told, began_at=details.began_at, overwrite=details.overwrite)
+
+    @property
+    def name(self) -> str:
+        """What users know it by."""
+        return self.path if self.step is None else f"step {self.step} ({self.path})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSave:
+    """One save of a job. `sealed` are the ranks whose part is here, with digests and headers.
+
+    `attempt` is the one that they were written into, `UNCLAIMED` if the writers here knew of none;
+    None if nothing of it is sealed here. `was_committed` says that it became a checkpoint, which
+    may have been deleted since. The digests tell whether the bytes are still what was saved: nobody
+    has looked yet.
+    """
+
+    identity: SaveIdentity
     attempt: str | None = None
     was_committed: bool = False
     sealed: Mapping[int, KeptSnapshot] = field(default_factory=dict)
@@ -218,9 +231,12 @@ def kept_saves(folders: Iterable[RankFolder]) -> Iterator[KeptSaves]:
     problems: list[str] = []
     with ExitStack() as stack:
         for folder in folders:
-            found, wrong = stack.enter_context(kept_in(folder))
-            problems += wrong
-            for kept in found:
+            for number in range(NUM_ARENAS):
+                kept, wrong = open_first(folder, number)
+                problems += map(str, wrong)
+                if kept is None:
+                    continue
+                stack.callback(kept.close)
                 try:
                     _add(saves, kept, folder.rank)
                 except ValueError as error:
@@ -233,14 +249,9 @@ def _add(saves: dict[str, KeptSave], kept: KeptSnapshot, rank: int) -> None:
     snapshot, seal = kept.snapshot, kept.seal
     if snapshot.rank != rank:
         raise ValueError(f"a snapshot of rank {snapshot.rank} lies where those of {rank} do")
-    details = typed_msgpack.decode(snapshot.details, Details)
-    save = KeptSave(
-        *(snapshot.id, snapshot.path, snapshot.step, snapshot.world_size),
-        began_at=details.began_at,
-        overwrite=details.overwrite,
-    )
-    there = saves.get(snapshot.id, save)
-    if _said(there) != _said(save):
+    identity = SaveIdentity.of(snapshot)
+    there = saves.get(snapshot.id, KeptSave(identity))
+    if there.identity != identity:
         raise ValueError(f"snapshot {snapshot.id} is of another save on another rank")
     if seal is None:
         saves[snapshot.id] = there
@@ -256,7 +267,3 @@ def _add(saves: dict[str, KeptSave], kept: KeptSnapshot, rank: int) -> None:
         was_committed=there.was_committed or kept.is_committed,
         sealed={**there.sealed, rank: kept},
     )
-
-
-def _said(save: KeptSave) -> tuple[object, ...]:
-    return save.id, save.path, save.step, save.world_size, save.began_at, save.overwrite

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.checksums import document_digest
@@ -23,118 +22,74 @@ from dist_ckpt.storage import open_storage
 _log = logging.getLogger("dist_ckpt")
 
 
-class KeptFiles(Protocol):
-    """Where a load finds files in memory: of one rank, which decides by itself.
+@dataclass(frozen=True, slots=True)
+class KeptFiles:
+    """What a load finds in memory, instead of in the storage: on one rank, which decides by itself.
 
-    The files are given by their paths. What `stack` closes may be needed until then.
+    `found` returns the files, by their paths, of the checkpoint that was found (its path, its
+    index) which memory has just as they are; what it gives to the stack may be needed until that is
+    closed. `unfound` are those that the load is to find, though the storage does not have them.
     """
+
+    found: Callable[[str, Index, ExitStack], Mapping[str, Served]]
+    unfound: Mapping[str, Served] = field(default_factory=dict)
 
     @property
     def is_only_copy(self) -> bool:
         """Whether the storage has no such checkpoint."""
-
-    def unfound(self) -> Mapping[str, Served]:
-        """Return the files that the load is to find, though the storage does not have them."""
-
-    def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
-        """Return the files of the checkpoint that was found which memory has just as they are."""
+        return bool(self.unfound)
 
 
-class NoneKept:
-    """For a load that reads everything from the storage."""
-
-    is_only_copy = False
-
-    def unfound(self) -> Mapping[str, Served]:
-        """See `KeptFiles`."""
-        return {}
-
-    def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
-        """See `KeptFiles`."""
-        return {}
+# For a load that reads everything from the storage.
+NONE_KEPT = KeptFiles(lambda path, index, stack: {})
 
 
-class KeptOnHost:
-    """What the job that saves into the checkpoint's folder has left on this host, if it is dead.
+def kept_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
+    """Return what the job that saves into the checkpoint's folder has left on this host.
 
-    Or alive in this very process. The arenas of other trainers are theirs. If there is no such
-    job, to look costs a few calls of the system.
+    If it is dead, or alive in this very process: the arenas of other trainers are theirs. If there
+    is no such job, to look costs a few calls of the system. Whatever is wrong with the memory,
+    there is the storage.
     """
-
-    is_only_copy = False
-
-    def unfound(self) -> Mapping[str, Served]:
-        """See `KeptFiles`."""
-        return {}
-
-    def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
-        """See `KeptFiles`. Whatever is wrong with the memory, there is the storage."""
-        try:
-            job = _job_of(os.path.dirname(path))
-            if job is None:
-                return {}
-            owners = ((folder, folder.owner("trainer")) for folder in job.present())
-            mine = [folder for folder, owner in owners if owner is None or owner.is_this_process]
-            kept = stack.enter_context(kept_saves(mine))
-        except (CheckpointError, OSError) as error:
-            _log.warning("%s: what is left in memory cannot be looked at: %s", path, error)
+    try:
+        job = _job_of(os.path.dirname(path))
+        if job is None:
             return {}
-        for problem in kept.problems:
-            _log.info("%s: not used: %s", path, problem)
-        return {
-            name: file
-            for save in kept.saves.values()
-            for name, file in files_of(save, path, index).items()
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class KeptCommitted:
-    """A save that was committed; None where nothing of it is on this host."""
-
-    save: KeptSave | None
-
-    @property
-    def is_only_copy(self) -> bool:
-        """See `KeptFiles`."""
-        return False
-
-    def unfound(self) -> Mapping[str, Served]:
-        """See `KeptFiles`."""
+        owners = ((folder, folder.owner("trainer")) for folder in job.present())
+        mine = [folder for folder, owner in owners if owner is None or owner.is_this_process]
+        kept = stack.enter_context(kept_saves(mine))
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s: what is left in memory cannot be looked at: %s", path, error)
         return {}
+    for problem in kept.problems:
+        _log.info("%s: not used: %s", path, problem)
+    return {
+        name: file
+        for save in kept.saves.values()
+        for name, file in files_of(save, path, index).items()
+    }
 
-    def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
-        """See `KeptFiles`."""
-        return {} if self.save is None else files_of(self.save, path, index)
+
+def kept_committed(save: KeptSave | None) -> KeptFiles:
+    """Return what there is of a save that was committed; None where nothing is on this host."""
+    if save is None:
+        return NONE_KEPT
+    return KeptFiles(lambda path, index, stack: files_of(save, path, index))
 
 
-@dataclass(frozen=True, slots=True)
-class KeptUncommitted:
-    """A save that is complete here, and was never committed: with the index that it would have.
+def kept_uncommitted(save: KeptSave, attempt: str, index: bytes | None) -> KeptFiles:
+    """Return a save that is complete here, and was never committed: with the index of `attempt`.
 
-    That is of `attempt`. Only the coordinator has it; all others are told.
+    That is the one that it would have. Only the coordinator has it; all others are told. Nothing
+    is found of the save if it was committed or superseded meanwhile.
     """
-
-    save: KeptSave
-    attempt: str
-    index: bytes | None
-
-    @property
-    def is_only_copy(self) -> bool:
-        """See `KeptFiles`."""
-        return True
-
-    def unfound(self) -> Mapping[str, Served]:
-        """See `KeptFiles`."""
-        folder = f"{self.save.path}/{self.attempt}"
-        files: dict[str, Served] = {
-            f"{folder}/{name}": file for name, file, _ in _sealed_files(self.save)
-        }
-        return files if self.index is None else {**files, f"{folder}/{INDEX}": self.index}
-
-    def found(self, path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
-        """See `KeptFiles`. None, if it was committed or superseded meanwhile."""
-        return self.unfound() if index.attempt == self.attempt else {}
+    folder = f"{save.identity.path}/{attempt}"
+    files: dict[str, Served] = {f"{folder}/{name}": file for name, file, _ in _sealed_files(save)}
+    if index is not None:
+        files[f"{folder}/{INDEX}"] = index
+    return KeptFiles(
+        lambda path, found, stack: files if found.attempt == attempt else {}, unfound=files
+    )
 
 
 def files_of(save: KeptSave, path: str, index: Index) -> dict[str, Served]:

@@ -147,7 +147,12 @@ class _Calls:
             wait((future,), timeout=GRACE_S)
             _leave(future, release)
             raise
-        return future.result(timeout=0)
+        try:
+            return future.result(timeout=0)
+        finally:
+            # The error in it refers to this frame: else both would keep alive what all callers
+            # have, such as the state of a save, until cycles are looked for.
+            del future
 
     def close(self, act: Callable[[], None]) -> None:
         """Close a file, which on a network mount can hang as well. Never raises."""

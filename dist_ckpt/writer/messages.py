@@ -6,7 +6,6 @@ stream means that the other process is gone, however it ended.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import struct
@@ -22,6 +21,7 @@ from dist_ckpt.comm.messages import Failure
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import Tally
+from dist_ckpt.runtime.forks import call_in_children
 from dist_ckpt.saving.attempt_run import Verdict
 
 # A writer that is told to stop abandons its save, and seals what is staged, which it digests for
@@ -55,6 +55,11 @@ class Hello(_Kind, frozen=True):
     world_size: int
     config: Config
     max_bytes_per_s: float | None
+
+    def check(self) -> None:
+        """Raise ValueError if this is no rank. Not when it is decoded: the trainer is told why."""
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size}")
 
 
 class Serve(_Kind, frozen=True):
@@ -202,11 +207,8 @@ class Link:
         # Not a timeout of Python's: that would make the socket one that does not block.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         weakref.finalize(self, end.close).atexit = False
-        _close_in_children(weakref.ref(self))
-
-    def fileno(self) -> int:
-        """Return the descriptor, to wait for messages and other things at once."""
-        return self._end.fileno()
+        # Else a data loader would keep a dead trainer looking alive.
+        call_in_children(self.close)
 
     def send(self, message: WriterMessage) -> None:
         """Send a message. LinkClosedError if nobody is there to read it."""
@@ -264,13 +266,3 @@ class Link:
             return _DECODER.decode(body)
         except (ValueError, RecursionError) as error:
             raise NonsenseError(f"the other process talks nonsense: {error}") from error
-
-
-def _close_in_children(link: weakref.ref[Link]) -> None:
-    """Have a forked child close its copy: a data loader would keep a dead trainer looking alive."""
-
-    def close() -> None:
-        if (copied := link()) is not None:
-            copied.close()
-
-    os.register_at_fork(after_in_child=close)

@@ -28,6 +28,7 @@ from dist_ckpt.comm.key_server import KeyServer
 from dist_ckpt.comm.messages import failure_of
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.storage.pacing import Allowance
 from dist_ckpt.writer.messages import (
     WRITER_END_S,
     Abort,
@@ -49,7 +50,7 @@ from dist_ckpt.writer.messages import (
     WriterMessage,
 )
 from dist_ckpt.writer.save_queue import KnownArenas, QueuedSave, WriterQueue
-from dist_ckpt.writer.saves import Meetings, WriterSaves, WriterSettings, host_of, settings_of
+from dist_ckpt.writer.saves import Meetings, WriterSaves, host_of
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -189,18 +190,19 @@ class BackgroundWriter:
     def __init__(
         self,
         link: Link,
-        settings: WriterSettings,
+        hello: Hello,
+        allowance: Allowance | None,
         arenas: KnownArenas,
         termination: Termination,
     ) -> None:
         self._link = link
         self._termination = termination
         self._arenas = arenas
-        self._queue = WriterQueue(settings.rank)
+        self._queue = WriterQueue(hello.rank)
         self._stores = Stores()
-        self._meetings = Meetings(settings)
-        self._saves = WriterSaves(settings, self._meetings, self._check)
-        self._settings = settings
+        self._meetings = Meetings(hello)
+        self._saves = WriterSaves(hello, self._meetings, self._check, allowance)
+        self._hello = hello
         self._problem = ""
 
     def run(self) -> str:
@@ -221,7 +223,6 @@ class BackgroundWriter:
                     self._link.send(done)
                 if done.failure is not None:
                     gc.collect()  # what a traceback refers to: the memory of an arena
-                self._arenas.close_replaced(self._queue.saves)
                 self._close_unused_stores()
             self._meetings.linger()
         except TerminatedError:
@@ -233,7 +234,8 @@ class BackgroundWriter:
         return self._problem
 
     def _close_unused_stores(self) -> None:
-        self._stores.close_unused(self._queue.tokens | {self._meetings.token or b""})
+        needed = {save.write.token for save in self._queue.unsettled}
+        self._stores.close_unused(needed | {self._meetings.token or b""})
 
     def _check(self, save: QueuedSave) -> None:
         self._termination.check()
@@ -283,10 +285,8 @@ class BackgroundWriter:
             self._close_unused_stores()
             return serving
         except (OSError, ValueError) as error:
-            settings = self._settings
-            host = host_of(settings.config)
-            failure = failure_of(error, "serve", settings.rank, host)
-            return Refused(failure)
+            host = host_of(self._hello.config)
+            return Refused(failure_of(error, "serve", self._hello.rank, host))
 
 
 def _ignore_signals() -> None:
@@ -370,7 +370,9 @@ def _serve_trainer(link: Link, termination: Termination) -> str:
     _log_to_stderr(hello.rank)
     _step_back()
     try:
-        settings = settings_of(hello, termination.check)
+        hello.check()
+        cap = hello.max_bytes_per_s
+        allowance = None if cap is None else Allowance(cap, termination.check)
         folder = JobFolder(hello.job).rank(hello.rank)
         lock = folder.lock("writer")
     except (CheckpointError, ValueError, TypeError) as error:
@@ -382,7 +384,7 @@ def _serve_trainer(link: Link, termination: Termination) -> str:
     try:
         link.send(Ready(os.getpid()))
         _log.info("the writer of rank %d of %d has started", hello.rank, hello.world_size)
-        return BackgroundWriter(link, settings, arenas, termination).run()
+        return BackgroundWriter(link, hello, allowance, arenas, termination).run()
     finally:
         arenas.close()
         lock.release()

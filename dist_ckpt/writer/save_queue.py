@@ -57,8 +57,8 @@ class WriterQueue:
     def abort(self, snapshot: str, reason: str) -> None:
         """Have a save fail, unless it is complete."""
         with self._changed:
-            for save in (self._current, *self._saves):
-                if save is not None and save.write.snapshot == snapshot:
+            for save in self.unsettled:
+                if save.write.snapshot == snapshot:
                     save.aborted = reason or "no reason was given"
 
     def pause(self, snapshot: str) -> bool:
@@ -101,12 +101,6 @@ class WriterQueue:
             return self._current
 
     @property
-    def saves(self) -> list[QueuedSave]:
-        """The saves that are to be taken."""
-        with self._changed:
-            return [*self._saves]
-
-    @property
     def unsettled(self) -> list[QueuedSave]:
         """The save taken last, and those to be taken.
 
@@ -114,13 +108,6 @@ class WriterQueue:
         """
         saves = (self._current, *self._saves)
         return list(dict.fromkeys(save for save in saves if save is not None))
-
-    @property
-    def tokens(self) -> set[bytes]:
-        """The tokens of the stores that are needed for these, and for the save taken last."""
-        with self._changed:
-            saves = (self._current, *self._saves)
-            return {save.write.token for save in saves if save is not None}
 
     def check(self, save: QueuedSave) -> None:
         """Raise the error of a save that is not complete and will never be."""
@@ -141,13 +128,12 @@ class WriterQueue:
 class KnownArenas:
     """The arenas of a rank, opened once, so that they outlive the trainer.
 
-    One thread opens them. Another, which follows them, closes those that others have replaced.
+    One that another has replaced is closed as soon as no save needs it.
     """
 
     def __init__(self, folder: RankFolder) -> None:
         self._folder = folder
-        self._known: dict[int, tuple[str, ArenaReader]] = {}
-        self._replaced: deque[ArenaReader] = deque()
+        self._known: dict[int, ArenaReader] = {}
 
     def open(self, write: Write) -> ArenaReader | CheckpointError:
         """Return the arena of a save, or why there is none; others are told where it is."""
@@ -156,15 +142,16 @@ class KnownArenas:
             if not 0 <= number < NUM_ARENAS:
                 raise CorruptError(f"there is no arena {number} of rank {self._folder.rank}")
             known = self._known.get(number)
-            if known is not None:
-                if known[0] == place and os.path.samestat(os.stat(place), os.fstat(known[1].fd)):
-                    return known[1]
-                self._replaced.append(known[1])
-                del self._known[number]
+            if (
+                known is not None
+                and known.place == place
+                and os.path.samestat(os.stat(place), os.fstat(known.fd))
+            ):
+                return known
             reader = ArenaReader(place, self._folder.job)
-            self._known[number] = place, reader
             if place.startswith("/proc/"):
                 self._folder.tell("writer", number, reader.fd)
+            self._known[number] = reader
         except FileNotFoundError:
             return ConflictError(f"{place} is gone: who has removed it? Save again")
         except OSError as error:
@@ -173,18 +160,7 @@ class KnownArenas:
             return error
         return reader
 
-    def close_replaced(self, queued: list[QueuedSave]) -> None:
-        """Close arenas that have been replaced and that no queued save needs."""
-        needed = [save.arena for save in queued]
-        for _ in range(len(self._replaced)):
-            reader = self._replaced.popleft()
-            if reader in needed:
-                self._replaced.append(reader)
-            else:
-                reader.close()
-
     def close(self) -> None:
         """Close all. No thread uses them any more."""
-        self._replaced += [reader for _, reader in self._known.values()]
-        self._known.clear()
-        self.close_replaced([])
+        for reader in self._known.values():
+            reader.close()

@@ -10,7 +10,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.exchange import COORDINATOR, Alone, Channel
@@ -51,33 +50,11 @@ OF_WRITERS = Wording(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class WriterSettings:
-    """What a writer's saves have in common; `allowance` limits how fast they write."""
-
-    rank: int
-    world_size: int
-    config: Config
-    allowance: Allowance | None = None
-
-
-def settings_of(hello: Hello, check: Callable[[], None]) -> WriterSettings:
-    """Return the settings that a trainer asks for. ValueError or TypeError if they make no sense.
-
-    `check` ends waits for the allowance by raising.
-    """
-    if not 0 <= hello.rank < hello.world_size:
-        raise ValueError(f"rank {hello.rank} of {hello.world_size}")
-    cap = hello.max_bytes_per_s
-    allowance = None if cap is None else Allowance(cap, check)
-    return WriterSettings(hello.rank, hello.world_size, hello.config, allowance)
-
-
 class Meetings:
     """The channel to the other writers, for as long as saves name one and the same store."""
 
-    def __init__(self, settings: WriterSettings) -> None:
-        self._settings = settings
+    def __init__(self, hello: Hello) -> None:
+        self._hello = hello
         self._store: tuple[str, int, bytes] | None = None
         self._client: KeyClient | None = None
         self._channel: Channel | None = None
@@ -91,7 +68,7 @@ class Meetings:
     def _set_patience(self) -> None:
         # All trainers tell their writers at once: one that was never seen was not told, or is dead.
         if isinstance(channel := self._channel, StoreChannel):
-            channel.hurry(self._patience * self._settings.config.silence_s)
+            channel.hurry(self._patience * self._hello.config.silence_s)
 
     def linger(self) -> None:
         """Keep the store that this writer may serve until the others know how the last save ended.
@@ -99,7 +76,7 @@ class Meetings:
         They may still be writing, and nobody is kept waiting: the trainer is gone.
         """
         if isinstance(channel := self._channel, StoreChannel):
-            channel.linger(self._settings.config.arrive_s)
+            channel.linger(self._hello.config.arrive_s)
 
     @property
     def token(self) -> bytes | None:
@@ -125,10 +102,10 @@ class Meetings:
         self._channel = self._client = self._store = None
 
     def _connected(self, write: Write) -> Channel:
-        settings = self._settings
-        if settings.world_size == 1:
+        hello = self._hello
+        if hello.world_size == 1:
             return Alone()
-        config = settings.config
+        config = hello.config
         address = write.host, write.port
         try:
             self._client = KeyClient(
@@ -138,8 +115,8 @@ class Meetings:
             raise NoAnswerError(OF_WRITERS.gone.format(error)) from error
         return StoreChannel(
             self._client,
-            settings.rank,
-            settings.world_size,
+            hello.rank,
+            hello.world_size,
             host=host_of(config),
             config=config,
             wording=OF_WRITERS,
@@ -155,15 +132,21 @@ class WriterSaves:
     """The saves of one writer, one after the other, in one thread. Another one may seal them.
 
     `check` raises if a save that is not complete never will be; it is called by other threads too.
+    `allowance` limits how fast they write.
     """
 
     def __init__(
-        self, settings: WriterSettings, meetings: Meetings, check: Callable[[QueuedSave], None]
+        self,
+        hello: Hello,
+        meetings: Meetings,
+        check: Callable[[QueuedSave], None],
+        allowance: Allowance | None = None,
     ) -> None:
-        self._settings = settings
+        self.hello = hello
+        self.check = check
+        self.allowance = allowance
+        self.slots = Slots()  # scratch memory that is used again
         self._meetings = meetings
-        self._check = check
-        self._slots = Slots()
         # In one, for who seals may ask while another thread finds out.
         self._planned: tuple[Bodies, tuple[SavePlan, CatalogText]] | None = None
         self._last: _WriterSave | None = None
@@ -197,27 +180,13 @@ class WriterSaves:
         """Return the plan of a save, which is kept for as long as the inventories are the same."""
         planned = self._planned
         if planned is None or planned[0] != bodies:
-            plan = plan_of(bodies, self._settings.world_size)
+            plan = plan_of(bodies, self.hello.world_size)
             self._planned = planned = bodies, (plan, CatalogText(plan.catalog))
         return planned[1]
 
-    @property
-    def settings(self) -> WriterSettings:
-        """What all saves have in common."""
-        return self._settings
-
-    @property
-    def slots(self) -> Slots:
-        """Scratch memory that is used again."""
-        return self._slots
-
-    def check(self, save: QueuedSave) -> None:
-        """Raise if a save that is not complete never will be."""
-        self._check(save)
-
     def _failure_of(self, error: Exception) -> Failure:
-        settings = self._settings
-        return failure_of(error, "background save", settings.rank, host_of(settings.config))
+        host = host_of(self.hello.config)
+        return failure_of(error, "background save", self.hello.rank, host)
 
 
 class _WriterSave:
@@ -227,7 +196,7 @@ class _WriterSave:
         self.save = save
         self._saves = saves
         self._phases = Phases(
-            "background save", save.write.path, quiet=saves.settings.rank != COORDINATOR
+            "background save", save.write.path, quiet=saves.hello.rank != COORDINATOR
         )
         # What it has come to so far.
         self._staged: StagedSave | None = None
@@ -245,7 +214,7 @@ class _WriterSave:
             self._attempt = attempt.name
             with phases.phase("write"):
                 verdict = run.write_and_commit(staged.text, attempt, lambda: self._write(staged))
-            staged.mark_committed()
+            staged.followed.mark_committed()
             with phases.phase("clean up"):
                 run.clean_up()
             return verdict
@@ -258,7 +227,7 @@ class _WriterSave:
         path = self.save.write.path
         try:
             self._staged = staged = self._staged or self._look()
-            threads = self._saves.settings.config.threads
+            threads = self._saves.hello.config.threads
             staged.seal(self._attempt, threads=threads, slots=self._saves.slots)
         except Exception as error:  # noqa: BLE001 - what the trainer is told is the first error
             _log.warning("what was staged for %s is not sealed: %s", path, error)
@@ -301,9 +270,9 @@ class _WriterSave:
         """Find out what is to be written. Raises what is wrong with it."""
         saves, save = self._saves, self.save
         followed = save.follow()
-        snapshot, settings = followed.snapshot, saves.settings
+        snapshot, hello = followed.snapshot, saves.hello
         said = snapshot.path, snapshot.rank, snapshot.world_size
-        if said != (save.write.path, settings.rank, settings.world_size):
+        if said != (save.write.path, hello.rank, hello.world_size):
             raise CorruptError(f"snapshot {snapshot.id} is of another save: {said}")
         return StagedSave(followed, lambda: saves.check(save), saves.plan)
 
@@ -322,19 +291,18 @@ class _WriterSave:
             # The state is of then; and who restores compares the times of saves.
             saved_at=details.began_at,
         )
-        return AttemptRun(channel, self._saves.settings.config, request)
+        return AttemptRun(channel, self._saves.hello.config, request)
 
     def _write(self, staged: StagedSave) -> PartWritten:
         start = time.monotonic()
-        settings = self._saves.settings
+        allowance = self._saves.allowance
         assert self._storage is not None
         staged.staging.give_way()
-        storage = PacedStorage(self._storage, settings.allowance) if settings.allowance else None
         written = staged.write(
-            storage or self._storage,
+            PacedStorage(self._storage, allowance) if allowance else self._storage,
             f"{self.save.write.path}/{self._attempt}",
             self._attempt,
-            threads=settings.config.threads,
+            threads=self._saves.hello.config.threads,
             slots=self._saves.slots,
         )
         return PartWritten(written, staged.details.replicas, time.monotonic() - start)

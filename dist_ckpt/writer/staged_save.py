@@ -44,7 +44,7 @@ class StagedSave:
         self.staging = Staging(followed, check)
         plans = items_of(saved, snapshot.rank)
         self._files = files_of(followed, self.staging, saved.catalog, plans)
-        self._followed = followed
+        self.followed = followed
         self._is_sealed = False
 
     def write(
@@ -56,7 +56,7 @@ class StagedSave:
         """
         written = write_all(storage, folder, self._files, threads=threads, slots=slots)
         self.staging.await_complete()
-        self._followed.seal(Seal(attempt, written))
+        self.followed.seal(Seal(attempt, written))
         self._is_sealed = True
         return written
 
@@ -69,7 +69,3 @@ class StagedSave:
         if not self._is_sealed:
             self.staging.await_complete()
             self.write(NoStorage(), "", attempt, threads=threads, slots=slots)
-
-    def mark_committed(self) -> None:
-        """Say that it has become a checkpoint."""
-        self._followed.mark_committed()

@@ -13,7 +13,7 @@ import pytest
 
 from arena_processes import ROOT, Program, program
 from dist_ckpt.background import former_writers
-from dist_ckpt.background.former_writers import Settled, settle_former_writers
+from dist_ckpt.background.former_writers import settle_former_writers
 from dist_ckpt.background.writer_process import PROGRAM
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.snapshots.job_folder import JobFolder
@@ -74,53 +74,60 @@ def end_when_looked_at(monkeypatch: pytest.MonkeyPatch, one: Program) -> None:
     monkeypatch.setattr(former_writers, "_left_writer", left_writer)
 
 
-def test_without_writers_nothing_is_waited_for(folder):
+def settled(folder: JobFolder, settle_s: float, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Settle with the writers; return what is said of them."""
+    settle_former_writers(folder, settle_s)
+    words = [record.message.partition("job job: the writers of ")[2] for record in caplog.records]
+    return [one for one in words if one]
+
+
+def test_without_writers_nothing_is_waited_for(folder, caplog):
     folder.rank(3)
-    assert settle_former_writers(folder, 1e9) == Settled()
+    assert settled(folder, 1e9, caplog) == []
 
 
-def test_a_writer_may_finish_in_its_time(folder, monkeypatch):
+def test_a_writer_may_finish_in_its_time(folder, monkeypatch, caplog):
     with writer(folder, 0, "asked") as one:
         end_when_looked_at(monkeypatch, one)
-        assert settle_former_writers(folder, 60) == Settled(finished=[0])
+        assert settled(folder, 60, caplog) == ["rank 0 finished"]
         assert one.process.wait(60) == 0
 
 
-def test_a_writer_that_takes_longer_is_told_to_stop(folder):
+def test_a_writer_that_takes_longer_is_told_to_stop(folder, caplog):
     with writer(folder, 0, "told") as one:
-        assert settle_former_writers(folder, 0) == Settled(stopped=[0])
+        assert settled(folder, 0, caplog) == ["rank 0 were told to stop"]
         assert one.process.wait(60) == -signal.SIGTERM
 
 
-def test_a_writer_that_does_not_stop_is_killed(folder, monkeypatch):
+def test_a_writer_that_does_not_stop_is_killed(folder, monkeypatch, caplog):
     monkeypatch.setattr(former_writers, "_STOP_S", 0.1)
     with writer(folder, 0, "killed") as stubborn, writer(folder, 1, "told") as obedient:
-        assert settle_former_writers(folder, 0) == Settled(stopped=[1], killed=[0])
+        assert settled(folder, 0, caplog) == ["rank 1 were told to stop", "rank 0 were killed"]
         assert stubborn.process.wait(60) == -signal.SIGKILL
         assert obedient.process.wait(60) == -signal.SIGTERM
     assert folder.rank(0).owner("writer") is None
 
 
-def test_the_writer_of_a_living_trainer_is_left_alone(folder):
+def test_the_writer_of_a_living_trainer_is_left_alone(folder, caplog):
     with ExitStack() as stack:
         lone = stack.enter_context(writer(folder, 1, "told"))
         for role in ("trainer", "writer"):
             stack.enter_context(writer(folder, 0, "told", role=role))
-        assert settle_former_writers(folder, 0) == Settled(stopped=[1])
+        assert settled(folder, 0, caplog) == ["rank 1 were told to stop"]
         assert lone.process.wait(60) == -signal.SIGTERM
         assert folder.rank(0).owner("writer") is not None
 
 
-def test_a_trainer_settles_with_the_writer_that_its_predecessor_has_left(folder):
+def test_a_trainer_settles_with_the_writer_that_its_predecessor_has_left(folder, caplog):
     with writer(folder, 0, "told"):
         lock = folder.rank(0).lock("trainer")
-        assert settle_former_writers(folder, 0) == Settled(stopped=[0])
+        assert settled(folder, 0, caplog) == ["rank 0 were told to stop"]
         lock.release()
 
 
-def test_a_writer_of_the_version_before_is_known_by_its_name(folder):
+def test_a_writer_of_the_version_before_is_known_by_its_name(folder, caplog):
     with writer(folder, 0, "told", name="dist_ckpt.background_writer") as former:
-        assert settle_former_writers(folder, 0) == Settled(stopped=[0])
+        assert settled(folder, 0, caplog) == ["rank 0 were told to stop"]
         assert former.process.wait(60) == -signal.SIGTERM
 
 

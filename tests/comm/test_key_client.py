@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 import tests.comm.test_exchange as test_channel
 from dist_ckpt.comm import key_client, store_thread
 from dist_ckpt.comm.key_client import (
+    LENGTH,
     MAX_KEY_CHARS,
     MAX_MESSAGE_NBYTES,
     MAX_VALUE_NBYTES,
-    Assembly,
     KeyClient,
     frame,
     greeting,
@@ -85,10 +85,19 @@ def known_peer_of(server: KeyServer) -> Iterator[socket.socket]:
 
 
 def receive(peer: socket.socket) -> object:
-    assembly = Assembly(MAX_MESSAGE_NBYTES)
-    while (body := assembly.add(peer.recv(assembly.wanted))) is None:
-        pass
-    return unpack(body)
+    (nbytes,) = LENGTH.unpack(receive_exactly(peer, LENGTH.size))
+    assert nbytes <= MAX_MESSAGE_NBYTES
+    return unpack(receive_exactly(peer, nbytes))
+
+
+def receive_exactly(peer: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        got = peer.recv(nbytes - len(data))
+        if not got:
+            raise ConnectionResetError
+        data += got
+    return data
 
 
 def is_closed(peer: socket.socket) -> bool:
@@ -633,9 +642,8 @@ def fake_server(*answers: bytes | None) -> Iterator[tuple[str, int]]:
 
 
 def receive_any(peer: socket.socket) -> None:
-    assembly = Assembly(MAX_MESSAGE_NBYTES)
-    while assembly.add(peer.recv(assembly.wanted)) is None:
-        pass
+    (nbytes,) = LENGTH.unpack(receive_exactly(peer, LENGTH.size))
+    receive_exactly(peer, nbytes)
 
 
 WELCOME = frame(pack(["done", True]))

@@ -28,7 +28,7 @@ def test_without_a_process_group_a_process_is_alone():
     assert session.group_ranks == (0,)
     with session.operation("save"):
         assert exchange(session.channel, "agree", lambda: 3, sum) == 3
-        assert session.bulk().broadcast(b"data") == b"data"
+        assert session.bulk.broadcast(b"data") == b"data"
 
 
 def test_common_memory_is_kept_for_who_needs_no_more_than_it_has():
@@ -102,11 +102,11 @@ def test_an_operation_is_left_also_after_an_error():
     assert run_ranks(2, run) == [1, 1]
 
 
-def test_to_set_the_bulk_epoch_renews_the_connections():
+def test_the_bulk_connections_have_the_number_that_they_are_renewed_with():
     def run(rank: int, channel: ThreadChannel, collective: ThreadCollective) -> object:
         session = Session(channel, collective)
-        assert session.bulk_epoch == 0
-        session.bulk_epoch = 3
+        assert session.bulk.epoch == 0
+        session.bulk.renew(3)
         return collective.epoch
 
     outcomes = try_ranks(2, run)

@@ -20,7 +20,7 @@ from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.filenames import parse_objects_file, parse_shard_file
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
-from dist_ckpt.saving.agreement import LastPlan
+from dist_ckpt.saving.agreement import Planned
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED, Image, Seal, Snapshot, arena_nbytes
@@ -95,9 +95,9 @@ def save(path: Path, world_size: int, step: int, **options: Any) -> Saved:
         session = Session(channel, bulk, TEST_CONFIG)
         state = state_of(rank, world_size, step)
         save_together(session, state, path, SaveOptions(step=step, **options))
-        last = session.kept(LastPlan)
+        last = session.kept(Planned)
         assert last is not None
-        return last.planned.bodies
+        return last.bodies
 
     bodies = run_ranks(world_size, run)[0]
     assert bodies is not None

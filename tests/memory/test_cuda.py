@@ -34,8 +34,8 @@ def saver() -> Iterator[dc.AsyncSaver]:
     yield saver
     saver.close()
     folder = JobFolder(job)
-    for rank in folder.ranks():
-        folder.rank(rank).remove()
+    for one in folder.present():
+        one.remove()
     folder.discard()
 
 

@@ -70,7 +70,7 @@ def exchange_and_gather(rank: int) -> Any:
     total = save(ranks, rank)
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        bulk = ranks.bulk()
+        bulk = ranks.bulk
         bodies = bulk.all_gather_distinct(bytes([rank % 2]) * 100_000)
         assert [(body[:1], len(body), who) for body, who in bodies] == [
             (b"\0", 100_000, (0, 2)),
@@ -97,7 +97,7 @@ def use_own_groups(rank: int) -> Any:
     save(ranks, rank)
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        ranks.bulk().broadcast(b"data")
+        ranks.bulk.broadcast(b"data")
     if rank in (1, 3):
         part = session_of(odd)
         assert part.group_ranks == (1, 3)
@@ -105,7 +105,7 @@ def use_own_groups(rank: int) -> Any:
         assert save(part, rank) == 4
         with part.operation("load"):
             exchange(part.channel, "open", int, len)
-            assert part.bulk().all_gather_distinct(b"x") == ((b"x", (0, 1)),)
+            assert part.bulk.all_gather_distinct(b"x") == ((b"x", (0, 1)),)
     else:
         with pytest.raises(ValueError, match=f"rank {rank} is not in this group"):
             session_of(odd)
@@ -136,7 +136,7 @@ def lose_the_training_group(rank: int, folder: str) -> Any:
     ranks = session_of()
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        ranks.bulk().broadcast(b"data")
+        ranks.bulk.broadcast(b"data")
     return save(ranks, rank)
 
 
@@ -404,12 +404,12 @@ def lose_the_bulk_connections(rank: int) -> Any:
 
     def bulk(*, skip: bool) -> bytes:
         with ranks.operation("load"):
-            ranks.bulk_epoch = exchange(ranks.channel, "open", lambda: ranks.bulk_epoch, max)
+            ranks.bulk.renew(exchange(ranks.channel, "open", lambda: ranks.bulk.epoch, max))
 
             def receive() -> bytes:
                 if skip and rank == 1:
                     raise ValueError("bad index")
-                return ranks.bulk().broadcast(b"data" if rank == 0 else None)
+                return ranks.bulk.broadcast(b"data" if rank == 0 else None)
 
             return bytes(exchange(ranks.channel, "index", receive, lambda parts: parts[-1]))
 
@@ -418,7 +418,7 @@ def lose_the_bulk_connections(rank: int) -> Any:
         bulk(skip=True)
     except (ValueError, RankError) as error:
         failed = str(error)
-    return first, failed, bulk(skip=False), ranks.bulk_epoch
+    return first, failed, bulk(skip=False), ranks.bulk.epoch
 
 
 @pytest.mark.slow
@@ -435,14 +435,12 @@ def die_in_the_bulk(rank: int) -> Any:
     save(ranks, rank)
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        ranks.bulk().broadcast(b"data")
+        ranks.bulk.broadcast(b"data")
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         try:
-            exchange(
-                ranks.channel, "plan", lambda: len(ranks.bulk().all_gather_distinct(b"x")), sum
-            )
+            exchange(ranks.channel, "plan", lambda: len(ranks.bulk.all_gather_distinct(b"x")), sum)
         except RankError as error:
             return type(error).__name__, error.rank, str(error), time.monotonic() - start
     return None

@@ -62,8 +62,8 @@ def job() -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex}"
     yield name
     folder = JobFolder(name)
-    for rank in folder.ranks():
-        folder.rank(rank).remove()
+    for one in folder.present():
+        one.remove()
     folder.discard()
 
 

@@ -32,8 +32,8 @@ def jobs() -> Iterator[tuple[str, str]]:
     yield names
     for name in names:
         folder = JobFolder(name)
-        for rank in folder.ranks():
-            folder.rank(rank).remove()
+        for one in folder.present():
+            one.remove()
         folder.discard()
 
 

@@ -43,11 +43,11 @@ def job() -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex}"
     yield name
     folder = JobFolder(name)
-    for rank in folder.ranks():
-        if (owner := folder.rank(rank).owner("writer")) is not None:
+    for one in folder.present():
+        if (owner := one.owner("writer")) is not None:
             os.kill(owner.pid, signal.SIGKILL)
-            await_end(name, rank)
-        folder.rank(rank).remove()
+            await_end(name, one.rank)
+        one.remove()
     folder.discard()
 
 

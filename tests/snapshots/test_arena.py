@@ -20,7 +20,8 @@ from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.snapshots.kept import KeptSnapshot, kept_in, open_kept
+from dist_ckpt.snapshots.kept import KeptSnapshot, open_kept
+from kept_arenas import kept_in
 
 FILES = (Image("model-00000.safetensors", 10_000), Image("objects.msgpack", 0), Image("b", 4096))
 SNAPSHOT = Snapshot("0" * 31 + "1", "/run/step-7", 7, 1, 4, FILES, b"details")

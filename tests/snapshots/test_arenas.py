@@ -20,7 +20,7 @@ from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.snapshots.kept import kept_in
+from kept_arenas import kept_in
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no memory without a name"

@@ -205,7 +205,7 @@ def test_the_ranks_of_earlier_runs_are_listed_and_nothing_else(folder):
     (Path(folder.path) / "rank-x").mkdir()
     (Path(folder.path) / "rank-00007").touch()
     (Path(folder.path) / "rank-00008").symlink_to(folder.rank(0).path)
-    assert folder.ranks() == [0, 3, 12]
+    assert [one.rank for one in folder.present()] == [0, 3, 12]
 
 
 def test_a_folder_can_be_looked_for_without_being_made(tmp_path):
@@ -277,7 +277,7 @@ def test_what_a_dead_run_left_is_removed_whole(tmp_path, folder):
         other.kill()
     folder.rank(0).remove()
     assert not path.exists()
-    assert folder.ranks() == []
+    assert [one.rank for one in folder.present()] == []
 
 
 @pytest.mark.multi_process

@@ -65,8 +65,9 @@ def test_what_all_ranks_have_sealed_is_complete(folder):
         keep(folder, snapshot(rank))
     kept = look(folder)
     (save,) = kept.saves.values()
-    assert (save.id, save.path, save.step) == (f"{1:032x}", "/runs/1", 1)
-    assert (save.world_size, save.began_at, save.attempt) == (2, 5.0, ATTEMPT)
+    one = save.identity
+    assert (one.id, one.path, one.step) == (f"{1:032x}", "/runs/1", 1)
+    assert (one.world_size, one.began_at, save.attempt) == (2, 5.0, ATTEMPT)
     assert sorted(save.sealed) == [0, 1]
     assert save.details(1) == DETAILS
     assert kept.problems == ()
@@ -77,7 +78,7 @@ def test_a_rank_that_has_not_sealed_its_part_lacks(folder):
     keep(folder, snapshot(1), is_sealed=False)
     keep(folder, snapshot(0, 2), arena=1, is_complete=False)
     saves = look(folder).saves
-    assert {save.step: sorted(save.sealed) for save in saves.values()} == {1: [0], 2: []}
+    assert {save.identity.step: sorted(save.sealed) for save in saves.values()} == {1: [0], 2: []}
     assert saves[f"{2:032x}"].attempt is None
 
 

@@ -14,11 +14,12 @@ from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.kept import KeptSnapshot, kept_in
+from dist_ckpt.snapshots.kept import KeptSnapshot
 from dist_ckpt.snapshots.overlay_storage import KeptFile, SnapshotStorage
 from dist_ckpt.storage import ReadableFile, Storage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract
+from kept_arenas import kept_in
 
 FOLDER = "/runs/ck/a1-0123456789abcdef"
 DATA = bytes(range(256)) * 64

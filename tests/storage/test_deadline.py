@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -149,6 +152,28 @@ def test_an_error_of_the_storages_own_comes_through():
         storage.open("/f")
     with pytest.raises(TimeoutError, match="/d"):
         storage.sync("/d")
+
+
+def test_an_error_keeps_nothing_alive_that_its_callers_have():
+    class State:
+        pass
+
+    storage = DeadlineStorage(MemoryStorage({"/root": None}))
+
+    def look() -> weakref.ref[State]:
+        state = State()
+        with suppress(FileNotFoundError):
+            storage.open("/root/none")
+        return weakref.ref(state)
+
+    gc.collect()
+    gc.disable()
+    try:
+        seen = [look() for _ in range(3)]
+        assert seen[0]() is None
+        assert seen[1]() is None
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_is_raised_once_the_call_that_it_has_met_has_ended():

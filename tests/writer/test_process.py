@@ -28,9 +28,9 @@ from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.snapshots.kept import kept_in
 from dist_ckpt.writer.messages import Abort, Close, Done, Go, LinkClosedError, Pause, Paused, Ready
 from dist_ckpt.writer.process import MAX_LOG_NBYTES
+from kept_arenas import kept_in
 from staged_saves import (
     ANSWER_S,
     CONFIG,
@@ -73,8 +73,8 @@ class Job:
     def end(self) -> None:
         for arenas in self._arenas.values():
             arenas.close()
-        for rank in self.folder.ranks():
-            self.folder.rank(rank).remove()
+        for one in self.folder.present():
+            one.remove()
         os.rmdir(self.folder.path)
 
 
@@ -644,7 +644,7 @@ def test_nonsense_on_the_link_ends_the_writer(job, first):
         if first:
             trainer.link.send(first)
         else:
-            end = socket.socket(fileno=os.dup(trainer.link.fileno()))
+            end = socket.socket(fileno=os.dup(trainer.link._end.fileno()))
             end.sendall(struct.pack(">I", 1 << 31))
             end.close()
         assert trainer.wait() == 1

@@ -61,10 +61,10 @@ def test_only_what_has_not_begun_can_be_paused(queue):
     assert not queue.pause("c")
     queue.go("a", drop=True)
     queue.go("b", drop=True)
-    assert queue.saves == []
+    assert queue.unsettled == [first]
     queue.put(save("c"))
     queue.go("c", drop=True)  # it is not paused
-    assert names(*queue.saves) == ["c"]
+    assert names(*queue.unsettled) == ["a", "c"]
 
 
 def test_unsettled_is_the_save_taken_last_and_what_is_queued(queue):
@@ -136,7 +136,6 @@ def test_an_arena_is_opened_once_and_closed_at_the_end(arenas, rank_folder):
         follower = known.open(write_of(staged, number))
         assert isinstance(follower, ArenaReader)
         assert follower.follow(staged.snapshot.id).snapshot == staged.snapshot
-        known.close_replaced([])
         return follower
 
     for number in range(2):
@@ -159,12 +158,12 @@ def test_an_arena_that_was_replaced_is_closed_once_no_save_needs_it(arenas, rank
     follower = known.open(write_of(second))
     assert isinstance(follower, ArenaReader)
     assert follower.follow(second.snapshot.id).snapshot == second.snapshot
-    known.close_replaced([queued])
     assert queued.follow().snapshot == first.snapshot
-    known.close_replaced([])
-    with pytest.raises(AttributeError):
-        queued.follow()
+    before = open_fds()
+    del queued
+    assert open_fds() == before - 2  # its own, and that of what was mapped
     known.close()
+    assert open_fds() == before - 4
     again.close()
 
 
@@ -182,7 +181,6 @@ def test_memory_without_a_name_is_told_and_outlives_who_made_it(rank_folder):
         arenas.close()
         assert f"/proc/{os.getpid()}/fd/{follower.fd}" in rank_folder.places(1)
         assert follower.follow(staged.snapshot.id).snapshot == staged.snapshot
-        known.close_replaced([])
     known.close()
 
 

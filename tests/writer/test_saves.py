@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from dist_ckpt.comm.key_client import KeyClient
 from dist_ckpt.comm.store_exchange import StoreChannel
-from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import Tally
 from dist_ckpt.snapshots.arena import ArenaReader
@@ -26,11 +25,11 @@ from dist_ckpt.writer import saves as writer_saves
 from dist_ckpt.writer.messages import Done, Hello, Serve, Write
 from dist_ckpt.writer.process import Stores
 from dist_ckpt.writer.save_queue import QueuedSave
-from dist_ckpt.writer.saves import Meetings, WriterSaves, WriterSettings, settings_of
+from dist_ckpt.writer.saves import Meetings, WriterSaves
 from staged_saves import CONFIG, Staged, State, failure_of, new_id, verdict_of, write_of
 
 STATE = State(1, {"w": (30, 40)})
-ALONE = WriterSettings(0, 1, CONFIG)
+ALONE = Hello("job", 0, 1, CONFIG, None)
 
 
 def nothing(save: QueuedSave) -> None:
@@ -40,8 +39,9 @@ def nothing(save: QueuedSave) -> None:
 def settled(
     arenas: Arenas,
     where: Path,
-    settings: WriterSettings = ALONE,
+    hello: Hello = ALONE,
     state: State = STATE,
+    allowance: Allowance | None = None,
     /,
     **said: Any,
 ) -> Done:
@@ -49,7 +49,9 @@ def settled(
     staged.complete()
     follower = ArenaReader(staged.arena.place, "job")
     write = replace(write_of(staged), **said)
-    done = WriterSaves(settings, Meetings(settings), nothing).settle(QueuedSave(write, follower))
+    done = WriterSaves(hello, Meetings(hello), nothing, allowance).settle(
+        QueuedSave(write, follower)
+    )
     follower.close()
     return done
 
@@ -162,7 +164,7 @@ def test_a_cap_is_kept_by_all_that_is_written_to_files(arenas, tmp_path):
         now += seconds
 
     allowance = Allowance(1000, clock=lambda: now, sleep=sleep)
-    done = settled(arenas, tmp_path / "ck", WriterSettings(0, 1, CONFIG, allowance))
+    done = settled(arenas, tmp_path / "ck", ALONE, STATE, allowance)
     assert done.failure is None
     written = sum(file.stat().st_size for file in (tmp_path / "ck").glob("*/*[ks]"))
     last = (tmp_path / "ck" / verdict_of(done).attempt / "objects.msgpack").stat().st_size
@@ -187,24 +189,14 @@ def test_a_snapshot_of_another_save_is_refused(arenas, tmp_path):
 
 def test_a_store_that_cannot_be_reached_is_told_at_once(arenas, tmp_path):
     config = replace_config(CONFIG, silence_s=0.1)
-    settings = WriterSettings(0, 2, config)
+    hello = Hello("job", 0, 2, config, None)
     state = State(2, {"w": (30, 40)})
-    done = settled(
-        arenas, tmp_path / "ck", settings, state, host="127.0.0.1", port=9, token=b"t" * 32
-    )
+    done = settled(arenas, tmp_path / "ck", hello, state, host="127.0.0.1", port=9, token=b"t" * 32)
     assert failure_of(done).kind == "RankError"
     assert "that the background writer of rank 0 serves is gone" in failure_of(done).message
     seal = kept(arenas).seal
     assert seal is not None
     assert seal.attempt == ""
-
-
-def test_settings_are_checked():
-    hello = Hello("job", 0, 1, Config(silence_s=3.0), 5e6)
-    settings = settings_of(hello, lambda: None)
-    assert settings.config.silence_s == 3.0
-    assert settings.allowance is not None
-    assert settings_of(replace(hello, max_bytes_per_s=None), lambda: None).allowance is None
 
 
 def reaches(token: bytes, port: int) -> bool:
@@ -242,7 +234,7 @@ def test_a_store_for_other_hosts_is_reached_from_them():
 def test_a_writer_without_trainer_waits_less_long_for_others(is_early):
     stores = Stores()
     serving = stores.serve(Serve(b"t" * 32, ""))
-    meetings = Meetings(WriterSettings(0, 2, CONFIG))
+    meetings = Meetings(Hello("job", 0, 2, CONFIG, None))
     write = Write("0" * 32, "/ck", "", 0, serving.host, serving.port, b"t" * 32)
     if is_early:
         meetings.hurry()
