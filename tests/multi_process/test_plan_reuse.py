@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dist_ckpt as dc
-from dist_ckpt.comm.collective import Collective
-from dist_ckpt.comm.exchange import Channel, Exchange
+from dist_ckpt.comm.exchange import Exchange
 from dist_ckpt.comm.process_group import session_of
 from ranks import run_ranks
 
@@ -25,33 +24,31 @@ pytestmark = pytest.mark.multi_process
 
 
 class Counting:
-    """Passes everything on, and counts exchanges and collectives."""
+    """Passes everything on, and notes the exchanges of a channel or the calls of a collective."""
 
-    def __init__(self, channel: Channel, collective: Collective) -> None:
-        self._channel = channel
-        self._collective = collective
-        self.phases: list[str] = []
+    def __init__(self, inner: Any, phases: list[str]) -> None:
+        self._inner = inner
+        self._phases = phases
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
+        if name in ("all_gather_distinct", "broadcast"):
+            self._phases.append("collective")
+        return getattr(self._inner, name)
 
     def exchange(self, phase: str) -> Exchange:
-        self.phases.append(phase)
-        return self._channel.exchange(phase)
-
-    def bulk(self) -> Collective:
-        self.phases.append("collective")
-        return self._collective
+        self._phases.append(phase)
+        exchange: Exchange = self._inner.exchange(phase)
+        return exchange
 
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
     ranks: Any = session_of()
     channel, bulk = ranks.channel, ranks.bulk
-    counting = Counting(channel, bulk())
-    ranks.channel, ranks.bulk = counting, counting.bulk
+    phases: list[str] = []
+    ranks.channel, ranks.bulk = Counting(channel, phases), Counting(bulk, phases)
     try:
-        yield counting.phases
+        yield phases
     finally:
         ranks.channel, ranks.bulk = channel, bulk
 
