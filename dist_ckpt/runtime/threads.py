@@ -8,6 +8,7 @@ there: see `Watch`.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -47,11 +48,14 @@ class DaemonThreads:
         self._team = _Team()
 
     def submit(self, call: Callable[[], T], into: Future[T] | None = None) -> Future[T]:
-        """Have a thread make the call. RuntimeError if the system starts no more threads.
+        """Have a thread make the call. RuntimeError if no more threads start, as at the very end.
 
         Who gives a future `into` which the outcome goes has it also if an interrupt meets this:
         the call may run then.
         """
+        if sys.is_finalizing():
+            # Daemon threads stand still by now, and to start one would never return (Python 3.11).
+            raise RuntimeError("the interpreter is at its end")
         if self._team.pid != os.getpid():
             self._team = _Team()
         future: Future[T] = into or Future()

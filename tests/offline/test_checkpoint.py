@@ -31,6 +31,7 @@ from dist_ckpt.memory.host_array import Array
 from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline.basic_index import select
 from dist_ckpt.offline.checkpoint import Checkpoint, CheckpointSummary, checkpoints_in
+from dist_ckpt.runtime.threads import IDLE_S
 from dist_ckpt.storage import ReadableFile
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -338,6 +339,18 @@ def test_neither_the_end_of_a_process_nor_a_fork_makes_a_noise_or_waits(tmp_path
         "if not child: del ck; os._exit(7)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7; ck._turn.release(); "
         "assert len(ck['model.w'][1:, 0].data) == 12"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "ck")]
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("idle_s", [0, 4 * IDLE_S], ids=["at once", "when its threads are gone"])
+def test_a_process_ends_though_a_checkpoint_is_left_open(tmp_path: Path, idle_s: float) -> None:
+    full_checkpoint(tmp_path / "ck")
+    script = (
+        "import sys, time; from dist_ckpt.offline.checkpoint import open; "
+        f"ck = open(sys.argv[1]); ck['model.w'][1:, 0]; time.sleep({idle_s})"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "ck")]
     done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
