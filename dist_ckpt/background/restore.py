@@ -43,7 +43,6 @@ def restore_together(
     folder: JobFolder,
     state: MutableState,
     options: LoadOptions,
-    storage: Storage | None = None,
     *,
     saver: Saver,
 ) -> tuple[str, LoadReport] | None:
@@ -67,11 +66,11 @@ def restore_together(
     """
     passed_over: set[str] = set()
     with ExitStack() as stack:
-        restoring = _Restoring(ranks, folder, storage, stack, saver)
+        restoring = _Restoring(ranks, folder, stack, saver)
         while (chosen := restoring.choose(passed_over)) is not None:
             save, kept = chosen
             try:
-                report = load_together(ranks, state, save.path, options, storage, kept)
+                report = load_together(ranks, state, save.path, options, kept=kept)
                 return save.id, report
             except (CorruptError, NotFoundError) as error:
                 # What a load raises it raises on all ranks alike, so that they go on alike.
@@ -127,18 +126,10 @@ class _Told:
 class _Restoring:
     """One rank's side; its arenas are open until `stack` closes them."""
 
-    def __init__(
-        self,
-        ranks: Session,
-        folder: JobFolder,
-        storage: Storage | None,
-        stack: ExitStack,
-        saver: Saver,
-    ) -> None:
+    def __init__(self, ranks: Session, folder: JobFolder, stack: ExitStack, saver: Saver) -> None:
         self._ranks = ranks
         self._saver = saver
         self._folder = folder
-        self._storage = storage
         self._stack = stack
         self._kept: KeptSaves | None = None
         self._index: bytes | None = None
@@ -210,7 +201,7 @@ class _Restoring:
             raise _UnusableError("no rank's part of it is whole")
         if len(told.attempts) > 1:
             raise _UnusableError(f"its parts are of several attempts: {sorted(told.attempts)}")
-        storage = self._storage or open_storage(told.save.path)[0]
+        storage, _ = open_storage(told.save.path)
         if (newer := _newer_beside(storage, told, self._ranks.config.threads)) is not None:
             raise _UnusableError(f"{newer} was committed since")
         above = 1
