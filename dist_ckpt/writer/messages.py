@@ -202,8 +202,6 @@ class Link:
         # Whoever sends may be interrupted by the end of an AsyncSaver, which sends as well.
         self._lock = threading.RLock()
         self._data = bytearray()
-        self._poll = select.poll()
-        self._poll.register(end, select.POLLIN)
         # Not a timeout of Python's: that would make the socket one that does not block.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         weakref.finalize(self, end.close).atexit = False
@@ -227,25 +225,26 @@ class Link:
         """Return the next message, None if there is none in time. LinkClosedError at the end."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while (message := self._taken()) is None:
-            left = None if until is None else max(0.0, until - time.monotonic())
+            # Not a timeout of the socket: that would hold for who sends meanwhile as well.
+            if not self.wait(None if until is None else max(0.0, until - time.monotonic())):
+                return None
             try:
-                # Not a timeout of the socket: that would hold for who sends meanwhile as well.
-                if not self._poll.poll(None if left is None else 1e3 * left):
-                    return None
                 data = self._end.recv(_MAX_READ_NBYTES)
-            except (OSError, ValueError) as error:  # ValueError: it was closed meanwhile
+            except OSError as error:
                 raise LinkClosedError(f"the other process is gone: {error}") from error
             if not data:
                 raise LinkClosedError("the other process is gone")
             self._data += data
         return message
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when there is something to receive, or the time is up. Any thread may wait."""
-        poll = select.poll()  # `_poll` is the receiver's: two threads cannot use one at once
-        with suppress(OSError, ValueError):  # it was closed meanwhile: `receive` says so
+    def wait(self, timeout_s: float | None) -> bool:
+        """Say when there is something to receive; False if the time is up. Any thread may wait."""
+        poll = select.poll()  # one for each wait: two threads cannot use one at once
+        try:
             poll.register(self._end, select.POLLIN)
-            poll.poll(1e3 * timeout_s)
+            return bool(poll.poll(None if timeout_s is None else 1e3 * timeout_s))
+        except (OSError, ValueError):  # it was closed meanwhile: `receive` says so
+            return True
 
     def close(self) -> None:
         """Close this end; the other one sees the end of the stream."""
