@@ -16,9 +16,7 @@ from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.format import filenames
 from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.format.index import Catalog
-from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.buffers import address_of
-from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.plan import FilePlan
 from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.snapshots.arena import Followed
@@ -99,29 +97,24 @@ def files_of(
     planned = [(plan.name, plan.nbytes) for plan in plans]
     named = [(image.name, image.nbytes) for image in snapshot.images[:num]]
     others = [image.name for image in snapshot.images[num:]]
-    if named != planned or not all(_is_objects_file(name) for name in others):
+    if named != planned or any(filenames.parse_objects_file(name) is None for name in others):
         raise CorruptError(
             f"snapshot {snapshot.id} of {snapshot.path} has other files than its plan says: "
             "do trainer and writer run one version of dist_ckpt?"
         )
-    spans = followed.placement.images
+    mapped = [
+        _MappedImage(image, span.start, staging)
+        for image, span in zip(followed.images, followed.placement.images, strict=True)
+    ]
     sources = tuple(
-        partial(_source_of, _MappedImage(image, span.start, staging), plan)
-        for image, span, plan in zip(followed.images, spans, plans, strict=False)
+        partial(StagedSource, image, plan) for image, plan in zip(mapped, plans, strict=False)
     )
-    objects = {
-        name: _MappedImage(image, span.start, staging)
-        for name, image, span in zip(others, followed.images[num:], spans[num:], strict=True)
-    }
     headers = {
         plan.name: image[: plan.header.nbytes]
         for plan, image in zip(plans, followed.images, strict=False)
     }
-    return RankFiles(catalog, snapshot.step, tuple(plans), sources, _Objects(objects), headers)
-
-
-def _is_objects_file(name: str) -> bool:
-    return filenames.parse_objects_file(name) is not None
+    objects = _Objects(dict(zip(others, mapped[num:], strict=True)))
+    return RankFiles(catalog, snapshot.step, tuple(plans), sources, objects, headers)
 
 
 class _MappedImage:
@@ -149,19 +142,16 @@ class _MappedImage:
         return self._address + start
 
 
-def _source_of(image: _MappedImage, plan: FilePlan, number: int) -> Source:
-    return StagedSource(image, plan.items[number], plan.header.nbytes)
-
-
 class StagedSource:
     """One shard in the image of its file (`Source`). All calls but `nbytes` may wait."""
 
     __slots__ = ("_image", "_start", "_stop")
 
-    def __init__(self, image: _MappedImage, item: StoredShard, header_nbytes: int) -> None:
+    def __init__(self, image: _MappedImage, plan: FilePlan, number: int) -> None:
+        span = plan.items[number].span
         self._image = image
-        self._start = header_nbytes + item.span.start
-        self._stop = header_nbytes + item.span.stop
+        self._start = plan.header.nbytes + span.start
+        self._stop = plan.header.nbytes + span.stop
 
     @property
     def nbytes(self) -> int:
