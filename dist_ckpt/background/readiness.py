@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from dist_ckpt.background.writer_client import Order, OwnWriter, first_error
@@ -33,19 +32,6 @@ MAX_HOST_CHARS = 255
 
 # How much later than the newest save one is said to begin at least: a clock may be set back.
 _LATER_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How a background save begins: where the writers meet, and when it begins.
-
-    That is the coordinator's clock, but later than the newest save that any rank knows. `queued` is
-    a save that this one is to supersede on all ranks, once they agree on it: paused until then.
-    """
-
-    store: MeetingPlace
-    began_at: float
-    queued: Order | None = None
 
 
 class Saver(Message, frozen=True):
@@ -79,8 +65,14 @@ class _WriterState(Message, frozen=True):
     newest_at: float
 
 
-class _Beginning(Message, frozen=True):
-    """What all ranks do: nothing if a save has `failed`, or this one `is_skipped`."""
+class Start(Message, frozen=True):
+    """How a save begins on all ranks. It does not if one has `failed`, or if it `is_skipped`.
+
+    `committed` are saves that some rank knows to be checkpoints. `queued` is a save that this one
+    is to supersede on all ranks, once they agree on it: paused until then; "" if there is none.
+    `store` is where the writers meet. `began_at` is the coordinator's clock, but later than the
+    newest save that any rank knows.
+    """
 
     failed: dict[str, Failure]
     committed: tuple[str, ...]
@@ -98,7 +90,7 @@ def agree_on_start(ranks: Session, begin: Callable[[], OwnWriter], saver: Saver)
     """
     channel = ranks.channel
     writer: OwnWriter | None = None
-    paused: Order | None = None
+    paused = ""
     start: Start | None = None
     try:
         with channel.exchange("ready") as readying:
@@ -113,16 +105,16 @@ def agree_on_start(ranks: Session, begin: Callable[[], OwnWriter], saver: Saver)
                 failed=failed,
                 committed=tuple(order.snapshot for order in writer.orders if order.is_committed),
                 is_busy=_is_busy(writer),
-                paused="" if paused is None else paused.snapshot,
+                paused=paused,
                 joined=writer.joined,
                 host=channel.host,
                 newest_at=writer.newest_at,
             )
             if told := readying.gather(own):
                 readying.decide(_judge(told, writer))
-        start = _start_of(readying.result(_Beginning), writer, paused)
+        start = _taken_note_of(readying.result(Start), writer)
     finally:
-        if writer is not None and paused is not None and (start is None or start.queued is None):
+        if writer is not None and paused and (start is None or not start.queued):
             writer.go(paused, drop=False)
     return start
 
@@ -141,12 +133,12 @@ def _is_busy(writer: OwnWriter) -> bool:
     return len(writer.unsettled) >= NUM_ARENAS
 
 
-def _paused(writer: OwnWriter, saver: Saver) -> Order | None:
-    """Pause the save that may be superseded, if there is one."""
-    unsettled = writer.unsettled
+def _paused(writer: OwnWriter, saver: Saver) -> str:
+    """Pause the save that may be superseded; return its name, "" if there is none."""
+    unsettled = [order.snapshot for order in writer.unsettled]
     if saver.when_busy == "supersede" and unsettled and writer.pause(unsettled[-1]):
         return unsettled[-1]
-    return None
+    return ""
 
 
 def _failure_of(order: Order, channel: Channel) -> Failure:
@@ -154,7 +146,7 @@ def _failure_of(order: Order, channel: Channel) -> Failure:
     return failure_of(order.failure, "write", channel.rank, channel.host)
 
 
-def _judge(told: Sequence[_WriterState], writer: OwnWriter) -> _Beginning:
+def _judge(told: Sequence[_WriterState], writer: OwnWriter) -> Start:
     """Decide how the save begins; `writer` is the coordinator's: it may have to serve a store."""
     check_savers("AsyncSaver.save", [one.saver for one in told])
     committed = {snapshot for one in told for snapshot in one.committed}
@@ -166,7 +158,7 @@ def _judge(told: Sequence[_WriterState], writer: OwnWriter) -> _Beginning:
     is_busy = any(one.is_busy for one in told)
     paused = {one.paused for one in told}
     goes_on = not failed and not (is_busy and told[0].saver.when_busy == "skip")
-    return _Beginning(
+    return Start(
         failed=failed,
         committed=tuple(sorted(committed)),
         is_skipped=not goes_on,
@@ -188,23 +180,22 @@ def _store(told: Sequence[_WriterState], writer: OwnWriter) -> MeetingPlace:
     return writer.serve(others[0] if others else "")
 
 
-def _start_of(beginning: _Beginning, writer: OwnWriter, paused: Order | None) -> Start | None:
-    """Take note of what all ranks know now, and return how the save begins here."""
+def _taken_note_of(start: Start, writer: OwnWriter) -> Start | None:
+    """Return how the save begins, None if it is skipped: the writer here knows now what all do."""
     # What was committed though the writer here died before it could say so.
-    mistaken = [order for order in writer.failed if order.snapshot in beginning.committed]
+    mistaken = [order for order in writer.failed if order.snapshot in start.committed]
     for order in mistaken:
         order.is_told = True
         _log.warning("a background save is committed, as other ranks say: %s", order.failure)
-    if beginning.failed:
-        _raise(beginning.failed, writer)
+    if start.failed:
+        _raise(start.failed, writer)
     if mistaken:
         writer.ensure()
-    if beginning.is_skipped:
+    if start.is_skipped:
         return None
-    _check_store(beginning.store)
-    writer.newest_at = beginning.began_at
-    is_superseded = paused is not None and paused.snapshot == beginning.queued
-    return Start(beginning.store, beginning.began_at, paused if is_superseded else None)
+    _check_store(start.store)
+    writer.newest_at = start.began_at
+    return start
 
 
 def _raise(failed: Mapping[str, Failure], writer: OwnWriter) -> None:

@@ -76,7 +76,7 @@ def save_in_background(
         is_agreed = True
     finally:
         # A save that waits to be written is superseded only by one that is agreed.
-        if start.queued is not None:
+        if start.queued:
             job.writer.go(start.queued, drop=is_agreed)
     with phases.phase("stage"):
         order = _stage(job, name, room, start)
@@ -97,7 +97,7 @@ class _BegunSave:
     def busy(self) -> set[int]:
         """The arenas that are written from, but for that of a save which will be superseded."""
         unsettled = self.job.writer.unsettled
-        return {order.arena for order in unsettled if order is not self.start.queued}
+        return {order.arena for order in unsettled if order.snapshot != self.start.queued}
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,16 +205,17 @@ class OwnWriter:
         answer = self._asked(Serve(token, towards), Serving)
         return answer.host, answer.port, token
 
-    def pause(self, order: Order) -> bool:
+    def pause(self, snapshot: str) -> bool:
         """Keep a save from beginning; say whether it had not begun."""
-        return self._asked(Pause(order.snapshot), Paused).is_paused
+        return self._asked(Pause(snapshot), Paused).is_paused
 
-    def go(self, order: Order, *, drop: bool) -> None:
+    def go(self, snapshot: str, *, drop: bool) -> None:
         """Let a save that is paused begin, or drop it."""
-        if drop and not order.is_settled:  # else its writer has died over it
+        order = self._orders.get(snapshot)
+        if drop and order is not None and not order.is_settled:  # else its writer has died over it
             order.is_dropped = True
             self.num_dropped += 1
-        self._send(Go(order.snapshot, drop))
+        self._send(Go(snapshot, drop))
 
     def leave(self) -> None:
         """Let the writer end by itself when everything is settled; who has handles is told still.

@@ -80,8 +80,8 @@ def test_a_failure_is_raised_as_often_as_it_is_asked_for_and_then_by_nobody_else
 def test_a_save_that_was_superseded_or_skipped_has_no_report(writer):
     handle = handle_of(writer, "a")
     (its,) = writer.orders
-    assert writer.pause(its)
-    writer.go(its, drop=True)
+    assert writer.pause(its.snapshot)
+    writer.go(its.snapshot, drop=True)
     skipped = SaveHandle("/ck/b", 1)
     for one in (handle, skipped):
         one.wait_staged(0) if one is skipped else None

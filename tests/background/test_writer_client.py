@@ -188,10 +188,10 @@ def test_a_writer_that_refuses_to_serve_says_why_and_lives_on(writer, fakes):
 def test_a_save_is_dropped_only_if_it_has_not_begun(writer, fakes):
     queued = order(writer, "a")
     fakes.ends[0].send(Paused("a", is_paused=False))
-    assert not writer.pause(queued)
+    assert not writer.pause("a")
     fakes.ends[0].send(Paused("a", is_paused=True))
-    assert writer.pause(queued)
-    writer.go(queued, drop=True)
+    assert writer.pause("a")
+    writer.go("a", drop=True)
     assert queued.is_settled
     assert queued.failure is None
     assert writer.num_dropped == 1
