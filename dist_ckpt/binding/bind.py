@@ -67,7 +67,7 @@ def bind(
     """
     requests = Requests(template, saved, selection, keys)
     if not saved.problems:
-        _Binder(requests, template, strict=strict).bind_root()
+        _Binder(requests, strict=strict).bind_root()
     return Binding(requests, strict=strict)
 
 
@@ -110,7 +110,7 @@ class Binding:
             self.problems += (misnamed_problem([*found], rules),)
             self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in found.values())
         # A group of parameters that are called otherwise is missing, though it is there.
-        known = {*found, *(name for name in self.missing if found and saved.is_leaf(name))}
+        known = {*found, *(name for name in self.missing if found and name in saved.leaves)}
         if lacking := [name for name in self.missing if name not in known]:
             self.problems += (missing_problem(lacking),)
 
@@ -211,13 +211,13 @@ def _them(names: Sequence[str]) -> str:
 class _Binder:
     """One walk over a template; each leaf asks for what was saved under its name."""
 
-    def __init__(self, requests: Requests, template: Template, *, strict: bool) -> None:
+    def __init__(self, requests: Requests, *, strict: bool) -> None:
         self._requests = requests
-        self._template = template
         self._strict = strict
 
     def bind_root(self) -> None:
-        root, requests = self._template.root, self._requests
+        requests = self._requests
+        root = requests.template.root
         value = self._branch("", root) if root.children else requests.subtree("")
 
         def put(value: Value) -> None:
@@ -246,7 +246,7 @@ class _Binder:
             case ModuleLeaf():
                 bind_module(self._requests, name, tree)
             case OptimizerLeaf():
-                names = self._template.parameters[name]
+                names = self._requests.template.parameters[name]
                 bind_optimizer(self._requests, name, tree, names, strict=self._strict)
             case ObjectLeaf():
                 self._object(name, tree)

@@ -53,10 +53,6 @@ class Saved:
         """Say whether all names are those of the catalog: no rename has touched them."""
         return not self.dropped and all(name == fqn for name, fqn in self.leaves.items())
 
-    def is_leaf(self, name: str) -> bool:
-        """Say whether a tensor or a value has the name, and no container."""
-        return name in self.leaves
-
     def is_compound(self, name: str) -> bool:
         """Say whether the name is that of a tensor which is made of others."""
         return join(name, RECORD) in self.leaves
