@@ -223,7 +223,7 @@ class Requests:
         parts = [*self.saved.below(name)]
         if len(self.chosen(name)) < len(parts):
             return None
-        if self.template.sharding is not None:
+        if not self.template.rules.are_none:
             self.problems.append(f"{name}: a ShardingConfig says nothing of such state: exclude it")
             return None
         for part in parts:

@@ -18,7 +18,7 @@ from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.plan import Flattened, Ruled, Wanted, Whole
 from dist_ckpt.state.fsdp1 import ParameterPart
-from dist_ckpt.state.local_tensors import as_tensor, is_array, is_ordinary, torch_dtype
+from dist_ckpt.state.local_tensors import is_array, is_ordinary, torch_dtype
 from dist_ckpt.state.sharding_rules import target_cells
 from dist_ckpt.state.tensors import (
     HeldTensor,
@@ -266,16 +266,12 @@ class Targets:
         return found
 
     def _held(self, value: object, name: str) -> HeldTensor:
-        return describe_target(
-            as_tensor(value, name, writable=True),
-            name,
-            rank=self._template.rank,
-            group=self._template.group_ranks,
-        )
+        template = self._template
+        return describe_target(value, name, rank=template.rank, group=template.group_ranks)
 
     def _kind_of(self, value: object, record: TensorRecord) -> Hashable:
         """Return what decides how an ordinary tensor is wanted, or None if it is not ordinary."""
-        if not is_ordinary(value) or self._template.sharding is not None:
+        if not is_ordinary(value) or not self._template.rules.are_none:
             return None
         return value.dtype, value.shape, record.dtype, record.shape, record.layout
 
