@@ -26,6 +26,7 @@ from dist_ckpt.state.compounds import unwrapped
 from dist_ckpt.state.dtensors import (
     boxes_in,
     cells_held,
+    dtensor_like,
     local_of,
     mesh_within,
     placement_of,
@@ -302,16 +303,9 @@ def _parts(
 
 def _empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(value, DTensor):
-        local, mesh = unwrapped(local_of(value)).detach(), value.device_mesh
-        device = mesh.device_type if local.is_meta else local.device
-        return DTensor.from_local(
-            torch.empty_like(local, dtype=dtype, device=device),
-            mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        local = unwrapped(local_of(value)).detach()
+        device = value.device_mesh.device_type if local.is_meta else local.device
+        return dtensor_like(value, torch.empty_like(local, dtype=dtype, device=device))
     value = unwrapped(value).detach()
     device = "cpu" if value.is_meta else value.device
     return torch.empty_like(value, dtype=dtype, device=device)
