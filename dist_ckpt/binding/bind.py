@@ -78,7 +78,9 @@ class Binding:
     names that the state asks for and the checkpoint lacks. `unclaimed`: saved names that this
     rank's state does not ask for, as the catalog has them; those that no rank asks for are
     unexpected (`unexpected_problem` words the error). `dropped`: what a policy or a rename left
-    out.
+    out. `makes_memory`: whether `allocate` makes tensors, or only says where those of the state
+    are; `places`, `loads_objects`: whether the methods `place` and `load_objects` have anything to
+    do.
     """
 
     def __init__(self, requests: Requests, *, strict: bool) -> None:
@@ -89,6 +91,9 @@ class Binding:
         self.restored = tuple(requests.restored)
         self.resharded = tuple(requests.targets.resharded)
         self.wanted: tuple[Wanted, ...] = requests.targets.wanted()
+        self.makes_memory = bool(requests.targets.fresh)
+        self.places = bool(requests.assigns or requests.effects)
+        self.loads_objects = bool(requests.loads or requests.generators)
         self.unclaimed = requests.unclaimed()
         self.problems = (*saved.problems, *requests.problems)
         if saved.problems:
@@ -114,21 +119,6 @@ class Binding:
         if lacking := [name for name in self.missing if name not in known]:
             self.problems += (missing_problem(lacking),)
 
-    @property
-    def makes_memory(self) -> bool:
-        """Whether `allocate` makes tensors; else it only says where those of the state are."""
-        return self._requests.targets.makes_memory
-
-    @property
-    def places(self) -> bool:
-        """Whether `place` has anything to do."""
-        return bool(self._requests.assigns or self._requests.effects)
-
-    @property
-    def loads_objects(self) -> bool:
-        """Whether `load_objects` has anything to do."""
-        return bool(self._requests.loads or self._requests.generators)
-
     def allocate(self) -> Mapping[tuple[str, int], Target]:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
         with paused_collector():
@@ -140,7 +130,6 @@ class Binding:
         Raises IncompatibleError if what was saved differs where they share it.
         """
         self._requests.targets.settle()
-        self._requests.targets.synchronize()
 
     def place(self) -> None:
         """Put plain values and new tensors where they belong; those of modules first.
