@@ -161,7 +161,8 @@ def saved_of(
             "checkpoint"
         )
     # The parameters that have no state yet are named in the groups only.
-    states = {join(stem, p): (stem, p) for stem, params in _states(groups) for p in params}
+    stems = ((_state_of(group), params) for group, params in groups.items())
+    states = {join(stem, p): (stem, p) for stem, params in stems for p in params}
     # A name that no saved tensor has is one of before, or of torch's helpers, within its module.
     known = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
     own = {n: of for n, of in states.items() if of[1] in known or join(of[1], RECORD) in known}
@@ -203,11 +204,6 @@ def _groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
         if all(isinstance(param, str) for param in value):  # else it is a value of the user's
             groups[group] = value
     return groups
-
-
-def _states(groups: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Sequence[str]]]:
-    for group, params in groups.items():
-        yield _state_of(group), params
 
 
 def _state_of(group: str) -> str:

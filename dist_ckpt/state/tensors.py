@@ -134,7 +134,6 @@ def materialize(value: object) -> object:
     Parameter stays one. The content is undefined.
     """
     if isinstance(value, LocalShard | FlatShard):
-        assert isinstance(value.tensor, torch.Tensor)
         return replace(value, tensor=_empty_like(value.tensor, value.tensor.dtype))
     assert isinstance(value, torch.Tensor)
     made = _empty_like(value, value.dtype)

@@ -102,7 +102,7 @@ class GroupLeaf:
     """
 
     params: tuple[str, ...]
-    values: Mapping[str, object]
+    values: Mapping[PathKey, object]
     tensors: Mapping[PathKey, Tree]
 
 
