@@ -67,7 +67,7 @@ def bind(
     """
     requests = Requests(template, saved, selection, keys)
     if not saved.problems:
-        _Binder(requests, template, strict=strict).bind_root()
+        _Binder(requests, strict=strict).bind_root()
     return Binding(requests, strict=strict)
 
 
@@ -78,7 +78,9 @@ class Binding:
     names that the state asks for and the checkpoint lacks. `unclaimed`: saved names that this
     rank's state does not ask for, as the catalog has them; those that no rank asks for are
     unexpected (`unexpected_problem` words the error). `dropped`: what a policy or a rename left
-    out.
+    out. `makes_memory`: whether `allocate` makes tensors, or only says where those of the state
+    are; `places`, `loads_objects`: whether the methods `place` and `load_objects` have anything to
+    do.
     """
 
     def __init__(self, requests: Requests, *, strict: bool) -> None:
@@ -89,6 +91,9 @@ class Binding:
         self.restored = tuple(requests.restored)
         self.resharded = tuple(requests.targets.resharded)
         self.wanted: tuple[Wanted, ...] = requests.targets.wanted()
+        self.makes_memory = bool(requests.targets.fresh)
+        self.places = bool(requests.assigns or requests.effects)
+        self.loads_objects = bool(requests.loads or requests.generators)
         self.unclaimed = requests.unclaimed()
         self.problems = (*saved.problems, *requests.problems)
         if saved.problems:
@@ -110,24 +115,9 @@ class Binding:
             self.problems += (misnamed_problem([*found], rules),)
             self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in found.values())
         # A group of parameters that are called otherwise is missing, though it is there.
-        known = {*found, *(name for name in self.missing if found and saved.is_leaf(name))}
+        known = {*found, *(name for name in self.missing if found and name in saved.leaves)}
         if lacking := [name for name in self.missing if name not in known]:
             self.problems += (missing_problem(lacking),)
-
-    @property
-    def makes_memory(self) -> bool:
-        """Whether `allocate` makes tensors; else it only says where those of the state are."""
-        return self._requests.targets.makes_memory
-
-    @property
-    def places(self) -> bool:
-        """Whether `place` has anything to do."""
-        return bool(self._requests.assigns or self._requests.effects)
-
-    @property
-    def loads_objects(self) -> bool:
-        """Whether `load_objects` has anything to do."""
-        return bool(self._requests.loads or self._requests.generators)
 
     def allocate(self) -> Mapping[tuple[str, int], Target]:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
@@ -140,7 +130,6 @@ class Binding:
         Raises IncompatibleError if what was saved differs where they share it.
         """
         self._requests.targets.settle()
-        self._requests.targets.synchronize()
 
     def place(self) -> None:
         """Put plain values and new tensors where they belong; those of modules first.
@@ -211,13 +200,13 @@ def _them(names: Sequence[str]) -> str:
 class _Binder:
     """One walk over a template; each leaf asks for what was saved under its name."""
 
-    def __init__(self, requests: Requests, template: Template, *, strict: bool) -> None:
+    def __init__(self, requests: Requests, *, strict: bool) -> None:
         self._requests = requests
-        self._template = template
         self._strict = strict
 
     def bind_root(self) -> None:
-        root, requests = self._template.root, self._requests
+        requests = self._requests
+        root = requests.template.root
         value = self._branch("", root) if root.children else requests.subtree("")
 
         def put(value: Value) -> None:
@@ -246,7 +235,7 @@ class _Binder:
             case ModuleLeaf():
                 bind_module(self._requests, name, tree)
             case OptimizerLeaf():
-                names = self._template.parameters[name]
+                names = self._requests.template.parameters[name]
                 bind_optimizer(self._requests, name, tree, names, strict=self._strict)
             case ObjectLeaf():
                 self._object(name, tree)

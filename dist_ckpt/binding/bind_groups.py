@@ -15,11 +15,10 @@ import torch
 
 from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.values import Known, Made, Value
-from dist_ckpt.state.containers import PathKey, is_mapping, join
+from dist_ckpt.state.containers import is_mapping, join
 from dist_ckpt.state.optimizer_state import GROUPS
-from dist_ckpt.state.optimizers import LOCAL_KEYS
+from dist_ckpt.state.optimizers import LOCAL_KEYS, options_branch
 from dist_ckpt.state.read_tree import read_value
-from dist_ckpt.state.tree import Branch, Tree
 
 # How a step is computed, not what: torch lets any of them change between two steps.
 _WAYS_TO_STEP = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -122,7 +121,8 @@ class GroupBinding:
         requests = self._requests
         # One that is no optimizer's own but a dict of tensors and values was saved as a container.
         container = requests.is_container(name)
-        values = requests.subtree(name, self._tree(name)) if container else requests.value(name)
+        own = options_branch(self._group, name) if container else None
+        values = requests.subtree(name, own) if container else requests.value(name)
         if values is None:
             requests.misfit(name, "a parameter group")
             return None
@@ -139,14 +139,6 @@ class GroupBinding:
             if (tensor := requests.subtree(child, live)) is not None:
                 options[str(key)] = tensor
         return {key: option for key, option in options.items() if key not in LOCAL_KEYS}
-
-    def _tree(self, name: str) -> Branch:
-        children: dict[PathKey, Tree] = {
-            key: read_value(value, join(name, key))
-            for key, value in self._group.items()
-            if key not in LOCAL_KEYS
-        }
-        return Branch("dict", None, children)
 
     def _check_agreement(self, saved: Mapping[str, Mapping[str, Value]]) -> None:
         """Report hyperparameters, of which none is a tensor, that differ between saved groups."""

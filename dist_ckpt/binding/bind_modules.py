@@ -36,7 +36,8 @@ def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
         # Tied parameters stay one object.
         first, assigned[name] = made[id(live)]
         requests.targets.check_tied(first, full)
-    extras = requests.parts(fqn, leaf.extras)
+    further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
+    extras = requests.parts(fqn, further)
     for part in state.parts:
         _assign(requests, fqn, part, {n: v for n, v in assigned.items() if n in part.keys})
         if part.flat is not None:

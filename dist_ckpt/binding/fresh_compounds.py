@@ -35,6 +35,7 @@ from dist_ckpt.state.compounds import (
     unwrapped,
 )
 from dist_ckpt.state.containers import RECORD, join
+from dist_ckpt.state.dtensors import dtensor_like
 from dist_ckpt.state.fsdp1 import ParameterPart
 from dist_ckpt.state.local_tensors import class_name, full_name, torch_dtype
 from dist_ckpt.state.read_tree import users_code
@@ -91,14 +92,7 @@ class FreshCompound:
         if not isinstance(self.parameter, DTensor):
             return made
         with users_code(self.name, made, "a view"), torch.no_grad():
-            return DTensor.from_local(
-                made,
-                self.parameter.device_mesh,
-                self.parameter.placements,
-                run_check=False,
-                shape=self.parameter.shape,
-                stride=self.parameter.stride(),
-            )
+            return dtensor_like(self.parameter, made)
 
     def _local(self) -> torch.Tensor:
         inner = {

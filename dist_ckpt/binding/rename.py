@@ -8,51 +8,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count, pairwise, takewhile
+from dataclasses import dataclass
+from itertools import count, takewhile
 from operator import eq
 
 from dist_ckpt.state.containers import join, names_above
 
-_WILDCARD = re.compile(r"\*+|\{[^{}]*\}|[{}]")
+_WILDCARD = re.compile(r"(\*+|\{[^{}]*\}|[{}])")
 # So many missing names are looked into: each costs a look at all saved names that are free.
 _MAX_TRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Wildcard:
-    """`*`, whose name is its number, or `{name}`."""
-
-    name: int | str
-
-
-_Pattern = tuple[str | _Wildcard, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Rule:
-    """One rule: what stands for the names, as given and taken apart. Targets of None drop them."""
+    """One rule: `target` has texts, and groups of `regex` by number. One of None drops names.
+
+    `pattern` is as given, and `start` the text that it begins with.
+    """
 
     pattern: str
     start: str
     regex: re.Pattern[str]
-    wildcards: tuple[int | str, ...]
-    target: _Pattern | None
+    target: tuple[str | int, ...] | None
 
-    def matches(self, name: str) -> tuple[str | None] | None:
-        """Return the new name of what it matches, which may be None; else None itself."""
+    def match(self, name: str) -> re.Match[str] | None:
+        """Match a name, or else the nearest one above it that fits."""
         if not name.startswith(self.start):
             return None
-        for part in names_above(name):
-            if (match := self.regex.fullmatch(part)) is not None:
-                return (self._filled(match, name[len(part) :]),)
-        return None
+        return next(filter(None, map(self.regex.fullmatch, names_above(name))), None)
 
-    def _filled(self, match: re.Match[str], below: str) -> str | None:
+    def filled(self, match: re.Match[str], name: str) -> str | None:
+        """Return the new name of what has matched, with what is below it."""
         if self.target is None:
             return None
-        texts: Mapping[int | str, str] = dict(zip(self.wildcards, match.groups(), strict=True))
-        return "".join(t if isinstance(t, str) else texts[t.name] for t in self.target) + below
+        texts = (token if isinstance(token, str) else match[token] for token in self.target)
+        return "".join(texts) + name[match.end() :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +69,9 @@ class Rename:
         if not self.rules:
             return {name: name for name in names}, ()
         renamed: dict[str, str | None] = {}
-        problems = _Problems()
+        # By the rules that are to blame: each of them is said once.
+        disagreeing: dict[tuple[str, ...], list[str]] = {}
+        colliding: dict[object, list[tuple[str, str, str]]] = {}
         taken: dict[str, str] = {}
         ruled: dict[str, tuple[str, ...]] = {}
         for name in names:
@@ -90,20 +82,22 @@ class Rename:
             ruled[name] = tuple(found)
             targets = set(found.values())
             if len(targets) > 1:
-                problems.disagreeing.setdefault(ruled[name], []).append(name)
+                disagreeing.setdefault(ruled[name], []).append(name)
                 continue
             target = renamed[name] = targets.pop() if targets else name
             if target is not None and (first := taken.setdefault(target, name)) != name:
-                pairs = problems.colliding.setdefault((ruled[first], ruled[name]), [])
+                pairs = colliding.setdefault((ruled[first], ruled[name]), [])
                 pairs.append((first, name, target))
         used = {pattern for patterns in ruled.values() for pattern in patterns}
-        problems.unused.extend(rule.pattern for rule in self.rules if rule.pattern not in used)
-        return renamed, tuple(problems.texts())
+        unused = [rule.pattern for rule in self.rules if rule.pattern not in used]
+        return renamed, tuple(_problems(disagreeing, colliding, unused))
 
     def _found(self, name: str) -> dict[str, str | None]:
         """Return the new name by each rule that matches."""
         return {
-            rule.pattern: new[0] for rule in self.rules if (new := rule.matches(name)) is not None
+            rule.pattern: rule.filled(match, name)
+            for rule in self.rules
+            if (match := rule.match(name)) is not None
         }
 
     def _following(
@@ -123,30 +117,27 @@ class Rename:
         return {**dict.fromkeys(above, next(iter(new.values()))), **new}
 
 
-@dataclass(frozen=True, slots=True)
-class _Problems:
-    """What is wrong, by the rules that are to blame: each of them is said once."""
-
-    disagreeing: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
-    colliding: dict[object, list[tuple[str, str, str]]] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
-
-    def texts(self) -> Iterator[str]:
-        for patterns, names in self.disagreeing.items():
-            more = f", as are {len(names) - 1} other names" if len(names) > 1 else ""
-            yield (
-                f"rename: {names[0]!r} is matched by {sorted(patterns)}, which disagree{more}: "
-                "make the patterns such that one matches"
-            )
-        for pairs in self.colliding.values():
-            first, second, target = pairs[0]
-            more = f", and {len(pairs) - 1} other pairs would meet too" if len(pairs) > 1 else ""
-            yield (
-                f"rename: {first!r} and {second!r} would both be {target!r}{more}: change the "
-                "rules, or drop one of the two with None"
-            )
-        for pattern in self.unused:
-            yield f"rename: {pattern!r} matches no saved name: mend or remove the rule"
+def _problems(
+    disagreeing: Mapping[tuple[str, ...], Sequence[str]],
+    colliding: Mapping[object, Sequence[tuple[str, str, str]]],
+    unused: Iterable[str],
+) -> Iterator[str]:
+    """Word what is wrong."""
+    for patterns, names in disagreeing.items():
+        more = f", as are {len(names) - 1} other names" if len(names) > 1 else ""
+        yield (
+            f"rename: {names[0]!r} is matched by {sorted(patterns)}, which disagree{more}: "
+            "make the patterns such that one matches"
+        )
+    for pairs in colliding.values():
+        first, second, target = pairs[0]
+        more = f", and {len(pairs) - 1} other pairs would meet too" if len(pairs) > 1 else ""
+        yield (
+            f"rename: {first!r} and {second!r} would both be {target!r}{more}: change the "
+            "rules, or drop one of the two with None"
+        )
+    for pattern in unused:
+        yield f"rename: {pattern!r} matches no saved name: mend or remove the rule"
 
 
 # --- patterns --------------------------------------------------------------------------------
@@ -167,70 +158,63 @@ def _rule(pattern: object, target: object) -> _Rule:
         raise ValueError(f"{what}: a name cannot be empty")
     if any(mark in pattern for mark in "?["):
         raise ValueError(f"{what}: `*` and `{{name}}` are the only wildcards here")
-    saved = _parsed(pattern, what)
-    wildcards = [token.name for token in saved if isinstance(token, _Wildcard)]
-    if any(isinstance(a, _Wildcard) and isinstance(b, _Wildcard) for a, b in pairwise(saved)):
+    texts, names = _parsed(pattern, what)
+    if "" in texts[1:-1]:
         raise ValueError(f"{what}: put a text between two wildcards, or leave one of them out")
-    if len(set(wildcards)) < len(wildcards):
+    if len(set(names)) < len(names):
         raise ValueError(f"{what}: give each {{name}} of the pattern a name of its own")
-    new = None if target is None else _parsed(target, what)
-    if new is not None:
-        _check_target(what, wildcards, [t.name for t in new if isinstance(t, _Wildcard)])
-    start = saved[0] if isinstance(saved[0], str) else ""
-    return _Rule(pattern, start, re.compile(_regex(saved), re.DOTALL), tuple(wildcards), new)
+    new = None if target is None else _target(target, names, what)
+    return _Rule(pattern, texts[0], re.compile(_regex(texts, names), re.DOTALL), new)
 
 
-def _check_target(what: str, given: Sequence[int | str], asked: Sequence[int | str]) -> None:
-    if [n for n in given if isinstance(n, int)] != [n for n in asked if isinstance(n, int)]:
+def _target(target: str, names: Sequence[str], what: str) -> tuple[str | int, ...]:
+    """Return a target with the numbers of the pattern's wildcards in place of its own."""
+    (first, *texts), asked = _parsed(target, what)
+    if list(filter(_is_star, names)) != list(filter(_is_star, asked)):
         raise ValueError(f"{what}: give both sides the same number of `*`")
-    if unknown := [name for name in asked if name not in given]:
+    if unknown := [name for name in asked if name not in names]:
         raise ValueError(f"{what}: the saved name has no {{{unknown[0]}}}: put it there as well")
+    tokens: list[str | int] = [first]
+    for name, text in zip(asked, texts, strict=True):
+        tokens += [names.index(name) + 1, text]
+    return tuple(tokens)
 
 
-def _parsed(pattern: str, what: str) -> _Pattern:
-    """Take a pattern apart into texts and wildcards."""
-    tokens: list[str | _Wildcard] = []
-    stars, end = count(), 0
-    for match in _WILDCARD.finditer(pattern):
-        tokens += [pattern[end : match.start()]] if match.start() > end else []
-        end = match.end()
-        mark = match.group()
+def _parsed(pattern: str, what: str) -> tuple[list[str], list[str]]:
+    """Return the texts around the wildcards of a pattern, and their names: of `*`, its number."""
+    tokens = _WILDCARD.split(pattern)
+    names: list[str] = []
+    stars = count()
+    for mark in tokens[1::2]:
         if mark[0] != "*" and not mark[1:-1].isidentifier():
             raise ValueError(f"{what}: write a wildcard as {{name}}, with a word as its name")
-        tokens.append(_Wildcard(next(stars) if mark[0] == "*" else mark[1:-1]))
-    return (*tokens, pattern[end:]) if end < len(pattern) else tuple(tokens)
+        names.append(str(next(stars)) if mark[0] == "*" else mark[1:-1])
+    return tokens[::2], names
 
 
-def _regex(pattern: _Pattern) -> str:
+def _is_star(name: str) -> bool:
+    return name.isdigit()  # no word is
+
+
+def _regex(texts: Sequence[str], names: Sequence[str]) -> str:
     """Return a regular expression that never goes back behind a wildcard: groups are atomic.
 
     What follows a wildcard up to the next `*` is looked for as a whole. The first place where it
     is will do: any later one would leave less for the rest.
     """
-    runs: list[list[str | _Wildcard]] = [[]]
-    for token in pattern:
-        if isinstance(token, _Wildcard) and isinstance(token.name, int):
-            runs.append([])
+    first, *others = map(re.escape, texts)
+    runs = [first]
+    for number, (name, text) in enumerate(zip(names, others, strict=True), 1):
+        if _is_star(name):
+            runs.append(text)
+        elif number < len(names):
+            runs[-1] += f"(?>([^.]+?){text})"
         else:
-            runs[-1].append(token)
-    first, *others = (_run(tokens, is_last=n == len(runs) - 1) for n, tokens in enumerate(runs))
-    if not others:
-        return first
-    *inner, last = others
+            runs[-1] += f"([^.]+?){text}"
+    if len(runs) == 1:
+        return runs[0]
+    first, *inner, last = runs
     return first + "".join(f"(?>(.*?){run})" for run in inner) + f"(.*?){last}"
-
-
-def _run(tokens: Sequence[str | _Wildcard], *, is_last: bool) -> str:
-    """Return the expression of texts and `{name}`s, of which no two are neighbours."""
-    texts: list[str] = []
-    for number, token in enumerate(tokens):
-        if isinstance(token, _Wildcard):
-            texts.append("([^.]+?)")
-        elif number and not (is_last and number == len(tokens) - 1):
-            texts[-1] = f"(?>{texts[-1]}{re.escape(token)})"
-        else:
-            texts.append(re.escape(token))
-    return "".join(texts)
 
 
 # --- the rule that a user wants --------------------------------------------------------------

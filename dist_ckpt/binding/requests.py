@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 
 from dist_ckpt.binding.fresh_compounds import fresh_compound
 from dist_ckpt.binding.saved_tree import Saved, mesh_text
@@ -56,7 +57,8 @@ class Requests:
         self.generators: list[tuple[RNG, object]] = []
         self._selection, self._keys = selection, keys or {}
         self._split: dict[str, object] = {}
-        self._mesh: tuple[tuple[str, int], ...] | None = None
+        # It looks at every tensor of the state: once at most, and seldom at all.
+        self._live_mesh = cache(template.mesh)
 
     # --- names -------------------------------------------------------------------------------
 
@@ -108,13 +110,12 @@ class Requests:
         if self.saved.tensor(name) is None:
             self.misfit(name, "a tensor")
             return False
-        self.claimed.add(self.saved.leaves[name])
-        self.restored[name] = None
+        self.restore(name)
         return True
 
     def misfit(self, name: str, asked: str, remedy: str = "make them alike") -> None:
         """Report that a name is missing, or is not what the state has there."""
-        kind = self._kind(name)
+        kind = "a value without tensors" if name in self._split else self.saved.kind_of(name)
         if kind is None:
             self.missing[name] = None
             return
@@ -134,9 +135,6 @@ class Requests:
         """Note that a saved name is asked for and comes back."""
         self.claim(name)
         self.restored[name] = None
-
-    def _kind(self, name: str) -> str | None:
-        return "a value without tensors" if name in self._split else self.saved.kind_of(name)
 
     # --- values ------------------------------------------------------------------------------
 
@@ -209,7 +207,7 @@ class Requests:
                 "it (`to_empty`), or convert the model once it has memory, before the load"
             )
             return
-        if self.saved.is_leaf(name) and self.selected(name):
+        if name in self.saved.leaves and self.selected(name):
             self.misfit(name, f"a {own}", "load into a plain tensor and convert that then")
             return
         for attribute, inner in leaf.inner.items():
@@ -225,7 +223,7 @@ class Requests:
         parts = [*self.saved.below(name)]
         if len(self.chosen(name)) < len(parts):
             return None
-        if self.template.sharding is not None:
+        if not self.template.rules.are_none:
             self.problems.append(f"{name}: a ShardingConfig says nothing of such state: exclude it")
             return None
         for part in parts:
@@ -294,19 +292,12 @@ class Requests:
         self.restore(name)
         return Known(self.saved.values.per_rank(self.saved.leaves[name], [key])[key])
 
-    def _live_mesh(self) -> tuple[tuple[str, int], ...]:
-        if self._mesh is None:
-            self._mesh = self.template.mesh()
-        return self._mesh
-
     def _same_mesh(self) -> bool:
         return self.saved.is_of_mesh(self._live_mesh(), self.template.world_size)
 
     # --- whole subtrees ----------------------------------------------------------------------
 
-    def parts(
-        self, fqn: str, trees: Mapping[str, Tree] | Mapping[PathKey, Tree]
-    ) -> dict[str, Value]:
+    def parts(self, fqn: str, trees: Mapping[PathKey, Tree]) -> dict[str, Value]:
         """Ask for what an object tells of itself; `trees` are what it tells now."""
         found: dict[str, Value] = {}
         for key, tree in trees.items():
@@ -323,12 +314,14 @@ class Requests:
         A tensor of `tree` that fits is filled in place and put there; else a new one is, whole in
         host memory or as `beside` says. None if nothing of it is selected.
         """
+        while isinstance(tree, ObjectLeaf):
+            tree = tree.content
         if isinstance(tree, CompoundLeaf):
             self.compound(name, tree)
             return Known(tree.value)
         if beside is not None and self.saved.is_compound(name):
             return self._fresh_compound(name, beside)
-        own = self._leaf(name, _leaf_at(tree), beside) if self._is_leaf(name) else None
+        own = self._leaf(name, tree, beside)
         children = children_of(tree)
         found: dict[PathKey, Value] = {}
         for key, child in self.saved.children(name):
@@ -348,29 +341,19 @@ class Requests:
             return Made(kind, {})
         return own
 
-    def _is_leaf(self, name: str) -> bool:
-        return name in self._split or name in self.saved.leaves
-
     def _leaf(self, name: str, leaf: Tree | None, beside: Beside | None) -> Value | None:
         if not self.selected(name):
             return None
         if self.saved.tensor(name) is not None:
-            return self._tensor(name, leaf, beside)
+            self.restore(name)
+            if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
+                return Known(self.targets.fill(name, leaf))
+            return self.targets.whole(name) if beside is None else self.targets.beside(name, beside)
         if self.saved.keys_of(name) is not None:
             if isinstance(leaf, PerRankLeaf):
                 return self.per_rank(name, leaf.wrapper)
             return self.open_per_rank(name)
         return self.value(name)
-
-    def _tensor(self, name: str, leaf: Tree | None, beside: Beside | None) -> Value:
-        self.restore(name)
-        if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
-            return Known(self.targets.fill(name, leaf))
-        return self.targets.whole(name) if beside is None else self.targets.beside(name, beside)
-
-
-def _leaf_at(tree: Tree | None) -> Tree | None:
-    return _leaf_at(tree.content) if isinstance(tree, ObjectLeaf) else tree
 
 
 def _listed(keys: Sequence[Key]) -> str:

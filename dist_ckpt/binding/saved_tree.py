@@ -53,10 +53,6 @@ class Saved:
         """Say whether all names are those of the catalog: no rename has touched them."""
         return not self.dropped and all(name == fqn for name, fqn in self.leaves.items())
 
-    def is_leaf(self, name: str) -> bool:
-        """Say whether a tensor or a value has the name, and no container."""
-        return name in self.leaves
-
     def is_compound(self, name: str) -> bool:
         """Say whether the name is that of a tensor which is made of others."""
         return join(name, RECORD) in self.leaves
@@ -165,7 +161,8 @@ def saved_of(
             "checkpoint"
         )
     # The parameters that have no state yet are named in the groups only.
-    states = {join(stem, p): (stem, p) for stem, params in _states(groups) for p in params}
+    stems = ((_state_of(group), params) for group, params in groups.items())
+    states = {join(stem, p): (stem, p) for stem, params in stems for p in params}
     # A name that no saved tensor has is one of before, or of torch's helpers, within its module.
     known = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
     own = {n: of for n, of in states.items() if of[1] in known or join(of[1], RECORD) in known}
@@ -207,11 +204,6 @@ def _groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
         if all(isinstance(param, str) for param in value):  # else it is a value of the user's
             groups[group] = value
     return groups
-
-
-def _states(groups: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Sequence[str]]]:
-    for group, params in groups.items():
-        yield _state_of(group), params
 
 
 def _state_of(group: str) -> str:

@@ -18,7 +18,7 @@ from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.plan import Flattened, Ruled, Wanted, Whole
 from dist_ckpt.state.fsdp1 import ParameterPart
-from dist_ckpt.state.local_tensors import as_tensor, is_array, is_ordinary, torch_dtype
+from dist_ckpt.state.local_tensors import is_array, is_ordinary, torch_dtype
 from dist_ckpt.state.sharding_rules import target_cells
 from dist_ckpt.state.tensors import (
     HeldTensor,
@@ -73,7 +73,7 @@ class Targets:
     """The tensors that a rank wants, added one after another.
 
     What does not fit goes to `problems`, in words. `resharded` are the names whose cells here are
-    not cells of the stored layout.
+    not cells of the stored layout, and `fresh` the tensors that have to be made.
     """
 
     def __init__(self, template: Template, saved: Saved) -> None:
@@ -83,7 +83,7 @@ class Targets:
         self._saved = saved
         self._cells: dict[str, tuple[Cell, ...]] = {}
         self._fills: list[_Fill] = []
-        self._fresh: list[Fresh] = []
+        self.fresh: list[Fresh] = []
         # The cells of the ordinary tensors of a kind that is stored in just these cells.
         self._kinds: dict[Hashable, tuple[Cell, ...]] = {}
         self._values: dict[str, object] = {}
@@ -223,14 +223,9 @@ class Targets:
             for fqn, cells in self._cells.items()
         )
 
-    @property
-    def makes_memory(self) -> bool:
-        """Whether `allocate` makes tensors."""
-        return bool(self._fresh)
-
     def allocate(self) -> dict[tuple[str, int], Target]:
         """Make what has to be made; return the memory of each wanted cell by fqn and number."""
-        for fresh in self._fresh:
+        for fresh in self.fresh:
             fresh.value = fresh.make()
         targets: dict[tuple[str, int], Target] = {}
         held = [self._parts_of(fill) for fill in self._fills]
@@ -243,16 +238,16 @@ class Targets:
                 memory = self._landings[-1].read
             for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
                 targets[fill.fqn, number] = TensorTarget(part, cell)
-        self.synchronize()
+        synchronize(self._tensors)  # before the first byte is placed
         return targets
 
     def settle(self) -> None:
-        """Fill the tensors that share memory; IncompatibleError if they cannot all be filled."""
+        """Fill the tensors that share memory, and wait for the accelerators after the last byte.
+
+        Raises IncompatibleError if they cannot all be filled.
+        """
         settle(self._landings)
         self._landings.clear()
-
-    def synchronize(self) -> None:
-        """Wait for the accelerators: before the first byte is placed, and after the last."""
         synchronize(self._tensors)
 
     def _parts_of(self, fill: _Fill) -> tuple[torch.Tensor, ...]:
@@ -266,16 +261,12 @@ class Targets:
         return found
 
     def _held(self, value: object, name: str) -> HeldTensor:
-        return describe_target(
-            as_tensor(value, name, writable=True),
-            name,
-            rank=self._template.rank,
-            group=self._template.group_ranks,
-        )
+        template = self._template
+        return describe_target(value, name, rank=template.rank, group=template.group_ranks)
 
     def _kind_of(self, value: object, record: TensorRecord) -> Hashable:
         """Return what decides how an ordinary tensor is wanted, or None if it is not ordinary."""
-        if not is_ordinary(value) or self._template.sharding is not None:
+        if not is_ordinary(value) or not self._template.rules.are_none:
             return None
         return value.dtype, value.shape, record.dtype, record.shape, record.layout
 
@@ -328,7 +319,7 @@ class Targets:
 
     def _want_fresh(self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]) -> Fresh:
         fresh = Fresh(make)
-        self._fresh.append(fresh)
+        self.fresh.append(fresh)
         fqn, record = self._tensor(name)
         self._want(name, fqn, cells, fresh)
         self._are_stored(name, record, cells)

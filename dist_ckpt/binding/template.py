@@ -10,11 +10,10 @@ from dist_ckpt.planning.plan import View
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.containers import State
 from dist_ckpt.state.flat_optimizers import unflattened
-from dist_ckpt.state.local_state import mesh_of
 from dist_ckpt.state.optimizers import ParameterName, name_parameters
 from dist_ckpt.state.read_tree import read_state
 from dist_ckpt.state.sharding_rules import Rules
-from dist_ckpt.state.tensors import describe
+from dist_ckpt.state.tensors import describe_target
 from dist_ckpt.state.tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, Tree, walk
 from dist_ckpt.state.wrappers import key_of
 
@@ -32,7 +31,6 @@ class Template:
     keys: Mapping[str, Key]
     parameters: Mapping[str, Mapping[int, ParameterName]]
     rules: Rules
-    sharding: ShardingConfig | None
     rank: int
     world_size: int
     group_ranks: tuple[int, ...]
@@ -43,11 +41,11 @@ class Template:
         for fqn, _, leaf in walk(self.root):
             if isinstance(leaf, TensorLeaf):
                 try:
-                    held = describe(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
+                    held = describe_target(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
                 except (TypeError, ValueError):
                     continue  # reported where the tensor is asked for
                 views.append(held.view)
-        return mesh_of(views, self.sharding)
+        return self.rules.mesh(views)
 
 
 def survey(
@@ -71,7 +69,6 @@ def survey(
         keys=_check_names(leaves, rank),
         parameters=name_parameters(leaves),
         rules=Rules(sharding, root, rank=rank, world_size=world_size),
-        sharding=sharding,
         rank=rank,
         world_size=world_size,
         group_ranks=tuple(group_ranks),

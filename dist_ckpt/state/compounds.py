@@ -84,14 +84,15 @@ def record_of(value: torch.Tensor, fqn: str, shape: Shape | None = None) -> dict
     `shape` is that of the whole, if the value is a part. `exact` says whether `context` is the
     context itself, so that one could be made of it.
     """
-    described = _Described(f"{fqn}: the context of {class_name(value)}")
+    context = _flattened(value)[1]
+    described = _described(context, f"{fqn}: the context of {class_name(value)}")
     whole = tuple(value.shape) if shape is None else shape
     return {
         "class": class_name(value),
         "dtype": value.dtype,
         "shape": whole,
-        "context": resized(described.of(_flattened(value)[1]), tuple(value.shape), whole),
-        "exact": described.is_exact,
+        "context": resized(described, tuple(value.shape), whole),
+        "exact": _are_alike(described, context),
     }
 
 
@@ -128,7 +129,7 @@ def _are_alike(saved: object, own: object) -> bool:
         return all(map(_are_alike, saved, own))
     if isinstance(saved, float) and isinstance(own, float) and isnan(saved):
         return isnan(own)
-    return saved == own
+    return saved is own or saved == own
 
 
 def _flattened(value: torch.Tensor) -> tuple[Sequence[str], object]:
@@ -148,33 +149,25 @@ def _names_kept(value: torch.Tensor) -> list[str]:
     return list(_flattened(kept)[0]) if is_compound(kept) else []
 
 
-class _Described:
-    """A context in words that can be stored and compared; nothing of it is ever looked up."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self.is_exact = True
-
-    def of(self, value: object) -> object:
-        if type(value) is dict:
-            return {key: self.of(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            assert isinstance(value, list | tuple)
-            return type(value)([self.of(item) for item in value])
-        if (named := _fields_of(value)) is not None:
-            self.is_exact = False
-            return {"class": class_name(value), **{k: self.of(v) for k, v in named.items()}}
-        if (text := _text_of(value)) is not None:
-            self.is_exact = False
-            return text
-        try:
-            check_plain(value, self._what)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"{self._what} has a {class_name(value)}, which cannot be compared: make it a "
-                "dataclass, or store the inner tensors in a dict"
-            ) from error
-        return value
+def _described(value: object, what: str) -> object:
+    """Return a context in words that can be stored and compared; nothing of it is looked up."""
+    if type(value) is dict:
+        return {key: _described(item, what) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        assert isinstance(value, list | tuple)
+        return type(value)([_described(item, what) for item in value])
+    if (named := _fields_of(value)) is not None:
+        return {"class": class_name(value), **{k: _described(v, what) for k, v in named.items()}}
+    if (text := _text_of(value)) is not None:
+        return text
+    try:
+        check_plain(value, what)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{what} has a {class_name(value)}, which cannot be compared: make it a "
+            "dataclass, or store the inner tensors in a dict"
+        ) from error
+    return value
 
 
 def _fields_of(value: object) -> Mapping[str, object] | None:

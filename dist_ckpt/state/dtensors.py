@@ -25,6 +25,18 @@ def local_of(value: DTensor) -> torch.Tensor:
         return value.to_local()
 
 
+def dtensor_like(value: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor with another local tensor of the same size. Nothing is communicated."""
+    return DTensor.from_local(
+        local,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
 def placement_of(placement: Placement, value: DTensor, fqn: str) -> plan.Placement:
     """Return a placement as plans have it. Raises ValueError or TypeError for any other."""
     match placement:

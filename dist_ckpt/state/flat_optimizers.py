@@ -244,7 +244,7 @@ def _own(value: object, part: ParameterPart) -> object:
     """Return an entry as an optimizer of the parameter itself has it."""
     if not isinstance(value, FlatShard):
         return value
-    tensor = _tensor(value)
+    tensor = value.tensor
     return tensor if tensor.shape == part.shape else tensor.view(part.shape)
 
 
@@ -254,17 +254,12 @@ def _row(values: Sequence[FlatShard], parts: Sequence[ParameterPart], before: An
     if isinstance(before, torch.Tensor) and before.shape == like.shape:
         row = before
     else:
-        row = torch.zeros_like(like, dtype=_tensor(values[0]).dtype)
+        row = torch.zeros_like(like, dtype=values[0].tensor.dtype)
     for value, part in zip(values, parts, strict=True):
         place = row[part.original.offset : part.original.offset + part.original.numel]
-        if place.data_ptr() != _tensor(value).data_ptr():
-            place.copy_(_tensor(value))
+        if place.data_ptr() != value.tensor.data_ptr():
+            place.copy_(value.tensor)
     return row
-
-
-def _tensor(shard: FlatShard) -> torch.Tensor:
-    assert isinstance(shard.tensor, torch.Tensor)
-    return shard.tensor
 
 
 def _equal(one: object, other: object) -> bool:

@@ -25,6 +25,7 @@ from dist_ckpt.runtime.torch_fsdp1 import (
     plain_names,
     what_changes_state_dict,
 )
+from dist_ckpt.state.containers import join
 from dist_ckpt.state.wrappers import FlatShard
 
 # torch's name of what `get_extra_state` returns, in every state dict
@@ -129,7 +130,8 @@ def _read(
     parts: dict[int, dict[str, ParameterPart]] = {}
     for flat in parameters:
         for one in flat.originals:
-            part = _part(flat, one)
+            tensor = flat.shard[one.offset : one.offset + one.numel]
+            part = ParameterPart(tensor, one.shape, one.start, flat=flat, original=one)
             for owner, name in one.places:
                 parts.setdefault(id(owner), {})[name] = part
     rows = {id(flat.parameter) for flat in parameters}
@@ -148,20 +150,13 @@ def _read(
             **parts.get(id(owner), {}),
         }
         for key, value in held.items():
-            own_name = f"{prefix}.{key}" if prefix else key
-            for name in () if id(value) in rows else plain_names(module, own_name):
+            for name in () if id(value) in rows else plain_names(module, join(prefix, key)):
                 entries[name] = live[name] = cast[id(value)][1] if id(value) in cast else value
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
-            own_name = f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE
-            for name in plain_names(module, own_name):
+            for name in plain_names(module, join(prefix, EXTRA_STATE)):
                 extras[name] = owner
                 entries[name] = owner.get_extra_state()
     return FlatModule(entries, live, parameters, tuple(cast.values()), extras)
-
-
-def _part(flat: FlatParameter, one: Original) -> ParameterPart:
-    tensor = flat.shard[one.offset : one.offset + one.numel]
-    return ParameterPart(tensor, global_shape=one.shape, start=one.start, flat=flat, original=one)
 
 
 def _check_own(module: nn.Module) -> None:

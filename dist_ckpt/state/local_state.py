@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import assert_never
 
 import torch
@@ -14,11 +13,11 @@ from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Key, Node
 from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.memory.torch_tensor import TensorSource, synchronize
-from dist_ckpt.planning.plan import Flattened, Inventory, NameList, Placed, TensorEntry, View, Whole
+from dist_ckpt.planning.plan import Flattened, Inventory, NameList, TensorEntry, View, Whole
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.containers import PathKey, State, join
 from dist_ckpt.state.flat_optimizers import unflattened
-from dist_ckpt.state.local_tensors import as_tensor, is_array, is_ordinary
+from dist_ckpt.state.local_tensors import is_array, is_ordinary
 from dist_ckpt.state.optimizer_state import check_told
 from dist_ckpt.state.optimizers import ParameterName, name_parameters, optimizer_tree
 from dist_ckpt.state.plain_torch import without_tensors
@@ -114,7 +113,7 @@ def take(
         last.tensors if last else (),
     )
     taker.add_root(root)
-    return taker.taken(sharding)
+    return taker.taken()
 
 
 class _Taker:
@@ -165,9 +164,9 @@ class _Taker:
         for fqn in sorted(self._wrappers):
             self._read_per_rank(fqn, self._wrappers[fqn])
 
-    def taken(self, sharding: ShardingConfig | None) -> LocalState:
+    def taken(self) -> LocalState:
         inventory = Inventory(
-            mesh=mesh_of(self._views, sharding),
+            mesh=self._rules.mesh(self._views),
             components=tuple(self._components),
             views=tuple(self._views),
             tensors=tuple(self._tensors),
@@ -281,12 +280,7 @@ class _Taker:
 
     def _see(self, fqn: str, leaf: TensorLeaf) -> tuple[HeldTensor, View, Shape]:
         """Return what is held of a tensor, how its entry says so, and the shape of that entry."""
-        held = describe(
-            as_tensor(leaf.value, fqn, writable=False),
-            fqn,
-            rank=self._rank,
-            group=self._group_ranks,
-        )
+        held = describe(leaf.value, fqn, rank=self._rank, group=self._group_ranks)
         view, shape = held.view, held.shape
         if isinstance(view, Whole):
             view, shape = self._rules.view(fqn, leaf, shape) or (view, shape)
@@ -323,14 +317,3 @@ class _Taker:
                 "are joined with dots: rename one of the keys"
             )
         self._paths.add(fqn)
-
-
-def mesh_of(views: Iterable[View], sharding: ShardingConfig | None) -> tuple[tuple[str, int], ...]:
-    """Return the job's mesh: the config's, else the largest that a tensor lies on."""
-    if sharding is not None:
-        return tuple(sharding.mesh.items())
-    meshes = [view.mesh for view in views if isinstance(view, Placed)]
-    if not meshes:
-        return ()
-    mesh = max(meshes, key=lambda mesh: prod(mesh.shape))
-    return tuple(zip(mesh.names, mesh.shape, strict=True))

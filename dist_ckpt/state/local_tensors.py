@@ -143,7 +143,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def from_numpy(array: np.ndarray, fqn: str, *, writable: bool) -> torch.Tensor:
-    """Return a tensor over a numpy array's memory, for `describe`.
+    """Return a tensor over a numpy array's memory.
 
     Where it need not be writable, arrays that torch cannot see are copied. Raises TypeError for
     a class or dtype that torch lacks, ValueError if it must be writable and cannot be.
@@ -179,10 +179,3 @@ def is_array(value: object) -> TypeGuard[np.ndarray]:
     """Say whether a value is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def as_tensor(value: object, fqn: str, *, writable: bool) -> object:
-    """Return what `describe` takes for the value of a TensorLeaf: a numpy array as a tensor."""
-    if type(value) in PLAIN or not is_array(value):
-        return value
-    return from_numpy(value, fqn, writable=writable)

@@ -163,17 +163,23 @@ def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shap
     return Branch("dict", None, trees)
 
 
+def options_branch(group: Mapping[str, object], fqn: str) -> Branch:
+    """Return what a parameter group holds besides its parameters."""
+    options: dict[PathKey, Tree] = {
+        key: read_value(value, join(fqn, key))
+        for key, value in group.items()
+        if key not in LOCAL_KEYS
+    }
+    return Branch("dict", None, options)
+
+
 def group_leaf(
     group: Mapping[str, object], names: Mapping[int, ParameterName], fqn: str
 ) -> GroupLeaf:
     """Return a parameter group as a leaf."""
     params = group["params"]
     assert isinstance(params, list)
-    trees = {
-        key: read_value(value, join(fqn, key))
-        for key, value in group.items()
-        if key not in LOCAL_KEYS
-    }
+    trees = options_branch(group, fqn).children
     return GroupLeaf(
         params=tuple(names[id(parameter)].stored for parameter in params),
         values={key: tree.value for key, tree in trees.items() if isinstance(tree, PlainLeaf)},

@@ -227,15 +227,14 @@ def _state_of_module(module: nn.Module, fqn: str) -> ModuleState:
 
 
 def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> ModuleLeaf:
-    tensors: dict[str, TensorLeaf | CompoundLeaf] = {}
-    extras: dict[str, Tree] = {}
+    children: dict[PathKey, Tree] = {}
     for name, value in state.entries.items():
-        if name in state.live:
-            plain = type(value) in PLAIN  # most are: no name is made for them
-            tensors[name] = TensorLeaf(value) if plain else read_tensor(value, join(fqn, name))
+        if name not in state.live:
+            children[name] = read_value(value, join(fqn, name), above)
         else:
-            extras[name] = read_value(value, join(fqn, name), above)
-    return ModuleLeaf(state, tensors, extras)
+            plain = type(value) in PLAIN  # most are: no name is made for them
+            children[name] = TensorLeaf(value) if plain else read_tensor(value, join(fqn, name))
+    return ModuleLeaf(state, children)
 
 
 def _read_optimizer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dist_ckpt.format.geometry import Cell, Region, Shape
 from dist_ckpt.planning.mesh import cells_of
-from dist_ckpt.planning.plan import Flattened, Ruled
+from dist_ckpt.planning.plan import Flattened, Placed, Ruled, View
 from dist_ckpt.planning.sharded_views import chunked
 from dist_ckpt.planning.sharding_config import ShardingConfig, axes_under, name_of, parameter_of
 from dist_ckpt.state.containers import join, names_above
@@ -64,6 +64,16 @@ class Rules:
     def are_none(self) -> bool:
         """Say whether there is no config, so that no tensor is cut."""
         return self._sharding is None
+
+    def mesh(self, views: Iterable[View]) -> tuple[tuple[str, int], ...]:
+        """Return the job's mesh: the config's, else the largest that a tensor lies on."""
+        if self._sharding is not None:
+            return tuple(self._sharding.mesh.items())
+        meshes = [view.mesh for view in views if isinstance(view, Placed)]
+        if not meshes:
+            return ()
+        mesh = max(meshes, key=lambda mesh: prod(mesh.shape))
+        return tuple(zip(mesh.names, mesh.shape, strict=True))
 
     def view(
         self, fqn: str, leaf: TensorLeaf, shape: Shape

@@ -1,7 +1,7 @@
 """A leaf of the state -> what this rank holds. Only here and in `dtensors.py` is torch's sharding.
 
-`describe` for a save and `describe_target` for a load recognise, in this order: our wrappers;
-DTensor, whose regions we compute ourselves; ShardedTensor; other classes with torch's
+`describe` for a save and `describe_target` for a load recognise, in this order: numpy arrays; our
+wrappers; DTensor, whose regions we compute ourselves; ShardedTensor; other classes with torch's
 `__create_chunk_list__` and `__get_tensor_shard__`; what is a Tensor in all but its class, with
 strided layout. Others are refused; what is made of other tensors `compounds.py` takes apart
 before. For a new one see `_held`, `is_tensor_leaf`, `is_meta` as well.
@@ -26,11 +26,20 @@ from dist_ckpt.state.compounds import unwrapped
 from dist_ckpt.state.dtensors import (
     boxes_in,
     cells_held,
+    dtensor_like,
     local_of,
     mesh_within,
     placement_of,
 )
-from dist_ckpt.state.local_tensors import PLAIN, class_name, dtype_name, plain, torch_dtype
+from dist_ckpt.state.local_tensors import (
+    PLAIN,
+    class_name,
+    dtype_name,
+    from_numpy,
+    is_array,
+    plain,
+    torch_dtype,
+)
 from dist_ckpt.state.wrappers import FlatShard, LocalShard
 
 
@@ -73,7 +82,7 @@ def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> Hel
     Raises TypeError for a class that cannot be stored, ValueError for a tensor that has no data
     (meta, freed) or lies on ranks outside the group; both name `fqn` and the remedy.
     """
-    held = _held(value, fqn, rank, tuple(group))
+    held = _held(value, fqn, rank, tuple(group), writable=False)
     for part in held.parts:
         if part.is_meta:
             raise ValueError(
@@ -89,7 +98,7 @@ def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int])
     Memory that overlaps itself (`expand`) is refused. So are meta tensors: who wants them
     replaced asks `is_meta` first and describes what `materialize` returns.
     """
-    held = _held(value, fqn, rank, tuple(group))
+    held = _held(value, fqn, rank, tuple(group), writable=True)
     for part in held.parts:
         if part.is_meta:
             raise ValueError(f"{fqn}: a meta tensor has no memory to load into: materialize it")
@@ -125,7 +134,6 @@ def materialize(value: object) -> object:
     Parameter stays one. The content is undefined.
     """
     if isinstance(value, LocalShard | FlatShard):
-        assert isinstance(value.tensor, torch.Tensor)
         return replace(value, tensor=_empty_like(value.tensor, value.tensor.dtype))
     assert isinstance(value, torch.Tensor)
     made = _empty_like(value, value.dtype)
@@ -167,7 +175,11 @@ def tie_key(held: HeldTensor) -> Hashable | None:
 # --- one leaf after another ------------------------------------------------------------------
 
 
-def _held(value: object, fqn: str, rank: int, group: tuple[int, ...]) -> HeldTensor:
+def _held(
+    value: object, fqn: str, rank: int, group: tuple[int, ...], *, writable: bool
+) -> HeldTensor:
+    if type(value) not in PLAIN and is_array(value):
+        value = from_numpy(value, fqn, writable=writable)
     if type(value) in PLAIN:  # most are, and the questions below take longer than the answer
         return _whole(value, fqn)  # type: ignore[arg-type]
     if isinstance(value, LocalShard | FlatShard):
@@ -290,16 +302,9 @@ def _parts(
 
 def _empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(value, DTensor):
-        local, mesh = unwrapped(local_of(value)).detach(), value.device_mesh
-        device = mesh.device_type if local.is_meta else local.device
-        return DTensor.from_local(
-            torch.empty_like(local, dtype=dtype, device=device),
-            mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        local = unwrapped(local_of(value)).detach()
+        device = value.device_mesh.device_type if local.is_meta else local.device
+        return dtensor_like(value, torch.empty_like(local, dtype=dtype, device=device))
     value = unwrapped(value).detach()
     device = "cpu" if value.is_meta else value.device
     return torch.empty_like(value, dtype=dtype, device=device)

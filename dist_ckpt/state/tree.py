@@ -67,11 +67,10 @@ class PerRankLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleLeaf:
-    """A module; `extras` are the entries of its state dict that are not its live tensors."""
+    """A module, and what each entry of its state dict is."""
 
     state: ModuleState
-    tensors: Mapping[str, TensorLeaf | CompoundLeaf]
-    extras: Mapping[str, Tree]
+    children: Mapping[PathKey, Tree]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +102,7 @@ class GroupLeaf:
     """
 
     params: tuple[str, ...]
-    values: Mapping[str, object]
+    values: Mapping[PathKey, object]
     tensors: Mapping[PathKey, Tree]
 
 
@@ -149,11 +148,8 @@ def _inside(fqn: str, tree: Tree, *, tensors: bool) -> Iterator[tuple[str, Tree]
 def children_of(tree: Tree | None) -> Mapping[PathKey, Tree]:
     """Return what is below the name of a leaf or branch; of an object, what is in its content."""
     match tree:
-        case Branch():
+        case Branch() | ModuleLeaf():
             return tree.children
-        case ModuleLeaf():
-            both: Mapping[str, Tree] = {**tree.tensors, **tree.extras}
-            return {name: both[name] for name in tree.state.entries}  # in their order
         case CompoundLeaf():
             children: dict[PathKey, Tree] = {}
             children.update(tree.inner)
