@@ -286,39 +286,31 @@ class Follower:
         self._control.tell_of_knowing()
 
     def _ask(self, own: Envelope) -> Answer:
+        """Put the envelope; wait for the answer, or until it is certain that it will never come."""
         control = self._control
-        envelope = control.key(control.rank)
+        envelope, key = control.key(control.rank), control.key("answer")
         self._envelopes.append(envelope)
         self._is_answered = False
         control.put(envelope, own.encode())
-        try:
-            answer = self._await()
-        except _NeverCameError as error:
-            failure = failure_of(error, control.phase, control.rank, control.host)
-            # The envelope stays: the coordinator must find that this call is over.
-            self._envelopes.remove(envelope)
-            control.put(envelope, replace(own, failure=failure, gave_up=True).encode())
-            raise control.no_answer(str(error)) from None
-        self._is_answered = True
-        return answer
-
-    def _await(self) -> Answer:
-        """Wait for the answer, or until it is certain that it will never come."""
-        control = self._control
-        key = control.key("answer")
         pace = Pace(control.world_size, control.config)
         while True:
             is_time_to_look = pace.is_time_to_look()
             if is_time_to_look:
                 control.peers.look([COORDINATOR])
-            if (data := control.read(key)) is not None:
-                return self._answer_in(data)
+            (data,) = control.read_each([key])
+            if data is not None:
+                answer = self._answer_in(data)
+                self._is_answered = True
+                return answer
             if is_time_to_look:
                 for failure in control.losses([COORDINATOR]).values():
                     control.catch_up()
                     raise control.no_answer(failure.message)
                 for failure in control.absences([COORDINATOR], pace).values():
-                    raise _NeverCameError(failure.message)
+                    # The envelope stays: the coordinator must find that this call is over.
+                    self._envelopes.remove(envelope)
+                    control.put(envelope, replace(own, failure=failure, gave_up=True).encode())
+                    raise control.no_answer(failure.message)
             pace.pause()
 
     def _answer_in(self, data: bytes) -> Answer:
@@ -327,7 +319,3 @@ class Follower:
             return Answer.decode(data)
         except ValueError as error:
             raise control.no_answer(control.strange(COORDINATOR, error)) from error
-
-
-class _NeverCameError(Exception):
-    """The coordinator has not entered the operation in time."""
