@@ -434,8 +434,8 @@ def test_rank_0_that_comes_too_late_is_told_who_has_given_its_call_up():
         return str(raised.value)
 
     told, given_up = run_ranks(2, run, config=HASTY)
-    assert given_up.startswith("rank 0 did not call save to /ck: rank 1 (host ")
     assert told == given_up
+    assert str(told).startswith("rank 0 did not call save to /ck: rank 1 (host ")
 
 
 def test_ranks_in_different_calls_are_named_beside_one_that_never_came():
