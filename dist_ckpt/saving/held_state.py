@@ -162,16 +162,13 @@ def objects_files(
         main = objects_file.ObjectsFile(
             tree=plan.tree,
             values={**stored, **names},
-            per_rank={},
             numpy=plan.numpy,
             metadata=dict(metadata),
         )
         files[filenames.OBJECTS] = objects_file.encode(main)
         stored = {}
     if stored or per_rank:
-        own = objects_file.ObjectsFile(
-            tree=(), values=stored, per_rank=per_rank, numpy=(), metadata={}
-        )
+        own = objects_file.ObjectsFile(values=stored, per_rank=per_rank)
         files[filenames.objects_file(rank)] = objects_file.encode(own)
     return files
 
