@@ -203,7 +203,6 @@ class _Reshard:
     ) -> tuple[FileReceipt, ...]:
         windows = Windows(self._stored, files, self._window_nbytes, self._tell)
         content = RankFiles(
-            catalog=self._plan.catalog,
             step=self._stored.index.step,
             plans=files,
             sources=windows.sources,

@@ -82,7 +82,6 @@ class HeldState:
         with paused_collector():
             part = self._part(plan)
         return RankFiles(
-            catalog=plan.catalog,
             step=step,
             plans=part.files,
             sources=tuple(partial(self._source_of, origins) for origins in part.origins),
