@@ -84,7 +84,7 @@ class Meeting:
         """Link this rank with those of its host. Without memory or a socket it shares nothing."""
         found = _units(ranks.channel.rank, wants, files, between_hosts=between_hosts)
         units = [unit for units in found.values() for unit in units]
-        missed: Sequence[int] | None = ()
+        missed: tuple[int, ...] | None = ()
         if units:
             try:
                 nbytes = common_nbytes(files, between_hosts=between_hosts)
@@ -94,9 +94,8 @@ class Meeting:
             missed = None
             if links is not None:
                 links.offer(memory)
-                missed = links.connect(partners_of(links.rank, units))
-        told_missed = Missed(None if missed is None else tuple(missed))
-        return Meeting(ranks, files, between_hosts, wants, found, links, told_missed)
+                missed = tuple(links.connect(partners_of(links.rank, units)))
+        return Meeting(ranks, files, between_hosts, wants, found, links, Missed(missed))
 
     def judge(self, told: Sequence[Missed]) -> Apart:
         """Return who can share nothing, and who is not where it says. Coordinator only."""
