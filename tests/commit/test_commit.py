@@ -730,6 +730,20 @@ def test_to_supersede_removes_all_below_and_nothing_above():
     assert names_in(storage) == [claim.attempt.name, HIGHEST.name]
 
 
+def test_what_cannot_be_superseded_is_logged_for_the_new_one_is_committed(caplog):
+    begin = with_root()
+    save(begin, 1)
+    claim = claimed(begin, 2, overwrite=True)
+    commit.commit(begin, claim, index_of(claim.attempt, 2, 1))
+    calls = _num_calls(lambda storage: commit.supersede(storage, PATH, claim.attempt), begin)
+    for n in range(1, calls + 1):
+        caplog.clear()
+        storage = FaultyStorage(MemoryStorage(begin.tree()), fail_at_call=n)
+        commit.supersede(storage, PATH, claim.attempt)
+        assert "an older attempt could not be removed yet" in caplog.text, storage.failed
+        assert step_at(storage.inner) == 2
+
+
 def test_to_give_up_removes_the_attempt_and_the_folders_made_for_it():
     storage = with_root()
     commit.give_up(storage, claimed(storage))
