@@ -236,9 +236,8 @@ def _check(file: OpenFile, need: Need, actual: str) -> None:
 
 def _are_placed_at_once(needs: Sequence[Need], need: Need) -> bool:
     """Say whether one more block is of the same shard, and wanted by the same items."""
-    here, more = needs[-1].wishes, need.wishes
-    same = len(here) == len(more) and all(map(is_, here, more))
-    return same and needs[-1].shard is need.shard
+    last, here, more = needs[-1], needs[-1].wishes, need.wishes
+    return last.shard is need.shard and len(here) == len(more) and all(map(is_, here, more))
 
 
 def _copy(wish: Wish, target: Target, stored: Elements, data: memoryview) -> None:
