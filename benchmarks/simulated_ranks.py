@@ -16,7 +16,7 @@ from types import TracebackType
 from dist_ckpt import commit
 from dist_ckpt.comm.collective import AloneCollective, Bodies, distinct, name_of
 from dist_ckpt.comm.exchange import Alone, AloneExchange, Exchange
-from dist_ckpt.comm.messages import Envelope, new_nonce, pack
+from dist_ckpt.comm.messages import Envelope, new_nonce, pack, unpack
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.receipts import sizes_of
 from dist_ckpt.format import filenames, typed_msgpack
@@ -259,7 +259,8 @@ class SimulatedChannel(Alone):
 
     def envelope(self, phase: str, body: bytes) -> bytes:
         """Return what a rank puts into the store."""
-        return Envelope(self._what, phase, "0" * 16, new_nonce(), body, None).encode()
+        envelope = Envelope(self._what, phase, "0" * 16, new_nonce(), body, None)
+        return typed_msgpack.encode(envelope)
 
 
 class _SimulatedExchange(AloneExchange):
@@ -276,7 +277,7 @@ class _SimulatedExchange(AloneExchange):
         own = channel.envelope(self.phase, *super()._gathered())
         envelopes = [own, *(self._others or [own] * (channel.world_size - 1))]
         self._nbytes = max(map(len, envelopes))
-        return [Envelope.decode(data).body for data in envelopes]
+        return [unpack(data, Envelope).body for data in envelopes]
 
     def __exit__(
         self,

@@ -18,7 +18,6 @@ from dist_ckpt.background.writer_client import Order, OwnWriter
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.session import Session
 from dist_ckpt.format import typed_msgpack
-from dist_ckpt.format.index import Catalog
 from dist_ckpt.memory.cuda import check_no_capture
 from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.saving.agreement import (
@@ -80,7 +79,7 @@ def save_in_background(
             job.writer.go(start.queued, drop=is_agreed)
     with phases.phase("stage"):
         order = _stage(job, name, room, start)
-    report = _reporter(ranks, room.snapshot.path, options, room.files.catalog, phases.seconds)
+    report = _reporter(ranks, room, options, phases.seconds)
     return SaveHandle(room.snapshot.path, options.step, job.writer, order, report)
 
 
@@ -108,6 +107,7 @@ class _Room:
     """
 
     held: HeldState
+    num_tensors: int
     files: RankFiles
     snapshot: Snapshot
     arena: Arena
@@ -167,7 +167,8 @@ def _make_room(call: _BegunSave, request: SaveRequest, held: HeldState, planned:
     job.writer.wait_for(lambda: len(call.busy) < NUM_ARENAS, None)
     number, nbytes = job.arenas.oldest(call.busy), arena_nbytes(snapshot)
     job.pinned.release(number, nbytes)
-    return _Room(held, files, snapshot, job.arenas.fitting(number, nbytes), number)
+    arena, num_tensors = job.arenas.fitting(number, nbytes), len(planned.plan.catalog.tensors)
+    return _Room(held, num_tensors, files, snapshot, arena, number)
 
 
 def _stage(job: Job, name: str, room: _Room, start: Start) -> Order:
@@ -227,15 +228,12 @@ def _abort(job: Job, order: Order, error: BaseException) -> None:
 
 
 def _reporter(
-    ranks: Session,
-    path: str,
-    options: SaveOptions,
-    catalog: Catalog,
-    seconds: Mapping[str, float],
+    ranks: Session, room: _Room, options: SaveOptions, seconds: Mapping[str, float]
 ) -> Callable[[Done], SaveReport]:
     """Return what makes the report, given what the writer says of a save that it has committed."""
     # Only these live on with the handle, and nothing of the state.
-    step, num_tensors, staged_s = options.step, len(catalog.tensors), dict(seconds)
+    path, step = room.snapshot.path, options.step
+    num_tensors, staged_s = room.num_tensors, dict(seconds)
     world_size, exchanges = ranks.channel.world_size, ranks.exchanges
     collectives = ranks.collectives
 

@@ -6,12 +6,14 @@ send bytes from one to the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
 
 import xxhash
 
 from dist_ckpt.reports import Tally
+
+T = TypeVar("T")
 
 # A body's name among all ranks' bodies: its xxh3-128 and its size, 8 bytes.
 NAME_NBYTES = 24
@@ -89,12 +91,12 @@ def nbytes_of(name: bytes) -> int:
     return int.from_bytes(name[16:], "little")
 
 
-def distinct(names: Sequence[bytes]) -> dict[bytes, tuple[int, ...]]:
-    """Return the ranks of each name, in the order of their lowest ranks."""
-    ranks: dict[bytes, list[int]] = {}
-    for rank, name in enumerate(names):
-        ranks.setdefault(name, []).append(rank)
-    return {name: tuple(who) for name, who in ranks.items()}
+def distinct(told: Iterable[T]) -> dict[T, tuple[int, ...]]:
+    """Return what ranks tell, each with those that tell it, in the order of their lowest ranks."""
+    ranks: dict[T, list[int]] = {}
+    for rank, one in enumerate(told):
+        ranks.setdefault(one, []).append(rank)
+    return {one: tuple(who) for one, who in ranks.items()}
 
 
 class AloneCollective:

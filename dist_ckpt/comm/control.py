@@ -163,12 +163,8 @@ class Control:
         self.nbytes_put += len(data)
         self.line.call(lambda store: store_thread.put(store, key, data))
 
-    def read(self, key: str) -> bytes | None:
-        """Return a document, or None if it is not there."""
-        return self.line.call(lambda store: store_thread.get_each(store, [key]))[0]
-
     def read_each(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the documents that are there."""
+        """Return each of these documents, None for one that is not there."""
         return self.line.call(lambda store: store_thread.get_each(store, keys))
 
     def read_all(self, keys: Sequence[str]) -> list[bytes] | None:

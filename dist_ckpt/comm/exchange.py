@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
+from dist_ckpt.comm.collective import distinct
 from dist_ckpt.comm.messages import (
     error_of,
     failure_of,
@@ -209,9 +209,7 @@ class AloneExchange(Exchange):
 def check_alike(operation: str, told: Sequence[Message], names: Sequence[str]) -> None:
     """Raise ValueError if ranks ask for different things, naming who asks for what."""
     for name in names:
-        asked = defaultdict(list)
-        for rank, one in enumerate(told):
-            asked[getattr(one, name)].append(rank)
+        asked = distinct(getattr(one, name) for one in told)
         if len(asked) > 1:
             asks = "; ".join(f"{ranks_text(who)}: {what!r}" for what, who in asked.items())
             raise ValueError(

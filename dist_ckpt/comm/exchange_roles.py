@@ -21,8 +21,10 @@ from dist_ckpt.comm.messages import (
     first_failure,
     is_interrupt,
     pack,
+    unpack,
 )
 from dist_ckpt.errors import CheckpointError
+from dist_ckpt.format.typed_msgpack import encode
 
 # Answers to operations that some rank missed are kept for it; so many at most.
 MAX_KEPT_ANSWERS = 64
@@ -125,7 +127,7 @@ class Coordinator:
 
     def _put(self, answer: Answer) -> None:
         key = self._control.key("answer")
-        self._control.put(key, answer.encode())
+        self._control.put(key, encode(answer))
         self._answers.append(key)
 
     def _collect(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
@@ -190,7 +192,7 @@ class Coordinator:
     def _envelope(self, own: Envelope, rank: int, data: bytes) -> Envelope:
         """Return a rank's envelope; if what is there is none, one that tells so."""
         try:
-            return Envelope.decode(data)
+            return unpack(data, Envelope)
         except ValueError as error:
             message = self._control.strange(rank, error)
             failure = Failure("RankError", message, rank, own.phase)
@@ -286,48 +288,36 @@ class Follower:
         self._control.tell_of_knowing()
 
     def _ask(self, own: Envelope) -> Answer:
+        """Put the envelope; wait for the answer, or until it is certain that it will never come."""
         control = self._control
-        envelope = control.key(control.rank)
+        envelope, key = control.key(control.rank), control.key("answer")
         self._envelopes.append(envelope)
         self._is_answered = False
-        control.put(envelope, own.encode())
-        try:
-            answer = self._await()
-        except _NeverCameError as error:
-            failure = failure_of(error, control.phase, control.rank, control.host)
-            # The envelope stays: the coordinator must find that this call is over.
-            self._envelopes.remove(envelope)
-            control.put(envelope, replace(own, failure=failure, gave_up=True).encode())
-            raise control.no_answer(str(error)) from None
-        self._is_answered = True
-        return answer
-
-    def _await(self) -> Answer:
-        """Wait for the answer, or until it is certain that it will never come."""
-        control = self._control
-        key = control.key("answer")
+        control.put(envelope, encode(own))
         pace = Pace(control.world_size, control.config)
         while True:
             is_time_to_look = pace.is_time_to_look()
             if is_time_to_look:
                 control.peers.look([COORDINATOR])
-            if (data := control.read(key)) is not None:
-                return self._answer_in(data)
+            (data,) = control.read_each([key])
+            if data is not None:
+                answer = self._answer_in(data)
+                self._is_answered = True
+                return answer
             if is_time_to_look:
                 for failure in control.losses([COORDINATOR]).values():
                     control.catch_up()
                     raise control.no_answer(failure.message)
                 for failure in control.absences([COORDINATOR], pace).values():
-                    raise _NeverCameError(failure.message)
+                    # The envelope stays: the coordinator must find that this call is over.
+                    self._envelopes.remove(envelope)
+                    control.put(envelope, encode(replace(own, failure=failure, gave_up=True)))
+                    raise control.no_answer(failure.message)
             pace.pause()
 
     def _answer_in(self, data: bytes) -> Answer:
         control = self._control
         try:
-            return Answer.decode(data)
+            return unpack(data, Answer)
         except ValueError as error:
             raise control.no_answer(control.strange(COORDINATOR, error)) from error
-
-
-class _NeverCameError(Exception):
-    """The coordinator has not entered the operation in time."""

@@ -110,8 +110,7 @@ class GlooCollective:
     def _connected(self) -> _Group:
         if self._group is None:
             store = self._open_store()
-            group = ProcessGroupGloo(store, self.rank, self.world_size, self._timeout)
-            self._group = group
+            self._group = ProcessGroupGloo(store, self.rank, self.world_size, self._timeout)
         return self._group
 
     def _gather(self, group: _Group, body: bytes) -> Bodies:

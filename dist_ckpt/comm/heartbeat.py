@@ -7,12 +7,12 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from dist_ckpt.comm.messages import InStore
+from dist_ckpt.format.typed_msgpack import Message, encode
 
 _Count = Annotated[int, Meta(ge=0)]
 
 
-class Beat(InStore, frozen=True):
+class Beat(Message, frozen=True):
     """One heartbeat: `count` grows with each; `number` is the last operation that was entered.
 
     `inside`: the rank has not left it yet. `told`: the exchange of it, counted from 1, of whose
@@ -46,4 +46,4 @@ class Heart:
         """Return the next heartbeat."""
         self._count += 1
         number, inside, told = self.number, self.inside, self.told
-        return Beat(self._count, number, inside, told, self.gone, self.host).encode()
+        return encode(Beat(self._count, number, inside, told, self.gone, self.host))

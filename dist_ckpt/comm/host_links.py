@@ -112,11 +112,6 @@ class HostLinks:
             missing.discard(rank)
             self._add(rank, link)
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks to which there are links."""
-        return tuple(self._sockets)
-
     def memory_of(self, rank: int) -> memoryview:
         """Return the memory of a rank: this one, or another, which a message has come from."""
         return self._own.view if rank == self.rank else self._memories[rank]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, TypeVar
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -172,20 +172,10 @@ _Nonce = Annotated[bytes, Meta(min_length=NONCE_NBYTES, max_length=NONCE_NBYTES)
 _Token = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 
 
-class InStore(Message, frozen=True):
-    """A message as it lies in the store. Not by `pack`: its limit is that of the body."""
-
-    def encode(self) -> bytes:
-        """Return it as bytes."""
-        return typed_msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        """Return what `encode` made these bytes of. ValueError for any others."""
-        return unpack(data, cls)
+# An envelope and an answer are encoded without `pack`: its limit is that of the body.
 
 
-class Envelope(InStore, frozen=True):
+class Envelope(Message, frozen=True):
     """What one rank's part of a phase came to: a packed message, or a failure.
 
     `what` and `phase` say where in which call the rank is. `operation` is the token of the
@@ -202,7 +192,7 @@ class Envelope(InStore, frozen=True):
     gave_up: bool = False
 
 
-class Answer(InStore, frozen=True):
+class Answer(Message, frozen=True):
     """What was decided: a packed message, or a failure.
 
     `nonces`, in an operation's first answer, are those of all envelopes that were decided on, in

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dist_ckpt.comm import store_thread
 from dist_ckpt.comm.heartbeat import Beat
+from dist_ckpt.comm.messages import unpack
 from dist_ckpt.comm.store_thread import StoreLine
 from dist_ckpt.config import Config
 from dist_ckpt.errors import ranks_text
@@ -138,6 +139,6 @@ class Peers:
 
 def _beat_in(data: bytes) -> Beat | None:
     try:
-        return Beat.decode(data)
+        return unpack(data, Beat)
     except ValueError:
         return None

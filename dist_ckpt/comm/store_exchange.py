@@ -165,9 +165,9 @@ class _StoreExchange(Exchange):
 
 
 def _tells_failure(rank: int, data: bytes) -> bool:
-    kind = Answer if rank == COORDINATOR else Envelope
+    kind: type[Answer | Envelope] = Answer if rank == COORDINATOR else Envelope
     try:
-        return kind.decode(data).failure is not None
+        return unpack(data, kind).failure is not None
     except ValueError:  # the coordinator tells what is strange
         return True
 

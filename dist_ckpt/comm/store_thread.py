@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 from dist_ckpt.comm.heartbeat import Heart
 from dist_ckpt.comm.messages import MAX_DOCUMENT_NBYTES, NoAnswerError
+from dist_ckpt.runtime.threads import run_into
 
 # A TCPStore takes values of 8 MiB at most; larger ones are stored in parts.
 PART_NBYTES = 4 << 20
@@ -270,17 +271,7 @@ class StoreLine:
                 "the channel is closed, or belongs to the process that this one was forked from: "
                 "save and load in the process that made the group"
             )
-        store = self._store
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function(store))
-            except Exception as error:  # noqa: BLE001 - a thread's outer edge; raised by `call`
-                future.set_exception(error)
-
-        self._calls.put(run)
+        self._calls.put(partial(run_into, future, partial(function, self._store)))
 
 
 def _beat(heart: Heart, store: Store) -> None:

@@ -43,7 +43,7 @@ from dist_ckpt.loading.load_steps import (
 )
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.loading.read_once import read_shared, verify_shared
-from dist_ckpt.loading.read_once_agreement import Agreement, Apart, Meeting, wants_of_all
+from dist_ckpt.loading.read_once_agreement import Apart, Meeting, wants_of_all
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport, Phases
 from dist_ckpt.shard_io.block_reader import Reading
@@ -259,13 +259,13 @@ def _fill(
 
 def _prepare(
     call: LoadCall, checked: Checked, passed: Passed, stack: ExitStack
-) -> tuple[CellTargets, Agreement | None]:
+) -> tuple[CellTargets, Meeting | None]:
     """Make the memory that is lacking, and link the ranks that have something to share.
 
     Returns None for what is shared if this rank reads alone. All have done so before the first
     byte lands anywhere.
     """
-    targets, shared, meeting = checked.targets, None, None
+    targets, meeting = checked.targets, None
     if passed.makes_memory or passed.shares:
         with call.ranks.channel.exchange("prepare") as preparing:
             if passed.shares:
@@ -281,32 +281,29 @@ def _prepare(
                 targets = checked.binding.allocate()
             if meeting is not None and (told := preparing.gather(meeting.missed)):
                 preparing.decide(meeting.judge(told))
-    if meeting is not None:
-        agreement = meeting.settle(preparing.result(Apart))
-        shared = agreement if any(agreement.units.values()) else None
     assert targets is not None, "only `prepare` makes memory"
-    return targets, shared
+    if meeting is not None:
+        meeting = meeting.settle(preparing.result(Apart))
+    return targets, meeting if meeting is not None and any(meeting.units.values()) else None
 
 
-def _verify(ranks: Session, checked: Checked, shared: Agreement | None) -> None:
+def _verify(ranks: Session, checked: Checked, shared: Meeting | None) -> None:
     """Check every block that will be read, without touching anything."""
     reading = Reading(checked.files, None, verify=True, slots=ranks.slots)
     if shared is None:
         reading.run(ranks.config.threads)
     else:
-        verify_shared(ranks, shared, reading)
+        verify_shared(shared, reading)
 
 
-def _read(
-    ranks: Session, checked: Checked, shared: Agreement | None, reading: Reading
-) -> RankTotals:
+def _read(ranks: Session, checked: Checked, shared: Meeting | None, reading: Reading) -> RankTotals:
     """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
     start, nbytes_received = time.monotonic(), 0
     try:
         if shared is None:
             nbytes_read = reading.run(ranks.config.threads)
         else:
-            nbytes_read, nbytes_received = read_shared(ranks, shared, reading)
+            nbytes_read, nbytes_received = read_shared(shared, reading)
     except BaseException as error:
         if shared is not None:
             shared.give_up()

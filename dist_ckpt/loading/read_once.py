@@ -30,10 +30,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import StorageError
-from dist_ckpt.loading.read_once_agreement import Agreement
-from dist_ckpt.loading.read_once_flow import HostFlow, Relay
+from dist_ckpt.loading.read_once_agreement import Meeting
+from dist_ckpt.loading.read_once_flow import HostFlow, receive, send
 from dist_ckpt.loading.read_once_units import SharedWork, UnitPart, num_slots
 from dist_ckpt.runtime.threads import WORK_STALL_S, DaemonThreads, Watch, each
 from dist_ckpt.shard_io.block_reader import Reading
@@ -45,58 +44,60 @@ from dist_ckpt.shard_io.small_shards import Row
 LOOK_S = 1.0
 
 
-def read_shared(ranks: Session, agreement: Agreement, reading: Reading) -> tuple[int, int]:
+def read_shared(meeting: Meeting, reading: Reading) -> tuple[int, int]:
     """Do what `Reading.run` does, but what is shared is fetched once.
 
     Returns how many bytes came from storage, and how many from other ranks. Collective: every rank
-    of `agreement` calls this. It raises the same, and FalloutError if another rank gives up or is
+    of `meeting` calls this. It raises the same, and FalloutError if another rank gives up or is
     lost.
     """
-    work = SharedWork(ranks.channel.rank, reading.files, reading.targets, agreement.units)
+    work = _work_of(meeting, reading)
     with reading.telling_touched():
-        SharedReading(ranks, agreement, work, reading).run()
+        SharedReading(meeting, work, reading).run()
     return work.nbytes_moved()
 
 
-def verify_shared(ranks: Session, agreement: Agreement, reading: Reading) -> None:
+def verify_shared(meeting: Meeting, reading: Reading) -> None:
     """Check what this rank would fetch in a shared reading; the others check the rest."""
-    work = SharedWork(ranks.channel.rank, reading.files, reading.targets, agreement.units)
+    work = _work_of(meeting, reading)
     fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
     reads = chain(work.own_reads(), fetched)
     with reading.telling_touched():
-        each(lambda one: reading.read(*one), reads, threads=ranks.config.threads)
+        each(lambda one: reading.read(*one), reads, threads=meeting.ranks.config.threads)
+
+
+def _work_of(meeting: Meeting, reading: Reading) -> SharedWork:
+    rank = meeting.ranks.channel.rank
+    return SharedWork(rank, reading.files, reading.targets, meeting.units)
 
 
 class SharedReading:
     """One rank's side of a shared reading."""
 
-    def __init__(
-        self, ranks: Session, agreement: Agreement, work: SharedWork, reading: Reading
-    ) -> None:
-        links, threads = agreement.links, ranks.config.threads
+    def __init__(self, meeting: Meeting, work: SharedWork, reading: Reading) -> None:
+        links, threads = meeting.links, meeting.ranks.config.threads
         assert links is not None, "there are units"
         self._work = work
         self._reading = reading
-        self._agreement = agreement
-        self._channel = ranks.channel
-        self._num_slots = num_slots(between_hosts=agreement.between_hosts)
+        self._meeting = meeting
+        self._channel, self._collective = meeting.ranks.channel, meeting.ranks.bulk
+        self._num_slots = num_slots(between_hosts=meeting.between_hosts)
         self._most_own = 2 * threads
         self._decider = _Crew(1, links.wake)
         self._readers = _Crew(threads, links.wake)
         self._couriers = _Crew(2 * self._num_slots, links.wake)
         self._host = HostFlow(work, reading, links)
-        self._relay = Relay(work.rank, reading, agreement.collective)
         self._links = links
 
     def run(self) -> None:
         """Do all of it; after an error no other rank goes on waiting for this one."""
         try:
-            self._links.accept(self._agreement.partners)
+            self._links.accept(self._meeting.partners)
             for _ in self._decider.call(self._decide):
                 self._decider.check(LOOK_S)
         except BaseException:
             # This ends the deciding thread too, unless it hangs in a copy.
-            self._agreement.give_up()
+            self._meeting.give_up()
             raise
         finally:
             until = time.monotonic() + WORK_STALL_S
@@ -135,13 +136,14 @@ class SharedReading:
 
     def _send(self, part: UnitPart, data: memoryview) -> Iterator[None]:
         if agents := part.unit.agents:
-            yield from self._couriers.call(partial(self._relay.send, part, data), agents)
+            yield from self._couriers.call(partial(send, self._collective, part, data), agents)
 
     def _receive(self, offset: int, parts: Iterator[UnitPart]) -> Iterator[None]:
         """Receive units into a slot, one after another, and hand them on on this host."""
         for part in parts:
-            receive = partial(self._relay.receive, part, self._host.slot(offset, part))
-            yield from self._couriers.call(receive, (part.unit.fetcher,))
+            data = self._host.slot(offset, part)
+            work = partial(receive, self._collective, part, data, self._reading)
+            yield from self._couriers.call(work, (part.unit.fetcher,))
             yield from self._host.hand_on(offset, part)
 
     def _read(self, reads: Iterator[tuple[OpenFile, Row | BlockRead]]) -> Iterator[None]:

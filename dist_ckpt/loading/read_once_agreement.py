@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from msgspec.structs import replace
+from msgspec import structs
 
-from dist_ckpt.comm.collective import Collective
 from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import ranks_text
@@ -19,34 +18,6 @@ from dist_ckpt.planning.read_sharing import BlockWants, Unit, partners_of, units
 from dist_ckpt.shard_io.open_files import OpenFiles
 
 _log = logging.getLogger("dist_ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The units that this rank has in common with others, by file, and how it reaches them.
-
-    `links` lead to the ranks of its host. They are None where none can be made; such a rank
-    shares nothing.
-    """
-
-    units: Mapping[int, tuple[Unit, ...]]
-    links: HostLinks | None
-    collective: Collective
-    between_hosts: bool
-
-    @property
-    def partners(self) -> list[int]:
-        """The ranks of this host with which there are units in common."""
-        if self.links is None:
-            return []
-        return partners_of(self.links.rank, (u for units in self.units.values() for u in units))
-
-    def give_up(self) -> None:
-        """Let no other rank go on waiting for this one: it has met an error. Never raises."""
-        if self.links is not None:
-            self.links.close()
-        if any(len(unit.hosts) > 1 for units in self.units.values() for unit in units):
-            self.collective.break_off()
 
 
 class Missed(Message, frozen=True):
@@ -85,9 +56,11 @@ def wants_of_all(ranks: Session, told: Sequence[bytes], own: bytes) -> Mapping[i
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What each rank wants, and how this one reaches those of its host.
+    """What each rank wants, what this one shares of it, and how it reaches those of its host.
 
-    `missed`: who is out of its reach. `units`: what it shares if all that want the same can.
+    `units` are what it has in common with others, by file: if all of them can share, until
+    `settle` has heard who can. `links` lead to the ranks of its host; they are None where none can
+    be made, and such a rank shares nothing. `missed`: who is out of its reach.
     """
 
     ranks: Session
@@ -111,7 +84,7 @@ class Meeting:
         """Link this rank with those of its host. Without memory or a socket it shares nothing."""
         found = _units(ranks.channel.rank, wants, files, between_hosts=between_hosts)
         units = [unit for units in found.values() for unit in units]
-        missed: Sequence[int] | None = ()
+        missed: tuple[int, ...] | None = ()
         if units:
             try:
                 nbytes = common_nbytes(files, between_hosts=between_hosts)
@@ -121,9 +94,8 @@ class Meeting:
             missed = None
             if links is not None:
                 links.offer(memory)
-                missed = links.connect(partners_of(links.rank, units))
-        told_missed = Missed(None if missed is None else tuple(missed))
-        return Meeting(ranks, files, between_hosts, wants, found, links, told_missed)
+                missed = tuple(links.connect(partners_of(links.rank, units)))
+        return Meeting(ranks, files, between_hosts, wants, found, links, Missed(missed))
 
     def judge(self, told: Sequence[Missed]) -> Apart:
         """Return who can share nothing, and who is not where it says. Coordinator only."""
@@ -141,20 +113,34 @@ class Meeting:
             )
         return Apart(tuple(sorted(unlinked)), tuple(r for r in apart if r not in unlinked))
 
-    def settle(self, apart: Apart) -> Agreement:
-        """Return what is shared, now that it is known who can.
+    def settle(self, apart: Apart) -> Meeting:
+        """Return this with what is shared, now that it is known who can.
 
         Ranks that turn out not to be on one machine, though their hosts have one name, are taken
         to be on hosts of their own.
         """
-        units = self.units
-        if apart.unlinked or apart.elsewhere:
-            wants = {r: want for r, want in self.wants.items() if r not in apart.unlinked}
-            for rank in apart.elsewhere:
-                wants[rank] = replace(wants[rank], host=f"{wants[rank].host} ({rank})")
-            own = self.ranks.channel.rank
-            units = _units(own, wants, self.files, between_hosts=self.between_hosts)
-        return Agreement(units, self.links, self.ranks.bulk, self.between_hosts)
+        if not apart.unlinked and not apart.elsewhere:
+            return self
+        wants = {r: want for r, want in self.wants.items() if r not in apart.unlinked}
+        for rank in apart.elsewhere:
+            wants[rank] = structs.replace(wants[rank], host=f"{wants[rank].host} ({rank})")
+        own = self.ranks.channel.rank
+        units = _units(own, wants, self.files, between_hosts=self.between_hosts)
+        return replace(self, units=units)
+
+    @property
+    def partners(self) -> list[int]:
+        """The ranks of this host with which there are units in common."""
+        if self.links is None:
+            return []
+        return partners_of(self.links.rank, (u for units in self.units.values() for u in units))
+
+    def give_up(self) -> None:
+        """Let no other rank go on waiting for this one: it has met an error. Never raises."""
+        if self.links is not None:
+            self.links.close()
+        if any(len(unit.hosts) > 1 for units in self.units.values() for unit in units):
+            self.ranks.bulk.break_off()
 
 
 def _units(

@@ -93,30 +93,23 @@ class HostFlow:
             self._reading.place(part.file, read, place)
 
 
-class Relay:
-    """What goes from host to host; its calls wait for another rank."""
+def send(collective: Collective, part: UnitPart, data: memoryview) -> None:
+    """Send a unit to the ranks that hand it on on their hosts, and wait until they have it."""
+    sent = [collective.send(agent, data, tag) for agent, tag in part.tags.items()]
+    for transfer in sent:
+        transfer.wait()
 
-    def __init__(self, rank: int, reading: Reading, collective: Collective) -> None:
-        self._rank = rank
-        self._reading = reading
-        self._collective = collective
 
-    def send(self, part: UnitPart, data: memoryview) -> None:
-        """Send a unit to the ranks that hand it on on their hosts."""
-        sent = [self._collective.send(agent, data, tag) for agent, tag in part.tags.items()]
-        for transfer in sent:
-            transfer.wait()
-
-    def receive(self, part: UnitPart, data: memoryview) -> None:
-        """Receive a unit, and check it again."""
-        fetcher = part.unit.fetcher
-        self._collective.receive(fetcher, data, part.tags[self._rank]).wait()
-        try:
-            for read, place in part.places(data):
-                self._reading.check(part.file, read, place)
-        except CorruptError as error:
-            raise RankError(
-                f"what rank {fetcher} has read and sent arrived damaged: {error}. Look at the "
-                "network and the memory of both hosts, then try again",
-                rank=fetcher,
-            ) from error
+def receive(collective: Collective, part: UnitPart, data: memoryview, reading: Reading) -> None:
+    """Wait for a unit that another host's rank sends, and check it again."""
+    fetcher = part.unit.fetcher
+    collective.receive(fetcher, data, part.tags[collective.rank]).wait()
+    try:
+        for read, place in part.places(data):
+            reading.check(part.file, read, place)
+    except CorruptError as error:
+        raise RankError(
+            f"what rank {fetcher} has read and sent arrived damaged: {error}. Look at the "
+            "network and the memory of both hosts, then try again",
+            rank=fetcher,
+        ) from error

@@ -11,7 +11,7 @@ from itertools import pairwise
 from dist_ckpt.format.geometry import Span, joined
 from dist_ckpt.planning.plan import ReadItem
 from dist_ckpt.planning.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit
-from dist_ckpt.shard_io.block_reads import BlockRead, Need, needed_runs, reads_of
+from dist_ckpt.shard_io.block_reads import BlockRead, Need, gathered, needed_runs, reads_of
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
 from dist_ckpt.shard_io.reading_work import CellTargets, by_shard, needs_of
 from dist_ckpt.shard_io.small_shards import Row, divide
@@ -173,12 +173,7 @@ class _Pieces:
 
     def filling(self) -> tuple[Row | BlockRead, ...]:
         """Return the reads of all of it, which lies without a hole, in order."""
-        runs: list[list[Need]] = []
-        for need in self.needs:
-            if runs and runs[-1][-1].stop == need.start:
-                runs[-1].append(need)
-            else:
-                runs.append([need])
+        runs = gathered(self.needs, lambda run, need: run[-1].stop == need.start)
         reads = [BlockRead(Span(run[0].start, run[-1].stop), tuple(run)) for run in runs]
         return tuple(sorted([*self.rows, *reads], key=lambda read: read.span.start))
 

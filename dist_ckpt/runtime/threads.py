@@ -62,7 +62,7 @@ class DaemonThreads:
         team = self._team
         with team.changed:
             # No lambda: its frame would refer to the future as long as an error does to that.
-            team.calls.append(partial(_run, future, call))
+            team.calls.append(partial(run_into, future, call))
             if len(team.calls) <= team.num_idle:
                 team.changed.notify()
             elif team.num_threads < self._most:
@@ -171,12 +171,13 @@ class Watch:
         return None
 
 
-def _run(future: Future[T], call: Callable[[], T]) -> None:
+def run_into(future: Future[T], call: Callable[[], T]) -> None:
+    """Make a call, at a thread's outer edge: a future, unless it is cancelled, has the outcome."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - a thread's outer edge; raised by the future
+    except BaseException as error:  # noqa: BLE001 - raised by the future
         future.set_exception(error)
         del future  # the error refers to this frame: no cycle of them
 

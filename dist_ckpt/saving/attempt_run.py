@@ -248,12 +248,8 @@ class AttemptRun:
 
     def clean_up(self) -> None:
         """Remove what the committed attempt superseded. Never raises: the save has succeeded."""
-        if self._claim is None:
-            return
-        try:
+        if self._claim is not None:
             commit.supersede(self._storage, self._path, self._claim.attempt)
-        except (CheckpointError, OSError) as error:
-            _log.warning("%s: an older attempt could not be removed yet: %s", self._path, error)
 
 
 def _unequal_replicas(told: Sequence[Mapping[str, Mapping[str, str]]]) -> str:

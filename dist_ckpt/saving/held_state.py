@@ -82,7 +82,6 @@ class HeldState:
         with paused_collector():
             part = self._part(plan)
         return RankFiles(
-            catalog=plan.catalog,
             step=step,
             plans=part.files,
             sources=tuple(partial(self._source_of, origins) for origins in part.origins),
@@ -162,16 +161,13 @@ def objects_files(
         main = objects_file.ObjectsFile(
             tree=plan.tree,
             values={**stored, **names},
-            per_rank={},
             numpy=plan.numpy,
             metadata=dict(metadata),
         )
         files[filenames.OBJECTS] = objects_file.encode(main)
         stored = {}
     if stored or per_rank:
-        own = objects_file.ObjectsFile(
-            tree=(), values=stored, per_rank=per_rank, numpy=(), metadata={}
-        )
+        own = objects_file.ObjectsFile(values=stored, per_rank=per_rank)
         files[filenames.objects_file(rank)] = objects_file.encode(own)
     return files
 

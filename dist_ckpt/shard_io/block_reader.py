@@ -32,6 +32,7 @@ from dist_ckpt.shard_io.block_reads import (
     Need,
     Wish,
     every_block,
+    gathered,
 )
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles, damage, digest_problem
 from dist_ckpt.shard_io.reading_work import CellTargets, work_of
@@ -170,7 +171,7 @@ class Reading:
             self._fetch_row(file, one, data)
             return
         with file.reading() as readable:
-            for needs in _bites(one.needs):
+            for needs in gathered(one.needs, _is_one_bite):
                 self._bite(file, readable, needs, data[needs[0].start - one.span.start :])
 
     def _bite(
@@ -201,7 +202,7 @@ class Reading:
             with self._turn:
                 self._place_row(one, one.parts(file, data))
             return
-        for row in _rows(one.needs):
+        for row in gathered(one.needs, _are_placed_at_once):
             wishes = row[0].wishes
             itemsize = DTYPES[row[0].shard.dtype].itemsize
             start, stop = row[0].span.start, row[-1].span.stop
@@ -218,15 +219,9 @@ class Reading:
         return self.targets[item.fqn, item.match.part]
 
 
-def _bites(needs: Iterable[Need]) -> Iterator[list[Need]]:
-    """Cut the blocks of a read into what is digested while a processor still has it cached."""
-    bite: list[Need] = []
-    for need in needs:
-        if bite and need.stop - bite[0].start > BITE_NBYTES:
-            yield bite
-            bite = []
-        bite.append(need)
-    yield bite
+def _is_one_bite(needs: Sequence[Need], need: Need) -> bool:
+    """Say whether a processor still has the first of some blocks cached when one more is read."""
+    return need.stop - needs[0].start <= BITE_NBYTES
 
 
 def _only_block(file: OpenFile, number: int) -> Need:
@@ -239,19 +234,10 @@ def _check(file: OpenFile, need: Need, actual: str) -> None:
         raise CorruptError(damage(file, need, problem))
 
 
-def _rows(needs: Iterable[Need]) -> Iterator[list[Need]]:
-    """Gather blocks of one shard that the same items want: they are placed at once."""
-    row: list[Need] = []
-    for need in needs:
-        if row and (row[-1].shard is not need.shard or not _same(row[-1].wishes, need.wishes)):
-            yield row
-            row = []
-        row.append(need)
-    yield row
-
-
-def _same(a: Sequence[Wish], b: Sequence[Wish]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))
+def _are_placed_at_once(needs: Sequence[Need], need: Need) -> bool:
+    """Say whether one more block is of the same shard, and wanted by the same items."""
+    last, here, more = needs[-1], needs[-1].wishes, need.wishes
+    return last.shard is need.shard and len(here) == len(more) and all(map(is_, here, more))
 
 
 def _copy(wish: Wish, target: Target, stored: Elements, data: memoryview) -> None:

@@ -123,23 +123,32 @@ def needed_runs(
     yield from joined(range(number, number + 1) for number in sorted(numbers))
 
 
-def _without_short_runs(needs: Sequence[Need]) -> Iterator[Need]:
+def _without_short_runs(needs: Iterable[Need]) -> Iterator[Need]:
     """Take back `direct` where too few bytes in a row would gain from it."""
-    first = 0
-    while first < len(needs):
-        last = first
-        while last + 1 < len(needs) and _adjoin_directly(needs[last], needs[last + 1]):
-            last += 1
-        run = needs[first : last + 1]
+    for run in gathered(needs, lambda run, need: _adjoin_directly(run[-1], need)):
         if run[0].direct and run[-1].stop - run[0].start < DIRECT_NBYTES:
-            run = [Need(n.shard, n.number, n.span, n.wishes, direct=False) for n in run]
-        yield from run
-        first = last + 1
+            yield from (Need(n.shard, n.number, n.span, n.wishes, direct=False) for n in run)
+        else:
+            yield from run
 
 
 def _adjoin_directly(a: Need, b: Need) -> bool:
     """Say whether two blocks in a row can come with one read straight into one target."""
     return a.direct and b.direct and a.wishes[0] is b.wishes[0]
+
+
+def gathered(
+    needs: Iterable[Need], fits: Callable[[Sequence[Need], Need], bool]
+) -> Iterator[list[Need]]:
+    """Gather blocks that follow each other: each joins those before it if it fits them."""
+    row: list[Need] = []
+    for need in needs:
+        if row and not fits(row, need):
+            yield row
+            row = []
+        row.append(need)
+    if row:
+        yield row
 
 
 def reads_of(needs: Iterable[Need]) -> Iterator[BlockRead]:

@@ -19,7 +19,6 @@ from typing import Protocol
 from dist_ckpt.config import patience_s
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.format import checksums
-from dist_ckpt.format.index import Catalog
 from dist_ckpt.memory.buffers import Slots, address_of, copy, move
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.plan import FilePlan, FileReceipt
@@ -55,7 +54,6 @@ class RankFiles:
     encoded. `headers` is memory that gets the headers as well, by the names of their files.
     """
 
-    catalog: Catalog
     step: int | None
     plans: tuple[FilePlan, ...]
     sources: tuple[SourceOf, ...]

@@ -15,7 +15,6 @@ from functools import partial
 from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.format import filenames
 from dist_ckpt.format.checksums import Buffer
-from dist_ckpt.format.index import Catalog
 from dist_ckpt.memory.buffers import address_of
 from dist_ckpt.planning.plan import FilePlan
 from dist_ckpt.shard_io.shard_writer import RankFiles
@@ -82,12 +81,7 @@ class Staging:
             time.sleep(min(max(_LEAST_S, _SHARE * waited_s), _MOST_S))
 
 
-def files_of(
-    followed: Followed,
-    staging: Staging,
-    catalog: Catalog,
-    plans: Sequence[FilePlan],
-) -> RankFiles:
+def files_of(followed: Followed, staging: Staging, plans: Sequence[FilePlan]) -> RankFiles:
     """Return what the rank of a snapshot writes by its plans, out of the arena.
 
     CorruptError unless the images are the files of the plans, and objects files after them.
@@ -114,7 +108,7 @@ def files_of(
         for plan, image in zip(plans, followed.images, strict=False)
     }
     objects = _Objects(dict(zip(others, mapped[num:], strict=True)))
-    return RankFiles(catalog, snapshot.step, tuple(plans), sources, objects, headers)
+    return RankFiles(snapshot.step, tuple(plans), sources, objects, headers)
 
 
 class _MappedImage:

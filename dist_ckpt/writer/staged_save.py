@@ -43,7 +43,7 @@ class StagedSave:
         saved, self.text = plan(self.details.bodies)
         self.staging = Staging(followed, check)
         plans = items_of(saved, snapshot.rank)
-        self._files = files_of(followed, self.staging, saved.catalog, plans)
+        self._files = files_of(followed, self.staging, plans)
         self.followed = followed
         self._is_sealed = False
 

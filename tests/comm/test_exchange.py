@@ -421,6 +421,23 @@ def test_a_call_by_all_but_rank_0_does_not_spoil_the_next_call_by_all(what, firs
     assert run_ranks(3, run, config=HASTY) == [3, 3, 3]
 
 
+def test_rank_0_that_comes_too_late_is_told_who_has_given_its_call_up():
+    alone = threading.Barrier(2)
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> str:
+        if rank == 0:
+            alone.wait(10)
+        with pytest.raises(RankError) as raised:
+            ask(channel, what="save to /ck")
+        if rank == 1:
+            alone.wait(10)
+        return str(raised.value)
+
+    told, given_up = run_ranks(2, run, config=HASTY)
+    assert told == given_up
+    assert str(told).startswith("rank 0 did not call save to /ck: rank 1 (host ")
+
+
 def test_ranks_in_different_calls_are_named_beside_one_that_never_came():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         if rank == 2:

@@ -217,7 +217,7 @@ def rank_files(
         ].__getitem__
         for plan in plans
     )
-    return RankFiles(catalog, 7, plans, sources, objects or {})
+    return RankFiles(7, plans, sources, objects or {})
 
 
 def index_of(

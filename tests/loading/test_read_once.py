@@ -26,6 +26,7 @@ from dist_ckpt.comm.messages import FalloutError
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError, RankError, StorageError
 from dist_ckpt.loading import load, read_once, read_once_agreement, read_once_units
+from dist_ckpt.loading.read_once_agreement import Meeting
 from dist_ckpt.planning import read_sharing
 from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.storage import Storage
@@ -410,9 +411,10 @@ def test_what_a_rank_has_filled_before_the_damage_is_told_as_touched(tree, mode)
 
 
 def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, monkeypatch):
-    def fail(ranks: Session, *rest: Any) -> None:
-        rest[-1].touched.add(f"model.on {ranks.channel.rank}")
-        if ranks.channel.rank == 2:
+    def fail(meeting: Meeting, reading: Reading) -> None:
+        rank = meeting.ranks.channel.rank
+        reading.touched.add(f"model.on {rank}")
+        if rank == 2:
             raise CorruptError("damaged", touched=("model.on 2",))
         raise FalloutError("rank 2 has given up")
 

@@ -193,7 +193,7 @@ def test_a_file_whose_size_is_not_what_was_written_is_a_storage_error() -> None:
 
 
 def test_an_objects_file_of_another_size_is_a_storage_error() -> None:
-    files = RankFiles(catalog_of({}, 1), None, (), (), {"objects.msgpack": b"abc"})
+    files = RankFiles(None, (), (), {"objects.msgpack": b"abc"})
     with pytest.raises(StorageError, match="has 1 bytes after writing 3"):
         write_all(Spoiled(finish=1), FOLDER, files, threads=1)
 

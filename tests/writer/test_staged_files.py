@@ -62,9 +62,7 @@ class Case:
         self, check: Callable[[], None], threads: int = 1, storage: WritableStorage | None = None
     ) -> tuple[FileReceipt, ...]:
         plans = items_of(self.state.plan, 0)
-        files = files_of(
-            self.followed, Staging(self.followed, check), self.state.plan.catalog, plans
-        )
+        files = files_of(self.followed, Staging(self.followed, check), plans)
         return write_all(storage or self.storage, FOLDER, files, threads=threads)
 
     def written(self) -> dict[str, bytes]:
@@ -199,12 +197,7 @@ def test_a_snapshot_of_other_files_than_planned_is_refused(arenas):
     case = Case(arenas)
     other = State(1, {"large": (2501, 1000)})
     with pytest.raises(CorruptError, match="has other files than its plan says"):
-        files_of(
-            case.followed,
-            Staging(case.followed, fail),
-            other.plan.catalog,
-            items_of(other.plan, 0),
-        )
+        files_of(case.followed, Staging(case.followed, fail), items_of(other.plan, 0))
     with pytest.raises(CorruptError, match="has other files than its plan says"):
-        files_of(case.followed, Staging(case.followed, fail), STATE.plan.catalog, ())
+        files_of(case.followed, Staging(case.followed, fail), ())
     case.follower.close()
