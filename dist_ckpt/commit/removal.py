@@ -51,15 +51,22 @@ def remove(storage: Storage, path: str, attempt: Attempt) -> None:
 
 
 def supersede(storage: Storage, path: str, attempt: Attempt) -> None:
-    """Remove what is lower than the attempt that was just committed, and all trash."""
+    """Remove what is lower than the attempt that was just committed, and all trash.
+
+    Raises no error of the storage, but logs it: the save has succeeded, and the next one, or a
+    collector, removes what is left.
+    """
     by = f"the saver of {attempt}"
-    for lower in list_attempts(storage, path):
-        if lower >= attempt:
-            break
-        if not has_index(storage, path, lower):
-            abandon(storage, path, lower, by=by, reason="a later attempt was committed")
-        remove(storage, path, lower)
-    _empty_all(storage, path)
+    try:
+        for lower in list_attempts(storage, path):
+            if lower >= attempt:
+                break
+            if not has_index(storage, path, lower):
+                abandon(storage, path, lower, by=by, reason="a later attempt was committed")
+            remove(storage, path, lower)
+        _empty_all(storage, path)
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s: an older attempt could not be removed yet: %s", path, error)
 
 
 def delete(storage: Storage, path: str) -> None:

@@ -170,7 +170,7 @@ class _Reshard:
         except BaseException as error:
             self._withdraw(claim, by, error)
             raise
-        self._clean_up(claim)
+        removal.supersede(self._storage, self._path, claim.attempt)
         report = self._report(claim.attempt.name, receipts)
         self._phases.done(report)
         return report
@@ -183,13 +183,6 @@ class _Reshard:
                 order.give_up(self._storage, claim)
         except (CheckpointError, OSError) as failure:
             _log.warning("%s could not be cleaned up: %s", claim.folder, failure)
-
-    def _clean_up(self, claim: order.Claim) -> None:
-        """Remove what the new checkpoint superseded. Never raises: the reshard has succeeded."""
-        try:
-            removal.supersede(self._storage, self._path, claim.attempt)
-        except (CheckpointError, OSError) as error:
-            _log.warning("%s: an older attempt could not be removed yet: %s", self._path, error)
 
     def _write(self, folder: str) -> list[Receipt]:
         self._nbytes = sum(stored_nbytes(self._plan.catalog).values())

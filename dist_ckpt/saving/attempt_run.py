@@ -247,13 +247,9 @@ class AttemptRun:
         return Verdict(attempt.name, nbytes, num_files, self._channel.rank, 0.0)
 
     def clean_up(self) -> None:
-        """Remove what the committed attempt superseded. Never raises: the save has succeeded."""
-        if self._claim is None:
-            return
-        try:
+        """Remove what the committed attempt superseded. Coordinator; others have nothing to do."""
+        if self._claim is not None:
             removal.supersede(self._storage, self._path, self._claim.attempt)
-        except (CheckpointError, OSError) as error:
-            _log.warning("%s: an older attempt could not be removed yet: %s", self._path, error)
 
 
 def _unequal_replicas(told: Sequence[Mapping[str, Mapping[str, str]]]) -> str:

@@ -79,8 +79,7 @@ def overwriter(step: int) -> Program:
     """Save over what is there, and supersede it after the verdict."""
 
     def supersede(storage: Storage, attempt: Attempt) -> Outcome:
-        with suppress(CheckpointError):
-            removal.supersede(storage, PATH, attempt)
+        removal.supersede(storage, PATH, attempt)
         return Outcome("saved", attempt)
 
     return *saver(step, overwrite=True)[:-1], supersede
