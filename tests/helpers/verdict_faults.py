@@ -25,7 +25,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.commit import attempts, order, removal
-from dist_ckpt.format.filenames import Attempt, is_trash, parse_attempt, trash_name
+from dist_ckpt.format.filenames import Attempt, parse_attempt, parse_trash, trash_name
 from dist_ckpt.storage.local import LocalStorage
 from faulty_calls import Fault, Lasting, system_calls
 
@@ -153,7 +153,7 @@ def delete(folder: Path) -> None:
 def delete_again(folder: Path) -> None:
     path = folder / "ck"
     names = os.listdir(path) if path.exists() else []
-    if any(is_trash(name) or parse_attempt(name) for name in names):
+    if any(parse_trash(name) or parse_attempt(name) for name in names):
         delete(folder)  # else the last call was done, and reported as failed
 
 
