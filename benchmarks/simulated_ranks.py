@@ -13,11 +13,11 @@ from functools import cache
 from math import prod
 from types import TracebackType
 
-from dist_ckpt import commit
 from dist_ckpt.comm.collective import AloneCollective, Bodies, distinct, name_of
 from dist_ckpt.comm.exchange import Alone, AloneExchange, Exchange
 from dist_ckpt.comm.messages import Envelope, new_nonce, pack, unpack
 from dist_ckpt.comm.session import Session
+from dist_ckpt.commit import attempts
 from dist_ckpt.commit.receipts import sizes_of
 from dist_ckpt.format import filenames, typed_msgpack
 from dist_ckpt.format.filenames import Attempt
@@ -383,7 +383,7 @@ class SimulatedSave:
 
     def index(self) -> bytes:
         """Return the index of the last save."""
-        attempt, _ = commit.find(self.storage, self.path)
+        attempt, _ = attempts.find(self.storage, self.path)
         data = self.storage.tree()[f"{self.path}/{attempt}/{filenames.INDEX}"]
         assert data is not None
         return data

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from dist_ckpt import __version__, commit
+from dist_ckpt import __version__
 from dist_ckpt.background.readiness import Saver, check_savers
 from dist_ckpt.comm.session import Session
+from dist_ckpt.commit import attempts
 from dist_ckpt.commit.receipts import check_receipts, differing_groups
 from dist_ckpt.errors import (
     CheckpointError,
@@ -206,7 +207,7 @@ class _Restoring:
             raise _UnusableError(f"{newer} was committed since")
         above = 1
         try:
-            found, index = commit.find(storage, told.save.path)
+            found, index = attempts.find(storage, told.save.path)
         except NotFoundError:
             if told.was_committed:
                 raise _UnusableError("it was committed, and is deleted by now") from None
@@ -256,7 +257,7 @@ def _newer_beside(storage: Storage, told: _Told, threads: int) -> str | None:
 
     def is_newer(path: str) -> bool:
         with suppress(NotFoundError, CorruptError, IncompatibleError):
-            _, index = commit.find(storage, path)
+            _, index = attempts.find(storage, path)
             return index.step is not None and index.step > step and index.saved_at > began_at
         return False
 

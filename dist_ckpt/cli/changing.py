@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 from filelock import FileLock, Timeout
 
-from dist_ckpt import commit
 from dist_ckpt.cli import output
+from dist_ckpt.commit import removal
 from dist_ckpt.errors import StorageError
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.offline.reshard import reshard as rewrite
@@ -100,14 +100,14 @@ def reshard(
 def rm(path: str, *, yes: bool) -> None:
     """Delete the checkpoint at PATH. There is no way back."""
     storage, where = open_storage(path)
-    commit.check_deletable(storage, where)
+    removal.check_deletable(storage, where)
     if not yes:
         if not sys.stdin.isatty():
             click.echo(f"dist-ckpt: {path} is not deleted: say --yes to mean it", err=True)
             raise click.exceptions.Exit(output.REFUSED)
         if not click.confirm(f"Delete {path}?"):
             raise click.exceptions.Exit(output.REFUSED)
-    commit.delete(storage, where)
+    removal.delete(storage, where)
     click.echo(f"deleted {path}")
 
 
@@ -129,7 +129,7 @@ def gc(path: str, *, grace_s: float) -> None:
     """
     storage, root = open_storage(path)
     with only_collector(root):
-        removed = commit.collect_all(storage, root, grace_s=grace_s)
+        removed = removal.collect_all(storage, root, grace_s=grace_s)
     for name in removed:
         click.echo(f"removed {output.printable(name)}")
     click.echo(f"{len(removed)} removed")

@@ -95,19 +95,13 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
             shown = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(shown, completed=done, total=total)
         return
-    yield _Lines(what).update
+    start, told = time.monotonic(), 0
 
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        lines = LOG_LINES * done // total if total else LOG_LINES
+        if lines > told and time.monotonic() - start > QUIET_S:
+            told = lines
+            click.echo(f"{what}: {size(done)} of {size(total)}", err=True)
 
-class _Lines:
-    """Progress for a log."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._start = time.monotonic()
-        self._told = 0
-
-    def update(self, done: int, total: int) -> None:
-        tenths = LOG_LINES * done // total if total else LOG_LINES
-        if tenths > self._told and time.monotonic() - self._start > QUIET_S:
-            self._told = tenths
-            click.echo(f"{self._what}: {size(done)} of {size(total)}", err=True)
+    yield tell

@@ -126,9 +126,6 @@ def _print(report: VerifyReport | _NotChecked) -> None:
     for note in report.notes:
         click.echo(f"note     {output.printable(note)}")
     checked = f"{report.num_files} files, {size(report.nbytes_checked)} checked"
-    verdict = "ok" if report.ok else f"{_problems(len(report.problems))}; load an older one"
+    num = len(report.problems)
+    verdict = "ok" if report.ok else f"{num} problem{'s' * (num != 1)}; load an older one"
     click.echo(f"{output.printable(report.path)}: {checked}: {verdict}")
-
-
-def _problems(count: int) -> str:
-    return "1 problem" if count == 1 else f"{count} problems"

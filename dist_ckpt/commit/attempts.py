@@ -25,8 +25,8 @@ from dist_ckpt.format.filenames import (
     CLAIM,
     INDEX,
     Attempt,
-    is_trash,
     parse_attempt,
+    parse_trash,
     temporary_index,
     trash_name,
 )
@@ -117,7 +117,7 @@ def attempts_in(entries: Iterable[Entry]) -> Iterator[Attempt]:
 
 def trash_at(storage: Storage, path: str) -> list[Entry]:
     """Return what is named like trash at a path: folders, and what is not ours."""
-    return [entry for entry in entries_at(storage, path) if is_trash(entry.name)]
+    return [entry for entry in entries_at(storage, path) if parse_trash(entry.name) is not None]
 
 
 def was_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
@@ -222,7 +222,7 @@ def _what_is_at(storage: Storage, path: str) -> str:
         for number, what in (
             (states.count("open"), "unfinished (a save is running, or died)"),
             (states.count("abandoned"), "abandoned"),
-            (sum(is_trash(entry.name) for entry in entries), "being removed"),
+            (sum(parse_trash(entry.name) is not None for entry in entries), "being removed"),
         )
         if number
     ]

@@ -14,6 +14,7 @@ the one file that decides.
 
 from __future__ import annotations
 
+import posixpath
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -53,7 +54,6 @@ from dist_ckpt.format.filenames import (
     ROOT_ID,
     Attempt,
     is_temporary,
-    is_trash,
     parse_trash,
     temporary_claim,
     temporary_index,
@@ -104,7 +104,7 @@ def claim(storage: Storage, path: str, *, overwrite: bool, by: str) -> Claim:
             )
         _fence(storage, path, attempt, overwrite=overwrite, by=by)
         _store_claim(storage, path, attempt, by)
-        for folder in (path, *map(_parent, made)):
+        for folder in (path, *map(posixpath.dirname, made)):
             storage.sync(folder)
     except OSError as error:
         somebody_did = is_gone(storage, f"{path}/{attempt}")
@@ -147,7 +147,7 @@ def _survey(storage: Storage, path: str, made: list[str], *, overwrite: bool) ->
 
 def _is_beside_attempts(name: str) -> bool:
     # A saver whose root is the checkpoint's own folder puts the root's id beside its attempts.
-    return is_trash(name) or name == ROOT_ID
+    return parse_trash(name) is not None or name == ROOT_ID
 
 
 def make_folders(storage: Storage, path: str, made: list[str]) -> None:
@@ -155,7 +155,7 @@ def make_folders(storage: Storage, path: str, made: list[str]) -> None:
     try:
         _make_folder(storage, path, made)
     except FileNotFoundError:
-        make_folders(storage, _parent(path), made)
+        make_folders(storage, posixpath.dirname(path), made)
         with suppress(FileNotFoundError):  # a delete took the parent: the caller tries again
             _make_folder(storage, path, made)
 
@@ -252,10 +252,6 @@ def _take_back(storage: Storage, path: str, attempt: Attempt | None, made: Seque
     for folder in reversed(made):
         with suppress(CheckpointError, OSError):
             storage.remove(folder)
-
-
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0] or "/"
 
 
 def await_claim(storage: Storage, path: str, attempt: Attempt, timeout_s: float) -> None:

@@ -30,7 +30,7 @@ from dist_ckpt.format.filenames import (
     is_temporary_root_id,
     trash_name,
 )
-from dist_ckpt.storage import Entry, Storage
+from dist_ckpt.storage import Storage
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -53,7 +53,8 @@ def remove(storage: Storage, path: str, attempt: Attempt) -> None:
 def supersede(storage: Storage, path: str, attempt: Attempt) -> None:
     """Remove what is lower than the attempt that was just committed, and all trash.
 
-    Raises no error of ours, nor of the system: the save has succeeded, so it is logged.
+    Raises no error of the storage, but logs it: the save has succeeded, and the next one, or a
+    collector, removes what is left.
     """
     by = f"the saver of {attempt}"
     try:
@@ -119,7 +120,11 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     names = _empty_all(storage, path)
     found = statuses(storage, path)
     superseded = _superseded(storage, path, found)
-    ids = [entry for entry in entries_at(storage, path) if _is_lost_id(entry)]
+    ids = [
+        entry
+        for entry in entries_at(storage, path)
+        if entry.kind == "file" and is_temporary_root_id(entry.name)
+    ]
     has_open = any(status.state == "open" for status in found)
     now = _now(storage, path) if has_open or ids else 0.0
     for entry in ids:
@@ -127,12 +132,14 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
             with suppress(FileNotFoundError):  # its maker has renamed it after all
                 storage.remove(f"{path}/{entry.name}")
                 names.append(entry.name)
+    reason = f"nothing was written in it for more than {grace_s:g} seconds"
     for status in found:
         attempt = status.attempt
+        is_dead = status.state == "open" and now - status.modified_at > grace_s
         if (
             status.state == "abandoned"
             or attempt in superseded
-            or (_is_old(status, now, grace_s) and _abandon_dead(storage, path, status, grace_s))
+            or (is_dead and abandon(storage, path, attempt, by="a collector", reason=reason))
         ):
             remove(storage, path, attempt)
             names.append(attempt.name)
@@ -169,15 +176,6 @@ def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ..
     )
 
 
-def _is_old(status: Status, now: float, grace_s: float) -> bool:
-    return status.state == "open" and now - status.modified_at > grace_s
-
-
-def _abandon_dead(storage: Storage, path: str, status: Status, grace_s: float) -> bool:
-    reason = f"nothing was written in it for more than {grace_s:g} seconds"
-    return abandon(storage, path, status.attempt, by="a collector", reason=reason)
-
-
 def _now(storage: Storage, path: str) -> float:
     """Return the time by the storage's clock: that of a folder just made there, as trash."""
     name = trash_name(Attempt(1, new_id()))
@@ -201,10 +199,6 @@ def _empty_all(storage: Storage, path: str) -> list[str]:
         elif _empty(storage, path, trash):
             names.append(entry.name)
     return names
-
-
-def _is_lost_id(entry: Entry) -> bool:
-    return entry.kind == "file" and is_temporary_root_id(entry.name)
 
 
 def _empty(storage: Storage, path: str, trash: str) -> bool:

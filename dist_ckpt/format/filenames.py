@@ -54,11 +54,6 @@ def trash_name(attempt: Attempt) -> str:
     return f".trash-{attempt.name}"
 
 
-def is_trash(name: str) -> bool:
-    """Say whether a folder is an attempt that is being removed."""
-    return _TRASH.fullmatch(name) is not None
-
-
 def parse_trash(name: str) -> Attempt | None:
     """Return the attempt that a trash folder was, or None if the name is not one."""
     match = _TRASH.fullmatch(name)

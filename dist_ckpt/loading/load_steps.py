@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dist_ckpt import commit
 from dist_ckpt.binding.bind import unexpected_problem
 from dist_ckpt.comm.exchange import check_alike
-from dist_ckpt.commit.attempts import is_there
+from dist_ckpt.commit import attempts
 from dist_ckpt.errors import IncompatibleError, StorageError, listed, ranks_text
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt
@@ -137,7 +136,7 @@ class JobTotals(Message, frozen=True):
 def find(storage: Storage, told: Sequence[LoadRequest]) -> tuple[Opened, Index, bytes]:
     """Find the checkpoint. Returns its index as well, encoded too if others are to have it."""
     check_alike("load", told, ("path", "strict", "check_first", "read_once"))
-    attempt, index = commit.find(storage, told[0].path)
+    attempt, index = attempts.find(storage, told[0].path)
     encoded = index_json.encode(index) if len(told) > 1 else b""
     opened = Opened(
         attempt=attempt.name,
@@ -213,7 +212,7 @@ def bits_of(some: Sequence[str], names: Sequence[str]) -> bytes:
 
 def _check_shared(storage: Storage, path: str, attempt: Attempt, gone: Sequence[int]) -> None:
     """Raise StorageError if only some ranks see the checkpoint's folder no more."""
-    if is_there(storage, path, attempt):
+    if attempts.is_there(storage, path, attempt):
         raise StorageError(
             f"{path}/{attempt} is not seen by {ranks_text(gone)}, though the coordinator sees it: "
             "the path is not on storage that all ranks share. Pass a path that is"

@@ -12,8 +12,7 @@ from itertools import chain
 from math import prod
 from threading import Lock
 
-from dist_ckpt import commit
-from dist_ckpt.commit.attempts import AttemptState, while_it_is_there
+from dist_ckpt.commit import attempts, removal
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.format import filenames
@@ -44,7 +43,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  # it is `dc
     if a newer dist_ckpt wrote it.
     """
     storage, root = open_storage(path)
-    attempt, index = commit.find(storage, root)
+    attempt, index = attempts.find(storage, root)
     return Checkpoint(storage, root, attempt, index)
 
 
@@ -203,7 +202,7 @@ class Checkpoint:
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
         plan = plan_load(self.index, (Wanted(fqn, info.dtype, info.shape, (region,)),))
-        with self._turn, while_it_is_there(self._storage, self.path, self._attempt):
+        with self._turn, attempts.while_it_is_there(self._storage, self.path, self._attempt):
             self._read(plan, {(fqn, 0): ArrayTarget(data, itemsize)})
         return Array(info.dtype, region.shape, data)
 
@@ -235,7 +234,7 @@ class Checkpoint:
     def _objects_file(self, name: str) -> ObjectsFile | None:
         for record in self.index.objects:
             if record.name == name:
-                with while_it_is_there(self._storage, self.path, self._attempt):
+                with attempts.while_it_is_there(self._storage, self.path, self._attempt):
                     return read_objects(self._storage, self._folder, record, make=_made)
         return None
 
@@ -295,7 +294,7 @@ def delete(path: str | os.PathLike[str]) -> None:
     On return nothing of it shows any more, on any host. Raises NotFoundError if there is none.
     """
     storage, folder = open_storage(path)
-    commit.delete(storage, folder)
+    removal.delete(storage, folder)
 
 
 # --- what lies in a folder -------------------------------------------------------------------
@@ -311,7 +310,7 @@ class CheckpointSummary:
 
     name: str
     path: str
-    state: AttemptState
+    state: attempts.AttemptState
     step: int | None = None
     nbytes: int | None = None
     world_size: int | None = None
@@ -345,13 +344,13 @@ def _summary(storage: Storage, path: str) -> CheckpointSummary | None:
     """Return a checkpoint's line, or None if there is not even an attempt."""
     name = path.rpartition("/")[2]
     try:
-        _, index = commit.find(storage, path)
+        _, index = attempts.find(storage, path)
     except CorruptError as error:
         return CheckpointSummary(name, path, "damaged", problem=str(error))
     except IncompatibleError as error:
         return CheckpointSummary(name, path, "incompatible", problem=str(error))
     except NotFoundError as error:
-        statuses = commit.statuses(storage, path)
+        statuses = attempts.statuses(storage, path)
         if not statuses:
             return None
         return CheckpointSummary(name, path, statuses[-1].state, problem=str(error))

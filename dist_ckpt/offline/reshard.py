@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dist_ckpt import __version__, commit
-from dist_ckpt.commit.attempts import while_it_is_there
+from dist_ckpt import __version__
+from dist_ckpt.commit import attempts, order, removal
 from dist_ckpt.commit.receipts import check_receipts, sizes_of
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format import filenames, objects_file
@@ -87,8 +87,8 @@ def reshard(
     if real_target.startswith(f"{real_source}/"):
         raise ValueError(f"the target {target_path} lies in the source: give another target")
     counted = CountingStorage(source_storage)
-    attempt, index = commit.find(counted, source_path)
-    with while_it_is_there(counted, source_path, attempt):
+    attempt, index = attempts.find(counted, source_path)
+    with attempts.while_it_is_there(counted, source_path, attempt):
         stored = Stored(counted, f"{source_path}/{attempt.name}", index)
         plan = plan_target(index, stored.main, config)
         storage = CountingStorage(target_storage)
@@ -160,27 +160,27 @@ class _Reshard:
 
     def run(self, *, overwrite: bool) -> SaveReport:
         by = f"reshard on {socket.gethostname()}"
-        claim = commit.claim(self._storage, self._path, overwrite=overwrite, by=by)
+        claim = order.claim(self._storage, self._path, overwrite=overwrite, by=by)
         try:
             with self._phases.phase("write"):
                 receipts = self._write(claim.folder)
             with self._phases.phase("commit"):
-                commit.check_files(self._storage, claim.folder, sizes_of(receipts))
-                commit.commit(self._storage, claim, self._index(claim.attempt.name, receipts))
+                order.check_files(self._storage, claim.folder, sizes_of(receipts))
+                order.commit(self._storage, claim, self._index(claim.attempt.name, receipts))
         except BaseException as error:
             self._withdraw(claim, by, error)
             raise
-        commit.supersede(self._storage, self._path, claim.attempt)
+        removal.supersede(self._storage, self._path, claim.attempt)
         report = self._report(claim.attempt.name, receipts)
         self._phases.done(report)
         return report
 
-    def _withdraw(self, claim: commit.Claim, by: str, error: BaseException) -> None:
+    def _withdraw(self, claim: order.Claim, by: str, error: BaseException) -> None:
         """Undo the claim, unless it was committed all the same, as the error then says."""
         reason = f"{type(error).__name__}: {error}"[:500]
         try:
-            if commit.abandon(self._storage, self._path, claim.attempt, by=by, reason=reason):
-                commit.give_up(self._storage, claim)
+            if attempts.abandon(self._storage, self._path, claim.attempt, by=by, reason=reason):
+                order.give_up(self._storage, claim)
         except (CheckpointError, OSError) as failure:
             _log.warning("%s could not be cleaned up: %s", claim.folder, failure)
 

@@ -99,31 +99,21 @@ def axes_of(placements: tuple[Placement, ...], ndim: int) -> tuple[tuple[int, ..
     return tuple(map(tuple, axes))
 
 
-def coordinate_of(mesh: Mesh, rank: int) -> Shape | None:
-    """Return a rank's place on a mesh, or None if it is not on it."""
-    try:
-        position = mesh.ranks.index(rank)
-    except ValueError:
-        return None
-    return tuple(
-        position // stride % size
-        for size, stride in zip(mesh.shape, row_major_strides(mesh.shape), strict=True)
-    )
-
-
 # Tensors repeat, and to cut one costs as much as its mesh has ranks.
 @lru_cache(maxsize=4096)
 def _placed_cells(view: Placed, rank: int, shape: Shape) -> tuple[Cell, ...]:
-    coordinate = coordinate_of(view.mesh, rank)
-    if coordinate is None:
+    mesh = view.mesh
+    if rank not in mesh.ranks:
         return ()
     if 0 in shape:
         return (Region.whole(shape),)
+    position, strides = mesh.ranks.index(rank), row_major_strides(mesh.shape)
     left: list[IndexRuns] = []
     for size, axes in zip(shape, axes_of(view.placements, len(shape)), strict=True):
         runs: IndexRuns = (range(size),)
         for axis in axes:
-            runs = _split(runs, view.placements[axis], view.mesh.shape[axis])[coordinate[axis]]
+            count = mesh.shape[axis]
+            runs = _split(runs, view.placements[axis], count)[position // strides[axis] % count]
         left.append(runs)
     return tuple(
         Region(tuple(run.start for run in box), tuple(map(len, box))) for box in product(*left)

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt import commit
 from dist_ckpt.comm.exchange import Channel, Exchange
 from dist_ckpt.comm.messages import NoAnswerError
+from dist_ckpt.commit import attempts, order, removal, verdicts
 from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
@@ -99,14 +99,14 @@ class AttemptRun:
         self._config = config
         self._request = request
         self._storage, self._path = request.storage, request.path
-        self._claim: commit.Claim | None = None
+        self._claim: order.Claim | None = None
 
     def claim(self) -> str:
         """Claim an attempt, and return its name. Coordinator only, within an exchange.
 
         Until then nothing on disk has changed. If the ranks cannot be told: `recover_claim`.
         """
-        self._claim = commit.claim(
+        self._claim = order.claim(
             self._storage, self._path, overwrite=self._request.overwrite, by=self._by
         )
         return self._claim.attempt.name
@@ -130,7 +130,7 @@ class AttemptRun:
         try:
             with channel.exchange("write") as writing:
                 if self._claim is None:
-                    commit.await_claim(self._storage, self._path, attempt, self._config.appear_s)
+                    order.await_claim(self._storage, self._path, attempt, self._config.appear_s)
                 part = write()
                 receipt = receipt_of(part.files, part.replicas, part.seconds)
                 if receipts := writing.gather(receipt):
@@ -161,7 +161,7 @@ class AttemptRun:
         files, objects = check_receipts(text.catalog, receipts)
         sizes = sizes_of(receipts)
         appear_s = self._config.appear_s
-        commit.check_files(self._storage, self._claim.folder, sizes, timeout_s=appear_s)
+        order.check_files(self._storage, self._claim.folder, sizes, timeout_s=appear_s)
         index = Index(
             attempt=self._claim.attempt.name,
             step=self._request.step,
@@ -181,7 +181,7 @@ class AttemptRun:
             slowest_s=slowest_s,
         )
         try:
-            commit.commit(self._storage, self._claim, index, text)
+            order.commit(self._storage, self._claim, index, text)
             writing.decide(Written((), verdict))
         except CheckpointError:
             raise
@@ -195,11 +195,11 @@ class AttemptRun:
         """Tell the others what became of a commit that was interrupted, unless it is undone."""
         assert self._claim is not None
         attempt, reason = self._claim.attempt, f"the commit was interrupted: {type(error).__name__}"
-        fate = commit.settle(self._storage, self._path, attempt, by=self._by, reason=reason)
+        fate = verdicts.settle(self._storage, self._path, attempt, by=self._by, reason=reason)
         if fate == "committed":
             writing.decide(Written((), verdict))
         elif fate != "abandoned":
-            unsettled = commit.unsettled(fate, self._path, reason)
+            unsettled = verdicts.unsettled(fate, self._path, reason)
             writing.refuse(unsettled)
             # Who exits says nothing of it.
             _log.warning("%s: %s", type(error).__name__, unsettled)
@@ -220,9 +220,9 @@ class AttemptRun:
             return None
         try:
             reason = f"{type(error).__name__}: {error}"[:500]
-            if commit.abandon(self._storage, self._path, attempt, by=self._by, reason=reason):
+            if attempts.abandon(self._storage, self._path, attempt, by=self._by, reason=reason):
                 if self._claim is not None:
-                    commit.give_up(self._storage, self._claim)
+                    order.give_up(self._storage, self._claim)
                 return None
             return self._read_verdict(attempt) if no_answer else None
         except (CheckpointError, OSError) as failure:
@@ -239,7 +239,7 @@ class AttemptRun:
 
         It is durable: `abandon` has made it so before it told that it is committed.
         """
-        found, index = commit.find(self._storage, self._path)
+        found, index = attempts.find(self._storage, self._path)
         if found != attempt:
             return None
         nbytes = sum(f.nbytes for f in index.files) + sum(f.nbytes for f in index.objects)
@@ -247,9 +247,9 @@ class AttemptRun:
         return Verdict(attempt.name, nbytes, num_files, self._channel.rank, 0.0)
 
     def clean_up(self) -> None:
-        """Remove what the committed attempt superseded. Never raises: the save has succeeded."""
+        """Remove what the committed attempt superseded. Coordinator; others have nothing to do."""
         if self._claim is not None:
-            commit.supersede(self._storage, self._path, self._claim.attempt)
+            removal.supersede(self._storage, self._path, self._claim.attempt)
 
 
 def _unequal_replicas(told: Sequence[Mapping[str, Mapping[str, str]]]) -> str:

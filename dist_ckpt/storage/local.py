@@ -12,7 +12,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
@@ -167,8 +167,8 @@ class _LocalWritableFile:
             done = self._direct.write(view, offset) if self._direct else Span(0, 0)
             # Never into a page that a direct write of another thread touches: those cover whole
             # pages of what was given to them. One fsync of the file makes both kinds durable.
-            write_all(os.pwrite, fd, view[: done.start], offset)
-            write_all(os.pwrite, fd, view[done.stop :], offset + done.stop)
+            write_all(fd, view[: done.start], offset)
+            write_all(fd, view[done.stop :], offset + done.stop)
         with self._lock:
             self._stop = max(self._stop, offset + len(view))
 
@@ -223,13 +223,11 @@ class _LocalReadableFile:
         self._descriptor.release()
 
 
-def write_all(
-    pwrite: Callable[[int, memoryview, int], int], fd: int, data: memoryview, offset: int
-) -> None:
+def write_all(fd: int, data: memoryview, offset: int) -> None:
     """Write all of `data`; a call may write less than it was given (full disk, signal, limit)."""
     done = 0
     while done < len(data):
-        count = pwrite(fd, data[done : done + _MAX_CALL_NBYTES], offset + done)
+        count = os.pwrite(fd, data[done : done + _MAX_CALL_NBYTES], offset + done)
         if count <= 0:
             raise OSError(errno.EIO, "the file system accepts no more bytes")
         done += count

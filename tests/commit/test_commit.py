@@ -21,8 +21,8 @@ from commit_cases import (
     with_root,
     write_rank,
 )
-from dist_ckpt import commit
-from dist_ckpt.commit import Claim, attempts, order
+from dist_ckpt.commit import attempts, order, removal
+from dist_ckpt.commit.order import Claim
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -46,7 +46,7 @@ HIGHEST = Attempt(9, "f" * 16)
 
 def claimed(storage: Storage, step: int = 1, *, overwrite: bool = False) -> Claim:
     """Claim, and write the files of a step."""
-    claim = commit.claim(storage, PATH, overwrite=overwrite, by=f"the saver of {step}")
+    claim = order.claim(storage, PATH, overwrite=overwrite, by=f"the saver of {step}")
     write_rank(storage, claim.folder, step, 0)
     return claim
 
@@ -63,7 +63,7 @@ def put(storage: Storage, attempt: Attempt, data: bytes, name: str = filenames.I
 
 def test_a_claim_makes_the_folders_that_are_missing_and_says_which():
     storage = with_root()
-    claim = commit.claim(storage, PATH + "/a/b", overwrite=False, by="me")
+    claim = order.claim(storage, PATH + "/a/b", overwrite=False, by="me")
     assert claim.made == (PATH, PATH + "/a", PATH + "/a/b")
     assert claim.folder == f"{PATH}/a/b/{claim.attempt}"
     assert claim.attempt.number == 1
@@ -72,7 +72,7 @@ def test_a_claim_makes_the_folders_that_are_missing_and_says_which():
 
 def test_a_claim_file_says_who_claimed_and_is_an_index_that_says_abandoned():
     storage = MemoryStorage()
-    claim = commit.claim(storage, PATH, overwrite=False, by="rank 0 on host a")
+    claim = order.claim(storage, PATH, overwrite=False, by="rank 0 on host a")
     document = index_json.decode(read(storage, f"{claim.folder}/{filenames.CLAIM}"))
     assert isinstance(document, Abandoned)
     assert (document.attempt, document.by) == (claim.attempt.name, "rank 0 on host a")
@@ -83,7 +83,7 @@ def test_a_claim_is_numbered_above_all_that_was_seen_also_in_the_trash():
     storage.make_folder(PATH)
     storage.make_folder(f"{PATH}/{filenames.trash_name(Attempt(7, '0' * 16))}")
     storage.make_folder(f"{PATH}/{Attempt(3, '0' * 16)}")
-    assert commit.claim(storage, PATH, overwrite=False, by="me").attempt.number == 8
+    assert order.claim(storage, PATH, overwrite=False, by="me").attempt.number == 8
 
 
 def test_a_checkpoint_is_not_overwritten_unless_that_was_asked_for():
@@ -91,9 +91,9 @@ def test_a_checkpoint_is_not_overwritten_unless_that_was_asked_for():
     save(storage, 1)
     before = storage.tree()
     with pytest.raises(ExistsError, match=r"a checkpoint of step 1 is here.*overwrite=True"):
-        commit.claim(storage, PATH, overwrite=False, by="me")
+        order.claim(storage, PATH, overwrite=False, by="me")
     assert storage.tree() == before
-    assert commit.claim(storage, PATH, overwrite=True, by="me").attempt.number == 2
+    assert order.claim(storage, PATH, overwrite=True, by="me").attempt.number == 2
 
 
 def test_a_damaged_checkpoint_is_not_overwritten_unless_that_was_asked_for():
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_not_overwritten_unless_that_was_asked_for():
     storage.make_folder(PATH)
     put(storage, Attempt(1, "0" * 16), b"torn")
     with pytest.raises(ExistsError, match=r"cannot be read.*overwrite=True"):
-        commit.claim(storage, PATH, overwrite=False, by="me")
+        order.claim(storage, PATH, overwrite=False, by="me")
     save(storage, 2, overwrite=True)
     assert step_at(storage) == 2
     assert len(names_in(storage)) == 1
@@ -119,7 +119,7 @@ def test_somebody_elses_folder_and_file_are_never_touched(overwrite):
         (f"{PATH}/notes.txt/ck", "is a file, or below one"),
     ):
         with pytest.raises(ExistsError, match=told):
-            commit.claim(storage, path, overwrite=overwrite, by="me")
+            order.claim(storage, path, overwrite=overwrite, by="me")
     assert storage.tree() == before
 
 
@@ -128,7 +128,7 @@ def test_a_folder_named_like_an_attempt_but_not_one_is_somebody_elses():
     storage.make_folder(PATH)
     write(storage, f"{PATH}/{HIGHEST}", b"a file")
     with pytest.raises(ExistsError):
-        commit.claim(storage, PATH, overwrite=True, by="me")
+        order.claim(storage, PATH, overwrite=True, by="me")
 
 
 def test_the_notes_that_somebody_put_beside_a_checkpoint_stay():
@@ -136,7 +136,7 @@ def test_the_notes_that_somebody_put_beside_a_checkpoint_stay():
     save(storage, 1)
     write(storage, f"{PATH}/notes.txt", b"precious")
     save(storage, 2, overwrite=True)
-    commit.delete(storage, PATH)
+    removal.delete(storage, PATH)
     assert names_in(storage) == ["notes.txt"]
 
 
@@ -145,8 +145,8 @@ def test_an_open_attempt_is_fenced_by_the_next_claim_and_its_saver_told_by_whom(
     first = claimed(storage, 1)
     second = claimed(storage, 2)
     with pytest.raises(ConflictError, match=rf"{second.attempt} claimed by the saver of 2"):
-        commit.commit(storage, first, index_of(first.attempt, 1, 1))
-    commit.commit(storage, second, index_of(second.attempt, 2, 1))
+        order.commit(storage, first, index_of(first.attempt, 1, 1))
+    order.commit(storage, second, index_of(second.attempt, 2, 1))
     assert step_at(storage) == 2
     assert names_in(storage) == [second.attempt.name]
 
@@ -163,7 +163,7 @@ class _Rival(MemoryStorage):
 def test_of_two_claims_at_once_the_lower_gives_way_and_leaves_nothing():
     storage = _Rival({"/runs": None})
     with pytest.raises(ConflictError, match=rf"{HIGHEST} was claimed by whom is not known yet"):
-        commit.claim(storage, PATH, overwrite=False, by="me")
+        order.claim(storage, PATH, overwrite=False, by="me")
     assert names_in(storage) == [HIGHEST.name]
 
 
@@ -181,7 +181,7 @@ class _Deleter(MemoryStorage):
 
 def test_a_claim_makes_a_folder_again_that_a_delete_took():
     storage = _Deleter({"/runs": None, PATH: None})
-    claim = commit.claim(storage, PATH, overwrite=False, by="me")
+    claim = order.claim(storage, PATH, overwrite=False, by="me")
     assert claim.made == (PATH, PATH)
     assert names_in(storage) == [claim.attempt.name]
 
@@ -190,7 +190,7 @@ def test_a_claim_does_not_fight_a_delete_for_ever():
     storage = _Deleter({"/runs": None})
     storage.deletes = 1000
     with pytest.raises(StorageError, match="again and again"):
-        commit.claim(storage, PATH, overwrite=False, by="me")
+        order.claim(storage, PATH, overwrite=False, by="me")
     assert storage.tree() == {"/runs": None}
 
 
@@ -208,7 +208,7 @@ def test_a_claim_that_fails_at_any_call_leaves_nothing_behind(done, older):
         save(begin, 1)
 
     def act(storage: Storage) -> None:
-        commit.claim(storage, PATH, overwrite=older, by="me")
+        order.claim(storage, PATH, overwrite=older, by="me")
 
     for n in range(1, _num_calls(act, begin) + 1):
         disk = MemoryStorage(begin.tree())
@@ -223,7 +223,7 @@ def test_a_fault_while_a_dead_save_is_swept_does_not_fail_the_claim_for_nothing(
     claimed(begin)
 
     def act(storage: Storage) -> None:
-        commit.claim(storage, PATH, overwrite=False, by="me")
+        order.claim(storage, PATH, overwrite=False, by="me")
 
     for n in range(1, _num_calls(act, begin) + 1):
         storage = FaultyStorage(MemoryStorage(begin.tree()), fail_at_call=n)
@@ -240,16 +240,16 @@ def test_a_fault_while_a_dead_save_is_swept_does_not_fail_the_claim_for_nothing(
 
 def careful_save(storage: Storage, step: int) -> None:
     """Save over what is there, as the coordinator does: on failure settle, then raise."""
-    claim = commit.claim(storage, PATH, overwrite=True, by="me")
+    claim = order.claim(storage, PATH, overwrite=True, by="me")
     try:
         write_rank(storage, claim.folder, step, 0)
-        commit.check_files(storage, claim.folder, sizes_of(step, 1))
-        commit.commit(storage, claim, index_of(claim.attempt, step, 1))
+        order.check_files(storage, claim.folder, sizes_of(step, 1))
+        order.commit(storage, claim, index_of(claim.attempt, step, 1))
     except (CheckpointError, FileNotFoundError):
-        if commit.abandon(storage, PATH, claim.attempt, by="me", reason="it failed"):
-            commit.give_up(storage, claim)
+        if attempts.abandon(storage, PATH, claim.attempt, by="me", reason="it failed"):
+            order.give_up(storage, claim)
         raise
-    commit.supersede(storage, PATH, claim.attempt)
+    removal.supersede(storage, PATH, claim.attempt)
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -268,7 +268,7 @@ def test_a_fault_at_any_call_of_a_save_leaves_a_whole_checkpoint_or_none(older, 
             assert step_at(inner) in (older, 2), storage.failed
         else:
             assert step_at(inner) == 2, storage.failed
-        commit.collect(inner, PATH, grace_s=-1)
+        removal.collect(inner, PATH, grace_s=-1)
         assert len(names_in(inner) if PATH in inner.tree() else []) <= 1, storage.failed
         save(inner, 3, overwrite=True)
         assert step_at(inner) == 3
@@ -285,7 +285,7 @@ def test_one_fault_in_a_save_that_fails_leaves_nothing_of_it():
         except CheckpointError:
             if step_at(inner) == 1:
                 assert inner.tree() == begin.tree(), storage.failed
-        else:
+        else:  # the fault met what removes the older one: the save has succeeded
             assert step_at(inner) == 2, storage.failed
 
 
@@ -295,18 +295,18 @@ def test_one_fault_in_a_save_that_fails_leaves_nothing_of_it():
 def test_a_commit_after_an_abandonment_is_a_conflict_that_names_who_and_why():
     storage = MemoryStorage()
     claim = claimed(storage)
-    assert commit.abandon(storage, PATH, claim.attempt, by="rank 3 on b", reason="no verdict")
+    assert attempts.abandon(storage, PATH, claim.attempt, by="rank 3 on b", reason="no verdict")
     with pytest.raises(ConflictError, match="abandoned by rank 3 on b: no verdict"):
-        commit.commit(storage, claim, index_of(claim.attempt, 1, 1))
+        order.commit(storage, claim, index_of(claim.attempt, 1, 1))
     assert step_at(storage) is None
 
 
 def test_a_commit_into_an_attempt_that_is_gone_is_a_conflict():
     storage = MemoryStorage()
     claim = claimed(storage)
-    commit.remove(storage, PATH, claim.attempt)
+    removal.remove(storage, PATH, claim.attempt)
     with pytest.raises(ConflictError, match="removed by a collector or a delete"):
-        commit.commit(storage, claim, index_of(claim.attempt, 1, 1))
+        order.commit(storage, claim, index_of(claim.attempt, 1, 1))
 
 
 def test_a_commit_whose_reply_is_lost_anywhere_is_settled_by_abandon():
@@ -314,7 +314,7 @@ def test_a_commit_whose_reply_is_lost_anywhere_is_settled_by_abandon():
     claim = claimed(begin)
 
     def act(storage: Storage) -> None:
-        commit.commit(storage, claim, index_of(claim.attempt, 1, 1))
+        order.commit(storage, claim, index_of(claim.attempt, 1, 1))
 
     renames = 0
     for n in range(1, _num_calls(act, begin) + 1):
@@ -323,7 +323,7 @@ def test_a_commit_whose_reply_is_lost_anywhere_is_settled_by_abandon():
         try:
             act(storage)
         except StorageError:
-            abandoned = commit.abandon(inner, PATH, claim.attempt, by="me", reason="it failed")
+            abandoned = attempts.abandon(inner, PATH, claim.attempt, by="me", reason="it failed")
             assert step_at(inner) == (None if abandoned else 1), storage.failed
         else:
             renames += storage.failed.startswith("rename")
@@ -346,7 +346,7 @@ def test_an_index_that_reads_back_as_something_else_is_not_committed():
     storage = _Flipping()
     claim = claimed(storage)
     with pytest.raises(StorageError, match="reads back as something else"):
-        commit.commit(storage, claim, index_of(claim.attempt, 1, 1))
+        order.commit(storage, claim, index_of(claim.attempt, 1, 1))
     assert step_at(storage) is None
 
 
@@ -354,7 +354,7 @@ def test_an_index_that_we_would_refuse_to_load_is_not_committed():
     storage = MemoryStorage()
     claim = claimed(storage)
     with pytest.raises(CheckpointError, match=r"bug of dist_ckpt, report it \(.*step") as caught:
-        commit.commit(storage, claim, index_of(claim.attempt, -1, 1))
+        order.commit(storage, claim, index_of(claim.attempt, -1, 1))
     assert type(caught.value) is CheckpointError
     assert "restore it from a copy" not in str(caught.value)
     assert step_at(storage) is None
@@ -365,11 +365,11 @@ def test_what_is_new_in_the_index_of_a_catalog_that_was_read_before_is_read_agai
     claim = claimed(storage)
     index = index_of(claim.attempt, 1, 1)
     text = CatalogText(index.catalog)
-    commit.commit(storage, claim, index, text)
+    order.commit(storage, claim, index, text)
     assert text.was_read
     again = claimed(storage, overwrite=True)
     with pytest.raises(CheckpointError, match="bug of dist_ckpt"):
-        commit.commit(storage, again, replace(index, attempt=again.attempt.name, step=-1), text)
+        order.commit(storage, again, replace(index, attempt=again.attempt.name, step=-1), text)
 
 
 class _Lossy(MemoryStorage):
@@ -386,7 +386,7 @@ def test_a_write_that_was_swallowed_is_noticed():
     storage = _Lossy()
     claim = claimed(storage)
     with pytest.raises(StorageError, match="has 0 bytes after writing"):
-        commit.commit(storage, claim, index_of(claim.attempt, 1, 1))
+        order.commit(storage, claim, index_of(claim.attempt, 1, 1))
 
 
 # --- check_files -----------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_a_folder_that_holds_what_was_written_passes():
     storage = MemoryStorage()
     claim = claimed(storage)
     put(storage, claim.attempt, b"", filenames.temporary_index("0" * 16))  # a rank that gives up
-    commit.check_files(storage, claim.folder, sizes_of(1, 1))
+    order.check_files(storage, claim.folder, sizes_of(1, 1))
 
 
 def test_what_is_missing_odd_or_of_a_wrong_size_is_named():
@@ -407,7 +407,7 @@ def test_what_is_missing_odd_or_of_a_wrong_size_is_named():
     storage.make_folder(f"{claim.folder}/{filenames.OBJECTS}")
     expected = {**sizes_of(1, 1), "model-00001.safetensors": 5, "model-00000.safetensors": 3}
     with pytest.raises(StorageError) as caught:
-        commit.check_files(storage, claim.folder, expected)
+        order.check_files(storage, claim.folder, expected)
     for told in (
         "model-00001.safetensors is missing",
         "stray.bin is unexpected",
@@ -422,15 +422,15 @@ def test_a_long_list_of_missing_files_is_cut():
     storage = MemoryStorage()
     claim = claimed(storage)
     with pytest.raises(StorageError, match=r"model-00005\S* is missing and 94 more"):
-        commit.check_files(storage, claim.folder, sizes_of(1, 100))
+        order.check_files(storage, claim.folder, sizes_of(1, 100))
 
 
 def test_a_folder_that_is_gone_is_a_conflict():
     storage = MemoryStorage()
     claim = claimed(storage)
-    commit.remove(storage, PATH, claim.attempt)
+    removal.remove(storage, PATH, claim.attempt)
     with pytest.raises(ConflictError, match="was removed"):
-        commit.check_files(storage, claim.folder, {})
+        order.check_files(storage, claim.folder, {})
 
 
 class _Slow(MemoryStorage):
@@ -450,7 +450,7 @@ def test_files_of_other_hosts_may_take_a_while_to_appear(monkeypatch):
     storage = _Slow()
     claim = claimed(storage)
     storage.asked = 0
-    commit.check_files(storage, claim.folder, sizes_of(1, 1), timeout_s=60)
+    order.check_files(storage, claim.folder, sizes_of(1, 1), timeout_s=60)
     assert storage.asked == 3
 
 
@@ -459,24 +459,24 @@ def test_files_of_other_hosts_may_take_a_while_to_appear(monkeypatch):
 
 def test_a_rank_that_sees_the_claim_goes_on():
     storage = MemoryStorage()
-    claim = commit.claim(storage, PATH, overwrite=False, by="me")
-    commit.await_claim(storage, PATH, claim.attempt, 0)
+    claim = order.claim(storage, PATH, overwrite=False, by="me")
+    order.await_claim(storage, PATH, claim.attempt, 0)
 
 
 def test_a_rank_that_does_not_see_the_claim_says_that_the_storage_is_not_shared():
     for storage in (MemoryStorage(), MemoryStorage({"/runs": None, PATH: None})):
         before = storage.tree()
         with pytest.raises(StorageError, match="not on storage that all ranks share"):
-            commit.await_claim(storage, PATH, HIGHEST, 0.001)
+            order.await_claim(storage, PATH, HIGHEST, 0.001)
         assert storage.tree() == before
 
 
 def test_a_rank_that_finds_its_attempt_abandoned_says_by_whom():
     storage = MemoryStorage()
     claim = claimed(storage)
-    commit.abandon(storage, PATH, claim.attempt, by="rank 3", reason="no verdict")
+    attempts.abandon(storage, PATH, claim.attempt, by="rank 3", reason="no verdict")
     with pytest.raises(ConflictError, match="abandoned by rank 3"):
-        commit.await_claim(storage, PATH, claim.attempt, 60)
+        order.await_claim(storage, PATH, claim.attempt, 60)
 
 
 def test_a_rank_whose_attempt_was_removed_does_not_wait_for_it():
@@ -488,7 +488,7 @@ def test_a_rank_whose_attempt_was_removed_does_not_wait_for_it():
         else:
             storage.rename(claim.folder, f"{PATH}/{filenames.trash_name(claim.attempt)}")
         with pytest.raises(ConflictError, match="was removed"):
-            commit.await_claim(storage, PATH, claim.attempt, 0)
+            order.await_claim(storage, PATH, claim.attempt, 0)
 
 
 def test_a_rank_that_sees_only_earlier_attempts_goes_on_waiting():
@@ -497,7 +497,7 @@ def test_a_rank_that_sees_only_earlier_attempts_goes_on_waiting():
     storage.rename(claim.folder, f"{PATH}/{filenames.trash_name(claim.attempt)}")
     save(storage, 2)
     with pytest.raises(StorageError, match="not on storage that all ranks share"):
-        commit.await_claim(storage, PATH, HIGHEST, 0)
+        order.await_claim(storage, PATH, HIGHEST, 0)
 
 
 # --- abandon ---------------------------------------------------------------------------------
@@ -506,19 +506,19 @@ def test_a_rank_that_sees_only_earlier_attempts_goes_on_waiting():
 def test_abandon_makes_it_certain_that_nothing_is_committed():
     storage = MemoryStorage()
     claim = claimed(storage)
-    assert commit.abandon(storage, PATH, claim.attempt, by="a", reason="first")
-    assert commit.abandon(storage, PATH, claim.attempt, by="b", reason="second")
+    assert attempts.abandon(storage, PATH, claim.attempt, by="a", reason="first")
+    assert attempts.abandon(storage, PATH, claim.attempt, by="b", reason="second")
     document = attempts.read_index(storage, PATH, claim.attempt)
     assert document == Abandoned(claim.attempt.name, "a", "first")
-    commit.remove(storage, PATH, claim.attempt)
-    assert commit.abandon(storage, PATH, claim.attempt, by="c", reason="it is gone")
+    removal.remove(storage, PATH, claim.attempt)
+    assert attempts.abandon(storage, PATH, claim.attempt, by="c", reason="it is gone")
 
 
 def test_abandon_of_a_committed_attempt_finds_that_out_and_changes_nothing():
     storage = MemoryStorage()
     attempt = save(storage, 1)
     before = storage.tree()
-    assert not commit.abandon(storage, PATH, attempt, by="a", reason="late")
+    assert not attempts.abandon(storage, PATH, attempt, by="a", reason="late")
     assert storage.tree() == before
 
 
@@ -530,7 +530,7 @@ class _CommittedMeanwhile(MemoryStorage):
     def rename(self, old: str, new: str) -> None:
         if (claim := self.claim) is not None:
             self.claim = None
-            commit.commit(self, claim, index_of(claim.attempt, 1, 1))
+            order.commit(self, claim, index_of(claim.attempt, 1, 1))
         super().rename(old, new)
 
 
@@ -538,7 +538,7 @@ def test_abandon_that_loses_the_race_leaves_nothing_of_its_own():
     storage = _CommittedMeanwhile()
     storage.claim = claim = claimed(storage)
     storage.claim = claim
-    assert not commit.abandon(storage, PATH, claim.attempt, by="a", reason="late")
+    assert not attempts.abandon(storage, PATH, claim.attempt, by="a", reason="late")
     assert step_at(storage) == 1
     names = {filenames.CLAIM, filenames.INDEX, *sizes_of(1, 1)}
     assert set(names_in(storage, claim.folder)) == names
@@ -547,7 +547,7 @@ def test_abandon_that_loses_the_race_leaves_nothing_of_its_own():
 def test_abandon_keeps_the_start_of_a_long_reason_and_what_json_cannot_hold():
     storage = MemoryStorage()
     claim = claimed(storage)
-    commit.abandon(storage, PATH, claim.attempt, by="\ud800", reason="x" * 10_000_000)
+    attempts.abandon(storage, PATH, claim.attempt, by="\ud800", reason="x" * 10_000_000)
     document = attempts.read_index(storage, PATH, claim.attempt)
     assert document == Abandoned(claim.attempt.name, "?", "x" * 2000)
 
@@ -557,10 +557,10 @@ def test_abandon_with_no_space_puts_the_claim_in_place_of_an_index():
     claim = claimed(inner)
     create = _num_calls(lambda s: s.list(PATH) and attempts.has_index(s, PATH, HIGHEST), inner)
     storage = FaultyStorage(inner, fail_at_call=create)  # reads the index first, then creates
-    assert commit.abandon(storage, PATH, claim.attempt, by="a rank", reason="no space")
+    assert attempts.abandon(storage, PATH, claim.attempt, by="a rank", reason="no space")
     assert storage.failed.startswith("create")
     with pytest.raises(ConflictError, match="abandoned by the saver of 1: given up"):
-        commit.commit(inner, claim, index_of(claim.attempt, 1, 1))
+        order.commit(inner, claim, index_of(claim.attempt, 1, 1))
 
 
 def test_abandon_of_a_damaged_attempt_says_so():
@@ -568,7 +568,7 @@ def test_abandon_of_a_damaged_attempt_says_so():
     claim = claimed(storage)
     put(storage, claim.attempt, b"torn")
     with pytest.raises(CorruptError):
-        commit.abandon(storage, PATH, claim.attempt, by="a", reason="late")
+        attempts.abandon(storage, PATH, claim.attempt, by="a", reason="late")
 
 
 # --- find ------------------------------------------------------------------------------------
@@ -578,9 +578,9 @@ def test_the_highest_committed_attempt_is_the_checkpoint():
     storage = MemoryStorage()
     for step in (1, 2):
         claim = claimed(storage, step, overwrite=True)
-        commit.commit(storage, claim, index_of(claim.attempt, step, 1))
+        order.commit(storage, claim, index_of(claim.attempt, step, 1))
     claimed(storage, 3, overwrite=True)
-    attempt, index = commit.find(storage, PATH)
+    attempt, index = attempts.find(storage, PATH)
     assert (attempt.number, index.step) == (2, 2)
 
 
@@ -590,7 +590,7 @@ def test_of_one_number_the_higher_id_is_the_checkpoint():
     for step, digit in ((1, "2"), (2, "1")):
         attempt = Attempt(5, digit * 16)
         put(storage, attempt, index_json.encode(index_of(attempt, step, 1)))
-    assert commit.find(storage, PATH)[1].step == 1
+    assert attempts.find(storage, PATH)[1].step == 1
 
 
 def test_a_damaged_index_above_is_never_skipped():
@@ -598,7 +598,7 @@ def test_a_damaged_index_above_is_never_skipped():
     save(storage, 1)
     put(storage, HIGHEST, b"torn")
     with pytest.raises(CorruptError, match=rf"{HIGHEST}/index\.json"):
-        commit.find(storage, PATH)
+        attempts.find(storage, PATH)
 
 
 def test_an_abandoned_and_an_open_attempt_above_are_skipped():
@@ -614,7 +614,7 @@ def test_a_newer_format_above_is_never_skipped():
     save(storage, 1)
     put(storage, HIGHEST, b'{"format":{"version":2,"requires":[]}}')
     with pytest.raises(IncompatibleError, match=r"index\.json.*upgrade"):
-        commit.find(storage, PATH)
+        attempts.find(storage, PATH)
 
 
 def test_an_index_in_the_folder_of_another_attempt_is_damage():
@@ -623,7 +623,7 @@ def test_an_index_in_the_folder_of_another_attempt_is_damage():
     other = Attempt(1, "0" * 16)
     put(storage, HIGHEST, index_json.encode(index_of(other, 1, 1)))
     with pytest.raises(CorruptError, match=f"is the index of {other}"):
-        commit.find(storage, PATH)
+        attempts.find(storage, PATH)
 
 
 def test_an_index_that_is_a_folder_is_damage():
@@ -631,27 +631,27 @@ def test_an_index_that_is_a_folder_is_damage():
     claim = claimed(storage)
     storage.make_folder(f"{claim.folder}/{filenames.INDEX}")
     with pytest.raises(CorruptError):
-        commit.find(storage, PATH)
+        attempts.find(storage, PATH)
 
 
 def test_where_nothing_is_found_the_error_says_what_is_there():
     storage = MemoryStorage()
     with pytest.raises(NotFoundError, match="no such folder"):
-        commit.find(storage, PATH)
+        attempts.find(storage, PATH)
     storage.make_folder("/runs")
     write(storage, "/runs/file", b"")
     with pytest.raises(NotFoundError, match="it is a file"):
-        commit.find(storage, "/runs/file")
+        attempts.find(storage, "/runs/file")
     with pytest.raises(NotFoundError, match=r"holds file\. Pass the folder"):
-        commit.find(storage, "/runs")
+        attempts.find(storage, "/runs")
     storage.make_folder(PATH)
     with pytest.raises(NotFoundError, match="folder is empty"):
-        commit.find(storage, PATH)
+        attempts.find(storage, PATH)
     storage.make_folder(f"{PATH}/{Attempt(1, '0' * 16)}")
     put(storage, HIGHEST, index_json.encode(Abandoned(HIGHEST.name, "a", "b")))
     storage.make_folder(f"{PATH}/{filenames.trash_name(HIGHEST)}")
     with pytest.raises(NotFoundError, match=r"1 unfinished.*1 abandoned, 1 being removed"):
-        commit.find(storage, PATH)
+        attempts.find(storage, PATH)
 
 
 class _Restless(MemoryStorage):
@@ -667,7 +667,7 @@ class _Restless(MemoryStorage):
 
 def test_a_search_ends_though_the_attempts_change_all_the_time():
     with pytest.raises(StorageError, match="change faster"):
-        commit.find(_Restless({"/runs": None, PATH: None}), PATH)
+        attempts.find(_Restless({"/runs": None, PATH: None}), PATH)
 
 
 # --- attempts --------------------------------------------------------------------------------
@@ -681,7 +681,7 @@ def test_every_attempt_is_told_with_its_state_age_and_size():
     put(storage, Attempt(4, "0" * 16), index_json.encode(Abandoned(f"a4-{'0' * 16}", "a", "b")))
     put(storage, Attempt(5, "0" * 16), b'{"format":{"version":2,"requires":[]}}')
     storage.make_folder(f"{PATH}/{HIGHEST}")
-    found = commit.statuses(storage, PATH)
+    found = attempts.statuses(storage, PATH)
     states = ["committed", "damaged", "abandoned", "incompatible", "open"]
     assert [status.state for status in found] == states
     assert [status.attempt.number for status in found] == [1, 3, 4, 5, 9]
@@ -689,7 +689,7 @@ def test_every_attempt_is_told_with_its_state_age_and_size():
     assert found[0].nbytes == sum(entry.nbytes for entry in storage.list(folder))
     ages = [status.modified_at for status in found]
     assert ages == sorted(ages)
-    assert commit.statuses(storage, "/nowhere") == ()
+    assert attempts.statuses(storage, "/nowhere") == ()
 
 
 # --- removing --------------------------------------------------------------------------------
@@ -699,9 +699,9 @@ def test_a_removed_attempt_is_gone_and_may_be_removed_again():
     storage = MemoryStorage()
     attempt = save(storage, 1)
     for _ in range(2):
-        commit.remove(storage, PATH, attempt)
+        removal.remove(storage, PATH, attempt)
         assert names_in(storage) == []
-    commit.remove(storage, "/nowhere", attempt)
+    removal.remove(storage, "/nowhere", attempt)
 
 
 def test_a_foreign_name_in_an_attempt_is_left_and_reported(caplog):
@@ -710,7 +710,7 @@ def test_a_foreign_name_in_an_attempt_is_left_and_reported(caplog):
     put(storage, attempt, b"precious", "notes.txt")
     storage.make_folder(f"{PATH}/{attempt}/objects-00001.msgpack")  # not a file: not ours
     with caplog.at_level(logging.WARNING):
-        commit.delete(storage, PATH)
+        removal.delete(storage, PATH)
     trash = f"{PATH}/{filenames.trash_name(attempt)}"
     assert names_in(storage, trash) == ["notes.txt", "objects-00001.msgpack"]
     assert "left notes.txt, objects-00001.msgpack" in caplog.text
@@ -725,8 +725,8 @@ def test_to_supersede_removes_all_below_and_nothing_above():
     storage.make_folder(f"{PATH}/{filenames.trash_name(Attempt(1, 'e' * 16))}")
     claim = claimed(storage, 2, overwrite=True)
     storage.make_folder(f"{PATH}/{HIGHEST}")
-    commit.commit(storage, claim, index_of(claim.attempt, 2, 1))
-    commit.supersede(storage, PATH, claim.attempt)
+    order.commit(storage, claim, index_of(claim.attempt, 2, 1))
+    removal.supersede(storage, PATH, claim.attempt)
     assert names_in(storage) == [claim.attempt.name, HIGHEST.name]
 
 
@@ -734,19 +734,21 @@ def test_what_cannot_be_superseded_is_logged_for_the_new_one_is_committed(caplog
     begin = with_root()
     save(begin, 1)
     claim = claimed(begin, 2, overwrite=True)
-    commit.commit(begin, claim, index_of(claim.attempt, 2, 1))
-    calls = _num_calls(lambda storage: commit.supersede(storage, PATH, claim.attempt), begin)
+    order.commit(begin, claim, index_of(claim.attempt, 2, 1))
+    calls = _num_calls(lambda storage: removal.supersede(storage, PATH, claim.attempt), begin)
     for n in range(1, calls + 1):
         caplog.clear()
         storage = FaultyStorage(MemoryStorage(begin.tree()), fail_at_call=n)
-        commit.supersede(storage, PATH, claim.attempt)
+        removal.supersede(storage, PATH, claim.attempt)
         assert "an older attempt could not be removed yet" in caplog.text, storage.failed
         assert step_at(storage.inner) == 2
+        removal.supersede(storage.inner, PATH, claim.attempt)
+        assert names_in(storage.inner) == [claim.attempt.name]
 
 
 def test_to_give_up_removes_the_attempt_and_the_folders_made_for_it():
     storage = with_root()
-    commit.give_up(storage, claimed(storage))
+    order.give_up(storage, claimed(storage))
     assert storage.tree() == {"/runs": None}
 
 
@@ -754,7 +756,7 @@ def test_to_give_up_leaves_folders_that_somebody_else_uses_by_now():
     storage = with_root()
     claim = claimed(storage)
     storage.make_folder(f"{PATH}/{HIGHEST}")
-    commit.give_up(storage, claim)
+    order.give_up(storage, claim)
     assert names_in(storage) == [HIGHEST.name]
 
 
@@ -784,7 +786,7 @@ def test_a_collector_removes_trash_abandoned_superseded_and_dead_attempts_only()
     clock.now += 3601
     alive = Attempt(5, "0" * 16)
     put(storage, alive, b"", "model-00000.safetensors")
-    removed = commit.collect(storage, PATH, grace_s=3600)
+    removed = removal.collect(storage, PATH, grace_s=3600)
     assert removed == (trash, dead.attempt.name, old.name, abandoned.name)
     assert names_in(storage) == [kept.name, alive.name, "notes.txt"]
 
@@ -794,17 +796,17 @@ def test_a_collector_does_not_believe_its_own_clock():
     storage = MemoryStorage(clock=clock)  # years behind ours
     claimed(storage)
     clock.now += 100
-    assert commit.collect(storage, PATH, grace_s=3600) == ()
+    assert removal.collect(storage, PATH, grace_s=3600) == ()
 
 
 def test_a_collector_leaves_older_checkpoints_while_one_is_damaged():
     storage = MemoryStorage()
     save(storage, 1)
     second = claimed(storage, 2, overwrite=True)
-    commit.commit(storage, second, index_of(second.attempt, 2, 1))
+    order.commit(storage, second, index_of(second.attempt, 2, 1))
     put(storage, HIGHEST, b"torn")
     before = storage.tree()
-    assert commit.collect(storage, PATH, grace_s=-1) == ()
+    assert removal.collect(storage, PATH, grace_s=-1) == ()
     assert storage.tree() == before
 
 
@@ -820,12 +822,12 @@ def test_a_collector_removes_ids_of_the_folder_that_were_long_not_renamed_into_p
     storage.make_folder(f"{PATH}/DIST_CKPT_ROOT.{'2' * 16}")
     clock.now += 3601
     write(storage, f"{PATH}/{new}", b"")
-    assert commit.collect(storage, PATH, grace_s=3600) == (lost,)
+    assert removal.collect(storage, PATH, grace_s=3600) == (lost,)
     assert names_in(storage) == sorted([*foreign, new, f"DIST_CKPT_ROOT.{'2' * 16}"])
 
 
 def test_a_collector_finds_nothing_where_nothing_is():
-    assert commit.collect(MemoryStorage(), PATH, grace_s=0) == ()
+    assert removal.collect(MemoryStorage(), PATH, grace_s=0) == ()
 
 
 def test_a_fault_at_any_call_of_a_collector_does_no_harm():
@@ -834,7 +836,7 @@ def test_a_fault_at_any_call_of_a_collector_does_no_harm():
     claimed(begin, 2, overwrite=True)
 
     def act(storage: Storage) -> object:
-        return commit.collect(storage, PATH, grace_s=-1)
+        return removal.collect(storage, PATH, grace_s=-1)
 
     for done in (False, True):
         for n in range(1, _num_calls(act, begin) + 1):
@@ -853,9 +855,9 @@ def test_to_delete_removes_everything_and_the_folder():
     storage = with_root()
     save(storage, 1)
     second = claimed(storage, 2, overwrite=True)
-    commit.commit(storage, second, index_of(second.attempt, 2, 1))
+    order.commit(storage, second, index_of(second.attempt, 2, 1))
     storage.make_folder(f"{PATH}/{filenames.trash_name(HIGHEST)}")
-    commit.delete(storage, PATH)
+    removal.delete(storage, PATH)
     assert storage.tree() == {"/runs": None}
 
 
@@ -863,9 +865,9 @@ def test_what_was_claimed_before_a_delete_is_never_committed_after_it():
     storage = MemoryStorage()
     save(storage, 1)
     claim = claimed(storage, 2, overwrite=True)
-    commit.delete(storage, PATH)
+    removal.delete(storage, PATH)
     with pytest.raises(ConflictError):
-        commit.commit(storage, claim, index_of(claim.attempt, 2, 1))
+        order.commit(storage, claim, index_of(claim.attempt, 2, 1))
     assert step_at(storage) is None
 
 
@@ -873,7 +875,7 @@ def test_a_damaged_checkpoint_can_be_deleted():
     storage = MemoryStorage()
     save(storage, 1)
     put(storage, HIGHEST, b"torn")
-    commit.delete(storage, PATH)
+    removal.delete(storage, PATH)
     assert step_at(storage) is None
 
 
@@ -882,21 +884,21 @@ def test_where_no_checkpoint_is_there_is_nothing_to_delete():
     claim = claimed(storage)
     before = storage.tree()
     with pytest.raises(NotFoundError, match="1 unfinished"):
-        commit.delete(storage, PATH)
+        removal.delete(storage, PATH)
     assert storage.tree() == before
-    commit.commit(storage, claim, index_of(claim.attempt, 1, 1))
+    order.commit(storage, claim, index_of(claim.attempt, 1, 1))
     with pytest.raises(NotFoundError, match="no such folder"):
-        commit.delete(storage, "/nowhere")
+        removal.delete(storage, "/nowhere")
 
 
 def test_a_fault_at_any_call_of_a_delete_leaves_the_newest_or_nothing():
     begin = MemoryStorage()
     save(begin, 1)
     second = claimed(begin, 2, overwrite=True)
-    commit.commit(begin, second, index_of(second.attempt, 2, 1))
+    order.commit(begin, second, index_of(second.attempt, 2, 1))
 
     def act(storage: Storage) -> None:
-        commit.delete(storage, PATH)
+        removal.delete(storage, PATH)
 
     for done in (False, True):
         for n in range(1, _num_calls(act, begin) + 1):

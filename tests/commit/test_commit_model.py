@@ -16,8 +16,8 @@ from typing import Any, cast
 import pytest
 
 from commit_cases import PATH, content, index_of, save, sizes_of, write_rank
-from dist_ckpt import commit
-from dist_ckpt.commit import Claim, attempts, order, removal
+from dist_ckpt.commit import attempts, order, removal
+from dist_ckpt.commit.order import Claim
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt, parse_attempt
@@ -37,14 +37,14 @@ def saver(step: int, *, overwrite: bool = False) -> Program:
 
     def claim(storage: Storage, _: None) -> Claim | Outcome:
         try:
-            return commit.claim(storage, PATH, overwrite=overwrite, by=f"saver of {step}")
+            return order.claim(storage, PATH, overwrite=overwrite, by=f"saver of {step}")
         except CheckpointError:
             return Outcome("refused")
 
     def write(storage: Storage, claim: Claim) -> tuple[str, Claim]:
         try:
             write_rank(storage, claim.folder, step, 0)
-            commit.check_files(storage, claim.folder, sizes_of(step, 1))
+            order.check_files(storage, claim.folder, sizes_of(step, 1))
         except (CheckpointError, FileNotFoundError):
             return "give up", claim
         return "commit", claim
@@ -53,7 +53,7 @@ def saver(step: int, *, overwrite: bool = False) -> Program:
         what, claim = given
         if what == "commit":
             try:
-                commit.commit(storage, claim, index_of(claim.attempt, step, 1))
+                order.commit(storage, claim, index_of(claim.attempt, step, 1))
             except CheckpointError:
                 return "settle", claim
         return what, claim
@@ -63,11 +63,11 @@ def saver(step: int, *, overwrite: bool = False) -> Program:
         if what == "commit":
             return claim.attempt
         try:
-            if what == "settle" and not commit.abandon(
+            if what == "settle" and not attempts.abandon(
                 storage, PATH, claim.attempt, by=f"saver of {step}", reason="it failed"
             ):
                 return Outcome("unknown", claim.attempt)
-            commit.give_up(storage, claim)
+            order.give_up(storage, claim)
         except CheckpointError:
             return Outcome("unknown", claim.attempt)
         return Outcome("failed", claim.attempt)
@@ -79,7 +79,7 @@ def overwriter(step: int) -> Program:
     """Save over what is there, and supersede it after the verdict."""
 
     def supersede(storage: Storage, attempt: Attempt) -> Outcome:
-        commit.supersede(storage, PATH, attempt)
+        removal.supersede(storage, PATH, attempt)
         return Outcome("saved", attempt)
 
     return *saver(step, overwrite=True)[:-1], supersede
@@ -97,7 +97,7 @@ def late_rank_of(name: str) -> Program:
         try:
             for attempt in attempts.list_attempts(storage, PATH):
                 if attempt.id.startswith(prefix_of(name)):
-                    failed = commit.abandon(storage, PATH, attempt, by="a rank", reason="late")
+                    failed = attempts.abandon(storage, PATH, attempt, by="a rank", reason="late")
                     return Outcome("failed" if failed else "saved", attempt)
         except CheckpointError:
             pass
@@ -109,7 +109,7 @@ def late_rank_of(name: str) -> Program:
 def deleter() -> Program:
     def delete(storage: Storage, _: None) -> Outcome:
         try:
-            commit.delete(storage, PATH)
+            removal.delete(storage, PATH)
         except CheckpointError:
             return Outcome("nothing")
         return Outcome("deleted")
@@ -122,7 +122,7 @@ def collector() -> Program:
 
     def collect(storage: Storage, _: None) -> Outcome:
         with suppress(CheckpointError):
-            commit.collect(storage, PATH, grace_s=-1)
+            removal.collect(storage, PATH, grace_s=-1)
         return Outcome("collected")
 
     return (collect,)
@@ -131,7 +131,7 @@ def collector() -> Program:
 def reader() -> Program:
     def find(storage: Storage, _: None) -> Outcome:
         try:
-            return Outcome("found", commit.find(storage, PATH)[0])
+            return Outcome("found", attempts.find(storage, PATH)[0])
         except NotFoundError:
             return Outcome("found nothing")
 
@@ -365,7 +365,7 @@ def _files(ids: _Ids, what: str) -> Files:
     if what == "a checkpoint":
         save(storage, 1)
     if what == "a dead save":
-        claim = commit.claim(storage, PATH, overwrite=False, by="a saver that died")
+        claim = order.claim(storage, PATH, overwrite=False, by="a saver that died")
         write_rank(storage, claim.folder, 1, 0)
     return storage.tree()
 
@@ -384,7 +384,12 @@ def test_no_order_of_steps_breaks_a_promise(name, search):
 
 
 def no_abandon_before_collecting(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(removal, "_abandon_dead", lambda *_: True)
+    real = attempts.abandon
+
+    def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str) -> bool:
+        return by == "a collector" or real(storage, path, attempt, by=by, reason=reason)
+
+    patch.setattr(removal, "abandon", abandon)
 
 
 def unlink_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -433,7 +438,7 @@ def commit_replaces_the_index(patch: pytest.MonkeyPatch) -> None:
 
 def patch_abandon(patch: pytest.MonkeyPatch, abandon: Callable[..., bool]) -> None:
     """Have savers and late ranks abandon in another way."""
-    for module in (commit, order):
+    for module in (attempts, order):
         patch.setattr(module, "abandon", abandon)
 
 
@@ -461,9 +466,9 @@ def supersede_removes_higher_ones_too(patch: pytest.MonkeyPatch) -> None:
     def supersede(storage: Storage, path: str, attempt: Attempt) -> None:
         for other in attempts.list_attempts(storage, path):
             if other != attempt:
-                commit.remove(storage, path, other)
+                removal.remove(storage, path, other)
 
-    patch.setattr(commit, "supersede", supersede)
+    patch.setattr(removal, "supersede", supersede)
 
 
 def supersede_comes_before_the_commit(patch: pytest.MonkeyPatch) -> None:
@@ -483,7 +488,7 @@ def readers_look_once(patch: pytest.MonkeyPatch) -> None:
                 return attempt, index
         raise NotFoundError(path)
 
-    patch.setattr(commit, "find", find)
+    patch.setattr(attempts, "find", find)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from commit_cases import (
     step_at,
     write_rank,
 )
-from dist_ckpt import commit
-from dist_ckpt.commit import Claim, attempts, removal
+from dist_ckpt.commit import attempts, order, removal
+from dist_ckpt.commit.order import Claim
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.format import filenames
 from dist_ckpt.storage import Storage, WritableFile
@@ -49,7 +49,7 @@ class KilledError(BaseException):
 def begin(disk: CrashStorage, step: int, *, ranks: int = 1, overwrite: bool = False) -> Claim:
     """Claim, and write all files of a step, each rank as its own client."""
     disk.mark(f"saving {step}")
-    claim = commit.claim(disk.client("rank 0"), PATH, overwrite=overwrite, by=f"saver of {step}")
+    claim = order.claim(disk.client("rank 0"), PATH, overwrite=overwrite, by=f"saver of {step}")
     for rank in range(ranks):
         write_rank(disk.client(f"rank {rank}"), claim.folder, step, rank)
     return claim
@@ -59,8 +59,8 @@ def put(disk: CrashStorage, step: int, *, ranks: int = 1, overwrite: bool = Fals
     """Save a step up to the verdict."""
     storage = disk.client("rank 0")
     claim = begin(disk, step, ranks=ranks, overwrite=overwrite)
-    commit.check_files(storage, claim.folder, sizes_of(step, ranks))
-    commit.commit(storage, claim, index_of(claim.attempt, step, ranks))
+    order.check_files(storage, claim.folder, sizes_of(step, ranks))
+    order.commit(storage, claim, index_of(claim.attempt, step, ranks))
     disk.mark(f"saved {step}")
     return claim
 
@@ -68,9 +68,9 @@ def put(disk: CrashStorage, step: int, *, ranks: int = 1, overwrite: bool = Fals
 def save_overwrite_delete(disk: CrashStorage, ranks: int = 1) -> None:
     put(disk, 1, ranks=ranks)
     claim = put(disk, 2, ranks=ranks, overwrite=True)
-    commit.supersede(disk.client("rank 0"), PATH, claim.attempt)
+    removal.supersede(disk.client("rank 0"), PATH, claim.attempt)
     disk.mark("deleting")
-    commit.delete(disk.client("deleter"), PATH)
+    removal.delete(disk.client("deleter"), PATH)
     disk.mark("deleted")
 
 
@@ -78,7 +78,7 @@ def delete_where_two_are_committed(disk: CrashStorage) -> None:
     put(disk, 1)
     put(disk, 2, overwrite=True)  # and its saver died before it removed the first
     disk.mark("deleting")
-    commit.delete(disk, PATH)
+    removal.delete(disk, PATH)
     disk.mark("deleted")
 
 
@@ -86,8 +86,8 @@ def verdict_lost_after_the_rename(disk: CrashStorage) -> None:
     """The coordinator dies between the rename of the index and its sync; a rank settles."""
     claim = begin(disk, 1)
     with pytest.raises(KilledError):
-        commit.commit(_KilledAtSync(disk), claim, index_of(claim.attempt, 1, 1))
-    assert not commit.abandon(disk, PATH, claim.attempt, by="rank 1", reason="no verdict")
+        order.commit(_KilledAtSync(disk), claim, index_of(claim.attempt, 1, 1))
+    assert not attempts.abandon(disk, PATH, claim.attempt, by="rank 1", reason="no verdict")
     disk.mark("saved 1")
 
 
@@ -95,15 +95,15 @@ def rank_gives_up(disk: CrashStorage) -> None:
     """A rank settles before the commit; the attempt is removed, the older checkpoint stays."""
     put(disk, 1)
     claim = begin(disk, 2, overwrite=True)
-    assert commit.abandon(disk, PATH, claim.attempt, by="rank 1", reason="no verdict")
+    assert attempts.abandon(disk, PATH, claim.attempt, by="rank 1", reason="no verdict")
     disk.mark("failed 2")
-    commit.give_up(disk, claim)
+    order.give_up(disk, claim)
 
 
 def rank_gives_up_on_a_full_disk(disk: CrashStorage) -> None:
     claim = begin(disk, 1)
     full = _Full(disk)
-    assert commit.abandon(full, PATH, claim.attempt, by="rank 1", reason="no space")
+    assert attempts.abandon(full, PATH, claim.attempt, by="rank 1", reason="no space")
     disk.mark("failed 1")
 
 
@@ -111,7 +111,7 @@ def later_claim_fences_a_dead_save(disk: CrashStorage) -> None:
     begin(disk, 1)
     claim = begin(disk, 2)
     disk.mark("failed 1")
-    commit.commit(disk, claim, index_of(claim.attempt, 2, 1))
+    order.commit(disk, claim, index_of(claim.attempt, 2, 1))
     disk.mark("saved 2")
 
 
@@ -120,8 +120,8 @@ def collector_finishes_a_delete(disk: CrashStorage) -> None:
     put(disk, 1)
     disk.mark("deleting")
     with pytest.raises(KilledError):
-        commit.delete(_KilledAtSync(disk), PATH)
-    commit.collect(disk, PATH, grace_s=3600)
+        removal.delete(_KilledAtSync(disk), PATH)
+    removal.collect(disk, PATH, grace_s=3600)
     disk.mark("deleted")
 
 
@@ -130,14 +130,14 @@ def collector_finds_an_overwrite_that_was_not_synced(disk: CrashStorage) -> None
     put(disk, 1)
     claim = begin(disk, 2, overwrite=True)
     with pytest.raises(KilledError):
-        commit.commit(_KilledAtSync(disk), claim, index_of(claim.attempt, 2, 1))
-    commit.collect(disk, PATH, grace_s=3600)
+        order.commit(_KilledAtSync(disk), claim, index_of(claim.attempt, 2, 1))
+    removal.collect(disk, PATH, grace_s=3600)
 
 
 def failed_overwrite(disk: CrashStorage) -> None:
     put(disk, 1)
     claim = begin(disk, 2, overwrite=True)
-    commit.give_up(disk, claim)
+    order.give_up(disk, claim)
     disk.mark("failed 2")
 
 
@@ -215,7 +215,7 @@ def _survivor_commits(storage: MemoryStorage, step: int) -> None:
         claimed = Claim(PATH, attempt, f"{PATH}/{attempt}", "me", ())
         if f"a{step}-" in attempt.name:
             with pytest.raises(ConflictError):
-                commit.commit(storage, claimed, index_of(attempt, step, 1))
+                order.commit(storage, claimed, index_of(attempt, step, 1))
 
 
 def violations(scenario: Scenario, disk: CrashStorage, *, own_syncs: bool = False) -> Iterator[str]:
@@ -246,7 +246,7 @@ def test_after_any_crash_a_collector_and_the_next_save_find_their_way(scenario):
     scenario(disk)
     for _, storage in states(disk.log):
         before = step_at(storage)
-        commit.collect(storage, PATH, grace_s=-1)
+        removal.collect(storage, PATH, grace_s=-1)
         assert step_at(storage) == before
         save(storage, 9, overwrite=True)
         assert step_at(storage) == 9
@@ -351,9 +351,9 @@ def _steps_of_a_save(
         **{f"write {r}": partial(write, r) for r in (0, 1)},
         **{f"finish {r}": partial(finish, r) for r in (0, 1)},
         "sync": lambda: disk.sync(claim.folder),
-        "commit": lambda: commit.commit(disk, claim, index_of(claim.attempt, step, 2)),
+        "commit": lambda: order.commit(disk, claim, index_of(claim.attempt, step, 2)),
         "acknowledge": lambda: disk.mark(f"saved {step}"),
-        "supersede": lambda: commit.supersede(disk, PATH, claim.attempt),
+        "supersede": lambda: removal.supersede(disk, PATH, claim.attempt),
     }
 
 
@@ -361,7 +361,7 @@ def _save_in_order(move: str, before: str) -> Scenario:
     def scenario(disk: CrashStorage) -> None:
         put(disk, 1)
         disk.mark("saving 2")
-        claim = commit.claim(disk, PATH, overwrite=True, by="saver of 2")
+        claim = order.claim(disk, PATH, overwrite=True, by="saver of 2")
         steps = _steps_of_a_save(disk, claim, 2)
         names = [name for name in steps if name != move]
         names.insert(names.index(before), move)

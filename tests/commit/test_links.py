@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt import commit
-from dist_ckpt.commit import removal
+from dist_ckpt.commit import attempts, removal
 from dist_ckpt.format.filenames import Attempt, trash_name
 from dist_ckpt.storage import Entry, ReadableFile, WritableFile
 from dist_ckpt.storage.local import LocalStorage
@@ -49,7 +48,7 @@ def overwrite(path: Path) -> None:
 
 
 def gc(path: Path) -> None:
-    commit.collect_all(LocalStorage(), str(path.parent), grace_s=0)
+    removal.collect_all(LocalStorage(), str(path.parent), grace_s=0)
 
 
 @pytest.mark.parametrize("call", [overwrite, gc, dc.delete])
@@ -124,7 +123,7 @@ def test_a_trash_folder_that_is_swapped_for_a_link_leads_nowhere(
     at: int, path: Path, victim: Path
 ) -> None:
     before = listing(victim)
-    (attempt,) = commit.statuses(LocalStorage(), str(path))
+    (attempt,) = attempts.statuses(LocalStorage(), str(path))
     storage = Swapping(victim, at)
     removal.remove(storage, str(path), attempt.attempt)
     assert listing(victim) == before
@@ -139,7 +138,7 @@ def test_an_attempt_that_is_swapped_for_a_link_is_not_looked_into(path: Path, vi
     shutil.rmtree(attempt)
     (victim / "index.json").touch()
     attempt.symlink_to(victim, target_is_directory=True)
-    assert commit.statuses(LocalStorage(), str(path)) == ()
+    assert attempts.statuses(LocalStorage(), str(path)) == ()
     with pytest.raises(NotADirectoryError):
         LocalStorage().list(str(attempt), follow=False)
     with pytest.raises(NotADirectoryError):

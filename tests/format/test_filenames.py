@@ -58,10 +58,10 @@ def test_another_folders_name_is_no_attempt(name):
 def test_an_attempt_that_is_being_removed_is_trash_and_no_attempt():
     name = filenames.trash_name(ATTEMPT)
     assert name == ".trash-a12-7f3c2a9e0b1d4c55"
-    assert filenames.is_trash(name)
+    assert filenames.parse_trash(name)
     assert filenames.parse_attempt(name) is None
-    assert not filenames.is_trash(".trash-")
-    assert not filenames.is_trash(".trash-mine")
+    assert not filenames.parse_trash(".trash-")
+    assert not filenames.parse_trash(".trash-mine")
 
 
 def test_shard_files_are_named_by_component_and_rank():

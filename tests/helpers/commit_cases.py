@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist_ckpt import commit
+from dist_ckpt.commit import order, removal
 from dist_ckpt.commit.attempts import find
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.format import filenames
@@ -83,12 +83,12 @@ def save(
     storage: Storage, step: int, *, path: str = PATH, ranks: int = 1, overwrite: bool = False
 ) -> filenames.Attempt:
     """Save as one process: claim, write, check, commit, supersede."""
-    claim = commit.claim(storage, path, overwrite=overwrite, by=f"the saver of {step}")
+    claim = order.claim(storage, path, overwrite=overwrite, by=f"the saver of {step}")
     for rank in range(ranks):
         write_rank(storage, claim.folder, step, rank)
-    commit.check_files(storage, claim.folder, sizes_of(step, ranks))
-    commit.commit(storage, claim, index_of(claim.attempt, step, ranks))
-    commit.supersede(storage, path, claim.attempt)
+    order.check_files(storage, claim.folder, sizes_of(step, ranks))
+    order.commit(storage, claim, index_of(claim.attempt, step, ranks))
+    removal.supersede(storage, path, claim.attempt)
     return claim.attempt
 
 

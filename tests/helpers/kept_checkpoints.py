@@ -15,7 +15,7 @@ from dist_ckpt.background.readiness import Saver
 from dist_ckpt.background.restore import restore_together
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.session import Session
-from dist_ckpt.commit import find
+from dist_ckpt.commit.attempts import find
 from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.filenames import parse_objects_file, parse_shard_file
 from dist_ckpt.loading.options import LoadOptions

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt import commit
 from dist_ckpt.comm.messages import NoAnswerError
 from dist_ckpt.comm.session import Session
+from dist_ckpt.commit import removal
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.loading.load import load_together
@@ -178,7 +178,7 @@ class OneMoreSave:
         if step != 1 and "in place" not in str(others[0]):
             return f"step {step} shows, and others were told of a failure"
         save(self._storage, [part(3, rank) for rank in range(RANKS)], step=3, overwrite=True)
-        commit.collect_all(self._storage, PATH, grace_s=-1)
+        removal.collect_all(self._storage, PATH, grace_s=-1)
         num_left = sum(1 for _ in self._storage.list(PATH, follow=False))
         return "" if (self._step(), num_left) == (3, 1) else f"afterwards {num_left} attempts"
 

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt import commit
-from dist_ckpt.format.filenames import Attempt, is_trash, parse_attempt, trash_name
+from dist_ckpt.commit import attempts, order, removal
+from dist_ckpt.format.filenames import Attempt, parse_attempt, parse_trash, trash_name
 from dist_ckpt.storage.local import LocalStorage
 from faulty_calls import Fault, Lasting, system_calls
 
@@ -117,10 +117,10 @@ def leftovers(folder: Path) -> None:
     overwrite(folder)
     (folder / "first").rename(first)
     for is_abandoned in (True, False):
-        claim = commit.claim(storage, str(path), overwrite=True, by="a dead save")
+        claim = order.claim(storage, str(path), overwrite=True, by="a dead save")
         (Path(claim.folder) / "model-00000.safetensors").write_bytes(b"half")
         if is_abandoned:
-            commit.abandon(storage, str(path), claim.attempt, by="me", reason="it failed")
+            attempts.abandon(storage, str(path), claim.attempt, by="me", reason="it failed")
     trash = path / trash_name(Attempt(1, "0123456789abcdef"))
     trash.mkdir()
     (trash / "index.json").touch()
@@ -143,7 +143,7 @@ def reshard_over(folder: Path) -> None:
 
 
 def gc(folder: Path) -> None:
-    commit.collect_all(LocalStorage(), str(folder), grace_s=-1)
+    removal.collect_all(LocalStorage(), str(folder), grace_s=-1)
 
 
 def delete(folder: Path) -> None:
@@ -153,7 +153,7 @@ def delete(folder: Path) -> None:
 def delete_again(folder: Path) -> None:
     path = folder / "ck"
     names = os.listdir(path) if path.exists() else []
-    if any(is_trash(name) or parse_attempt(name) for name in names):
+    if any(parse_trash(name) or parse_attempt(name) for name in names):
         delete(folder)  # else the last call was done, and reported as failed
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from dist_ckpt.commit import claim, commit
+from dist_ckpt.commit.order import claim, commit
 from dist_ckpt.format.checksums import BLOCK_NBYTES
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import (

@@ -8,7 +8,7 @@ import pytest
 
 import dist_ckpt as dc
 import rank_threads
-from dist_ckpt import commit
+from dist_ckpt.commit import removal
 from dist_ckpt.errors import CorruptError, NotFoundError
 from dist_ckpt.offline import verify
 from dist_ckpt.storage import Storage
@@ -50,7 +50,7 @@ def overwrite(storage: Storage) -> None:
 
 
 def delete(storage: Storage) -> None:
-    commit.delete(storage, PATH)
+    removal.delete(storage, PATH)
 
 
 def saved() -> MemoryStorage:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_ckpt as dc
-from dist_ckpt import commit
+from dist_ckpt.commit import attempts, order, removal
 from dist_ckpt.loading import check
 from dist_ckpt.saving import save as saver
 from dist_ckpt.storage.local import LocalStorage
@@ -91,7 +91,7 @@ def value_at(path: str) -> int:
 
 def assert_stands(path: str, value: int, *, rows: int = ROWS) -> None:
     """See that there is just one checkpoint, complete, of this value, and nothing else."""
-    statuses = commit.statuses(LocalStorage(), path)
+    statuses = attempts.statuses(LocalStorage(), path)
     assert [status.state for status in statuses] == ["committed"]
     assert os.listdir(path) == [statuses[0].attempt.name]
     assert_loads(path, value, rows=rows)
@@ -381,9 +381,9 @@ def at(moment: str, act: Callable[[], object]) -> Any:
 
 # What is called then, before or after which of its calls it is.
 MOMENTS: dict[str, tuple[Any, str, str, int]] = {
-    "before the claim": (commit, "claim", "before", 1),
+    "before the claim": (order, "claim", "before", 1),
     "in the claim": (LocalStorage, "make_folder", "after", 1),
-    "after the claim": (commit, "claim", "after", 1),
+    "after the claim": (order, "claim", "after", 1),
     "while it writes": (os, "pwrite", "after", 2),
     "before it makes its files durable": (os, "fsync", "before", 1),
     "before the commit": (LocalStorage, "rename", "before", 1),
@@ -428,7 +428,7 @@ def lose_one(rank: int, victim: int, moment: str, path: str) -> Any:
     group = dist.new_group(living, use_local_synchronization=True)
     dist.barrier(group)
     found = value_at(path) if rank == living[0] else None
-    states = [status.state for status in commit.statuses(LocalStorage(), path)]
+    states = [status.state for status in attempts.statuses(LocalStorage(), path)]
     dist.barrier(group)
     dc.save(large(living.index(rank), 2, 3), path, overwrite=True, group=group)
     return came_to, seconds, found, states
@@ -504,7 +504,7 @@ def interrupt_one(rank: int, victim: int, moment: str, path: str) -> Any:
     else:
         came_to = outcome_of(lambda: dc.save(large(rank, 3, 2), path, overwrite=True))
     dist.barrier()
-    states = [status.state for status in commit.statuses(LocalStorage(), path)]
+    states = [status.state for status in attempts.statuses(LocalStorage(), path)]
     found = value_at(path)
     dist.barrier()
     use_own_groups(rank, 3)
@@ -558,7 +558,7 @@ def freeze_one(rank: int, victim: int, moment: str, path: str) -> Any:
         if rank == others[0]:
             os.kill(int(pids[victim].item()), signal.SIGCONT)
     dist.barrier()
-    states = [status.state for status in commit.statuses(LocalStorage(), path)]
+    states = [status.state for status in attempts.statuses(LocalStorage(), path)]
     found = value_at(path) if rank == 0 else None
     use_own_groups(rank, 3)
     dc.save(large(rank, 3, 3), path, overwrite=True)
@@ -659,7 +659,7 @@ def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
     with at("after the claim", cut_off) if rank == 0 else contextlib.nullcontext():
         error = tuple(told(lambda: dc.save(parts(rank, 2), path, overwrite=True)))
     dist.barrier()
-    return error, [status.state for status in commit.statuses(LocalStorage(), path)]
+    return error, [status.state for status in attempts.statuses(LocalStorage(), path)]
 
 
 @pytest.mark.waits
@@ -903,8 +903,8 @@ def test_whatever_moment_all_ranks_are_killed_at_what_was_reported_saved_loads(t
         value = value_at(path)
         assert reported <= value <= reported + 1
         assert_loads(path, value)
-        states |= {status.state for status in commit.statuses(LocalStorage(), path)}
+        states |= {status.state for status in attempts.statuses(LocalStorage(), path)}
         if number % 2:
-            commit.collect(LocalStorage(), path, grace_s=0)
+            removal.collect(LocalStorage(), path, grace_s=0)
             assert_stands(path, value)
     assert {"committed", "open"} <= states

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt.commit import claim
+from dist_ckpt.commit.order import claim
 from dist_ckpt.errors import CorruptError, NotFoundError
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.geometry import Region, Shape, row_major_strides

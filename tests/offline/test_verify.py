@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.commit import claim, commit
+from dist_ckpt.commit.order import claim, commit
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.format.geometry import Span
 from dist_ckpt.format.index import Node

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dist_ckpt.format.geometry import Elements, Region, Shape
 from dist_ckpt.format.layout import Flat, Grid, check_cut
-from dist_ckpt.planning.mesh import cells_of, coordinate_of, layout_of
+from dist_ckpt.planning.mesh import cells_of, layout_of
 from dist_ckpt.planning.plan import (
     Flattened,
     Mesh,
@@ -46,8 +46,8 @@ def torch_local(view: Placed, shape: Shape, rank: int) -> object:
     from torch.distributed.tensor.placement_types import Shard as TorchShard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    coordinate = coordinate_of(view.mesh, rank)
-    assert coordinate is not None
+    shape_of_mesh = view.mesh.shape
+    coordinate = torch.unravel_index(torch.tensor(view.mesh.ranks.index(rank)), shape_of_mesh)
     local = torch.arange(prod(shape)).view(shape)
     for placement, count, at in zip(view.placements, view.mesh.shape, coordinate, strict=True):
         match placement:

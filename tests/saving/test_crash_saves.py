@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import rank_threads
-from dist_ckpt import LocalShard, commit
+from dist_ckpt import LocalShard
+from dist_ckpt.commit import removal
 from dist_ckpt.commit.attempts import find
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.storage import Storage
@@ -62,7 +63,7 @@ def save_overwrite_delete(disk: CrashStorage, ranks: int) -> None:
     save(disk, 1, ranks)
     save(disk, 2, ranks, overwrite=True)
     disk.mark("deleting")
-    commit.delete(disk.client("rank 0"), PATH)
+    removal.delete(disk.client("rank 0"), PATH)
     disk.mark("deleted")
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.commit import claim, collect
 from dist_ckpt.commit.attempts import is_there
+from dist_ckpt.commit.order import claim
+from dist_ckpt.commit.removal import collect
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 from dist_ckpt.format.filenames import ROOT_ID
 from dist_ckpt.offline.checkpoint import checkpoints_in

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from commit_cases import save, step_at, write_rank
-from dist_ckpt import commit
-from dist_ckpt.commit import attempts
+from dist_ckpt.commit import attempts, order, removal
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 from dist_ckpt.format.index import Abandoned
 from dist_ckpt.storage import Storage, exclusive_rename, local, open_storage
@@ -153,20 +152,22 @@ def test_where_nothing_can_be_reserved_the_free_space_is_checked(storage, root, 
     assert write(storage, f"{root}/f", b"1") == 1
 
 
-def test_a_write_goes_on_where_the_last_call_stopped():
+def test_a_write_goes_on_where_the_last_call_stopped(monkeypatch):
     file = bytearray(10)
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
         file[offset : offset + 3] = bytes(data[:3]) + file[offset + len(data[:3]) : offset + 3]
         return min(3, len(data))
 
-    write_all(pwrite, 0, memoryview(b"abcdefgh"), 1)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    write_all(0, memoryview(b"abcdefgh"), 1)
     assert file == b"\0abcdefgh\0"
 
 
-def test_a_write_that_gets_nowhere_is_an_error():
+def test_a_write_that_gets_nowhere_is_an_error(monkeypatch):
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(OSError, match="accepts no more"):
-        write_all(lambda *_: 0, 0, memoryview(b"abc"), 0)
+        write_all(0, memoryview(b"abc"), 0)
 
 
 def test_a_file_whose_sync_failed_is_burnt(storage, root, monkeypatch):
@@ -269,7 +270,7 @@ def test_a_file_system_without_links_either_is_refused_at_the_claim(storage, roo
 
     monkeypatch.setattr(os, "link", link)
     with pytest.raises(StorageError, match="choose a file system where"):
-        commit.claim(storage, f"{root}/a/ck", overwrite=False, by="me")
+        order.claim(storage, f"{root}/a/ck", overwrite=False, by="me")
     assert os.listdir(root) == []
 
 
@@ -280,7 +281,7 @@ def test_a_file_system_whose_rename_replaces_is_refused_at_the_claim(storage, ro
 
     monkeypatch.setattr(exclusive_rename, "_rename_by_call", rename)
     with pytest.raises(StorageError, match="a rename here replaces"):
-        commit.claim(storage, f"{root}/ck", overwrite=False, by="me")
+        order.claim(storage, f"{root}/ck", overwrite=False, by="me")
     assert os.listdir(root) == []
 
 
@@ -299,7 +300,7 @@ def test_save_overwrite_and_delete(rename, storage, root, monkeypatch):
     save(storage, 2, path=path, overwrite=True)
     assert step_at(storage, path) == 2
     assert len(os.listdir(path)) == 1
-    commit.delete(storage, path)
+    removal.delete(storage, path)
     assert os.listdir(f"{root}/runs") == []
 
 
@@ -307,34 +308,34 @@ def test_save_overwrite_and_delete(rename, storage, root, monkeypatch):
 def test_a_link_that_leads_nowhere_is_named_and_left_alone(below, storage, root):
     os.symlink(f"{root}/gone", f"{root}/link")
     with pytest.raises(ExistsError, match=rf"{root}/link is a link to {root}/gone, .*: make that"):
-        commit.claim(storage, f"{root}/link{below}", overwrite=True, by="me")
+        order.claim(storage, f"{root}/link{below}", overwrite=True, by="me")
     assert os.listdir(root) == ["link"]
     os.mkdir(f"{root}/gone")
-    commit.claim(storage, f"{root}/link{below}", overwrite=True, by="me")
+    order.claim(storage, f"{root}/link{below}", overwrite=True, by="me")
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_a_file_system_that_takes_no_folders_is_named():
     with pytest.raises(StorageError, match=r"/proc/ck is not .*takes no folders .*choose another"):
-        commit.claim(LocalStorage(), "/proc/ck", overwrite=False, by="me")
+        order.claim(LocalStorage(), "/proc/ck", overwrite=False, by="me")
 
 
 def test_a_file_at_the_path_is_left_alone(storage, root):
     Path(root, "ck").write_text("precious")
     for path in (f"{root}/ck", f"{root}/ck/below"):
         with pytest.raises(ExistsError, match="file"):
-            commit.claim(storage, path, overwrite=True, by="me")
+            order.claim(storage, path, overwrite=True, by="me")
     assert Path(root, "ck").read_text() == "precious"
 
 
 def test_the_grace_of_a_collector_is_measured_by_the_clock_of_the_storage(storage, root):
     path = f"{root}/ck"
-    claims = [commit.claim(storage, path, overwrite=False, by="me")]
-    assert commit.collect(storage, path, grace_s=60) == ()
+    claims = [order.claim(storage, path, overwrite=False, by="me")]
+    assert removal.collect(storage, path, grace_s=60) == ()
     folder = Path(claims[0].folder)
     for name in [folder, *folder.iterdir()]:
         os.utime(name, (0, os.stat(root).st_mtime - 100))
-    assert commit.collect(storage, path, grace_s=60) == (claims[0].attempt.name,)
+    assert removal.collect(storage, path, grace_s=60) == (claims[0].attempt.name,)
     assert os.listdir(path) == []
 
 
@@ -345,16 +346,16 @@ def test_an_unreadable_index_is_damage_and_a_link_in_its_place_too(storage, root
     whole = index.read_bytes()
     index.write_bytes(whole[:-1])
     with pytest.raises(CorruptError, match=r"index\.json"):
-        commit.find(storage, path)
+        attempts.find(storage, path)
     index.unlink()
     index.symlink_to("/etc/passwd")
     with pytest.raises(CorruptError, match="a link"):
-        commit.find(storage, path)
+        attempts.find(storage, path)
     index.unlink()
     with index.open("wb") as file:
         file.truncate(1 << 40)  # sparse: nothing of this size may be allocated
     with pytest.raises(CorruptError, match="no index has more than"):
-        commit.find(storage, path)
+        attempts.find(storage, path)
 
 
 # --- real faults -----------------------------------------------------------------------------
@@ -425,10 +426,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_fails_the_save_early_and_leaves_the_older_one(storage, small_disk):
     path = f"{small_disk}/ck"
     save(storage, 1, path=path)
-    claim = commit.claim(storage, path, overwrite=True, by="me")
+    claim = order.claim(storage, path, overwrite=True, by="me")
     with pytest.raises(StorageError, match=r"ENOSPC.*free space"):
         storage.create(f"{claim.folder}/model-00000.safetensors", 2 << 20)
-    commit.give_up(storage, claim)
+    order.give_up(storage, claim)
     assert step_at(storage, path) == 1
     assert len(os.listdir(path)) == 1
 
@@ -436,21 +437,21 @@ def test_a_full_disk_fails_the_save_early_and_leaves_the_older_one(storage, smal
 def test_on_a_full_disk_an_attempt_is_given_up_all_the_same(storage, small_disk):
     """Or a dead save would fill the disk for ever: to remove it, it must be abandoned first."""
     path = f"{small_disk}/ck"
-    claim = commit.claim(storage, path, overwrite=False, by="a dead saver")
+    claim = order.claim(storage, path, overwrite=False, by="a dead saver")
     write_rank(storage, claim.folder, 1, 0)
     _fill(small_disk)
     with pytest.raises(StorageError, match="ENOSPC"):
         write(storage, f"{path}/full", b"1" * 4096)
-    assert commit.abandon(storage, path, claim.attempt, by="a rank", reason="no space")
+    assert attempts.abandon(storage, path, claim.attempt, by="a rank", reason="no space")
     document = attempts.read_index(storage, path, claim.attempt)
     assert isinstance(document, Abandoned)
     assert document == Abandoned(claim.attempt.name, "a dead saver", document.reason)
-    assert commit.collect(storage, path, grace_s=3600) == (claim.attempt.name,)
+    assert removal.collect(storage, path, grace_s=3600) == (claim.attempt.name,)
 
 
 def test_a_save_onto_a_disk_that_a_dead_save_filled_makes_room(storage, small_disk):
     path = f"{small_disk}/ck"
-    claim = commit.claim(storage, path, overwrite=False, by="a dead saver")
+    claim = order.claim(storage, path, overwrite=False, by="a dead saver")
     write(storage, f"{claim.folder}/model-00000.safetensors", b"1" * (900 << 10))
     save(storage, 2, path=path, ranks=40)
     assert step_at(storage, path) == 2
@@ -468,12 +469,12 @@ def test_a_read_only_disk_is_read_and_not_written(storage, small_disk):
     save(storage, 1, path=path)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], timeout=60, check=True)
     assert step_at(storage, path) == 1
-    assert [status.state for status in commit.statuses(storage, path)] == ["committed"]
+    assert [status.state for status in attempts.statuses(storage, path)] == ["committed"]
     for where in (path, f"{small_disk}/new/ck"):
         with pytest.raises(StorageError, match=r"EROFS.*mount the file system writable"):
-            commit.claim(storage, where, overwrite=True, by="me")
+            order.claim(storage, where, overwrite=True, by="me")
     with pytest.raises(StorageError, match="EROFS"):
-        commit.delete(storage, path)
+        removal.delete(storage, path)
     assert step_at(storage, path) == 1
 
 
@@ -494,9 +495,9 @@ def as_nobody() -> Iterator[Path]:
 
 def test_a_folder_without_permission_is_named(storage, as_nobody):
     with pytest.raises(StorageError, match=r"ck/a1-.*EACCES.*permission"):
-        commit.claim(storage, f"{as_nobody}/ck", overwrite=False, by="me")
+        order.claim(storage, f"{as_nobody}/ck", overwrite=False, by="me")
     with pytest.raises(StorageError, match=r"ck/new: .*EACCES.*permission"):
-        commit.claim(storage, f"{as_nobody}/ck/new", overwrite=False, by="me")
+        order.claim(storage, f"{as_nobody}/ck/new", overwrite=False, by="me")
 
 
 def test_read_and_write_are_whole(storage, root):
