@@ -14,7 +14,7 @@ which makes memory that `place` hangs in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import assert_never
@@ -62,8 +62,7 @@ def bind(
     """Decide what goes where. What does not fit is not raised, but in `Binding.problems`.
 
     `keys` are the keys of all ranks' per-rank templates; None where this rank is alone. Raises
-    CorruptError if a value is in none of the files, and CheckpointError for an `on_reshard` that
-    does.
+    CorruptError if a value is in none of the files.
     """
     requests = Requests(template, saved, selection, keys)
     if not saved.problems:
@@ -103,6 +102,16 @@ class Binding:
             self.problems += requests.unmatched()
             if self.missing:
                 self._explain_missing()
+        if not self.problems:
+            self.problems = tuple(self._strange_generators())
+
+    def _strange_generators(self) -> Iterator[str]:
+        """Yield what cannot be set: where all else fits, for it may need a function of the user."""
+        for name, generators, saved in self._requests.generators:
+            try:
+                generators.check(saved.get())
+            except IncompatibleError as error:
+                yield f"{name}: {error}"
 
     def _explain_missing(self) -> None:
         """Report missing names, and those which are only called otherwise as that alone."""
@@ -148,8 +157,8 @@ class Binding:
         """
         for _, load in sorted(self._requests.loads, key=itemgetter(0)):
             load()
-        for generators, saved in self._requests.generators:
-            generators.restore(saved)
+        for _, generators, saved in self._requests.generators:
+            generators.restore(saved.get())
 
 
 def missing_problem(names: Sequence[str]) -> str:
@@ -283,15 +292,11 @@ class _Binder:
         if saved is None:
             return
         if isinstance(wrapper, RNG):
-            try:
-                wrapper.check(saved.value)
-            except IncompatibleError as error:
-                requests.problems.append(str(error))
-            requests.generators.append((wrapper, saved.value))
+            requests.generators.append((name, wrapper, saved))
         elif has_state(wrapper.value):
             self._load(name, wrapper.value, saved)
         else:
-            requests.effects.append(lambda: setattr(wrapper, "value", saved.value))
+            requests.effects.append(lambda: setattr(wrapper, "value", saved.get()))
 
     def _object(self, name: str, leaf: ObjectLeaf) -> None:
         """Ask for all of an object's state: it says itself what it takes of it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
@@ -83,13 +83,8 @@ class GroupBinding:
         known = {key: o.value if isinstance(o, Known) else o for key, o in asked[0].items()}
         self._check_options(known, defaults)
 
-        def assign() -> None:
-            for key, option in asked[0].items():
-                # What is the group's own was filled in place; the rest other groups may get too.
-                value = option.get()
-                self._group[key] = value if value is self._group.get(key) else deepcopy(value)
-
-        requests.effects.append(assign)
+        # Of nothing that has `requests`: they would keep each other alive, and the state.
+        requests.effects.append(partial(_assign, self._group, asked[0]))
 
     def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> None:
         """Check saved groups that are not loaded."""
@@ -198,6 +193,13 @@ class GroupBinding:
 
     def _report(self, problem: str) -> None:
         self._requests.problems.append(f"{self._fqn}: {problem}")
+
+
+def _assign(group: dict[str, Any], options: Mapping[str, Value]) -> None:
+    for key, option in options.items():
+        # What is the group's own was filled in place; the rest other groups may get too.
+        value = option.get()
+        group[key] = value if value is group.get(key) else deepcopy(value)
 
 
 def _items_of(saved: Value) -> dict[str, Value] | None:

@@ -10,13 +10,12 @@ from dist_ckpt.binding.saved_tree import Saved, mesh_text
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.targets import Beside, Targets
 from dist_ckpt.binding.template import Template
-from dist_ckpt.binding.values import Known, Made, Value
+from dist_ckpt.binding.values import Known, Made, Resharded, Value
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.index import Key
 from dist_ckpt.state.compounds import difference
 from dist_ckpt.state.containers import RECORD, PathKey, entries_of, join
 from dist_ckpt.state.local_tensors import class_name
-from dist_ckpt.state.read_tree import users_code
 from dist_ckpt.state.tensors import is_meta
 from dist_ckpt.state.tree import (
     CompoundLeaf,
@@ -33,7 +32,7 @@ class Requests:
     """What one rank asks for. Each method claims the saved names that it serves.
 
     Once all is read `assigns` fill meta modules, `effects` what else there is; `loads` call objects
-    and `generators` are set last, to what was saved of them.
+    and `generators`, given with their names, are set last, to what was saved of them.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Requests:
         self.assigns: list[tuple[str, Callable[[], None]]] = []
         self.effects: list[Callable[[], object]] = []
         self.loads: list[tuple[str, Callable[[], None]]] = []
-        self.generators: list[tuple[RNG, object]] = []
+        self.generators: list[tuple[str, RNG, Value]] = []
         self._selection, self._keys = selection, keys or {}
         self._split: dict[str, object] = {}
         # It looks at every tensor of the state: once at most, and seldom at all.
@@ -249,7 +248,7 @@ class Requests:
 
     # --- per-rank values ---------------------------------------------------------------------
 
-    def per_rank(self, name: str, wrapper: PerRank | RNG) -> Known | None:
+    def per_rank(self, name: str, wrapper: PerRank | RNG) -> Value | None:
         """Ask for the value of this rank's key, by the policy of the wrapper."""
         saved = self.saved.keys_of(name)
         if saved is None:
@@ -273,8 +272,7 @@ class Requests:
         else:
             self.restore(name)
             values = self.saved.values.per_rank(self.saved.leaves[name], keys)
-            with users_code(name, policy, "on_reshard"):
-                return Known(policy(values, key))
+            return Resharded(name, policy, values, key)
         return None
 
     def open_per_rank(self, name: str) -> Known | None:

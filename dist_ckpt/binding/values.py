@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from dist_ckpt.format.index import Key
 from dist_ckpt.state.containers import PathKey, container
+from dist_ckpt.state.read_tree import users_code
 
 
 class Value(Protocol):
@@ -26,6 +28,21 @@ class Known:
     def get(self) -> object:
         """Return it."""
         return self.value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resharded:
+    """What a function of the user's makes of a per-rank value, for one of other keys than saved."""
+
+    name: str
+    on_reshard: Callable[[dict[Key, object], Key], object]
+    values: dict[Key, object]
+    key: Key
+
+    def get(self) -> object:
+        """Call it. Raises CheckpointError if it does."""
+        with users_code(self.name, self.on_reshard, "on_reshard"):
+            return self.on_reshard(dict(self.values), self.key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

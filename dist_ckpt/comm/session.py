@@ -47,8 +47,8 @@ class Session:
         Whoever waits for this rank is told when it leaves, for whatever reason.
         """
         self.channel.enter(what)
-        self._began = self.channel.exchanges, self.bulk.calls
         try:
+            self._began = self.channel.exchanges, self.bulk.calls
             yield
         finally:
             self.channel.leave()

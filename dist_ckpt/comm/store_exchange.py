@@ -75,7 +75,11 @@ class StoreChannel:
                 "process: call one after the other"
             )
         control.what, control.token, control.turn = what, "", 0
-        control.begin(control.number + 1)
+        try:
+            control.begin(control.number + 1)
+        except BaseException:
+            self.leave()  # an interrupt, or the store is gone: the next operation can begin
+            raise
 
     def watch(self, ranks: Sequence[int]) -> None:
         """See `Channel.watch`."""

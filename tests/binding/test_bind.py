@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -535,6 +537,53 @@ def test_other_keys_than_saved_follow_the_policy_of_the_template() -> None:
     merged = state(lambda values, key: (sum(values.values()), key))
     load(saved, merged, world_size=2, keys=keys)
     assert merged["p"].value == (3, ("dp", 0))
+
+
+def test_a_policy_that_is_a_function_is_not_called_for_a_load_that_is_refused() -> None:
+    saved = save({"p": PerRank(1, key="a"), "r": RNG(key="a")})
+    called: list[Any] = []
+
+    def policy(values: Any, key: Any) -> Any:
+        called.append(values)
+        return values["a"]
+
+    state: dict[str, Any] = {
+        "p": PerRank(-1, key="b", on_reshard=policy),
+        "r": RNG(key="b", on_reshard=policy),
+    }
+    keys = {"p": ("b",), "r": ("b",)}
+    refuses({**state, "new": 1}, saved, "the checkpoint lacks new", keys=keys)
+    assert called == []
+    load(saved, state, keys=keys)
+    assert state["p"].value == 1
+    assert {"a": 1} in called
+
+
+def test_what_is_no_state_of_generators_is_told_with_its_name() -> None:
+    saved = save({"r": PerRank({"dice": 1})})
+    refuses({"r": RNG()}, saved, r"^r: this is no state of random generators")
+
+
+def test_what_was_loaded_into_is_let_go_of_with_its_last_reference() -> None:
+    def state() -> dict[str, Any]:
+        model = nn.Linear(2, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return {"m": model, "o": optimizer, "s": {"x": torch.ones(2), "y": 1}}
+
+    saved = save(state())
+    load(saved, state())  # what torch keeps of a first step
+    gc.collect()
+    gc.disable()
+    try:
+        held = state()
+        seen = [weakref.ref(held["m"]), weakref.ref(held["o"])]
+        load(saved, held)
+        del held
+        assert [one() for one in seen] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

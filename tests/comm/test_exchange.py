@@ -12,7 +12,7 @@ import pytest
 from dist_ckpt import errors
 from dist_ckpt.comm.exchange import Alone, Channel
 from dist_ckpt.comm.messages import FalloutError, NoAnswerError
-from dist_ckpt.comm.store_thread import PART_NBYTES, get_all, get_each
+from dist_ckpt.comm.store_thread import PART_NBYTES, StoreLine, get_all, get_each
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
 from dist_ckpt.testing.thread_channel import (
@@ -731,6 +731,19 @@ def test_an_operation_within_an_operation_is_refused():
     channel.enter("save to a")
     with pytest.raises(ValueError, match="load of b is called while save to a"):
         channel.enter("load of b")
+    channel.leave()
+    channel.close()
+
+
+def test_an_operation_may_follow_one_that_an_interrupt_met_as_it_began(monkeypatch):
+    channel = ThreadChannel(ThreadStore(), 0, 1)
+    with monkeypatch.context() as patch:
+        beats = iter([raising(KeyboardInterrupt())])
+        beat = StoreLine.beat
+        patch.setattr(StoreLine, "beat", lambda line: next(beats, lambda: beat(line))())
+        with pytest.raises(KeyboardInterrupt):
+            channel.enter("save to a")
+    channel.enter("save to b")
     channel.leave()
     channel.close()
 
