@@ -1,5 +1,8 @@
-"""`dc.load`: open, check; then read and verify, place, load objects.
+"""`dc.load`: open, check; then read, place, load objects.
 
+To read is to bring bytes, verified, into the memory of their tensors, which is the state's own
+where it has some. To place is to hang into the state what is no such memory: plain values, and
+tensors that the load has made.
 Until every rank has passed the check nothing that the caller holds is touched; afterwards each
 step begins only when the one before has succeeded everywhere. A step in which no rank has anything
 to do is left out: in the check all ranks learn which.

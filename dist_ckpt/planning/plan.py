@@ -140,13 +140,13 @@ class Inventory(Message, frozen=True):
 class SavePlan:
     """Who stores what, the same on every rank; `items_of` derives one rank's part of it.
 
-    `held` has the layout in which the ranks hold a tensor where it is stored in a finer one: a
-    large replica is split among its holders. `value_holders` are the ranks that hold each value,
-    `per_rank_holders` those that hold each key of a value per rank.
+    `held_layouts` has the layout in which the ranks hold a tensor where it is stored in a finer
+    one: a large replica is split among its holders. `value_holders` are the ranks that hold each
+    value, `per_rank_holders` those that hold each key of a value per rank.
     """
 
     catalog: Catalog
-    held: Mapping[str, Layout]
+    held_layouts: Mapping[str, Layout]
     value_holders: Mapping[str, tuple[int, ...]]
     per_rank_holders: Mapping[str, tuple[tuple[Key, tuple[int, ...]], ...]]
     tree: tuple[Node, ...]

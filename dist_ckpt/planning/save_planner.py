@@ -195,7 +195,7 @@ def replica_groups_of(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
     values: dict[tuple[int, ...], list[str]] = {}
     shared: dict[int, list[tuple[Cell, list[tuple[str, Cell]]]]] = {}
     for fqn, record in catalog.tensors.items():
-        layout = plan.held.get(fqn) or catalog.layouts[record.layout]
+        layout = plan.held_layouts.get(fqn) or catalog.layouts[record.layout]
         if id(layout) not in shared:
             shared[id(layout)] = [
                 (cell, cells.setdefault(layout.holders[number], []))
@@ -231,7 +231,10 @@ def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tup
     for entry in inventory.tensors:
         view = inventory.views[entry.view]
         if isinstance(view, Ruled):
-            layout = plan.held.get(entry.fqn) or catalog.layouts[catalog.tensors[entry.fqn].layout]
+            layout = (
+                plan.held_layouts.get(entry.fqn)
+                or catalog.layouts[catalog.tensors[entry.fqn].layout]
+            )
             if id(layout) not in ruled:
                 ruled[id(layout)] = tuple(_cells_on(layout, rank).values())
             held[entry.fqn] = ruled[id(layout)] or (Region.whole(entry.shape),)

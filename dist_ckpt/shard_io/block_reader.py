@@ -105,7 +105,7 @@ class Reading:
 
     def read(self, file: OpenFile, one: Row | BlockRead) -> int:
         """Bring the blocks of one read to their targets; return how many bytes were read."""
-        if isinstance(one, BlockRead) and one.direct:
+        if isinstance(one, BlockRead) and one.straight:
             self._straight(file, one)
         else:
             with self._slots.one() as slot:

@@ -26,7 +26,7 @@ GAP_NBYTES = 64 << 10
 MAX_WASTE = 0.04
 
 # Smaller runs of whole blocks go through scratch, so that one read serves many small tensors.
-DIRECT_NBYTES = 512 << 10
+STRAIGHT_NBYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Wish:
 class Need:
     """A block that is needed; `span` is in the shard's bytes.
 
-    `direct`: it can be read into the memory of its one wish, for it maps there as a whole.
+    `straight`: it can be read into the memory of its one wish, for it maps there as a whole.
     """
 
     shard: StoredShard
     number: int
     span: Span
     wishes: tuple[Wish, ...]
-    direct: bool
+    straight: bool
 
     @property
     def start(self) -> int:
@@ -74,16 +74,16 @@ class BlockRead:
     needs: tuple[Need, ...]
 
     @property
-    def direct(self) -> bool:
+    def straight(self) -> bool:
         """Say whether the read goes straight into a target's memory."""
-        return self.needs[0].direct
+        return self.needs[0].straight
 
 
 def every_block(shards: Iterable[StoredShard], block_nbytes: int) -> Iterator[Need]:
     """Return all blocks of all shards."""
     for shard in sorted(shards, key=lambda shard: shard.span):
         for number, span in enumerate(blocks(shard.span.nbytes, block_nbytes)):
-            yield Need(shard, number, span, (), direct=False)
+            yield Need(shard, number, span, (), straight=False)
 
 
 def needed_blocks(
@@ -94,9 +94,9 @@ def needed_blocks(
 ) -> Iterator[Need]:
     """Return the blocks of a shard that hold elements of the items, each once, in order."""
     itemsize = DTYPES[shard.dtype].itemsize
-    if shard.span.nbytes <= min(block_nbytes, DIRECT_NBYTES - 1):
+    if shard.span.nbytes <= min(block_nbytes, STRAIGHT_NBYTES - 1):
         span = Span(0, shard.span.nbytes)
-        yield Need(shard, 0, span, tuple(map(_wish, items)), direct=False)
+        yield Need(shard, 0, span, tuple(map(_wish, items)), straight=False)
         return
     wishes: dict[int, list[Wish]] = {}
     for item in items:
@@ -108,9 +108,9 @@ def needed_blocks(
         start = number * block_nbytes
         span = Span(start, min(start + block_nbytes, shard.span.nbytes))
         wanted_by = tuple(wishes[number])
-        direct = len(wanted_by) == 1 and _maps_whole(wanted_by[0], span, itemsize)
-        direct = direct and has_memory(wanted_by[0].item)
-        needs.append(Need(shard, number, span, wanted_by, direct))
+        straight = len(wanted_by) == 1 and _maps_whole(wanted_by[0], span, itemsize)
+        straight = straight and has_memory(wanted_by[0].item)
+        needs.append(Need(shard, number, span, wanted_by, straight))
     yield from _without_short_runs(needs)
 
 
@@ -124,17 +124,17 @@ def needed_runs(
 
 
 def _without_short_runs(needs: Iterable[Need]) -> Iterator[Need]:
-    """Take back `direct` where too few bytes in a row would gain from it."""
-    for run in gathered(needs, lambda run, need: _adjoin_directly(run[-1], need)):
-        if run[0].direct and run[-1].stop - run[0].start < DIRECT_NBYTES:
-            yield from (Need(n.shard, n.number, n.span, n.wishes, direct=False) for n in run)
+    """Take back `straight` where too few bytes in a row would gain from it."""
+    for run in gathered(needs, lambda run, need: _adjoin_straight(run[-1], need)):
+        if run[0].straight and run[-1].stop - run[0].start < STRAIGHT_NBYTES:
+            yield from (Need(n.shard, n.number, n.span, n.wishes, straight=False) for n in run)
         else:
             yield from run
 
 
-def _adjoin_directly(a: Need, b: Need) -> bool:
+def _adjoin_straight(a: Need, b: Need) -> bool:
     """Say whether two blocks in a row can come with one read straight into one target."""
-    return a.direct and b.direct and a.wishes[0] is b.wishes[0]
+    return a.straight and b.straight and a.wishes[0] is b.wishes[0]
 
 
 def gathered(
@@ -176,7 +176,7 @@ def reads_of(needs: Iterable[Need]) -> Iterator[BlockRead]:
 
 
 def _can_join(last: Need, need: Need) -> bool:
-    return _adjoin_directly(last, need) if last.direct or need.direct else True
+    return _adjoin_straight(last, need) if last.straight or need.straight else True
 
 
 # --- where the elements of a box lie ---------------------------------------------------------

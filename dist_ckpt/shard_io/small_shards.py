@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from dist_ckpt.format.geometry import Span
 from dist_ckpt.planning.plan import ReadItem
-from dist_ckpt.shard_io.block_reads import DIRECT_NBYTES
+from dist_ckpt.shard_io.block_reads import STRAIGHT_NBYTES
 from dist_ckpt.shard_io.open_files import OpenFile
 
 # So much is read at once, and used while a processor still has it cached: see `BITE_NBYTES`.
@@ -48,7 +48,7 @@ def divide(file: OpenFile, items: Sequence[ReadItem]) -> tuple[list[Row], Sequen
         alone = number not in wanted and item.match.is_whole
         wanted[number] = item if alone else None
     starts = file.shards.starts
-    small = min(file.header.block_nbytes, DIRECT_NBYTES - 1, ROW_NBYTES)
+    small = min(file.header.block_nbytes, STRAIGHT_NBYTES - 1, ROW_NBYTES)
     fitting = {
         number: item
         for number, item in wanted.items()

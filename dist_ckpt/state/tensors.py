@@ -4,7 +4,8 @@
 wrappers; DTensor, whose regions we compute ourselves; ShardedTensor; other classes with torch's
 `__create_chunk_list__` and `__get_tensor_shard__`; what is a Tensor in all but its class, with
 strided layout. Others are refused; what is made of other tensors `compounds.py` takes apart
-before. For a new one see `_held`, `is_tensor_leaf`, `is_meta` as well.
+before. For a new one see `_held`, `is_tensor_leaf`, `is_meta` as well; for a new parallelism
+`planning/mesh.py`, `planning/holders.py` and who looks at the `View`s of `planning/plan.py`.
 """
 
 from __future__ import annotations

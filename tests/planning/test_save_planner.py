@@ -58,7 +58,7 @@ def test_every_element_is_stored_exactly_once(random: Random, shapes: list[Shape
         patch.object(balance, "MIN_PART_NBYTES", 8),
     ):
         plan, files = save(tilings, WORLD)
-    for layout in (*plan.catalog.layouts, *plan.held.values()):
+    for layout in (*plan.catalog.layouts, *plan.held_layouts.values()):
         assert all(list(ranks) == sorted(set(ranks)) for ranks in layout.holders)
     for fqn, tiling in tilings.items():
         assert plan.catalog.tensors[fqn].shape == tiling.shape

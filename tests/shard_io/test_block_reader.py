@@ -195,7 +195,7 @@ def test_what_was_saved_in_any_layout_fills_any_cells(
         patch.setattr(small_shards, "ROW_NBYTES", most)
         patch.setattr(reading_work, "MAX_ROWS", least)
         patch.setattr(reading_work, "WORK_NBYTES", most)
-        patch.setattr(block_reads, "DIRECT_NBYTES", direct)
+        patch.setattr(block_reads, "STRAIGHT_NBYTES", direct)
         patch.setattr(block_reads, "READ_NBYTES", most)
         totals, _ = round_trip(saved, wanted, world_size=3, block_nbytes=block_nbytes, lends=lends)
     itemsizes = {fqn: tensor.itemsize for fqn, tensor in saved.items()}
@@ -286,7 +286,7 @@ def test_a_large_shard_comes_straight_into_the_target_in_a_few_reads(
 def test_cells_that_begin_and_end_with_blocks_come_straight_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_reads, "DIRECT_NBYTES", 0)
+    monkeypatch.setattr(block_reads, "STRAIGHT_NBYTES", 0)
     saved = {"model.w": random_tensor((8, 4), one_cell((8, 4)))}
     parts = [Region((i, 0), (2, 4)) for i in (0, 2, 4, 6)]
     totals, storage = round_trip(saved, [want(saved, "model.w", *parts)], block_nbytes=16)
@@ -495,7 +495,7 @@ def test_nothing_damaged_is_placed_through_scratch() -> None:
 def test_what_came_straight_and_damaged_is_listed_as_touched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_reads, "DIRECT_NBYTES", 0)
+    monkeypatch.setattr(block_reads, "STRAIGHT_NBYTES", 0)
     storage, index, saved = two_ranks()
     at = index.files[0].header_nbytes
     spoiled = damaged(storage, "model-00000.safetensors", {at: 1})
@@ -551,7 +551,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_corrupt() -> None:
 def test_an_error_of_the_storage_says_which_tensors_may_be_partial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_reads, "DIRECT_NBYTES", 0)
+    monkeypatch.setattr(block_reads, "STRAIGHT_NBYTES", 0)
     storage, index, saved = two_ranks()
     wanted = [want(saved, "model.w")]
 

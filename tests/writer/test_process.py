@@ -28,7 +28,18 @@ from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.writer.messages import Abort, Close, Done, Go, LinkClosedError, Pause, Paused, Ready
+from dist_ckpt.writer.messages import (
+    Abort,
+    Close,
+    Done,
+    Go,
+    LinkClosedError,
+    Pause,
+    Paused,
+    Ping,
+    Pong,
+    Ready,
+)
 from dist_ckpt.writer.process import MAX_LOG_NBYTES
 from kept_arenas import kept_in
 from staged_saves import (
@@ -451,6 +462,8 @@ def test_what_is_staged_when_a_writer_is_told_to_end_is_sealed(job):
         for number, one in enumerate(staged):
             one.complete()
             trainer.link.send(write_of(one, number))
+        trainer.link.send(Ping())
+        trainer.hear(Pong)  # so it has heard of both
         wait_for_attempt(job.path / "ck0", "model-00000.safetensors")
         trainer.process.terminate()
         assert trainer.wait() == 128 + signal.SIGTERM
