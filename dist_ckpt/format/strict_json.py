@@ -54,6 +54,7 @@ _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _CONTAINERS = frozenset({list, dict})
 _INTEGERS = frozenset({int})
 _MEMBERS = dict[str, msgspec.Raw]
+_SPACE = b" \t\n\r"  # an index ends with a line feed
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -115,7 +116,8 @@ def _members(data: bytes) -> dict[str, bytes] | None:
     """Return an object's members; None if its text has more than they, such as a key twice."""
     found = {name: bytes(raw) for name, raw in msgspec.json.decode(data, type=_MEMBERS).items()}
     names = _ENCODER.encode(list(found)).encode()
-    return found if len(data) == len(names) + len(found) + sum(map(len, found.values())) else None
+    nbytes = len(names) + len(found) + sum(map(len, found.values()))
+    return found if len(data.strip(_SPACE)) == nbytes else None
 
 
 def parse_each(texts: Iterable[bytes], what: str) -> dict[bytes, Json]:
