@@ -303,11 +303,13 @@ def _decode_shards(text: bytes, block_nbytes: int, digests: str, what: str) -> D
         rows = json.decode(text, type=_ROWS)
     except (ValueError, RecursionError) as error:
         raise corrupt(f"{what}, shards", str(error)) from None
-    kinds = [b"[%s,%s,%s]" % (dtype, shape, cell) for _, _, dtype, shape, cell in rows]
-    numbers = {kind: number for number, kind in enumerate(kinds)}
+    kinds = [b",".join(row[2:]) for row in rows]  # dtype, shape and cell
+    numbers = dict(zip(kinds, range(len(kinds)), strict=True))
+    texts = {kind: b"[%s]" % kind for kind in numbers}
+    facts = strict_json.parse_each(texts.values(), f"{what}, shards")
     known = {
-        kind: _kind(facts, block_nbytes, f"{what}, shard {numbers[kind]}")
-        for kind, facts in strict_json.parse_each(kinds, f"{what}, shards").items()
+        kind: _kind(facts[text], block_nbytes, f"{what}, shard {numbers[kind]}")
+        for kind, text in texts.items()
     }
     names, fqns = [name for name, *_ in rows], [fqn for _, fqn, *_ in rows]
     shards = DecodedShards(names, fqns, list(map(known.__getitem__, kinds)), digests)
