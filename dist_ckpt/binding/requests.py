@@ -254,9 +254,9 @@ class Requests:
         if saved is None:
             self.misfit(name, f"a {type(wrapper).__name__}")
             return None
-        key, keys = key_of(wrapper, self.template.rank), [key for key, _ in saved]
+        key, keys = key_of(wrapper, self.template.rank), dict(saved)
         now = self._keys.get(name, (key,))
-        if set(now) == set(keys) and (wrapper.key is not None or self._same_mesh()):
+        if set(now) == keys.keys() and (wrapper.key is not None or self._same_mesh()):
             return self._keyed(name, key)
         self.claim(name)
         policy = wrapper.on_reshard
@@ -264,7 +264,7 @@ class Requests:
             self.dropped.append(name)
         elif policy == "error":
             self.problems.append(
-                f"{name}: saved for the keys {_listed(keys)} (mesh "
+                f"{name}: saved for the keys {_listed([*keys])} (mesh "
                 f"{mesh_text(self.saved.catalog.mesh)}), the state has {_listed(now)} (mesh "
                 f"{mesh_text(self._live_mesh())}): what belongs to one rank has no meaning for "
                 'another; choose on_reshard="drop" or a function for it, or exclude it'
