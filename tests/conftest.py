@@ -26,6 +26,16 @@ def pytest_configure() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test whose mark stands in no word of its file: `scripts/test.sh` looks for it."""
+    texts = {path: path.read_text() for path in {item.path for item in items}}
+    for item in items:
+        for mark in {"multi_process", "waits"} & {mark.name for mark in item.iter_markers()}:
+            if f"mark.{mark}" not in texts[item.path]:
+                raise pytest.UsageError(f"{item.nodeid}: write pytest.mark.{mark} in its file")
+
+
 @pytest.fixture
 def rank_folder(tmp_path: Path) -> RankFolder:
     """Return the folder of a rank of a job that saves in the background."""

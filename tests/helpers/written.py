@@ -1,7 +1,7 @@
 """Small checkpoints for tests, written by the real writer, without planners, torch or numpy.
 
 A `Saved` tensor is its dtype, shape, layout and all its bytes in row-major order; what a cell or
-a slice of it holds is found one element at a time, in plain Python, as the tests' own truth.
+a slice of it holds is found row by row, in plain Python, as the tests' own truth.
 """
 
 from __future__ import annotations
@@ -67,22 +67,27 @@ class Saved:
         return DTYPES[self.dtype].itemsize
 
     def of(self, cell: Cell) -> bytes:
-        """Return the bytes of a cell, element by element."""
-        size = self.itemsize
-        if cell == Region.whole(self.shape):
-            return self.data
-        return b"".join(self.data[i * size : (i + 1) * size] for i in numbers_of(cell, self.shape))
+        """Return the bytes of a cell, row by row."""
+        size, data = self.itemsize, self.data
+        return b"".join(data[row.start * size : row.stop * size] for row in _rows(cell, self.shape))
 
 
 def numbers_of(cell: Cell, shape: Shape) -> Iterator[int]:
     """Yield the row-major numbers of a cell's elements, in the cell's own order."""
+    return itertools.chain.from_iterable(_rows(cell, shape))
+
+
+def _rows(cell: Cell, shape: Shape) -> Iterator[range]:
+    """Yield them a row of the last dimension at a time, in which they follow one another."""
     if isinstance(cell, Elements):
-        yield from range(cell.start, cell.stop)
+        yield range(cell.start, cell.stop)
         return
+    *outer, width = cell.shape or (1,)
     strides = row_major_strides(shape)
-    ranges = (range(a, b) for a, b in zip(cell.offset, cell.stop, strict=True))
+    ranges = (range(a, a + n) for a, n in zip(cell.offset, outer, strict=False))
     for index in itertools.product(*ranges):
-        yield sum(i * s for i, s in zip(index, strides, strict=True))
+        start = sum(i * s for i, s in zip((*index, *cell.offset[-1:]), strides, strict=True))
+        yield range(start, start + width)
 
 
 def random_tensor(
