@@ -18,29 +18,28 @@ case "$*" in
     *) exec "$bin/python" -m pytest -m "not slow" "$@" ;;
 esac
 
-# All tests, at once: most of them wait, for a disk, a silence or each other. Those that start
-# processes take turns in two rows, of which one is about the library and one about what lies around
-# it. With more that work at once a background writer, whose priority is the lowest, might be taken
-# for dead.
+# All tests, at once: most of them wait, for a disk, a silence or each other. Three rows compute:
+# what lies around the library and what is about commits, both in `apart`, then what starts processes
+# and what does not. With more that work at once a background writer, whose priority is the lowest,
+# might be taken for dead. A row reads only files in which its mark stands: to read all of them takes
+# ten seconds.
 logs=$(mktemp -d)
 ids=()
 trap 'kill "${ids[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
-#
-# A row reads only the files in which its mark stands: to read them all takes ten seconds.
-files_with() { grep -rlE --include='test_*.py' "mark\.$1\b" "${@:2}"; }
-mapfile -t waiting < <(files_with waits tests)
-mapfile -t around < <(files_with multi_process tests/benchmarks tests/repository)
-mapfile -t library < <(files_with multi_process --exclude-dir={benchmarks,repository} tests)
+apart=(benchmarks repository commit saving)
+files_with() { grep -rlE --include='test_*.py' "mark\.$1\b" "${@:2}" tests; }
+mapfile -t waiting < <(files_with waits)
+mapfile -t starting < <(files_with multi_process "${apart[@]/#/--exclude-dir=}")
 beside() {
     "$bin/python" -m pytest "$@" >"$logs/${#ids[@]}" 2>&1 &
     ids+=($!)
 }
-beside -m "not multi_process and not waits"
 beside -m "multi_process and waits" "${waiting[@]}"
 beside -m "not multi_process and waits" "${waiting[@]}"
-beside -m "multi_process and not waits" "${around[@]}"
+beside -m "not waits" "${apart[@]/#/tests/}"
+beside -m "not multi_process and not waits" "${apart[@]/#/--ignore=tests/}"
 code=0
-"$bin/python" -m pytest -m "multi_process and not waits" "${library[@]}" || code=$?
+"$bin/python" -m pytest -m "multi_process and not waits" "${starting[@]}" || code=$?
 for id in "${ids[@]}"; do
     wait "$id" || code=$?
 done

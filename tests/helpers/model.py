@@ -59,6 +59,10 @@ class _Node:
     next: dict[object, tuple[Mapping[str, bytes], _Node]] = field(default_factory=dict)
 
 
+# What is done, the files after it, the program's node, the faults that are left, and the note.
+_Move = tuple[str, int, _Node, int, object | None]
+
+
 class Model:
     """All interleavings of `programs`, beginning with `files`.
 
@@ -87,6 +91,7 @@ class Model:
         self._numbers: dict[frozenset[tuple[str, bytes | None]], int] = {}
         self._nodes: dict[object, _Node] = {}
         self._answers: dict[tuple[int, Call], tuple[object, object, int]] = {}
+        self._moves: dict[tuple[str, _Node, int, int], list[_Move]] = {}
         self._first = self._world(files)
         self.num_states = 0
 
@@ -122,17 +127,24 @@ class Model:
     def _steps(self, names: Sequence[str], state: Any) -> Iterator[tuple[str, Any]]:
         world, nodes, faults, notes = state
         for i, (name, node) in enumerate(zip(names, nodes, strict=True)):
-            if node.asked is None:
-                continue
-            for how, answer, key, then, left in self._replies(world, node.asked, faults):
-                written, child = self._follow(name, node, answer, key)
-                noted = notes
-                if node.asked[0] == "rename" and then != world:
-                    note = self._note(name, node.asked, self._worlds[world])
-                    noted = notes if note is None else notes | {note}
-                after, child = self._go_on(name, self._write(then, written), child)
-                moved = (*nodes[:i], child, *nodes[i + 1 :])
-                yield f"{name}: {' '.join(node.asked)}{how}", (after, moved, left, noted)
+            if (moves := self._moves.get((name, node, world, faults))) is None:
+                moves = list(self._moves_of(name, node, world, faults))
+                self._moves[name, node, world, faults] = moves
+            for label, after, child, left, note in moves:
+                noted = notes if note is None else notes | {note}
+                yield label, (after, (*nodes[:i], child, *nodes[i + 1 :]), left, noted)
+
+    def _moves_of(self, name: str, node: _Node, world: int, faults: int) -> Iterator[_Move]:
+        """Yield what a program may do next, whatever the others are about to do."""
+        if node.asked is None:
+            return
+        for how, answer, key, then, left in self._replies(world, node.asked, faults):
+            written, child = self._follow(name, node, answer, key)
+            note = None
+            if node.asked[0] == "rename" and then != world:
+                note = self._note(name, node.asked, self._worlds[world])
+            after, child = self._go_on(name, self._write(then, written), child)
+            yield f"{name}: {' '.join(node.asked)}{how}", after, child, left, note
 
     def _go_on(self, name: str, world: int, node: _Node) -> tuple[int, _Node]:
         """Do a program's private calls."""
