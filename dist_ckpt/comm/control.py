@@ -14,17 +14,20 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from dist_ckpt.comm import store_thread
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.heartbeat import Heart
-from dist_ckpt.comm.messages import Failure, NoAnswerError
+from dist_ckpt.comm.messages import Failure, NoAnswerError, unpack
 from dist_ckpt.comm.peers import Peers
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, StoreLine, Wording
 from dist_ckpt.config import Config
 from dist_ckpt.errors import RankError, listed, ranks_text
 
 _log = logging.getLogger("dist_ckpt")
+
+T = TypeVar("T")
 
 # With more ranks each polls less often: all of them ask one store.
 MAX_POLLS_PER_S = 20_000
@@ -138,7 +141,7 @@ class Control:
     def _count_start(self) -> int:
         key = f"starts/{self.rank}"
         try:
-            return self.line.call(lambda store: store_thread.count_up(store, key))
+            return self.line.call(store_thread.count_up, key)
         except ValueError as error:
             raise RankError(
                 f"where the starts of rank {self.rank} are counted the store has {error}. "
@@ -161,27 +164,22 @@ class Control:
     def put(self, key: str, data: bytes) -> None:
         """Store a document."""
         self.nbytes_put += len(data)
-        self.line.call(lambda store: store_thread.put(store, key, data))
+        self.line.call(store_thread.put, key, data)
 
-    def read_each(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return each of these documents, None for one that is not there."""
-        return self.line.call(lambda store: store_thread.get_each(store, keys))
+    def unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
+        """Decode a message of a rank's that the store had. RankError if it is none of this class.
 
-    def read_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Return all these documents, or None if one is not there yet."""
-        return self.line.call(lambda store: store_thread.get_all(store, keys))
-
-    def withdraw_soon(self, keys: Sequence[str]) -> None:
-        """Have documents withdrawn, which somebody may be about to read; nobody waits for that."""
-        told = tuple(keys)
-        self.line.post(lambda store: store_thread.withdraw(store, told))
-
-    def delete_soon(self, keys: list[str]) -> None:
-        """Have documents deleted; nobody waits for that. Empties the list."""
-        if keys:
-            spent = tuple(keys)
-            keys.clear()
-            self.line.post(lambda store: store_thread.delete(store, spent))
+        Who is told by it what was decided does not know that then: NoAnswerError.
+        """
+        try:
+            return unpack(data, expected)
+        except ValueError as error:
+            kind = RankError if self.rank == COORDINATOR else NoAnswerError
+            message = (
+                f"in place of a message of {self.peers.name([rank])} the store has {error} "
+                f"({self._seen()}). {self._wording.strange}"
+            )
+            raise kind(message, rank=rank, phase=self.phase) from error
 
     def losses(self, ranks: Sequence[int]) -> dict[int, Failure]:
         """Return a failure for each of these ranks of which nothing more will come."""
@@ -196,13 +194,6 @@ class Control:
                 message = f"{self.peers.name([rank])} {loss} ({self._seen()}). {remedy}"
                 found[rank] = Failure("RankError", message, rank, self.phase)
         return found
-
-    def strange(self, rank: int, error: ValueError) -> str:
-        """Return what to say of a message of a rank's that is none."""
-        return (
-            f"in place of a message of {self.peers.name([rank])} the store has {error} "
-            f"({self._seen()}). {self._wording.strange}"
-        )
 
     def _seen(self) -> str:
         return f"seen by rank {self.rank} in phase {self.phase!r} of {self.what}"

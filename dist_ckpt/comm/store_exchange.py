@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TypeVar
 
+from dist_ckpt.comm import store_thread
 from dist_ckpt.comm.control import Control
 from dist_ckpt.comm.exchange import COORDINATOR, Exchange
 from dist_ckpt.comm.exchange_roles import Coordinator, FailedError, Follower
@@ -14,7 +15,6 @@ from dist_ckpt.comm.messages import (
     Envelope,
     Failure,
     FalloutError,
-    NoAnswerError,
     error_of,
     failure_of,
     is_interrupt,
@@ -25,7 +25,6 @@ from dist_ckpt.comm.messages import (
 )
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, Wording
 from dist_ckpt.config import Config
-from dist_ckpt.errors import RankError
 from dist_ckpt.reports import Tally
 
 T = TypeVar("T")
@@ -89,7 +88,7 @@ class StoreChannel:
             raise FalloutError(failure.message, rank=failure.rank)
         # The coordinator tells of its own failure in the answer.
         keys = [control.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
-        for rank, data in zip(ranks, control.read_each(keys), strict=True):
+        for rank, data in zip(ranks, control.line.call(store_thread.get_each, keys), strict=True):
             if data is not None and _tells_failure(rank, data):
                 raise FalloutError(f"{control.peers.name([rank])} has failed", rank=rank)
 
@@ -159,13 +158,7 @@ class _StoreExchange(Exchange):
         raise error_of(told) from (None if isinstance(error, FailedError) else error)
 
     def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
-        try:
-            return unpack(data, expected)
-        except ValueError as error:
-            control = self._control
-            message = control.strange(rank, error)
-            kind = RankError if control.rank == COORDINATOR else NoAnswerError
-            raise kind(message, rank=rank, phase=self.phase) from error
+        return self._control.unpack(rank, data, expected)
 
 
 def _tells_failure(rank: int, data: bytes) -> bool:
