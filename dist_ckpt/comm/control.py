@@ -14,6 +14,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from dist_ckpt.comm import store_thread
@@ -129,11 +130,6 @@ class Control:
         """Count the operations that the coordinator has begun since, without this rank."""
         self.heart.number = self.peers.last_number(COORDINATOR, self.number)
 
-    def tell_of_knowing(self) -> None:
-        """Let the coordinator see that this rank knows what has failed."""
-        self.heart.told = self.turn
-        self.line.beat()
-
     def no_answer(self, message: str) -> NoAnswerError:
         """Return the error of a rank that cannot know what was decided."""
         return NoAnswerError(message, rank=COORDINATOR, phase=self.phase)
@@ -149,10 +145,20 @@ class Control:
                 rank=self.rank,
             ) from error
 
-    def end(self) -> None:
-        """Leave the operation, and let the others see it."""
-        self.heart.inside = False
-        self.line.beat()
+    def linger(self, most_s: float) -> None:
+        """Wait, at most for so long, until the others that live have read the last answer.
+
+        The store may go with the coordinator's process. Nobody waits for the other ranks.
+        """
+        until = time.monotonic() + most_s
+        late = list(range(1, self.world_size)) if self.rank == COORDINATOR else []
+        with suppress(NoAnswerError):
+            while self.number and late and time.monotonic() < until:
+                self.peers.look(late)
+                late = [
+                    rank for rank in late if self.peers.is_waiting(rank, self.number, self.turn)
+                ]
+                time.sleep(0.005 if late else 0)
 
     def key(self, who: int | str) -> str:
         """Return the key of an envelope or answer of the exchange that this rank is in."""

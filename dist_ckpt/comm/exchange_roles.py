@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -102,25 +100,10 @@ class Coordinator:
 
         At most for half the time in which a death is noticed: others may be long at their work.
         """
-        self.linger(self._control.config.silence_s / 2)
+        self._control.linger(self._control.config.silence_s / 2)
 
     def clean_up(self) -> None:
         """Do nothing: the others may still read the answers of the operation that ends."""
-
-    def linger(self, most_s: float) -> None:
-        """Wait, at most for so long, until the others that live have read the last answer.
-
-        The store may go with this process.
-        """
-        control = self._control
-        until = time.monotonic() + most_s
-        late = list(range(1, control.world_size))
-        with suppress(NoAnswerError):
-            while control.number and late and time.monotonic() < until:
-                control.peers.look(late)
-                here = control.number, control.turn
-                late = [rank for rank in late if control.peers.is_waiting(rank, *here)]
-                time.sleep(0.005 if late else 0)
 
     def _answer(self, body: bytes, failure: Failure | None) -> Answer:
         return Answer(self._control.what, self._control.token, self._nonces, body, failure)
@@ -280,12 +263,10 @@ class Follower:
         if self._is_answered:
             self._envelopes = []
 
-    def linger(self, most_s: float) -> None:
-        """Do nothing: nobody waits for this rank."""
-
     def ensure_failure_is_known(self) -> None:
         """Tell the coordinator, which waits for it, that this rank knows of a failure."""
-        self._control.tell_of_knowing()
+        self._control.heart.told = self._control.turn
+        self._control.line.beat()
 
     def _ask(self, own: Envelope) -> Answer:
         """Put the envelope; wait for the answer, or until it is certain that it will never come."""

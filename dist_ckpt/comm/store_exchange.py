@@ -53,7 +53,7 @@ class StoreChannel:
         self._control = control = Control(store, rank, world_size, host, config, wording)
         self._role = Coordinator(control) if rank == COORDINATOR else Follower(control)
         # Also at the end of the process: others that wait for this rank then know at once.
-        self._finalizer = weakref.finalize(self, _close, control, self._role)
+        self._finalizer = weakref.finalize(self, _close, control)
 
     @property
     def token(self) -> str:
@@ -104,11 +104,12 @@ class StoreChannel:
 
         At most for so long. `close` does so too, but briefly.
         """
-        self._role.linger(most_s)
+        self._control.linger(most_s)
 
     def leave(self) -> None:
         """See `Channel.leave`."""
-        self._control.end()
+        self._control.heart.inside = False
+        self._control.line.beat()
         self._role.clean_up()
 
     def close(self) -> None:
@@ -169,7 +170,7 @@ def _tells_failure(rank: int, data: bytes) -> bool:
         return True
 
 
-def _close(control: Control, role: Coordinator | Follower) -> None:
+def _close(control: Control) -> None:
     if control.line.is_open and not control.heart.inside:
-        role.linger(LINGER_S)
+        control.linger(LINGER_S)
     control.line.close()
