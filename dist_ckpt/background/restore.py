@@ -249,10 +249,6 @@ def _newer_beside(storage: Storage, told: _Told, threads: int) -> str | None:
     folder, _, own = told.save.path.rpartition("/")
     if told.save.step is None:
         return None
-    try:
-        entries = storage.list(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     step, began_at = told.save.step, told.save.began_at
 
     def is_newer(path: str) -> bool:
@@ -261,6 +257,7 @@ def _newer_beside(storage: Storage, told: _Told, threads: int) -> str | None:
             return index.step is not None and index.step > step and index.saved_at > began_at
         return False
 
+    entries = attempts.entries_at(storage, folder)
     names = (entry.name for entry in entries if entry.kind == "folder")
     paths = [f"{folder}/{name}" for name in names if name != own]
     # Several at once: a run may keep many checkpoints, on a storage that takes its time.

@@ -14,17 +14,21 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from dist_ckpt.comm import store_thread
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.heartbeat import Heart
-from dist_ckpt.comm.messages import Failure, NoAnswerError
+from dist_ckpt.comm.messages import Failure, NoAnswerError, unpack
 from dist_ckpt.comm.peers import Peers
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, StoreLine, Wording
 from dist_ckpt.config import Config
 from dist_ckpt.errors import RankError, listed, ranks_text
 
 _log = logging.getLogger("dist_ckpt")
+
+T = TypeVar("T")
 
 # With more ranks each polls less often: all of them ask one store.
 MAX_POLLS_PER_S = 20_000
@@ -126,11 +130,6 @@ class Control:
         """Count the operations that the coordinator has begun since, without this rank."""
         self.heart.number = self.peers.last_number(COORDINATOR, self.number)
 
-    def tell_of_knowing(self) -> None:
-        """Let the coordinator see that this rank knows what has failed."""
-        self.heart.told = self.turn
-        self.line.beat()
-
     def no_answer(self, message: str) -> NoAnswerError:
         """Return the error of a rank that cannot know what was decided."""
         return NoAnswerError(message, rank=COORDINATOR, phase=self.phase)
@@ -138,7 +137,7 @@ class Control:
     def _count_start(self) -> int:
         key = f"starts/{self.rank}"
         try:
-            return self.line.call(lambda store: store_thread.count_up(store, key))
+            return self.line.call(store_thread.count_up, key)
         except ValueError as error:
             raise RankError(
                 f"where the starts of rank {self.rank} are counted the store has {error}. "
@@ -146,10 +145,20 @@ class Control:
                 rank=self.rank,
             ) from error
 
-    def end(self) -> None:
-        """Leave the operation, and let the others see it."""
-        self.heart.inside = False
-        self.line.beat()
+    def linger(self, most_s: float) -> None:
+        """Wait, at most for so long, until the others that live have read the last answer.
+
+        The store may go with the coordinator's process. Nobody waits for the other ranks.
+        """
+        until = time.monotonic() + most_s
+        late = list(range(1, self.world_size)) if self.rank == COORDINATOR else []
+        with suppress(NoAnswerError):
+            while self.number and late and time.monotonic() < until:
+                self.peers.look(late)
+                late = [
+                    rank for rank in late if self.peers.is_waiting(rank, self.number, self.turn)
+                ]
+                time.sleep(0.005 if late else 0)
 
     def key(self, who: int | str) -> str:
         """Return the key of an envelope or answer of the exchange that this rank is in."""
@@ -161,27 +170,22 @@ class Control:
     def put(self, key: str, data: bytes) -> None:
         """Store a document."""
         self.nbytes_put += len(data)
-        self.line.call(lambda store: store_thread.put(store, key, data))
+        self.line.call(store_thread.put, key, data)
 
-    def read_each(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return each of these documents, None for one that is not there."""
-        return self.line.call(lambda store: store_thread.get_each(store, keys))
+    def unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
+        """Decode a message of a rank's that the store had. RankError if it is none of this class.
 
-    def read_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Return all these documents, or None if one is not there yet."""
-        return self.line.call(lambda store: store_thread.get_all(store, keys))
-
-    def withdraw_soon(self, keys: Sequence[str]) -> None:
-        """Have documents withdrawn, which somebody may be about to read; nobody waits for that."""
-        told = tuple(keys)
-        self.line.post(lambda store: store_thread.withdraw(store, told))
-
-    def delete_soon(self, keys: list[str]) -> None:
-        """Have documents deleted; nobody waits for that. Empties the list."""
-        if keys:
-            spent = tuple(keys)
-            keys.clear()
-            self.line.post(lambda store: store_thread.delete(store, spent))
+        Who is told by it what was decided does not know that then: NoAnswerError.
+        """
+        try:
+            return unpack(data, expected)
+        except ValueError as error:
+            kind = RankError if self.rank == COORDINATOR else NoAnswerError
+            message = (
+                f"in place of a message of {self.peers.name([rank])} the store has {error} "
+                f"({self._seen()}). {self._wording.strange}"
+            )
+            raise kind(message, rank=rank, phase=self.phase) from error
 
     def losses(self, ranks: Sequence[int]) -> dict[int, Failure]:
         """Return a failure for each of these ranks of which nothing more will come."""
@@ -196,13 +200,6 @@ class Control:
                 message = f"{self.peers.name([rank])} {loss} ({self._seen()}). {remedy}"
                 found[rank] = Failure("RankError", message, rank, self.phase)
         return found
-
-    def strange(self, rank: int, error: ValueError) -> str:
-        """Return what to say of a message of a rank's that is none."""
-        return (
-            f"in place of a message of {self.peers.name([rank])} the store has {error} "
-            f"({self._seen()}). {self._wording.strange}"
-        )
 
     def _seen(self) -> str:
         return f"seen by rank {self.rank} in phase {self.phase!r} of {self.what}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 
 from msgspec.structs import replace
 
+from dist_ckpt.comm import store_thread
 from dist_ckpt.comm.control import STALE, Control, Pace
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.messages import (
@@ -21,9 +20,8 @@ from dist_ckpt.comm.messages import (
     first_failure,
     is_interrupt,
     pack,
-    unpack,
 )
-from dist_ckpt.errors import CheckpointError
+from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.format.typed_msgpack import encode
 
 # Answers to operations that some rank missed are kept for it; so many at most.
@@ -102,25 +100,10 @@ class Coordinator:
 
         At most for half the time in which a death is noticed: others may be long at their work.
         """
-        self.linger(self._control.config.silence_s / 2)
+        self._control.linger(self._control.config.silence_s / 2)
 
     def clean_up(self) -> None:
         """Do nothing: the others may still read the answers of the operation that ends."""
-
-    def linger(self, most_s: float) -> None:
-        """Wait, at most for so long, until the others that live have read the last answer.
-
-        The store may go with this process.
-        """
-        control = self._control
-        until = time.monotonic() + most_s
-        late = list(range(1, control.world_size))
-        with suppress(NoAnswerError):
-            while control.number and late and time.monotonic() < until:
-                control.peers.look(late)
-                here = control.number, control.turn
-                late = [rank for rank in late if control.peers.is_waiting(rank, *here)]
-                time.sleep(0.005 if late else 0)
 
     def _answer(self, body: bytes, failure: Failure | None) -> Answer:
         return Answer(self._control.what, self._control.token, self._nonces, body, failure)
@@ -171,14 +154,15 @@ class Coordinator:
         while len(envelopes) < control.world_size and not failures:
             missing = [rank for rank in range(control.world_size) if rank not in envelopes]
             keys = [control.key(rank) for rank in missing]
-            if (found := control.read_all(keys)) is not None:
+            if (found := control.line.call(store_thread.get_all, keys)) is not None:
                 came = zip(missing, found, strict=True)
                 envelopes.update((rank, self._envelope(own, rank, data)) for rank, data in came)
                 break
             if _is_told(envelopes) or pace.is_time_to_look():
                 # Heartbeats first: what a rank put before it left is there when its beat says so.
                 control.peers.look(missing)
-                for rank, data in zip(missing, control.read_each(keys), strict=True):
+                looked = control.line.call(store_thread.get_each, keys)
+                for rank, data in zip(missing, looked, strict=True):
                     if data is not None:
                         envelopes[rank] = self._envelope(own, rank, data)
                 if _is_told(envelopes):
@@ -192,10 +176,9 @@ class Coordinator:
     def _envelope(self, own: Envelope, rank: int, data: bytes) -> Envelope:
         """Return a rank's envelope; if what is there is none, one that tells so."""
         try:
-            return unpack(data, Envelope)
-        except ValueError as error:
-            message = self._control.strange(rank, error)
-            failure = Failure("RankError", message, rank, own.phase)
+            return self._control.unpack(rank, data, Envelope)
+        except RankError as error:
+            failure = failure_of(error, own.phase)
             return replace(own, nonce=NO_NONCE, body=b"", failure=failure)
 
     def _call_given_up(self, envelopes: Mapping[int, Envelope]) -> Answer | None:
@@ -219,7 +202,7 @@ class Coordinator:
         num_kept = 0 if everybody_is_here else MAX_KEPT_ANSWERS
         num_spent = max(0, len(self._answers) - num_kept)
         spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
-        self._control.delete_soon(spent)
+        self._control.line.post(store_thread.delete, spent)
 
 
 def _is_told(envelopes: Mapping[int, Envelope]) -> bool:
@@ -275,17 +258,15 @@ class Follower:
 
     def clean_up(self) -> None:
         """Delete this rank's envelopes; without an answer the coordinator may still read them."""
+        act = store_thread.delete if self._is_answered else store_thread.withdraw
+        self._control.line.post(act, tuple(self._envelopes))
         if self._is_answered:
-            self._control.delete_soon(self._envelopes)
-        else:
-            self._control.withdraw_soon(self._envelopes)
-
-    def linger(self, most_s: float) -> None:
-        """Do nothing: nobody waits for this rank."""
+            self._envelopes = []
 
     def ensure_failure_is_known(self) -> None:
         """Tell the coordinator, which waits for it, that this rank knows of a failure."""
-        self._control.tell_of_knowing()
+        self._control.heart.told = self._control.turn
+        self._control.line.beat()
 
     def _ask(self, own: Envelope) -> Answer:
         """Put the envelope; wait for the answer, or until it is certain that it will never come."""
@@ -299,9 +280,9 @@ class Follower:
             is_time_to_look = pace.is_time_to_look()
             if is_time_to_look:
                 control.peers.look([COORDINATOR])
-            (data,) = control.read_each([key])
+            (data,) = control.line.call(store_thread.get_each, [key])
             if data is not None:
-                answer = self._answer_in(data)
+                answer = control.unpack(COORDINATOR, data, Answer)
                 self._is_answered = True
                 return answer
             if is_time_to_look:
@@ -314,10 +295,3 @@ class Follower:
                     control.put(envelope, encode(replace(own, failure=failure, gave_up=True)))
                     raise control.no_answer(failure.message)
             pace.pause()
-
-    def _answer_in(self, data: bytes) -> Answer:
-        control = self._control
-        try:
-            return unpack(data, Answer)
-        except ValueError as error:
-            raise control.no_answer(control.strange(COORDINATOR, error)) from error

@@ -46,7 +46,7 @@ class Peers:
     def look(self, ranks: Sequence[int]) -> None:
         """Take one look at the heartbeats of some ranks."""
         keys = [self._beat_key(rank) for rank in ranks]
-        found = self._line.call(lambda store: store_thread.get_each(store, keys))
+        found = self._line.call(store_thread.get_each, keys)
         for rank, data in zip(ranks, found, strict=True):
             if data is not None:
                 self._see(rank, data)

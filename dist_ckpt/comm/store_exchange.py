@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TypeVar
 
+from dist_ckpt.comm import store_thread
 from dist_ckpt.comm.control import Control
 from dist_ckpt.comm.exchange import COORDINATOR, Exchange
 from dist_ckpt.comm.exchange_roles import Coordinator, FailedError, Follower
@@ -14,7 +15,6 @@ from dist_ckpt.comm.messages import (
     Envelope,
     Failure,
     FalloutError,
-    NoAnswerError,
     error_of,
     failure_of,
     is_interrupt,
@@ -25,7 +25,6 @@ from dist_ckpt.comm.messages import (
 )
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, Wording
 from dist_ckpt.config import Config
-from dist_ckpt.errors import RankError
 from dist_ckpt.reports import Tally
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ class StoreChannel:
         self._control = control = Control(store, rank, world_size, host, config, wording)
         self._role = Coordinator(control) if rank == COORDINATOR else Follower(control)
         # Also at the end of the process: others that wait for this rank then know at once.
-        self._finalizer = weakref.finalize(self, _close, control, self._role)
+        self._finalizer = weakref.finalize(self, _close, control)
 
     @property
     def token(self) -> str:
@@ -89,7 +88,7 @@ class StoreChannel:
             raise FalloutError(failure.message, rank=failure.rank)
         # The coordinator tells of its own failure in the answer.
         keys = [control.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
-        for rank, data in zip(ranks, control.read_each(keys), strict=True):
+        for rank, data in zip(ranks, control.line.call(store_thread.get_each, keys), strict=True):
             if data is not None and _tells_failure(rank, data):
                 raise FalloutError(f"{control.peers.name([rank])} has failed", rank=rank)
 
@@ -105,11 +104,12 @@ class StoreChannel:
 
         At most for so long. `close` does so too, but briefly.
         """
-        self._role.linger(most_s)
+        self._control.linger(most_s)
 
     def leave(self) -> None:
         """See `Channel.leave`."""
-        self._control.end()
+        self._control.heart.inside = False
+        self._control.line.beat()
         self._role.clean_up()
 
     def close(self) -> None:
@@ -159,13 +159,7 @@ class _StoreExchange(Exchange):
         raise error_of(told) from (None if isinstance(error, FailedError) else error)
 
     def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
-        try:
-            return unpack(data, expected)
-        except ValueError as error:
-            control = self._control
-            message = control.strange(rank, error)
-            kind = RankError if control.rank == COORDINATOR else NoAnswerError
-            raise kind(message, rank=rank, phase=self.phase) from error
+        return self._control.unpack(rank, data, expected)
 
 
 def _tells_failure(rank: int, data: bytes) -> bool:
@@ -176,7 +170,7 @@ def _tells_failure(rank: int, data: bytes) -> bool:
         return True
 
 
-def _close(control: Control, role: Coordinator | Follower) -> None:
+def _close(control: Control) -> None:
     if control.line.is_open and not control.heart.inside:
-        role.linger(LINGER_S)
+        control.linger(LINGER_S)
     control.line.close()

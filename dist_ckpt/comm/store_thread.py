@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from dist_ckpt.comm.heartbeat import Heart
 from dist_ckpt.comm.messages import MAX_DOCUMENT_NBYTES, NoAnswerError
@@ -40,6 +40,7 @@ _PARTS = b"p"
 _WITHDRAWN = b"x"
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Store(Protocol):
@@ -219,10 +220,12 @@ class StoreLine:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def call(self, function: Callable[[Store], T]) -> T:
-        """Return what `function` returns for the store."""
+    def call(
+        self, function: Callable[Concatenate[Store, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return what `function` returns for the store and what else is given to it."""
         future: Future[T] = Future()
-        self._submit(future, function)
+        self._submit(future, partial(function, self._store, *args, **kwargs))
         try:
             return future.result(timeout=self._patience_s)
         except TimeoutError:
@@ -233,13 +236,15 @@ class StoreLine:
         except (RuntimeError, OSError) as error:
             raise NoAnswerError(self._gone.format(first_line(error))) from error
 
-    def post(self, function: Callable[[Store], object]) -> None:
+    def post(
+        self, function: Callable[Concatenate[Store, P], object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Have `function` called soon; what becomes of it does not matter."""
-        self._submit(Future(), function)
+        self._submit(Future(), partial(function, self._store, *args, **kwargs))
 
     def beat(self) -> None:
         """Send a heartbeat soon: what it says has changed."""
-        self.post(partial(_beat, self._heart))
+        self.post(_beat, self._heart)
 
     @property
     def is_open(self) -> bool:
@@ -256,7 +261,7 @@ class StoreLine:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
-    def _submit(self, future: Future[T], function: Callable[[Store], T]) -> None:
+    def _submit(self, future: Future[T], call: Callable[[], T]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
                 # Without `self`: the thread must not keep the line, nor its channel, alive.
@@ -271,10 +276,10 @@ class StoreLine:
                 "the channel is closed, or belongs to the process that this one was forked from: "
                 "save and load in the process that made the group"
             )
-        self._calls.put(partial(run_into, future, partial(function, self._store)))
+        self._calls.put(partial(run_into, future, call))
 
 
-def _beat(heart: Heart, store: Store) -> None:
+def _beat(store: Store, heart: Heart) -> None:
     if heart.key:
         put(store, heart.key, heart.beat())
 
@@ -289,7 +294,7 @@ def _serve(
         if now >= due:
             due = now + period_s
             try:
-                _beat(heart, store)
+                _beat(store, heart)
             except (RuntimeError, OSError):
                 # A lost store stays lost, and torch prints a page about each attempt.
                 due = float("inf")

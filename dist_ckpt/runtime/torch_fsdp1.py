@@ -43,18 +43,6 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from dist_ckpt.runtime.torch_private import module_fqns
 
-__all__ = [
-    "FlatParameter",
-    "Original",
-    "cast_buffers",
-    "flat_parameters",
-    "has_fsdp1",
-    "is_flattened",
-    "own_tensors",
-    "plain_names",
-    "what_changes_state_dict",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Original:

@@ -172,14 +172,7 @@ class AttemptRun:
             saved_by=self._request.saved_by,
             saved_at=time.time() if self._request.saved_at is None else self._request.saved_at,
         )
-        slowest, slowest_s = slowest_of([receipt.seconds for receipt in receipts])
-        verdict = Verdict(
-            attempt=self._claim.attempt.name,
-            nbytes=sum(sizes.values()),
-            num_files=len(sizes),
-            slowest_rank=slowest,
-            slowest_s=slowest_s,
-        )
+        verdict = _verdict(index, *slowest_of([receipt.seconds for receipt in receipts]))
         try:
             order.commit(self._storage, self._claim, index, text)
             writing.decide(Written((), verdict))
@@ -242,14 +235,17 @@ class AttemptRun:
         found, index = attempts.find(self._storage, self._path)
         if found != attempt:
             return None
-        nbytes = sum(f.nbytes for f in index.files) + sum(f.nbytes for f in index.objects)
-        num_files = len(index.files) + len(index.objects)
-        return Verdict(attempt.name, nbytes, num_files, self._channel.rank, 0.0)
+        return _verdict(index, self._channel.rank, 0.0)
 
     def clean_up(self) -> None:
         """Remove what the committed attempt superseded. Coordinator; others have nothing to do."""
         if self._claim is not None:
             removal.supersede(self._storage, self._path, self._claim.attempt)
+
+
+def _verdict(index: Index, slowest_rank: int, slowest_s: float) -> Verdict:
+    sizes = [file.nbytes for file in index.files] + [file.nbytes for file in index.objects]
+    return Verdict(index.attempt, sum(sizes), len(sizes), slowest_rank, slowest_s)
 
 
 def _unequal_replicas(told: Sequence[Mapping[str, Mapping[str, str]]]) -> str:

@@ -15,7 +15,7 @@ from dist_ckpt.format.index import Index
 from dist_ckpt.planning.plan import FileReceipt
 from dist_ckpt.snapshots.job_folder import JobFolder, has_jobs
 from dist_ckpt.snapshots.kept import KeptSave, kept_saves
-from dist_ckpt.snapshots.overlay_storage import KeptFile, Served
+from dist_ckpt.snapshots.overlay_storage import KeptDocument, KeptFile, Served
 from dist_ckpt.snapshots.root_id import find_root_id, job_id
 from dist_ckpt.storage import open_storage
 
@@ -86,7 +86,7 @@ def kept_uncommitted(save: KeptSave, attempt: str, index: bytes | None) -> KeptF
     folder = f"{save.identity.path}/{attempt}"
     files: dict[str, Served] = {f"{folder}/{name}": file for name, file, _ in _sealed_files(save)}
     if index is not None:
-        files[f"{folder}/{INDEX}"] = index
+        files[f"{folder}/{INDEX}"] = KeptDocument(index)
     return KeptFiles(
         lambda path, found, stack: files if found.attempt == attempt else {}, unfound=files
     )

@@ -41,8 +41,24 @@ class KeptFile:
         self.kept.check()
 
 
+@dataclass(frozen=True, slots=True)
+class KeptDocument:
+    """A file whose bytes are here: it was made of what some snapshots say."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return len(self.data)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill memory with bytes of the file, which has so many."""
+        target[:] = self.data[offset : offset + len(target)]
+
+
 # A file that is served: of a snapshot, or a document that was made from some.
-Served = KeptFile | bytes
+Served = KeptFile | KeptDocument
 
 
 class SnapshotStorage(WrappedStorage):
@@ -77,8 +93,6 @@ class SnapshotStorage(WrappedStorage):
         served = self._files.get(path)
         if served is None:
             return self.inner.open(path)
-        if isinstance(served, bytes):
-            return _Document(served, self._count)
         return _File(served, lambda: self.inner.open(path), self._count)
 
     def _served_in(self, folder: str) -> Sequence[Entry]:
@@ -87,7 +101,7 @@ class SnapshotStorage(WrappedStorage):
             if not path.startswith(f"{folder}/"):
                 continue
             name, _, below = path[len(folder) + 1 :].partition("/")
-            nbytes = 0 if below else len(served) if isinstance(served, bytes) else served.nbytes
+            nbytes = 0 if below else served.nbytes
             entries.append(Entry(name, "folder" if below else "file", nbytes, 0.0))
         return entries
 
@@ -96,33 +110,12 @@ class SnapshotStorage(WrappedStorage):
             self.from_memory = self.from_memory.plus(nbytes)
 
 
-class _Document:
-    """A file whose bytes are here."""
-
-    def __init__(self, data: bytes, count: Callable[[int], None]) -> None:
-        self._data = data
-        self._count = count
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._data)
-
-    def read_into(self, offset: int, target: memoryview) -> int:
-        part = self._data[offset : offset + target.nbytes]
-        target[: len(part)] = part
-        self._count(len(part))
-        return len(part)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 class _File:
     """A file of a snapshot; of the storage, from when on the snapshot is gone."""
 
     def __init__(
         self,
-        served: KeptFile,
+        served: Served,
         open_stored: Callable[[], ReadableFile],
         count: Callable[[int], None],
     ) -> None:
@@ -162,7 +155,7 @@ class _File:
         """Open the file in the storage. Raises what is wrong with the snapshot if there is none."""
         with self._lock:
             if self._is_closed:
-                raise StorageError(f"{self._served.kept.place} is closed") from instead_of
+                raise StorageError(f"{instead_of}, and is closed") from instead_of
             if self._stored is None:
                 try:
                     self._stored = self._open_stored()

@@ -49,8 +49,8 @@ from dist_ckpt.writer.messages import (
     Write,
     WriterMessage,
 )
-from dist_ckpt.writer.save_queue import KnownArenas, QueuedSave, WriterQueue
-from dist_ckpt.writer.saves import Meetings, WriterSaves, host_of
+from dist_ckpt.writer.save_queue import KnownArenas, WriterQueue
+from dist_ckpt.writer.saves import Meetings, WriterSave, WriterSaves, host_of
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -210,13 +210,13 @@ class BackgroundWriter:
 
         Returns what has gone wrong with this process itself, "" if nothing has.
         """
-        self._termination.set_seal(lambda: self._saves.seal(self._queue.unsettled))
+        self._termination.set_seal(self._seal)
         listener = threading.Thread(target=self._listen, name="dist_ckpt listener", daemon=True)
         listener.start()
         try:
             while (save := self._queue.take()) is not None:
                 _bound_log()
-                done = self._saves.settle(save)
+                done = save.settle()
                 # Who is told of it stages over it: not while it is being sealed.
                 self._termination.finish()
                 with suppress(LinkClosedError):
@@ -233,13 +233,17 @@ class BackgroundWriter:
             self._stores.close()
         return self._problem
 
+    def _seal(self) -> None:
+        for save in self._queue.unsettled:
+            save.seal()
+
     def _close_unused_stores(self) -> None:
         needed = {save.write.token for save in self._queue.unsettled}
         self._stores.close_unused(needed | {self._meetings.token or b""})
 
-    def _check(self, save: QueuedSave) -> None:
+    def _check(self, write: Write) -> None:
         self._termination.check()
-        self._queue.check(save)
+        self._queue.check(write)
 
     def _listen(self) -> None:
         try:
@@ -261,7 +265,7 @@ class BackgroundWriter:
         queue = self._queue
         match message:
             case Write():
-                queue.put(QueuedSave(message, self._arenas.open(message)))
+                queue.put(WriterSave(self._saves, message, self._arenas.open(message)))
             case Serve():
                 self._link.send(self._served(message))
             case Abort(snapshot, reason):

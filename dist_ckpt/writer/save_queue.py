@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
-from dist_ckpt.snapshots.arena import ArenaReader, Followed
+from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS, RankFolder
 from dist_ckpt.writer.messages import NonsenseError, Write
+from dist_ckpt.writer.saves import WriterSave
 
 # More than a trainer has arenas, which it stages into one after the other.
 MAX_SAVES = 8
@@ -19,34 +20,21 @@ MAX_SAVES = 8
 _STEP_S = 60.0
 
 
-@dataclass(slots=True, eq=False)
-class QueuedSave:
-    """A save that is to be written; `arena` is where it is staged, or why it cannot be opened."""
-
-    write: Write
-    arena: ArenaReader | CheckpointError
-    is_paused: bool = False
-    aborted: str = ""
-
-    def follow(self) -> Followed:
-        """Return the snapshot in its arena."""
-        if isinstance(self.arena, CheckpointError):
-            raise self.arena
-        return self.arena.follow(self.write.snapshot)
-
-
 class WriterQueue:
     """The saves of one writer. One thread puts them in and changes them, another takes them."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._changed = threading.Condition()
-        self._saves: deque[QueuedSave] = deque()
+        self._saves: deque[WriterSave] = deque()
+        # Snapshots: those that wait, and why some fail.
+        self._paused: set[str] = set()
+        self._aborted: dict[str, str] = {}
         self._is_ended = False
         self._is_trainer_gone = False
-        self._current: QueuedSave | None = None
+        self._current: WriterSave | None = None
 
-    def put(self, save: QueuedSave) -> None:
+    def put(self, save: WriterSave) -> None:
         """Add a save."""
         with self._changed:
             if self._is_ended or len(self._saves) >= MAX_SAVES:
@@ -57,26 +45,22 @@ class WriterQueue:
     def abort(self, snapshot: str, reason: str) -> None:
         """Have a save fail, unless it is complete."""
         with self._changed:
-            for save in self.unsettled:
-                if save.write.snapshot == snapshot:
-                    save.aborted = reason or "no reason was given"
+            if snapshot in _names(self.unsettled):
+                self._aborted[snapshot] = reason or "no reason was given"
 
     def pause(self, snapshot: str) -> bool:
         """Keep a save from being taken; say whether it had not been."""
         with self._changed:
-            paused = [save for save in self._saves if save.write.snapshot == snapshot]
-            for save in paused:
-                save.is_paused = True
-            return bool(paused)
+            if is_there := snapshot in _names(self._saves):
+                self._paused.add(snapshot)
+            return is_there
 
     def go(self, snapshot: str, *, drop: bool) -> None:
         """Let a save that is paused be taken, or drop it."""
         with self._changed:
-            for save in [*self._saves]:
-                if save.write.snapshot == snapshot and save.is_paused:
-                    save.is_paused = False
-                    if drop:
-                        self._saves.remove(save)
+            if drop and snapshot in self._paused:
+                del self._saves[_names(self._saves).index(snapshot)]
+            self._paused.discard(snapshot)
             self._changed.notify_all()
 
     def end(self, *, is_trainer_gone: bool) -> None:
@@ -84,15 +68,16 @@ class WriterQueue:
         with self._changed:
             self._is_ended = True
             self._is_trainer_gone = self._is_trainer_gone or is_trainer_gone
-            for save in self._saves:
-                save.is_paused = False
+            self._paused.clear()
             self._changed.notify_all()
 
-    def take(self) -> QueuedSave | None:
+    def take(self) -> WriterSave | None:
         """Return the next save, once there is one not paused; None when there is no more."""
         with self._changed:
-            self._current = None
-            while not (self._saves and not self._saves[0].is_paused):
+            if self._current is not None:
+                self._aborted.pop(self._current.write.snapshot, None)
+                self._current = None
+            while not self._saves or self._saves[0].write.snapshot in self._paused:
                 if self._is_ended and not self._saves:
                     return None
                 self._changed.wait(_STEP_S)
@@ -101,7 +86,7 @@ class WriterQueue:
             return self._current
 
     @property
-    def unsettled(self) -> list[QueuedSave]:
+    def unsettled(self) -> list[WriterSave]:
         """The save taken last, and those to be taken.
 
         Takes no lock: an interrupt, which may come at any moment, may have left it held.
@@ -109,20 +94,24 @@ class WriterQueue:
         saves = (self._current, *self._saves)
         return list(dict.fromkeys(save for save in saves if save is not None))
 
-    def check(self, save: QueuedSave) -> None:
+    def check(self, write: Write) -> None:
         """Raise the error of a save that is not complete and will never be."""
-        if save.aborted:
+        if (reason := self._aborted.get(write.snapshot)) is not None:
             raise CheckpointError(
-                f"a snapshot of {save.write.path} could not be staged: {save.aborted}",
+                f"a snapshot of {write.path} could not be staged: {reason}",
                 rank=self._rank,
             )
         if self._is_trainer_gone:
             raise RankError(
                 f"the trainer of rank {self._rank} has ended before its snapshot of "
-                f"{save.write.path} was staged: nothing is committed. Look into that rank's log, "
+                f"{write.path} was staged: nothing is committed. Look into that rank's log, "
                 f"and restart the job",
                 rank=self._rank,
             )
+
+
+def _names(saves: Iterable[WriterSave]) -> list[str]:
+    return [save.write.snapshot for save in saves]
 
 
 class KnownArenas:

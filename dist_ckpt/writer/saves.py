@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.exchange import COORDINATOR, Alone, Channel
@@ -18,7 +19,7 @@ from dist_ckpt.comm.messages import Failure, NoAnswerError, failure_of
 from dist_ckpt.comm.store_exchange import StoreChannel
 from dist_ckpt.comm.store_thread import Wording
 from dist_ckpt.config import Config
-from dist_ckpt.errors import ConflictError, CorruptError
+from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.memory.buffers import Slots
@@ -26,12 +27,12 @@ from dist_ckpt.planning.plan import SavePlan
 from dist_ckpt.reports import Phases, Tally
 from dist_ckpt.saving.agreement import plan_of
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest, Verdict
+from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.storage.pacing import Allowance, PacedStorage
 from dist_ckpt.writer.messages import Done, Hello, Write
-from dist_ckpt.writer.save_queue import QueuedSave
 from dist_ckpt.writer.staged_save import StagedSave
 
 _log = logging.getLogger("dist_ckpt")
@@ -129,7 +130,7 @@ def host_of(config: Config) -> str:
 
 
 class WriterSaves:
-    """The saves of one writer, one after the other, in one thread. Another one may seal them.
+    """What the saves of one writer have in common.
 
     `check` raises if a save that is not complete never will be; it is called by other threads too.
     `allowance` limits how fast they write.
@@ -139,42 +140,16 @@ class WriterSaves:
         self,
         hello: Hello,
         meetings: Meetings,
-        check: Callable[[QueuedSave], None],
+        check: Callable[[Write], None],
         allowance: Allowance | None = None,
     ) -> None:
         self.hello = hello
+        self.meetings = meetings
         self.check = check
         self.allowance = allowance
         self.slots = Slots()  # scratch memory that is used again
-        self._meetings = meetings
         # In one, for who seals may ask while another thread finds out.
         self._planned: tuple[Bodies, tuple[SavePlan, CatalogText]] | None = None
-        self._last: _WriterSave | None = None
-
-    def settle(self, save: QueuedSave) -> Done:
-        """Write a save and settle with the others whether it is committed.
-
-        Collective: the writer of every rank calls this. Raises only interrupts. Whatever the save
-        failed of, what is staged here is sealed on return: then the trainer may stage over it.
-        """
-        self._last = run = _WriterSave(self, save)
-        try:
-            verdict = run.run(self._meetings.channel(save.write))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
-            _log.error("background save to %s failed: %s", save.write.path, error, exc_info=error)
-            run.seal()
-            return run.done(None, self._failure_of(error))
-        _log.info("background save to %s is committed: %s", save.write.path, verdict)
-        return run.done(verdict, None)
-
-    def seal(self, saves: Sequence[QueuedSave]) -> None:
-        """Seal what is staged of saves that will not be settled: a restart can use it.
-
-        Any thread may do that, also while the one that settles hangs. Touches no storage.
-        """
-        for save in saves:
-            last = self._last
-            (last if last is not None and last.save is save else _WriterSave(self, save)).seal()
 
     def plan(self, bodies: Bodies) -> tuple[SavePlan, CatalogText]:
         """Return the plan of a save, which is kept for as long as the inventories are the same."""
@@ -184,20 +159,20 @@ class WriterSaves:
             self._planned = planned = bodies, (plan, CatalogText(plan.catalog))
         return planned[1]
 
-    def _failure_of(self, error: Exception) -> Failure:
-        host = host_of(self.hello.config)
-        return failure_of(error, "background save", self.hello.rank, host)
 
+class WriterSave:
+    """One rank's side of one save. One thread settles it, and another one may seal it.
 
-class _WriterSave:
-    """One rank's side of one save. One thread runs it, and another one may seal it."""
+    `arena` is where it is staged, or why that cannot be opened.
+    """
 
-    def __init__(self, saves: WriterSaves, save: QueuedSave) -> None:
-        self.save = save
+    def __init__(
+        self, saves: WriterSaves, write: Write, arena: ArenaReader | CheckpointError
+    ) -> None:
+        self.write = write
+        self._arena = arena
         self._saves = saves
-        self._phases = Phases(
-            "background save", save.write.path, quiet=saves.hello.rank != COORDINATOR
-        )
+        self._phases = Phases("background save", write.path, quiet=saves.hello.rank != COORDINATOR)
         # What it has come to so far.
         self._staged: StagedSave | None = None
         self._attempt = UNCLAIMED
@@ -205,9 +180,26 @@ class _WriterSave:
         self._run: AttemptRun | None = None
         self._exchanges = Tally()
 
-    def run(self, channel: Channel) -> Verdict:
+    def settle(self) -> Done:
+        """Write it and settle with the others whether it is committed.
+
+        Collective: the writer of every rank calls this. Raises only interrupts. Whatever the save
+        failed of, what is staged here is sealed on return: then the trainer may stage over it.
+        """
+        path, hello = self.write.path, self._saves.hello
+        try:
+            verdict = self._commit(self._saves.meetings.channel(self.write))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
+            _log.error("background save to %s failed: %s", path, error, exc_info=error)
+            self.seal()
+            host = host_of(hello.config)
+            return self._done(None, failure_of(error, "background save", hello.rank, host))
+        _log.info("background save to %s is committed: %s", path, verdict)
+        return self._done(verdict, None)
+
+    def _commit(self, channel: Channel) -> Verdict:
         phases, began = self._phases, channel.exchanges
-        channel.enter(f"background save to {self.save.write.path}")
+        channel.enter(f"background save to {self.write.path}")
         try:
             with phases.phase("claim"):
                 run, staged, attempt = self._claim(channel)
@@ -223,8 +215,11 @@ class _WriterSave:
             self._exchanges = channel.exchanges.since(began)
 
     def seal(self) -> None:
-        """Seal what is staged, after an error: maybe it has met the storage, but not the memory."""
-        path = self.save.write.path
+        """Seal what is staged of a save that failed, or will not be settled: a restart can use it.
+
+        Any thread may do that, also while the one that settles hangs. Touches no storage.
+        """
+        path = self.write.path
         try:
             self._staged = staged = self._staged or self._look()
             threads = self._saves.hello.config.threads
@@ -234,11 +229,11 @@ class _WriterSave:
         else:
             _log.info("what was staged for %s is sealed, and stays in memory", path)
 
-    def done(self, verdict: Verdict | None, failure: Failure | None) -> Done:
+    def _done(self, verdict: Verdict | None, failure: Failure | None) -> Done:
         """Return what the trainer is told."""
         storage, run = self._storage, self._run
         return Done(
-            snapshot=self.save.write.snapshot,
+            snapshot=self.write.snapshot,
             verdict=verdict,
             failure=failure,
             seconds=self._phases.seconds,
@@ -268,13 +263,15 @@ class _WriterSave:
 
     def _look(self) -> StagedSave:
         """Find out what is to be written. Raises what is wrong with it."""
-        saves, save = self._saves, self.save
-        followed = save.follow()
-        snapshot, hello = followed.snapshot, saves.hello
+        if isinstance(self._arena, CheckpointError):
+            raise self._arena
+        followed = self._arena.follow(self.write.snapshot)
+        snapshot, saves = followed.snapshot, self._saves
         said = snapshot.path, snapshot.rank, snapshot.world_size
-        if said != (save.write.path, hello.rank, hello.world_size):
+        if said != (self.write.path, saves.hello.rank, saves.hello.world_size):
             raise CorruptError(f"snapshot {snapshot.id} is of another save: {said}")
-        return StagedSave(followed, lambda: saves.check(save), saves.plan)
+        # Without `self`: what is settled lets go of its arena, and no cycle keeps that.
+        return StagedSave(followed, partial(saves.check, self.write), saves.plan)
 
     def _attempt_run(self, channel: Channel, staged: StagedSave) -> AttemptRun:
         snapshot, details = staged.snapshot, staged.details
@@ -300,7 +297,7 @@ class _WriterSave:
         staged.staging.give_way()
         written = staged.write(
             PacedStorage(self._storage, allowance) if allowance else self._storage,
-            f"{self.save.write.path}/{self._attempt}",
+            f"{self.write.path}/{self._attempt}",
             self._attempt,
             threads=self._saves.hello.config.threads,
             slots=self._saves.slots,

@@ -28,7 +28,7 @@ class Line:
     def __init__(self) -> None:
         self.beat: bytes | None = None
 
-    def call(self, function: Any) -> list[bytes | None]:
+    def call(self, function: Any, keys: Any) -> list[bytes | None]:
         return [self.beat]
 
 

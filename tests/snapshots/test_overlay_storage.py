@@ -15,7 +15,7 @@ from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.kept import KeptSnapshot
-from dist_ckpt.snapshots.overlay_storage import KeptFile, SnapshotStorage
+from dist_ckpt.snapshots.overlay_storage import KeptDocument, KeptFile, SnapshotStorage
 from dist_ckpt.storage import ReadableFile, Storage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract
@@ -76,7 +76,7 @@ class TestSnapshotStorage(StorageContract):
     @pytest.fixture
     def storage(self) -> Storage:
         storage = SnapshotStorage(MemoryStorage({"/root": None}))
-        storage.serve({f"{FOLDER}/one": b"abc"})
+        storage.serve({f"{FOLDER}/one": KeptDocument(b"abc")})
         return storage
 
     @pytest.fixture
@@ -86,7 +86,7 @@ class TestSnapshotStorage(StorageContract):
 
 def test_a_file_in_memory_is_read_from_any_byte_and_ends_where_it_ends(kept):
     storage = SnapshotStorage(stored(None))
-    storage.serve({f"{FOLDER}/one": KeptFile(kept, 0), f"{FOLDER}/two": b"abc"})
+    storage.serve({f"{FOLDER}/one": KeptFile(kept, 0), f"{FOLDER}/two": KeptDocument(b"abc")})
     file = storage.open(f"{FOLDER}/one")
     assert file.nbytes == len(DATA)
     for offset, nbytes in ((0, 10), (5, 4096), (len(DATA) - 3, 10), (len(DATA), 1), (10**6, 1)):
@@ -116,7 +116,9 @@ def test_what_is_served_is_listed_whether_the_storage_has_it_or_not(kept):
         empty.list("/runs/ck")
     both = SnapshotStorage(stored(b"disk"))
     for storage in (empty, both):
-        storage.serve({f"{FOLDER}/one": KeptFile(kept, 0), f"{FOLDER}/index.json": b"abc"})
+        storage.serve(
+            {f"{FOLDER}/one": KeptFile(kept, 0), f"{FOLDER}/index.json": KeptDocument(b"abc")}
+        )
         (attempt,) = storage.list("/runs/ck")
         assert (attempt.name, attempt.kind) == ("a1-0123456789abcdef", "folder")
         assert [(one.name, one.kind) for one in storage.list(FOLDER)] == [

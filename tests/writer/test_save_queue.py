@@ -13,16 +13,22 @@ from dist_ckpt.errors import CheckpointError, ConflictError, RankError
 from dist_ckpt.memory.shared import create_nameless
 from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arenas import Arenas
-from dist_ckpt.writer.messages import NonsenseError, Write
-from dist_ckpt.writer.save_queue import MAX_SAVES, KnownArenas, QueuedSave, WriterQueue
-from staged_saves import Staged, State, new_id, write_of
+from dist_ckpt.writer.messages import Hello, NonsenseError, Write
+from dist_ckpt.writer.save_queue import MAX_SAVES, KnownArenas, WriterQueue
+from dist_ckpt.writer.saves import Meetings, WriterSave, WriterSaves
+from staged_saves import CONFIG, Staged, State, new_id, write_of
 
 STATE = State(1, {"w": (3, 4)})
+HELLO = Hello("job", 0, 1, CONFIG, None)
 
 
-def save(name: str, arena: ArenaReader | None = None) -> QueuedSave:
+def save(name: str, arena: ArenaReader | None = None) -> WriterSave:
     write = Write(name, f"/ck/{name}", "/dev/shm/none", 0, "", 0, b"")
-    return QueuedSave(write, arena or ConflictError("no arena"))
+    return saved(write, arena or ConflictError("no arena"))
+
+
+def saved(write: Write, arena: ArenaReader | CheckpointError) -> WriterSave:
+    return WriterSave(WriterSaves(HELLO, Meetings(HELLO), lambda _: None), write, arena)
 
 
 @pytest.fixture
@@ -30,7 +36,7 @@ def queue() -> WriterQueue:
     return WriterQueue(2)
 
 
-def names(*saves: QueuedSave | None) -> list[str]:
+def names(*saves: WriterSave | None) -> list[str]:
     return [one.write.snapshot for one in saves if one is not None]
 
 
@@ -87,7 +93,7 @@ def test_a_save_that_is_paused_keeps_those_after_it_back(queue):
     queue.put(save("a"))
     queue.put(save("b"))
     assert queue.pause("a")
-    taken: list[QueuedSave | None] = []
+    taken: list[WriterSave | None] = []
     thread = threading.Thread(target=lambda: taken.append(queue.take()))
     thread.start()
     queue.go("a", drop=False)
@@ -111,14 +117,14 @@ def test_an_abort_meets_what_is_queued_and_what_has_begun(queue):
         queue.abort(name, "on fire")
     for one in (begun, queued):
         with pytest.raises(CheckpointError, match="could not be staged: on fire") as caught:
-            queue.check(one)
+            queue.check(one.write)
         assert caught.value.rank == 2
-    queue.check(other)
+    queue.check(other.write)
     queue.end(is_trainer_gone=False)
-    queue.check(other)
+    queue.check(other.write)
     queue.end(is_trainer_gone=True)
     with pytest.raises(RankError, match="the trainer of rank 2 has ended"):
-        queue.check(other)
+        queue.check(other.write)
 
 
 # --- arenas ----------------------------------------------------------------------------------
@@ -151,14 +157,15 @@ def test_an_arena_is_opened_once_and_closed_at_the_end(arenas, rank_folder):
 def test_an_arena_that_was_replaced_is_closed_once_no_save_needs_it(arenas, rank_folder):
     known = KnownArenas(rank_folder)
     first = Staged(arenas.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
-    queued = QueuedSave(write_of(first), known.open(write_of(first)))
+    queued = known.open(write_of(first))
+    assert isinstance(queued, ArenaReader)
     os.unlink(first.arena.place)
     again = Arenas(rank_folder)
     second = Staged(again.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
     follower = known.open(write_of(second))
     assert isinstance(follower, ArenaReader)
     assert follower.follow(second.snapshot.id).snapshot == second.snapshot
-    assert queued.follow().snapshot == first.snapshot
+    assert queued.follow(first.snapshot.id).snapshot == first.snapshot
     before = open_fds()
     del queued
     assert open_fds() == before - 2  # its own, and that of what was mapped
@@ -189,7 +196,7 @@ def test_what_is_no_arena_is_an_error_of_its_save(rank_folder):
     path = f"{rank_folder.path}/arena-0"
     write = Write("a", "/ck", path, 0, "", 0, b"")
     for match in ("is gone", "is no arena"):
-        error = known.open(write)
-        with pytest.raises(CheckpointError, match=match):
-            QueuedSave(write, error).follow()
+        failure = saved(write, known.open(write)).settle().failure
+        assert failure is not None
+        assert match in failure.message
         Path(path).write_bytes(bytes(8192))

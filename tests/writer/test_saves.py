@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace as replace_config
 from itertools import count
 from pathlib import Path
@@ -24,15 +27,14 @@ from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.writer import saves as writer_saves
 from dist_ckpt.writer.messages import Done, Hello, Serve, Write
 from dist_ckpt.writer.process import Stores
-from dist_ckpt.writer.save_queue import QueuedSave
-from dist_ckpt.writer.saves import Meetings, WriterSaves
+from dist_ckpt.writer.saves import Meetings, WriterSave, WriterSaves
 from staged_saves import CONFIG, Staged, State, failure_of, new_id, verdict_of, write_of
 
 STATE = State(1, {"w": (30, 40)})
 ALONE = Hello("job", 0, 1, CONFIG, None)
 
 
-def nothing(save: QueuedSave) -> None:
+def nothing(write: Write) -> None:
     """Say that a save may still come."""
 
 
@@ -49,11 +51,26 @@ def settled(
     staged.complete()
     follower = ArenaReader(staged.arena.place, "job")
     write = replace(write_of(staged), **said)
-    done = WriterSaves(hello, Meetings(hello), nothing, allowance).settle(
-        QueuedSave(write, follower)
-    )
+    saves = WriterSaves(hello, Meetings(hello), nothing, allowance)
+    done = WriterSave(saves, write, follower).settle()
     follower.close()
     return done
+
+
+def test_a_save_that_is_settled_keeps_no_arena(arenas, tmp_path):
+    staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "ck", name=new_id())
+    staged.complete()
+    follower = ArenaReader(staged.arena.place, "job")
+    saves = WriterSaves(ALONE, Meetings(ALONE), nothing)
+    save = WriterSave(saves, write_of(staged), follower)
+    assert save.settle().failure is None
+    arena = weakref.ref(follower)
+    gc.disable()
+    try:
+        del save, follower
+        assert arena() is None
+    finally:
+        gc.enable()
 
 
 def test_a_save_is_reported_with_its_costs(arenas, tmp_path):
@@ -119,17 +136,22 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
     for is_aborted in (True, False):
         staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
         follower = ArenaReader(staged.arena.place, "job")
+        calls = count()
 
-        def check(save: QueuedSave, staged: Staged = staged, is_aborted: bool = is_aborted) -> None:
-            if not save.write.token:  # the claim comes first
-                save.write = replace(save.write, token=b"seen")
-            elif is_aborted:
+        def check(
+            write: Write,
+            staged: Staged = staged,
+            is_aborted: bool = is_aborted,
+            calls: Iterator[int] = calls,
+        ) -> None:
+            if next(calls) == 0:  # the claim comes first
+                return
+            if is_aborted:
                 raise CheckpointError("the trainer could not stage it")
-            else:
-                staged.complete()
+            staged.complete()
 
         saves = WriterSaves(ALONE, Meetings(ALONE), check)
-        done = saves.settle(QueuedSave(write_of(staged), follower))
+        done = WriterSave(saves, write_of(staged), follower).settle()
         assert failure_of(done).kind == "ExistsError"
         follower.close()
         assert (kept(arenas).seal is None) == is_aborted
@@ -141,17 +163,17 @@ def test_what_a_writer_is_interrupted_in_the_sealing_of_can_be_sealed_again(aren
     follower = ArenaReader(staged.arena.place, "job")
     calls = count()
 
-    def check(save: QueuedSave) -> None:
+    def check(write: Write) -> None:
         if next(calls) == 1:  # the claim came first
             staged.complete()
             raise SystemExit
 
     saves = WriterSaves(ALONE, Meetings(ALONE), check)
-    save = QueuedSave(write_of(staged), follower)
+    save = WriterSave(saves, write_of(staged), follower)
     with pytest.raises(SystemExit):
-        saves.settle(save)
+        save.settle()
     assert kept(arenas).seal is None
-    saves.seal([save])
+    save.seal()
     follower.close()
     assert kept(arenas).seal is not None
 
