@@ -167,7 +167,7 @@ class Requests:
         """Treat a saved value that is a container as what it holds, where the state has tensors."""
         if name in self._split:
             value = self._split.pop(name)
-        elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.values.main:
+        elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.main:
             value = self.saved.value(name)
         else:
             return
@@ -189,7 +189,7 @@ class Requests:
         if group in self.saved.params:
             return self.saved.params[group]
         # A group with tensors that was saved as a dict is a container.
-        names = self.saved.values.main.get(self.saved.leaves.get(f"{group}.params", ""))
+        names = self.saved.main.get(self.saved.leaves.get(f"{group}.params", ""))
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else ()
 
     # --- tensors that are made of others -----------------------------------------------------
@@ -271,8 +271,7 @@ class Requests:
             )
         else:
             self.restore(name)
-            values = self.saved.values.per_rank(self.saved.leaves[name], keys)
-            return Resharded(name, policy, values, key)
+            return Resharded(name, policy, self.saved.per_rank(name, keys), key)
         return None
 
     def open_per_rank(self, name: str) -> Known | None:
@@ -288,7 +287,7 @@ class Requests:
 
     def _keyed(self, name: str, key: Key) -> Known:
         self.restore(name)
-        return Known(self.saved.values.per_rank(self.saved.leaves[name], [key])[key])
+        return Known(self.saved.per_rank(name, [key])[key])
 
     def _same_mesh(self) -> bool:
         return self.saved.is_of_mesh(self._live_mesh(), self.template.world_size)
