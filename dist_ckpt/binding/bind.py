@@ -26,7 +26,7 @@ from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.saved_tree import Saved, saved_of
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.template import Template, survey
-from dist_ckpt.binding.values import Filled, Known, Taken, Value
+from dist_ckpt.binding.values import Known, Value, filled, taken
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 from dist_ckpt.format.index import Key
 from dist_ckpt.memory.protocol import Target
@@ -109,7 +109,7 @@ class Binding:
         """Yield what cannot be set: where all else fits, for it may need a function of the user."""
         for name, generators, saved in self._requests.generators:
             try:
-                generators.check(saved.get())
+                generators.check(saved())
             except IncompatibleError as error:
                 yield f"{name}: {error}"
 
@@ -158,7 +158,7 @@ class Binding:
         for _, load in sorted(self._requests.loads, key=itemgetter(0)):
             load()
         for _, generators, saved in self._requests.generators:
-            generators.restore(saved.get())
+            generators.restore(saved())
 
 
 def missing_problem(names: Sequence[str]) -> str:
@@ -219,7 +219,7 @@ class _Binder:
         value = self._branch("", root) if root.children else requests.subtree("")
 
         def put(value: Value) -> None:
-            made, live = value.get(), root.live
+            made, live = value(), root.live
             if made is not live:
                 assert isinstance(made, Mapping)
                 assert isinstance(live, MutableMapping)
@@ -259,7 +259,7 @@ class _Binder:
         self._requests.check_keys(name, tree.children)
         bound = {key: self._bind(join(name, key), child) for key, child in tree.children.items()}
         found = {key: value for key, value in bound.items() if value is not None}
-        return Filled(tree.kind, tree.live, found) if found else None
+        return partial(filled, tree.kind, tree.live, found) if found else None
 
     def _tensor(self, name: str, leaf: TensorLeaf) -> Value | None:
         if not self._requests.takes(name):
@@ -271,7 +271,7 @@ class _Binder:
         requests = self._requests
         if live is None or (isinstance(live, Mapping) and not live):
             saved = None if requests.lacks(name) else requests.subtree(name)
-            return None if saved is None else Taken(live, saved)
+            return None if saved is None else partial(taken, live, saved)
         if not requests.selected(name) and not requests.chosen(name):
             return None
         value = requests.value(name) if requests.selected(name) else None
@@ -296,7 +296,7 @@ class _Binder:
         elif has_state(wrapper.value):
             self._load(name, wrapper.value, saved)
         else:
-            requests.effects.append(lambda: setattr(wrapper, "value", saved.get()))
+            requests.effects.append(lambda: setattr(wrapper, "value", saved()))
 
     def _object(self, name: str, leaf: ObjectLeaf) -> None:
         """Ask for all of an object's state: it says itself what it takes of it."""
@@ -316,7 +316,7 @@ class _Binder:
 
     def _load(self, name: str, owner: object, saved: Value) -> None:
         def load() -> None:
-            state = saved.get()
+            state = saved()
             with users_code(name, owner, "load_state_dict"):
                 owner.load_state_dict(state)  # type: ignore[attr-defined]
 

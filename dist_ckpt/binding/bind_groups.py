@@ -123,7 +123,7 @@ class GroupBinding:
             return None
         options = _items_of(values)
         if options is None:
-            what = values.kind if isinstance(values, Made) else type(values.get()).__name__
+            what = values.kind if isinstance(values, Made) else type(values()).__name__
             requests.problems.append(
                 f"{name}: saved as a {what}, the state has a parameter group: exclude it, or load "
                 "an optimizer's checkpoint"
@@ -137,9 +137,7 @@ class GroupBinding:
 
     def _check_agreement(self, saved: Mapping[str, Mapping[str, Value]]) -> None:
         """Report hyperparameters, of which none is a tensor, that differ between saved groups."""
-        plain = {
-            name: {key: o.get() for key, o in options.items()} for name, options in saved.items()
-        }
+        plain = {name: {key: o() for key, o in options.items()} for name, options in saved.items()}
         (first, options), *others = plain.items()
         for name, other in others:
             for key in dict.fromkeys((*options, *other)):
@@ -198,7 +196,7 @@ class GroupBinding:
 def _assign(group: dict[str, Any], options: Mapping[str, Value]) -> None:
     for key, option in options.items():
         # What is the group's own was filled in place; the rest other groups may get too.
-        value = option.get()
+        value = option()
         group[key] = value if value is group.get(key) else deepcopy(value)
 
 

@@ -145,7 +145,7 @@ def _bind_state(requests: Requests, fqn: str, held: OptimizerState, beside: Besi
     requests.missing.update((name, None) for name in names if requests.selected(name))
 
     def assign() -> None:
-        entries = {key: value.get() for key, value in found.items()}
+        entries = {key: value() for key, value in found.items()}
         held.state.setdefault(parameter, {}).update(entries)
 
     if found:
@@ -173,7 +173,7 @@ def _bind_shared(
             requests.effects.append(partial(held.state.pop, key))
     if found:
         requests.effects.append(
-            lambda: held.state.update((str(key), value.get()) for key, value in found.items())
+            lambda: held.state.update((str(key), value()) for key, value in found.items())
         )
 
 
@@ -200,7 +200,7 @@ def _load(requests: Requests, fqn: str, held: OptimizerState, further: Mapping[s
     """Give an optimizer what it told, once what was saved is in place of it."""
 
     def load() -> None:
-        state = held.state_dict({key: value.get() for key, value in further.items()})
+        state = held.state_dict({key: value() for key, value in further.items()})
         with users_code(fqn, held.optimizer, "load_state_dict"):
             held.optimizer.load_state_dict(state)
         with users_code(fqn, held.optimizer, "state_dict"):

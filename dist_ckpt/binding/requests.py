@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 from dist_ckpt.binding.fresh_compounds import fresh_compound
 from dist_ckpt.binding.saved_tree import Saved, mesh_text
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.targets import Beside, Targets
 from dist_ckpt.binding.template import Template
-from dist_ckpt.binding.values import Known, Made, Resharded, Value
+from dist_ckpt.binding.values import Known, Made, Value, resharded
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.index import Key
 from dist_ckpt.state.compounds import difference
@@ -271,7 +271,7 @@ class Requests:
             )
         else:
             self.restore(name)
-            return Resharded(name, policy, self.saved.per_rank(name, keys), key)
+            return partial(resharded, name, policy, self.saved.per_rank(name, keys), key)
         return None
 
     def open_per_rank(self, name: str) -> Known | None:

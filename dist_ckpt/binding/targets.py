@@ -38,7 +38,7 @@ class Fresh:
     make: Callable[[], object]
     value: object = None
 
-    def get(self) -> object:
+    def __call__(self) -> object:
         """Return it, made and read."""
         return self.value
 
