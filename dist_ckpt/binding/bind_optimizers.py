@@ -31,14 +31,7 @@ from dist_ckpt.state.tree import OptimizerLeaf, PlainLeaf, TensorLeaf, Tree
 _STEP = "step"
 
 
-def bind_optimizer(
-    requests: Requests,
-    fqn: str,
-    leaf: OptimizerLeaf,
-    names: Mapping[int, ParameterName],
-    *,
-    strict: bool,
-) -> None:
+def bind_optimizer(requests: Requests, fqn: str, leaf: OptimizerLeaf) -> None:
     """Ask for an optimizer's state and groups. Optimizers are closed.
 
     State that the checkpoint has and memory lacks is made. State of a parameter that was saved
@@ -46,7 +39,7 @@ def bind_optimizer(
     lacks is missing. A group takes the hyperparameters that its parameters were saved with: those
     have to agree, and under `strict` to be those of this optimizer's class.
     """
-    held = leaf.held
+    held, names = leaf.held, requests.template.parameters[fqn]
     if requests.chosen(fqn) and any(map(is_meta, held.parameters())):
         requests.problems.append(
             f"{fqn}: the optimizer holds meta parameters, which a load of the module replaces: "
@@ -58,6 +51,7 @@ def bind_optimizer(
     saved = saved_groups(requests, groups)
     stored = _stored_names(held, names, saved)
     classes = compound_classes(held.optimizer)
+    defaults = held.defaults if requests.strict else {}
     before = len(requests.effects)
     for number, group in enumerate(held.groups):
         on_host = not (group.get("capturable") or group.get("fused"))
@@ -71,7 +65,7 @@ def bind_optimizer(
                 _bind_state(requests, full, held, beside)
         params = [stored[id(parameter)] for parameter in group["params"]]
         binding = GroupBinding(requests, groups, number, sources_of(number, params, saved), group)
-        binding.bind(held.defaults if strict else {}, (join(state, name) for name in params))
+        binding.bind(defaults, (join(state, name) for name in params))
     _bind_shared(requests, state, held, saved)
     if isinstance(held, FlatOptimizer):
         _bind_flat(requests, state, held, stored)

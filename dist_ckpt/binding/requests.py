@@ -41,7 +41,10 @@ class Requests:
         saved: Saved,
         selection: Selection,
         keys: Mapping[str, Sequence[Key]] | None,
+        *,
+        strict: bool,
     ) -> None:
+        self.strict = strict
         self.template = template
         self.saved = saved
         self.targets = Targets(template, saved)
