@@ -37,7 +37,6 @@ from dist_ckpt.state.read_tree import has_state, users_code
 from dist_ckpt.state.tree import (
     Branch,
     CompoundLeaf,
-    GroupLeaf,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
@@ -236,8 +235,6 @@ def _bind(requests: Requests, name: str, tree: Tree) -> Value | None:
             bind_optimizer(requests, name, tree)
         case ObjectLeaf():
             _object(requests, name, tree)
-        case GroupLeaf():
-            raise AssertionError("only a save makes group leaves")
         case _:
             assert_never(tree)
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -18,8 +18,13 @@ from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.containers import PathKey, State, join
 from dist_ckpt.state.flat_optimizers import unflattened
 from dist_ckpt.state.local_tensors import is_array, is_ordinary
-from dist_ckpt.state.optimizer_state import check_told
-from dist_ckpt.state.optimizers import ParameterName, name_parameters, optimizer_tree
+from dist_ckpt.state.optimizer_state import GROUPS, STATE, check_told
+from dist_ckpt.state.optimizers import (
+    ParameterName,
+    name_parameters,
+    options_branch,
+    states_branch,
+)
 from dist_ckpt.state.plain_torch import without_tensors
 from dist_ckpt.state.read_tree import read_state, state_of
 from dist_ckpt.state.sharding_rules import Rules
@@ -28,7 +33,6 @@ from dist_ckpt.state.tree import (
     LOOSE,
     Branch,
     CompoundLeaf,
-    GroupLeaf,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
@@ -193,7 +197,7 @@ class _Taker:
                 self._add_branch(fqn, "dict", children_of(tree))
             case OptimizerLeaf():
                 self._owners.append((fqn, tree))
-                self._add(fqn, optimizer_tree(tree, self._names[fqn], fqn))
+                self._add_optimizer(fqn, tree)
             case ObjectLeaf():
                 self._add(fqn, tree.content)
             case PlainLeaf():
@@ -201,14 +205,15 @@ class _Taker:
             case PerRankLeaf():
                 self._claim(fqn)
                 self._wrappers[fqn] = tree.wrapper
-            case GroupLeaf():
-                self._add_group(fqn, tree)
             case _:
                 assert_never(tree)
 
-    def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
+    def _add_container(self, fqn: str, kind: str, keys: Iterable[PathKey]) -> None:
         self._claim(fqn)
-        self._tree.append(Node(fqn, kind, tuple(children)))
+        self._tree.append(Node(fqn, kind, tuple(keys)))
+
+    def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
+        self._add_container(fqn, kind, children)
         for key, child in children.items():
             self._add(join(fqn, key), child)
 
@@ -225,13 +230,27 @@ class _Taker:
         check_plain(data, fqn)
         self._per_rank[fqn] = (key_of(wrapper, self._rank), data)
 
-    def _add_group(self, fqn: str, group: GroupLeaf) -> None:
-        self._add_value(fqn, dict(group.values))
-        self._claim(f"{fqn}.params")
-        self._name_lists.append(NameList(f"{fqn}.params", group.params))
-        # No container of this name: the group is a value, its tensors lie below it.
-        for key, child in group.tensors.items():
+    def _add_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> None:
+        held, groups = leaf.held, join(fqn, GROUPS)
+        self._add_container(fqn, "dict", (STATE, GROUPS, *leaf.further))
+        self._add(join(fqn, STATE), states_branch(held, self._names[fqn], fqn))
+        self._add_container(groups, "list", range(len(held.groups)))
+        for number, group in enumerate(held.groups):
+            params = tuple(self._names[fqn][id(parameter)].stored for parameter in group["params"])
+            self._add_group(join(groups, number), params, group)
+        for key, child in leaf.further.items():
             self._add(join(fqn, key), child)
+
+    def _add_group(self, fqn: str, params: tuple[str, ...], group: Mapping[str, object]) -> None:
+        options = options_branch(group, fqn).children
+        plain = {key: one.value for key, one in options.items() if isinstance(one, PlainLeaf)}
+        self._add_value(fqn, plain)
+        self._claim(f"{fqn}.params")
+        self._name_lists.append(NameList(f"{fqn}.params", params))
+        # No container of this name: the group is a value, its tensors lie below it.
+        for key, child in options.items():
+            if key not in plain:
+                self._add(join(fqn, key), child)
 
     def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
         self._claim(fqn)

@@ -18,14 +18,12 @@ import torch
 
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.state.containers import PathKey, join
-from dist_ckpt.state.optimizer_state import GROUPS, STATE, OptimizerState, check_told
+from dist_ckpt.state.optimizer_state import STATE, OptimizerState, check_told
 from dist_ckpt.state.read_tree import read_value
 from dist_ckpt.state.tree import (
     Branch,
-    GroupLeaf,
     ModuleLeaf,
     OptimizerLeaf,
-    PlainLeaf,
     TensorLeaf,
     Tree,
 )
@@ -120,12 +118,11 @@ def _parameters(held: OptimizerState) -> Iterator[tuple[torch.Tensor, str]]:
             yield parameter, where
 
 
-def optimizer_tree(leaf: OptimizerLeaf, names: Mapping[int, ParameterName], fqn: str) -> Branch:
-    """Return what a save stores of an optimizer: `state`, `param_groups`, and what it adds.
+def states_branch(held: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> Branch:
+    """Return the state in an optimizer as a branch; `fqn` is the optimizer's name.
 
     Raises ValueError for state that belongs to no parameter of a group.
     """
-    held = leaf.held
     parameters = held.parameters()
     shared = held.shared()
     strange = set(map(id, held.state)) - set(map(id, parameters)) - set(map(id, shared))
@@ -134,25 +131,17 @@ def optimizer_tree(leaf: OptimizerLeaf, names: Mapping[int, ParameterName], fqn:
             f"{fqn}: the optimizer has state for {len(strange)} keys that are no parameters of its "
             "groups: remove it from `state`"
         )
-    state: dict[str | int, Tree] = {}
+    above = join(fqn, STATE)
+    state: dict[PathKey, Tree] = {}
     for parameter in parameters:
         entries = held.state.get(parameter)
         if entries:
             name = names[id(parameter)]
-            state[name.stored] = state_branch(
-                entries, join(join(fqn, STATE), name.stored), (name.rule, tuple(parameter.shape))
-            )
+            under = name.rule, tuple(parameter.shape)
+            state[name.stored] = state_branch(entries, join(above, name.stored), under)
     for key, value in shared.items():
-        state[key] = read_value(value, join(join(fqn, STATE), key))
-    groups: dict[str | int, Tree] = {
-        number: group_leaf(group, names, join(join(fqn, GROUPS), number))
-        for number, group in enumerate(held.groups)
-    }
-    told: dict[str | int, Tree] = {
-        STATE: Branch("dict", None, state),
-        GROUPS: Branch("list", None, groups),
-    }
-    return Branch("dict", None, {**told, **leaf.further})
+        state[key] = read_value(value, join(above, key))
+    return Branch("dict", None, state)
 
 
 def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shape]) -> Branch:
@@ -171,20 +160,6 @@ def options_branch(group: Mapping[str, object], fqn: str) -> Branch:
         if key not in LOCAL_KEYS
     }
     return Branch("dict", None, options)
-
-
-def group_leaf(
-    group: Mapping[str, object], names: Mapping[int, ParameterName], fqn: str
-) -> GroupLeaf:
-    """Return a parameter group as a leaf."""
-    params = group["params"]
-    assert isinstance(params, list)
-    trees = options_branch(group, fqn).children
-    return GroupLeaf(
-        params=tuple(names[id(parameter)].stored for parameter in params),
-        values={key: tree.value for key, tree in trees.items() if isinstance(tree, PlainLeaf)},
-        tensors={key: tree for key, tree in trees.items() if not isinstance(tree, PlainLeaf)},
-    )
 
 
 def _under(tree: Tree, under: tuple[str, Shape]) -> Tree:

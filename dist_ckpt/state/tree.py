@@ -94,18 +94,6 @@ class ObjectLeaf:
     content: Tree
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupLeaf:
-    """A parameter group of an optimizer: its parameters' names and its hyperparameters.
-
-    Those that are plain data are one value; those that are tensors are stored as tensors.
-    """
-
-    params: tuple[str, ...]
-    values: Mapping[PathKey, object]
-    tensors: Mapping[PathKey, Tree]
-
-
 Tree = (
     Branch
     | TensorLeaf
@@ -115,7 +103,6 @@ Tree = (
     | ModuleLeaf
     | OptimizerLeaf
     | ObjectLeaf
-    | GroupLeaf
 )
 
 
