@@ -30,7 +30,6 @@ from dist_ckpt.state.read_tree import read_state, state_of
 from dist_ckpt.state.sharding_rules import Rules
 from dist_ckpt.state.tensors import HeldTensor, describe, tie_key
 from dist_ckpt.state.tree import (
-    LOOSE,
     Branch,
     CompoundLeaf,
     ModuleLeaf,
@@ -41,9 +40,11 @@ from dist_ckpt.state.tree import (
     TensorLeaf,
     Tree,
     children_of,
-    walk,
 )
 from dist_ckpt.state.wrappers import RNG, PerRank, key_of
+
+# The component of tensors that are themselves at the top of the state.
+_LOOSE = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def take(
     root = unflattened(read_state(state))
     taker = _Taker(
         Rules(sharding, root, rank=rank, world_size=world_size),
-        name_parameters(walk(root, tensors=False)),
+        name_parameters(root),
         rank,
         group_ranks,
         last.tensors if last else (),
@@ -162,7 +163,7 @@ class _Taker:
     def add_root(self, root: Branch) -> None:
         self._tree.append(Node("", root.kind, tuple(root.children)))
         for key, child in root.children.items():
-            self._component = LOOSE if isinstance(child, TensorLeaf) else str(key)
+            self._component = _LOOSE if isinstance(child, TensorLeaf) else str(key)
             self._add(str(key), child)
         # Users' code, with collectives in it for all we know: in one order on all ranks.
         for fqn in sorted(self._wrappers):

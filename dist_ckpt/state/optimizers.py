@@ -11,7 +11,7 @@ Of tied parameters the first name counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from dist_ckpt.state.tree import (
     OptimizerLeaf,
     TensorLeaf,
     Tree,
+    walk,
 )
 
 # What says which parameters a group has, in other words than ours.
@@ -47,22 +48,23 @@ class ParameterName:
     own: str
 
 
-def name_parameters(
-    leaves: Iterable[tuple[str, str, Tree]],
-) -> dict[str, dict[int, ParameterName]]:
+def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
     """Return the names of the parameters of each optimizer in a state, by their id().
 
-    `leaves` are what `walk` yields. Raises ValueError for a parameter without a name or with two,
-    and for an optimizer that keeps another which neither it nor the state tells of.
+    Raises ValueError for a parameter without a name or with two, and for an optimizer that keeps
+    another which neither it nor the state tells of.
     """
     optimizers: dict[str, OptimizerLeaf] = {}
     places: dict[int, list[tuple[str, str, str]]] = {}
-    for fqn, component, leaf in leaves:
-        if isinstance(leaf, OptimizerLeaf):
-            optimizers[fqn] = leaf
-        elif isinstance(leaf, ModuleLeaf):
-            for key, name in leaf.state.names_of_parameters().items():
-                places.setdefault(key, []).append((component, fqn, name))
+    for component, child in root.children.items():
+        if isinstance(child, TensorLeaf):
+            continue  # there may be many
+        for fqn, leaf in walk(child, str(component), tensors=False):
+            if isinstance(leaf, OptimizerLeaf):
+                optimizers[fqn] = leaf
+            elif isinstance(leaf, ModuleLeaf):
+                for key, name in leaf.state.names_of_parameters().items():
+                    places.setdefault(key, []).append((str(component), fqn, name))
     all_of_them = {id(leaf.held.optimizer) for leaf in optimizers.values()}
     for fqn, leaf in optimizers.items():
         check_told(leaf.held.optimizer, fqn, all_of_them)

@@ -48,7 +48,7 @@ class Rules:
         # rule of the parameter that another part of the state has.
         held: dict[str, Shape] = {}
         buffers: set[str] = set()
-        for fqn, _, leaf in walk(root):
+        for fqn, leaf in walk(root):
             if isinstance(leaf, TensorLeaf) and isinstance(leaf.value, torch.Tensor):
                 # The helpers call a parameter as its model does, an optimizer here as the state.
                 for name in (rule_name := self._name(fqn), fqn):
