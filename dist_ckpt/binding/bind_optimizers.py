@@ -64,7 +64,8 @@ def bind_optimizer(requests: Requests, fqn: str, leaf: OptimizerLeaf) -> None:
             else:
                 _bind_state(requests, full, held, beside)
         params = [stored[id(parameter)] for parameter in group["params"]]
-        binding = GroupBinding(requests, groups, number, sources_of(number, params, saved), group)
+        own = join(groups, number)
+        binding = GroupBinding(requests, own, group, sources_of(own, params, saved))
         binding.bind(defaults, (join(state, name) for name in params))
     _bind_shared(requests, state, held, saved)
     if isinstance(held, FlatOptimizer):
@@ -92,7 +93,7 @@ def _bind_flat(
 
 
 def _stored_names(
-    held: OptimizerState, names: Mapping[int, ParameterName], saved: Mapping[str, int]
+    held: OptimizerState, names: Mapping[int, ParameterName], saved: Mapping[str, str]
 ) -> dict[int, str]:
     """Return what the checkpoint calls the parameters, by id().
 
@@ -147,7 +148,7 @@ def _bind_state(requests: Requests, fqn: str, held: OptimizerState, beside: Besi
 
 
 def _bind_shared(
-    requests: Requests, state: str, held: OptimizerState, saved: Mapping[str, int]
+    requests: Requests, state: str, held: OptimizerState, saved: Mapping[str, str]
 ) -> None:
     """Ask for the state that is under no parameter. Saved without any state it is dropped."""
     live = held.shared()
