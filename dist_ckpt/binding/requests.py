@@ -225,7 +225,7 @@ class Requests:
         parts = [*self.saved.below(name)]
         if len(self.chosen(name)) < len(parts):
             return None
-        if not self.template.rules.are_none:
+        if self.template.rules is not None:
             self.problems.append(f"{name}: a ShardingConfig says nothing of such state: exclude it")
             return None
         for part in parts:

@@ -12,7 +12,7 @@ from dist_ckpt.state.containers import State
 from dist_ckpt.state.flat_optimizers import unflattened
 from dist_ckpt.state.optimizers import ParameterName, name_parameters
 from dist_ckpt.state.read_tree import read_state
-from dist_ckpt.state.sharding_rules import Rules
+from dist_ckpt.state.sharding_rules import Rules, mesh_of
 from dist_ckpt.state.tensors import describe_target
 from dist_ckpt.state.tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, walk
 from dist_ckpt.state.wrappers import key_of
@@ -30,7 +30,7 @@ class Template:
     root: Branch
     keys: Mapping[str, Key]
     parameters: Mapping[str, Mapping[int, ParameterName]]
-    rules: Rules
+    rules: Rules | None
     rank: int
     world_size: int
     group_ranks: tuple[int, ...]
@@ -45,7 +45,7 @@ class Template:
                 except (TypeError, ValueError):
                     continue  # reported where the tensor is asked for
                 views.append(held.view)
-        return self.rules.mesh(views)
+        return mesh_of(self.rules, views)
 
 
 def survey(
@@ -67,7 +67,7 @@ def survey(
         root=root,
         keys=_check_names(root, rank),
         parameters=name_parameters(root),
-        rules=Rules(sharding, root, rank=rank, world_size=world_size),
+        rules=Rules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
         rank=rank,
         world_size=world_size,
         group_ranks=tuple(group_ranks),

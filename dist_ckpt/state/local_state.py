@@ -27,7 +27,7 @@ from dist_ckpt.state.optimizers import (
 )
 from dist_ckpt.state.plain_torch import without_tensors
 from dist_ckpt.state.read_tree import read_state, state_of
-from dist_ckpt.state.sharding_rules import Rules
+from dist_ckpt.state.sharding_rules import Rules, mesh_of
 from dist_ckpt.state.tensors import HeldTensor, describe, tie_key
 from dist_ckpt.state.tree import (
     Branch,
@@ -111,7 +111,7 @@ def take(
     """
     root = unflattened(read_state(state))
     taker = _Taker(
-        Rules(sharding, root, rank=rank, world_size=world_size),
+        Rules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
         name_parameters(root),
         rank,
         group_ranks,
@@ -126,7 +126,7 @@ class _Taker:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: Rules | None,
         names: Mapping[str, Mapping[int, ParameterName]],
         rank: int,
         group_ranks: Sequence[int],
@@ -171,7 +171,7 @@ class _Taker:
 
     def taken(self) -> LocalState:
         inventory = Inventory(
-            mesh=self._rules.mesh(self._views),
+            mesh=mesh_of(self._rules, self._views),
             components=tuple(self._components),
             views=tuple(self._views),
             tensors=tuple(self._tensors),
@@ -191,7 +191,8 @@ class _Taker:
             case Branch():
                 self._add_branch(fqn, tree.kind, tree.children)
             case CompoundLeaf():
-                self._rules.check_whole(fqn, tree)
+                if self._rules is not None:
+                    self._rules.check_whole(fqn, tree)
                 self._add_branch(fqn, "dict", children_of(tree))
             case ModuleLeaf():
                 self._owners.append((fqn, tree))
@@ -257,7 +258,7 @@ class _Taker:
         self._claim(fqn)
         value = leaf.value
         kind = None
-        if self._rules.are_none and is_ordinary(value):
+        if self._rules is None and is_ordinary(value):
             kind = value.dtype, value.shape
             if (known := self._kinds.get(kind)) and self._is_first(fqn, leaf, value):
                 # All that is found out below was found out of another tensor of its kind.
@@ -302,7 +303,7 @@ class _Taker:
         """Return what is held of a tensor, how its entry says so, and the shape of that entry."""
         held = describe(leaf.value, fqn, rank=self._rank, group=self._group_ranks)
         view, shape = held.view, held.shape
-        if isinstance(view, Whole):
+        if self._rules is not None and isinstance(view, Whole):
             view, shape = self._rules.view(fqn, leaf, shape) or (view, shape)
         # ZeRO leaves the last ranks nothing of a short tensor: an empty part of no cell.
         if isinstance(view, Flattened) and 0 in held.shape and 0 not in shape:
