@@ -14,7 +14,7 @@ which makes memory that `place` hangs in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import assert_never
@@ -26,7 +26,7 @@ from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.saved_tree import Saved, saved_of
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.template import Template, survey
-from dist_ckpt.binding.values import Filled, Known, Taken, Value
+from dist_ckpt.binding.values import Known, Made, Value, filled, taken
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 from dist_ckpt.format.index import Key
 from dist_ckpt.memory.protocol import Target
@@ -37,7 +37,6 @@ from dist_ckpt.state.read_tree import has_state, users_code
 from dist_ckpt.state.tree import (
     Branch,
     CompoundLeaf,
-    GroupLeaf,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
@@ -64,10 +63,10 @@ def bind(
     `keys` are the keys of all ranks' per-rank templates; None where this rank is alone. Raises
     CorruptError if a value is in none of the files.
     """
-    requests = Requests(template, saved, selection, keys)
+    requests = Requests(template, saved, selection, keys, strict=strict)
     if not saved.problems:
-        _Binder(requests, strict=strict).bind_root()
-    return Binding(requests, strict=strict)
+        _bind_root(requests, template.root)
+    return Binding(requests)
 
 
 class Binding:
@@ -82,7 +81,7 @@ class Binding:
     do.
     """
 
-    def __init__(self, requests: Requests, *, strict: bool) -> None:
+    def __init__(self, requests: Requests) -> None:
         self._requests = requests
         saved = requests.saved
         self.missing = tuple(requests.missing)
@@ -98,7 +97,7 @@ class Binding:
         if saved.problems:
             # A rename that makes no sense: what is at which name will only be known without it.
             self.unclaimed = ()
-        elif strict:
+        elif requests.strict:
             self.problems += requests.unmatched()
             if self.missing:
                 self._explain_missing()
@@ -109,7 +108,7 @@ class Binding:
         """Yield what cannot be set: where all else fits, for it may need a function of the user."""
         for name, generators, saved in self._requests.generators:
             try:
-                generators.check(saved.get())
+                generators.check(saved())
             except IncompatibleError as error:
                 yield f"{name}: {error}"
 
@@ -158,7 +157,7 @@ class Binding:
         for _, load in sorted(self._requests.loads, key=itemgetter(0)):
             load()
         for _, generators, saved in self._requests.generators:
-            generators.restore(saved.get())
+            generators.restore(saved())
 
 
 def missing_problem(names: Sequence[str]) -> str:
@@ -206,118 +205,108 @@ def _them(names: Sequence[str]) -> str:
     return "them" if len(names) > 1 else "it"
 
 
-class _Binder:
-    """One walk over a template; each leaf asks for what was saved under its name."""
+# --- one walk over a template: each leaf asks for what was saved under its name ---------------
 
-    def __init__(self, requests: Requests, *, strict: bool) -> None:
-        self._requests = requests
-        self._strict = strict
 
-    def bind_root(self) -> None:
-        requests = self._requests
-        root = requests.template.root
-        value = self._branch("", root) if root.children else requests.subtree("")
+def _bind_root(requests: Requests, root: Branch) -> None:
+    value = _branch(requests, "", root) if root.children else requests.subtree("")
+    if isinstance(value, Made):  # an empty state takes all
+        value = partial(filled, root.kind, root.live, value.items)
+    if value is not None:
+        requests.effects.append(value)
 
-        def put(value: Value) -> None:
-            made, live = value.get(), root.live
-            if made is not live:
-                assert isinstance(made, Mapping)
-                assert isinstance(live, MutableMapping)
-                live.update(made)
 
-        if value is not None:
-            requests.effects.append(partial(put, value))
+def _bind(requests: Requests, name: str, tree: Tree) -> Value | None:
+    """Bind what is at a name; return what to put there instead, or None to leave it."""
+    match tree:
+        case Branch():
+            return _branch(requests, name, tree)
+        case TensorLeaf():
+            return _tensor(requests, name, tree)
+        case CompoundLeaf():
+            requests.compound(name, tree)
+        case PlainLeaf():
+            return _plain(requests, name, tree.value)
+        case PerRankLeaf():
+            _per_rank(requests, name, tree)
+        case ModuleLeaf():
+            bind_module(requests, name, tree)
+        case OptimizerLeaf():
+            bind_optimizer(requests, name, tree)
+        case ObjectLeaf():
+            _object(requests, name, tree)
+        case _:
+            assert_never(tree)
+    return None
 
-    def _bind(self, name: str, tree: Tree) -> Value | None:
-        """Bind what is at a name; return what to put there instead, or None to leave it."""
-        match tree:
-            case Branch():
-                return self._branch(name, tree)
-            case TensorLeaf():
-                return self._tensor(name, tree)
-            case CompoundLeaf():
-                self._requests.compound(name, tree)
-            case PlainLeaf():
-                return self._plain(name, tree.value)
-            case PerRankLeaf():
-                self._per_rank(name, tree)
-            case ModuleLeaf():
-                bind_module(self._requests, name, tree)
-            case OptimizerLeaf():
-                names = self._requests.template.parameters[name]
-                bind_optimizer(self._requests, name, tree, names, strict=self._strict)
-            case ObjectLeaf():
-                self._object(name, tree)
-            case GroupLeaf():
-                raise AssertionError("only a save makes group leaves")
-            case _:
-                assert_never(tree)
+
+def _branch(requests: Requests, name: str, tree: Branch) -> Value | None:
+    requests.split(name)
+    requests.check_keys(name, tree.children)
+    bound = {key: _bind(requests, join(name, key), child) for key, child in tree.children.items()}
+    found = {key: value for key, value in bound.items() if value is not None}
+    return partial(filled, tree.kind, tree.live, found) if found else None
+
+
+def _tensor(requests: Requests, name: str, leaf: TensorLeaf) -> Value | None:
+    if not requests.takes(name):
         return None
+    value = requests.targets.fill(name, leaf)
+    return None if value is leaf.value else Known(value)
 
-    def _branch(self, name: str, tree: Branch) -> Value | None:
-        self._requests.split(name)
-        self._requests.check_keys(name, tree.children)
-        bound = {key: self._bind(join(name, key), child) for key, child in tree.children.items()}
-        found = {key: value for key, value in bound.items() if value is not None}
-        return Filled(tree.kind, tree.live, found) if found else None
 
-    def _tensor(self, name: str, leaf: TensorLeaf) -> Value | None:
-        if not self._requests.takes(name):
-            return None
-        value = self._requests.targets.fill(name, leaf)
-        return None if value is leaf.value else Known(value)
+def _plain(requests: Requests, name: str, live: object) -> Value | None:
+    if live is None or (isinstance(live, Mapping) and not live):
+        saved = None if requests.lacks(name) else requests.subtree(name)
+        return None if saved is None else partial(taken, live, saved)
+    if not requests.selected(name) and not requests.chosen(name):
+        return None
+    value = requests.value(name) if requests.selected(name) else None
+    if value is not None:
+        return value
+    entries = entries_of(live)
+    if entries is None or not requests.is_container(name):
+        requests.misfit(name, "a value without tensors")
+        return None
+    children = {key: PlainLeaf(item) for key, item in entries.items()}
+    return _branch(requests, name, Branch(kind_of(live) or "dict", live, children))
 
-    def _plain(self, name: str, live: object) -> Value | None:
-        requests = self._requests
-        if live is None or (isinstance(live, Mapping) and not live):
-            saved = None if requests.lacks(name) else requests.subtree(name)
-            return None if saved is None else Taken(live, saved)
-        if not requests.selected(name) and not requests.chosen(name):
-            return None
-        value = requests.value(name) if requests.selected(name) else None
-        if value is not None:
-            return value
-        entries = entries_of(live)
-        if entries is None or not requests.is_container(name):
-            requests.misfit(name, "a value without tensors")
-            return None
-        children = {key: PlainLeaf(item) for key, item in entries.items()}
-        return self._branch(name, Branch(kind_of(live) or "dict", live, children))
 
-    def _per_rank(self, name: str, leaf: PerRankLeaf) -> None:
-        requests, wrapper = self._requests, leaf.wrapper
-        if not requests.selected(name):
-            return
-        saved = requests.per_rank(name, wrapper)
-        if saved is None:
-            return
-        if isinstance(wrapper, RNG):
-            requests.generators.append((name, wrapper, saved))
-        elif has_state(wrapper.value):
-            self._load(name, wrapper.value, saved)
-        else:
-            requests.effects.append(lambda: setattr(wrapper, "value", saved.get()))
+def _per_rank(requests: Requests, name: str, leaf: PerRankLeaf) -> None:
+    wrapper = leaf.wrapper
+    if not requests.selected(name):
+        return
+    saved = requests.per_rank(name, wrapper)
+    if saved is None:
+        return
+    if isinstance(wrapper, RNG):
+        requests.generators.append((name, wrapper, saved))
+    elif has_state(wrapper.value):
+        _load(requests, name, wrapper.value, saved)
+    else:
+        requests.effects.append(lambda: setattr(wrapper, "value", saved()))
 
-    def _object(self, name: str, leaf: ObjectLeaf) -> None:
-        """Ask for all of an object's state: it says itself what it takes of it."""
-        requests = self._requests
-        if requests.lacks(name) or (state := requests.subtree(name, leaf.content)) is None:
-            return
-        saved = [name, *requests.saved.below(name)]
-        left_out = [
-            leaf for leaf in saved if leaf in requests.saved.leaves and not requests.selected(leaf)
-        ]
-        if left_out:
-            requests.problems.append(
-                f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
-                f"{left_out[0]!r} is left out: exclude all of it"
-            )
-        self._load(name, leaf.owner, state)
 
-    def _load(self, name: str, owner: object, saved: Value) -> None:
-        def load() -> None:
-            state = saved.get()
-            with users_code(name, owner, "load_state_dict"):
-                owner.load_state_dict(state)  # type: ignore[attr-defined]
+def _object(requests: Requests, name: str, leaf: ObjectLeaf) -> None:
+    """Ask for all of an object's state: it says itself what it takes of it."""
+    if requests.lacks(name) or (state := requests.subtree(name, leaf.content)) is None:
+        return
+    saved = [name, *requests.saved.below(name)]
+    left_out = [
+        leaf for leaf in saved if leaf in requests.saved.leaves and not requests.selected(leaf)
+    ]
+    if left_out:
+        requests.problems.append(
+            f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
+            f"{left_out[0]!r} is left out: exclude all of it"
+        )
+    _load(requests, name, leaf.owner, state)
 
-        self._requests.loads.append((name, load))
+
+def _load(requests: Requests, name: str, owner: object, saved: Value) -> None:
+    def load() -> None:
+        state = saved()
+        with users_code(name, owner, "load_state_dict"):
+            owner.load_state_dict(state)  # type: ignore[attr-defined]
+
+    requests.loads.append((name, load))

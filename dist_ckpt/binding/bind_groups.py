@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
 from typing import Any
@@ -24,42 +25,34 @@ from dist_ckpt.state.read_tree import read_value
 _WAYS_TO_STEP = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-def saved_groups(requests: Requests, groups: str) -> dict[str, int]:
-    """Return the group in which each parameter was saved, by its name."""
-    saved: dict[str, int] = {}
+def saved_groups(requests: Requests, groups: str) -> dict[str, str]:
+    """Return the name of the group in which each parameter was saved, by the parameter's."""
+    saved: dict[str, str] = {}
     number = 0
     while requests.has(name := join(groups, number)):
-        saved.update(dict.fromkeys(requests.params(name), number))
+        saved.update(dict.fromkeys(requests.params(name), name))
         number += 1
     return saved
 
 
-def sources_of(number: int, params: Sequence[str], saved: Mapping[str, int]) -> list[int]:
-    """Return the saved groups that the parameters of a group come from.
+def sources_of(fqn: str, params: Sequence[str], saved: Mapping[str, str]) -> list[str]:
+    """Return the names of the saved groups that the parameters of a group come from.
 
     Where nothing names a parameter, that of the same number.
     """
     if not params or not saved:
-        return [number]
+        return [fqn]
     return list(dict.fromkeys(saved[name] for name in params if name in saved))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class GroupBinding:
-    """One parameter group, and the saved ones that its parameters come from."""
+    """One parameter group, and the names of the saved ones that its parameters come from."""
 
-    def __init__(
-        self,
-        requests: Requests,
-        groups: str,
-        number: int,
-        sources: Sequence[int],
-        group: dict[str, Any],
-    ) -> None:
-        self._requests = requests
-        self._optimizer = groups.removesuffix(f".{GROUPS}")
-        self._fqn = join(groups, number)
-        self._sources = [join(groups, source) for source in sources]
-        self._group = group
+    requests: Requests
+    fqn: str
+    group: dict[str, Any]
+    sources: Sequence[str]
 
     def bind(self, defaults: Mapping[str, object], states: Iterable[str]) -> None:
         """Ask for the hyperparameters.
@@ -67,14 +60,14 @@ class GroupBinding:
         `defaults` are those that they are checked against. That is done also if the load leaves
         them out but has some of `states`, the names of the state of the group's parameters.
         """
-        requests = self._requests
-        saved = filter(requests.has, self._sources)
+        requests = self.requests
+        saved = filter(requests.has, self.sources)
         left_out = [name for name in saved if not requests.selected(name)]
         if left_out and any(map(requests.chosen, states)):
             self._check_left_out(left_out, defaults)
-        if not self._sources and requests.selected(self._fqn):
-            requests.missing[self._fqn] = None
-        sources = list(filter(requests.selected, self._sources))
+        if not self.sources and requests.selected(self.fqn):
+            requests.missing[self.fqn] = None
+        sources = list(filter(requests.selected, self.sources))
         asked = [options for name in sources if (options := self._ask(name)) is not None]
         if not asked or len(asked) < len(sources) or self._has_several_tensors(sources):
             return
@@ -84,11 +77,11 @@ class GroupBinding:
         self._check_options(known, defaults)
 
         # Of nothing that has `requests`: they would keep each other alive, and the state.
-        requests.effects.append(partial(_assign, self._group, asked[0]))
+        requests.effects.append(partial(_assign, self.group, asked[0]))
 
     def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> None:
         """Check saved groups that are not loaded."""
-        requests = self._requests
+        requests = self.requests
         for name in names:
             own = requests.glance(name)
             options = own.value if own is not None else {}
@@ -100,12 +93,12 @@ class GroupBinding:
 
     def _has_several_tensors(self, sources: Sequence[str]) -> bool:
         """Report it if hyperparameters would have to be compared that are tensors, not yet read."""
-        saved = self._requests.saved
+        saved = self.requests.saved
         tensors = [leaf for name in sources for leaf in saved.below(name) if saved.tensor(leaf)]
         if len(sources) == 1 or not tensors:
             return False
-        self._requests.problems.append(
-            f"{self._fqn}: its parameters were saved in {' and '.join(sources)}, and {tensors[0]} "
+        self.requests.problems.append(
+            f"{self.fqn}: its parameters were saved in {' and '.join(sources)}, and {tensors[0]} "
             "is a tensor, which may differ between them: group them as they were, or exclude the "
             "groups to keep the present hyperparameters"
         )
@@ -113,33 +106,31 @@ class GroupBinding:
 
     def _ask(self, name: str) -> dict[str, Value] | None:
         """Ask for the hyperparameters of a saved group."""
-        requests = self._requests
+        requests = self.requests
         # One that is no optimizer's own but a dict of tensors and values was saved as a container.
         container = requests.is_container(name)
-        own = options_branch(self._group, name) if container else None
+        own = options_branch(self.group, name) if container else None
         values = requests.subtree(name, own) if container else requests.value(name)
         if values is None:
             requests.misfit(name, "a parameter group")
             return None
         options = _items_of(values)
         if options is None:
-            what = values.kind if isinstance(values, Made) else type(values.get()).__name__
+            what = values.kind if isinstance(values, Made) else type(values()).__name__
             requests.problems.append(
                 f"{name}: saved as a {what}, the state has a parameter group: exclude it, or load "
                 "an optimizer's checkpoint"
             )
             return None
         for key, child in () if container else requests.children(name):
-            live = read_value(self._group.get(str(key)), child)
+            live = read_value(self.group.get(str(key)), child)
             if (tensor := requests.subtree(child, live)) is not None:
                 options[str(key)] = tensor
         return {key: option for key, option in options.items() if key not in LOCAL_KEYS}
 
     def _check_agreement(self, saved: Mapping[str, Mapping[str, Value]]) -> None:
         """Report hyperparameters, of which none is a tensor, that differ between saved groups."""
-        plain = {
-            name: {key: o.get() for key, o in options.items()} for name, options in saved.items()
-        }
+        plain = {name: {key: o() for key, o in options.items()} for name, options in saved.items()}
         (first, options), *others = plain.items()
         for name, other in others:
             for key in dict.fromkeys((*options, *other)):
@@ -158,14 +149,15 @@ class GroupBinding:
         A switch may be missing: torch's versions add some. One that is on here and was off may
         need state that was not saved.
         """
-        live = {key: self._group[key] for key in defaults if key in self._group}
+        live = {key: self.group[key] for key in defaults if key in self.group}
         absent = [
             key
             for key, value in live.items()
             if key not in saved and not (value is None or isinstance(value, bool))
         ]
+        optimizer = self.fqn.rpartition(f".{GROUPS}.")[0]
         as_saved = (
-            f"make the optimizer as it was saved, exclude all of it ({self._optimizer!r}), or load "
+            f"make the optimizer as it was saved, exclude all of it ({optimizer!r}), or load "
             "with strict=False"
         )
         if absent:
@@ -175,7 +167,7 @@ class GroupBinding:
             )
             return
         # What else is saved may be a scheduler's, or have come with the first step.
-        foreign = sorted(saved.keys() & options_of_torch() - self._group.keys() - _WAYS_TO_STEP)
+        foreign = sorted(saved.keys() & options_of_torch() - self.group.keys() - _WAYS_TO_STEP)
         if live and foreign:
             self._report(
                 f"saved with {', '.join(foreign)}, which the optimizer here does not have: "
@@ -192,13 +184,13 @@ class GroupBinding:
                 return
 
     def _report(self, problem: str) -> None:
-        self._requests.problems.append(f"{self._fqn}: {problem}")
+        self.requests.problems.append(f"{self.fqn}: {problem}")
 
 
 def _assign(group: dict[str, Any], options: Mapping[str, Value]) -> None:
     for key, option in options.items():
         # What is the group's own was filled in place; the rest other groups may get too.
-        value = option.get()
+        value = option()
         group[key] = value if value is group.get(key) else deepcopy(value)
 
 

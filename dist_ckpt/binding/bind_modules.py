@@ -70,7 +70,7 @@ def _load(
         # What is filled already is the module's own: to copy it onto itself does nothing.
         values: dict[str, object] = {}
         values.update((name, live[name]) for name in live if whole and not is_meta(live[name]))
-        values.update((name, extra.get()) for name, extra in extras.items())
+        values.update((name, extra()) for name, extra in extras.items())
         with users_code(fqn, part.module, "load_state_dict"):
             part.load(values)
 

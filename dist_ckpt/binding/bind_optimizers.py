@@ -31,14 +31,7 @@ from dist_ckpt.state.tree import OptimizerLeaf, PlainLeaf, TensorLeaf, Tree
 _STEP = "step"
 
 
-def bind_optimizer(
-    requests: Requests,
-    fqn: str,
-    leaf: OptimizerLeaf,
-    names: Mapping[int, ParameterName],
-    *,
-    strict: bool,
-) -> None:
+def bind_optimizer(requests: Requests, fqn: str, leaf: OptimizerLeaf) -> None:
     """Ask for an optimizer's state and groups. Optimizers are closed.
 
     State that the checkpoint has and memory lacks is made. State of a parameter that was saved
@@ -46,7 +39,7 @@ def bind_optimizer(
     lacks is missing. A group takes the hyperparameters that its parameters were saved with: those
     have to agree, and under `strict` to be those of this optimizer's class.
     """
-    held = leaf.held
+    held, names = leaf.held, requests.template.parameters[fqn]
     if requests.chosen(fqn) and any(map(is_meta, held.parameters())):
         requests.problems.append(
             f"{fqn}: the optimizer holds meta parameters, which a load of the module replaces: "
@@ -58,6 +51,7 @@ def bind_optimizer(
     saved = saved_groups(requests, groups)
     stored = _stored_names(held, names, saved)
     classes = compound_classes(held.optimizer)
+    defaults = held.defaults if requests.strict else {}
     before = len(requests.effects)
     for number, group in enumerate(held.groups):
         on_host = not (group.get("capturable") or group.get("fused"))
@@ -70,8 +64,9 @@ def bind_optimizer(
             else:
                 _bind_state(requests, full, held, beside)
         params = [stored[id(parameter)] for parameter in group["params"]]
-        binding = GroupBinding(requests, groups, number, sources_of(number, params, saved), group)
-        binding.bind(held.defaults if strict else {}, (join(state, name) for name in params))
+        own = join(groups, number)
+        binding = GroupBinding(requests, own, group, sources_of(own, params, saved))
+        binding.bind(defaults, (join(state, name) for name in params))
     _bind_shared(requests, state, held, saved)
     if isinstance(held, FlatOptimizer):
         _bind_flat(requests, state, held, stored)
@@ -98,7 +93,7 @@ def _bind_flat(
 
 
 def _stored_names(
-    held: OptimizerState, names: Mapping[int, ParameterName], saved: Mapping[str, int]
+    held: OptimizerState, names: Mapping[int, ParameterName], saved: Mapping[str, str]
 ) -> dict[int, str]:
     """Return what the checkpoint calls the parameters, by id().
 
@@ -145,7 +140,7 @@ def _bind_state(requests: Requests, fqn: str, held: OptimizerState, beside: Besi
     requests.missing.update((name, None) for name in names if requests.selected(name))
 
     def assign() -> None:
-        entries = {key: value.get() for key, value in found.items()}
+        entries = {key: value() for key, value in found.items()}
         held.state.setdefault(parameter, {}).update(entries)
 
     if found:
@@ -153,7 +148,7 @@ def _bind_state(requests: Requests, fqn: str, held: OptimizerState, beside: Besi
 
 
 def _bind_shared(
-    requests: Requests, state: str, held: OptimizerState, saved: Mapping[str, int]
+    requests: Requests, state: str, held: OptimizerState, saved: Mapping[str, str]
 ) -> None:
     """Ask for the state that is under no parameter. Saved without any state it is dropped."""
     live = held.shared()
@@ -173,7 +168,7 @@ def _bind_shared(
             requests.effects.append(partial(held.state.pop, key))
     if found:
         requests.effects.append(
-            lambda: held.state.update((str(key), value.get()) for key, value in found.items())
+            lambda: held.state.update((str(key), value()) for key, value in found.items())
         )
 
 
@@ -200,7 +195,7 @@ def _load(requests: Requests, fqn: str, held: OptimizerState, further: Mapping[s
     """Give an optimizer what it told, once what was saved is in place of it."""
 
     def load() -> None:
-        state = held.state_dict({key: value.get() for key, value in further.items()})
+        state = held.state_dict({key: value() for key, value in further.items()})
         with users_code(fqn, held.optimizer, "load_state_dict"):
             held.optimizer.load_state_dict(state)
         with users_code(fqn, held.optimizer, "state_dict"):

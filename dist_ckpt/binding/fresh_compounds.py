@@ -86,7 +86,7 @@ class FreshCompound:
     inner: Mapping[str, Fresh | FreshCompound]
     parameter: torch.Tensor
 
-    def get(self) -> object:
+    def __call__(self) -> object:
         """Make it. Raises CheckpointError if its class does not."""
         made = self._local()
         if not isinstance(self.parameter, DTensor):

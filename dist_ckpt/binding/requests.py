@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 from dist_ckpt.binding.fresh_compounds import fresh_compound
 from dist_ckpt.binding.saved_tree import Saved, mesh_text
 from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.targets import Beside, Targets
 from dist_ckpt.binding.template import Template
-from dist_ckpt.binding.values import Known, Made, Resharded, Value
+from dist_ckpt.binding.values import Known, Made, Value, resharded
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.index import Key
 from dist_ckpt.state.compounds import difference
@@ -41,7 +41,10 @@ class Requests:
         saved: Saved,
         selection: Selection,
         keys: Mapping[str, Sequence[Key]] | None,
+        *,
+        strict: bool,
     ) -> None:
+        self.strict = strict
         self.template = template
         self.saved = saved
         self.targets = Targets(template, saved)
@@ -167,7 +170,7 @@ class Requests:
         """Treat a saved value that is a container as what it holds, where the state has tensors."""
         if name in self._split:
             value = self._split.pop(name)
-        elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.values.main:
+        elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.main:
             value = self.saved.value(name)
         else:
             return
@@ -189,7 +192,7 @@ class Requests:
         if group in self.saved.params:
             return self.saved.params[group]
         # A group with tensors that was saved as a dict is a container.
-        names = self.saved.values.main.get(self.saved.leaves.get(f"{group}.params", ""))
+        names = self.saved.main.get(self.saved.leaves.get(f"{group}.params", ""))
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else ()
 
     # --- tensors that are made of others -----------------------------------------------------
@@ -222,7 +225,7 @@ class Requests:
         parts = [*self.saved.below(name)]
         if len(self.chosen(name)) < len(parts):
             return None
-        if not self.template.rules.are_none:
+        if self.template.rules is not None:
             self.problems.append(f"{name}: a ShardingConfig says nothing of such state: exclude it")
             return None
         for part in parts:
@@ -271,8 +274,7 @@ class Requests:
             )
         else:
             self.restore(name)
-            values = self.saved.values.per_rank(self.saved.leaves[name], keys)
-            return Resharded(name, policy, values, key)
+            return partial(resharded, name, policy, self.saved.per_rank(name, keys), key)
         return None
 
     def open_per_rank(self, name: str) -> Known | None:
@@ -288,7 +290,7 @@ class Requests:
 
     def _keyed(self, name: str, key: Key) -> Known:
         self.restore(name)
-        return Known(self.saved.values.per_rank(self.saved.leaves[name], [key])[key])
+        return Known(self.saved.per_rank(name, [key])[key])
 
     def _same_mesh(self) -> bool:
         return self.saved.is_of_mesh(self._live_mesh(), self.template.world_size)

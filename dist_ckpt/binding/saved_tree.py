@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from dist_ckpt.binding.rename import rename_of
-from dist_ckpt.binding.saved_values import SavedValues
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.format.objects_file import ObjectsFile
@@ -25,8 +25,9 @@ class Saved:
     the catalog knows it by. `kinds` and `entries` are the containers: the class, and in order the
     key and the name of each child; a leaf that the rename has moved away from its container is a
     child of the nearest one above, under what is left of its name. `params` are the parameters'
-    names of an optimizer's groups, by the name of the group. `dropped` are the saved names that
-    the rename leaves out.
+    names of an optimizer's groups, by the name of the group. `main` are the plain values of rank
+    0's objects file, by the catalog's names; `read(rank)` returns what a rank alone has stored.
+    `dropped` are the saved names that the rename leaves out.
     """
 
     catalog: Catalog
@@ -35,7 +36,8 @@ class Saved:
     entries: Mapping[str, Sequence[tuple[PathKey, str]]]
     params: Mapping[str, Sequence[str]]
     numpy: frozenset[str]
-    values: SavedValues
+    main: Mapping[str, object]
+    read: Callable[[int], ObjectsFile]
     dropped: tuple[str, ...]
     problems: tuple[str, ...]
     order: Sequence[str] = field(default=())
@@ -66,7 +68,7 @@ class Saved:
         if self.is_value(name):
             return "a value without tensors"
         if self.is_compound(name):
-            saved = self.values.main.get(self.leaves[join(name, RECORD)])
+            saved = self.main.get(self.leaves[join(name, RECORD)])
             what = saved.get("class") if isinstance(saved, Mapping) else None
             return f"the parts of a {what or 'tensor of a class of its own'}"
         return "a container with tensors" if self.holds(name) else None
@@ -92,11 +94,29 @@ class Saved:
         return self.catalog.per_rank.get(self.leaves.get(name, ""))
 
     def value(self, name: str) -> object:
-        """Return what `is_value`. Raises CorruptError if no file has it."""
-        value = self.values.value(self.leaves[name])
+        """Return what `is_value`. Raises CorruptError if no file has it, and what `read` raises."""
+        fqn = self.leaves[name]
+        values = self.main if fqn in self.main else self.read(self.catalog.values[fqn]).values
+        if fqn not in values:
+            raise CorruptError(f"{fqn}: no objects file has it: load an older checkpoint")
+        value = values[fqn]
         if name in self.params and isinstance(value, dict):
             return {**value, "params": list(self.params[name])}
         return value
+
+    def per_rank(self, name: str, keys: Collection[Key]) -> dict[Key, object]:
+        """Return what a per-rank value is for some of its keys; raises what `value` raises."""
+        fqn = self.leaves[name]
+        found: dict[Key, object] = {}
+        for key, rank in self.catalog.per_rank[fqn]:
+            if key in keys:
+                values = self.read(rank).per_rank.get(fqn, {})
+                if key not in values:
+                    raise CorruptError(
+                        f"{fqn}: no objects file has it for {key!r}: load an older checkpoint"
+                    )
+                found[key] = values[key]
+        return found
 
     def below(self, name: str) -> Iterator[str]:
         """Yield the leaves below a name, sorted."""
@@ -187,7 +207,8 @@ def saved_of(
         entries=entries,
         params=params,
         numpy=frozenset(new for new, name in leaves.items() if name in numpy),
-        values=SavedValues(catalog, main.values, read),
+        main=main.values,
+        read=cache(read),
         dropped=tuple(name for name in names if renamed[name] is None),
         problems=problems,
         order=sorted(leaves),

@@ -38,7 +38,7 @@ class Fresh:
     make: Callable[[], object]
     value: object = None
 
-    def get(self) -> object:
+    def __call__(self) -> object:
         """Return it, made and read."""
         return self.value
 
@@ -168,8 +168,9 @@ class Targets:
         if isinstance(parameter, ParameterPart):
             return self._beside_part(name, parameter, record)
         held, like = self._held(parameter, name), parameter.detach()
-        if record.shape == held.shape and isinstance(held.view, Whole):
-            flat = self._template.rules.flat_part(record.shape)
+        rules = self._template.rules
+        if rules is not None and record.shape == held.shape and isinstance(held.view, Whole):
+            flat = rules.flat_part(record.shape)
             if flat is not None:
                 numel = sum(cell.numel for cell in flat)
                 return self._want_fresh(name, flat, partial(_new, like, (numel,), dtype))
@@ -266,7 +267,7 @@ class Targets:
 
     def _kind_of(self, value: object, record: TensorRecord) -> Hashable:
         """Return what decides how an ordinary tensor is wanted, or None if it is not ordinary."""
-        if not is_ordinary(value) or not self._template.rules.are_none:
+        if not is_ordinary(value) or self._template.rules is not None:
             return None
         return value.dtype, value.shape, record.dtype, record.shape, record.layout
 
@@ -282,9 +283,10 @@ class Targets:
     def _ruled(
         self, name: str, held: HeldTensor, leaf: TensorLeaf
     ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
-        if not isinstance(held.view, Whole):
+        rules = self._template.rules
+        if rules is None or not isinstance(held.view, Whole):
             return None
-        return self._template.rules.view(name, leaf, held.shape)
+        return rules.view(name, leaf, held.shape)
 
     def _misfit(self, name: str, held: HeldTensor, leaf: TensorLeaf) -> str:
         shape = self._tensor(name)[1].shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.format.index import Key
@@ -12,9 +12,9 @@ from dist_ckpt.state.containers import State
 from dist_ckpt.state.flat_optimizers import unflattened
 from dist_ckpt.state.optimizers import ParameterName, name_parameters
 from dist_ckpt.state.read_tree import read_state
-from dist_ckpt.state.sharding_rules import Rules
+from dist_ckpt.state.sharding_rules import Rules, mesh_of
 from dist_ckpt.state.tensors import describe_target
-from dist_ckpt.state.tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, Tree, walk
+from dist_ckpt.state.tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, walk
 from dist_ckpt.state.wrappers import key_of
 
 
@@ -30,7 +30,7 @@ class Template:
     root: Branch
     keys: Mapping[str, Key]
     parameters: Mapping[str, Mapping[int, ParameterName]]
-    rules: Rules
+    rules: Rules | None
     rank: int
     world_size: int
     group_ranks: tuple[int, ...]
@@ -38,14 +38,14 @@ class Template:
     def mesh(self) -> tuple[tuple[str, int], ...]:
         """Return the job's mesh, as far as the state shows it."""
         views: list[View] = []
-        for fqn, _, leaf in walk(self.root):
+        for fqn, leaf in walk(self.root):
             if isinstance(leaf, TensorLeaf):
                 try:
                     held = describe_target(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
                 except (TypeError, ValueError):
                     continue  # reported where the tensor is asked for
                 views.append(held.view)
-        return self.rules.mesh(views)
+        return mesh_of(self.rules, views)
 
 
 def survey(
@@ -63,23 +63,22 @@ def survey(
     root = unflattened(read_state(state))
     if not isinstance(state, MutableMapping):
         raise TypeError(f"the state is a {type(state).__name__}, which is read-only: give a dict")
-    leaves = tuple(walk(root))
     return Template(
         root=root,
-        keys=_check_names(leaves, rank),
-        parameters=name_parameters(leaves),
-        rules=Rules(sharding, root, rank=rank, world_size=world_size),
+        keys=_check_names(root, rank),
+        parameters=name_parameters(root),
+        rules=Rules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
         rank=rank,
         world_size=world_size,
         group_ranks=tuple(group_ranks),
     )
 
 
-def _check_names(leaves: Iterable[tuple[str, str, Tree]], rank: int) -> dict[str, Key]:
+def _check_names(root: Branch, rank: int) -> dict[str, Key]:
     """Return the keys of this rank's per-rank values. ValueError if a name means two things."""
     seen: set[str] = set()
     keys: dict[str, Key] = {}
-    for fqn, _, tree in leaves:
+    for fqn, tree in walk(root):
         if isinstance(tree, ObjectLeaf):
             continue  # what it holds comes under the same name
         if fqn in seen:

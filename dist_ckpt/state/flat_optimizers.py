@@ -168,7 +168,7 @@ def unflattened(root: Branch) -> Branch:
     """
     parts: dict[int, tuple[ParameterPart, ...]] = {}
     is_over_flat = False
-    for fqn, _, leaf in walk(root, tensors=False):
+    for fqn, leaf in walk(root, tensors=False):
         if isinstance(leaf, OptimizerLeaf):
             is_over_flat = is_over_flat or any(map(is_flattened, leaf.held.parameters()))
         elif isinstance(leaf, ModuleLeaf):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -18,17 +18,20 @@ from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.containers import PathKey, State, join
 from dist_ckpt.state.flat_optimizers import unflattened
 from dist_ckpt.state.local_tensors import is_array, is_ordinary
-from dist_ckpt.state.optimizer_state import check_told
-from dist_ckpt.state.optimizers import ParameterName, name_parameters, optimizer_tree
+from dist_ckpt.state.optimizer_state import GROUPS, STATE, check_told
+from dist_ckpt.state.optimizers import (
+    ParameterName,
+    name_parameters,
+    options_branch,
+    states_branch,
+)
 from dist_ckpt.state.plain_torch import without_tensors
 from dist_ckpt.state.read_tree import read_state, state_of
-from dist_ckpt.state.sharding_rules import Rules
+from dist_ckpt.state.sharding_rules import Rules, mesh_of
 from dist_ckpt.state.tensors import HeldTensor, describe, tie_key
 from dist_ckpt.state.tree import (
-    LOOSE,
     Branch,
     CompoundLeaf,
-    GroupLeaf,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
@@ -37,9 +40,11 @@ from dist_ckpt.state.tree import (
     TensorLeaf,
     Tree,
     children_of,
-    walk,
 )
 from dist_ckpt.state.wrappers import RNG, PerRank, key_of
+
+# The component of tensors that are themselves at the top of the state.
+_LOOSE = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +111,8 @@ def take(
     """
     root = unflattened(read_state(state))
     taker = _Taker(
-        Rules(sharding, root, rank=rank, world_size=world_size),
-        name_parameters(walk(root, tensors=False)),
+        Rules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
+        name_parameters(root),
         rank,
         group_ranks,
         last.tensors if last else (),
@@ -121,7 +126,7 @@ class _Taker:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: Rules | None,
         names: Mapping[str, Mapping[int, ParameterName]],
         rank: int,
         group_ranks: Sequence[int],
@@ -158,7 +163,7 @@ class _Taker:
     def add_root(self, root: Branch) -> None:
         self._tree.append(Node("", root.kind, tuple(root.children)))
         for key, child in root.children.items():
-            self._component = LOOSE if isinstance(child, TensorLeaf) else str(key)
+            self._component = _LOOSE if isinstance(child, TensorLeaf) else str(key)
             self._add(str(key), child)
         # Users' code, with collectives in it for all we know: in one order on all ranks.
         for fqn in sorted(self._wrappers):
@@ -166,7 +171,7 @@ class _Taker:
 
     def taken(self) -> LocalState:
         inventory = Inventory(
-            mesh=self._rules.mesh(self._views),
+            mesh=mesh_of(self._rules, self._views),
             components=tuple(self._components),
             views=tuple(self._views),
             tensors=tuple(self._tensors),
@@ -186,14 +191,15 @@ class _Taker:
             case Branch():
                 self._add_branch(fqn, tree.kind, tree.children)
             case CompoundLeaf():
-                self._rules.check_whole(fqn, tree)
+                if self._rules is not None:
+                    self._rules.check_whole(fqn, tree)
                 self._add_branch(fqn, "dict", children_of(tree))
             case ModuleLeaf():
                 self._owners.append((fqn, tree))
                 self._add_branch(fqn, "dict", children_of(tree))
             case OptimizerLeaf():
                 self._owners.append((fqn, tree))
-                self._add(fqn, optimizer_tree(tree, self._names[fqn], fqn))
+                self._add_optimizer(fqn, tree)
             case ObjectLeaf():
                 self._add(fqn, tree.content)
             case PlainLeaf():
@@ -201,14 +207,15 @@ class _Taker:
             case PerRankLeaf():
                 self._claim(fqn)
                 self._wrappers[fqn] = tree.wrapper
-            case GroupLeaf():
-                self._add_group(fqn, tree)
             case _:
                 assert_never(tree)
 
-    def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
+    def _add_container(self, fqn: str, kind: str, keys: Iterable[PathKey]) -> None:
         self._claim(fqn)
-        self._tree.append(Node(fqn, kind, tuple(children)))
+        self._tree.append(Node(fqn, kind, tuple(keys)))
+
+    def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
+        self._add_container(fqn, kind, children)
         for key, child in children.items():
             self._add(join(fqn, key), child)
 
@@ -225,19 +232,33 @@ class _Taker:
         check_plain(data, fqn)
         self._per_rank[fqn] = (key_of(wrapper, self._rank), data)
 
-    def _add_group(self, fqn: str, group: GroupLeaf) -> None:
-        self._add_value(fqn, dict(group.values))
-        self._claim(f"{fqn}.params")
-        self._name_lists.append(NameList(f"{fqn}.params", group.params))
-        # No container of this name: the group is a value, its tensors lie below it.
-        for key, child in group.tensors.items():
+    def _add_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> None:
+        held, groups = leaf.held, join(fqn, GROUPS)
+        self._add_container(fqn, "dict", (STATE, GROUPS, *leaf.further))
+        self._add(join(fqn, STATE), states_branch(held, self._names[fqn], fqn))
+        self._add_container(groups, "list", range(len(held.groups)))
+        for number, group in enumerate(held.groups):
+            params = tuple(self._names[fqn][id(parameter)].stored for parameter in group["params"])
+            self._add_group(join(groups, number), params, group)
+        for key, child in leaf.further.items():
             self._add(join(fqn, key), child)
+
+    def _add_group(self, fqn: str, params: tuple[str, ...], group: Mapping[str, object]) -> None:
+        options = options_branch(group, fqn).children
+        plain = {key: one.value for key, one in options.items() if isinstance(one, PlainLeaf)}
+        self._add_value(fqn, plain)
+        self._claim(f"{fqn}.params")
+        self._name_lists.append(NameList(f"{fqn}.params", params))
+        # No container of this name: the group is a value, its tensors lie below it.
+        for key, child in options.items():
+            if key not in plain:
+                self._add(join(fqn, key), child)
 
     def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
         self._claim(fqn)
         value = leaf.value
         kind = None
-        if self._rules.are_none and is_ordinary(value):
+        if self._rules is None and is_ordinary(value):
             kind = value.dtype, value.shape
             if (known := self._kinds.get(kind)) and self._is_first(fqn, leaf, value):
                 # All that is found out below was found out of another tensor of its kind.
@@ -282,7 +303,7 @@ class _Taker:
         """Return what is held of a tensor, how its entry says so, and the shape of that entry."""
         held = describe(leaf.value, fqn, rank=self._rank, group=self._group_ranks)
         view, shape = held.view, held.shape
-        if isinstance(view, Whole):
+        if self._rules is not None and isinstance(view, Whole):
             view, shape = self._rules.view(fqn, leaf, shape) or (view, shape)
         # ZeRO leaves the last ranks nothing of a short tensor: an empty part of no cell.
         if isinstance(view, Flattened) and 0 in held.shape and 0 not in shape:

@@ -11,23 +11,22 @@ Of tied parameters the first name counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.state.containers import PathKey, join
-from dist_ckpt.state.optimizer_state import GROUPS, STATE, OptimizerState, check_told
+from dist_ckpt.state.optimizer_state import STATE, OptimizerState, check_told
 from dist_ckpt.state.read_tree import read_value
 from dist_ckpt.state.tree import (
     Branch,
-    GroupLeaf,
     ModuleLeaf,
     OptimizerLeaf,
-    PlainLeaf,
     TensorLeaf,
     Tree,
+    walk,
 )
 
 # What says which parameters a group has, in other words than ours.
@@ -49,22 +48,23 @@ class ParameterName:
     own: str
 
 
-def name_parameters(
-    leaves: Iterable[tuple[str, str, Tree]],
-) -> dict[str, dict[int, ParameterName]]:
+def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
     """Return the names of the parameters of each optimizer in a state, by their id().
 
-    `leaves` are what `walk` yields. Raises ValueError for a parameter without a name or with two,
-    and for an optimizer that keeps another which neither it nor the state tells of.
+    Raises ValueError for a parameter without a name or with two, and for an optimizer that keeps
+    another which neither it nor the state tells of.
     """
     optimizers: dict[str, OptimizerLeaf] = {}
     places: dict[int, list[tuple[str, str, str]]] = {}
-    for fqn, component, leaf in leaves:
-        if isinstance(leaf, OptimizerLeaf):
-            optimizers[fqn] = leaf
-        elif isinstance(leaf, ModuleLeaf):
-            for key, name in leaf.state.names_of_parameters().items():
-                places.setdefault(key, []).append((component, fqn, name))
+    for component, child in root.children.items():
+        if isinstance(child, TensorLeaf):
+            continue  # there may be many
+        for fqn, leaf in walk(child, str(component), tensors=False):
+            if isinstance(leaf, OptimizerLeaf):
+                optimizers[fqn] = leaf
+            elif isinstance(leaf, ModuleLeaf):
+                for key, name in leaf.state.names_of_parameters().items():
+                    places.setdefault(key, []).append((str(component), fqn, name))
     all_of_them = {id(leaf.held.optimizer) for leaf in optimizers.values()}
     for fqn, leaf in optimizers.items():
         check_told(leaf.held.optimizer, fqn, all_of_them)
@@ -120,12 +120,11 @@ def _parameters(held: OptimizerState) -> Iterator[tuple[torch.Tensor, str]]:
             yield parameter, where
 
 
-def optimizer_tree(leaf: OptimizerLeaf, names: Mapping[int, ParameterName], fqn: str) -> Branch:
-    """Return what a save stores of an optimizer: `state`, `param_groups`, and what it adds.
+def states_branch(held: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> Branch:
+    """Return the state in an optimizer as a branch; `fqn` is the optimizer's name.
 
     Raises ValueError for state that belongs to no parameter of a group.
     """
-    held = leaf.held
     parameters = held.parameters()
     shared = held.shared()
     strange = set(map(id, held.state)) - set(map(id, parameters)) - set(map(id, shared))
@@ -134,25 +133,17 @@ def optimizer_tree(leaf: OptimizerLeaf, names: Mapping[int, ParameterName], fqn:
             f"{fqn}: the optimizer has state for {len(strange)} keys that are no parameters of its "
             "groups: remove it from `state`"
         )
-    state: dict[str | int, Tree] = {}
+    above = join(fqn, STATE)
+    state: dict[PathKey, Tree] = {}
     for parameter in parameters:
         entries = held.state.get(parameter)
         if entries:
             name = names[id(parameter)]
-            state[name.stored] = state_branch(
-                entries, join(join(fqn, STATE), name.stored), (name.rule, tuple(parameter.shape))
-            )
+            under = name.rule, tuple(parameter.shape)
+            state[name.stored] = state_branch(entries, join(above, name.stored), under)
     for key, value in shared.items():
-        state[key] = read_value(value, join(join(fqn, STATE), key))
-    groups: dict[str | int, Tree] = {
-        number: group_leaf(group, names, join(join(fqn, GROUPS), number))
-        for number, group in enumerate(held.groups)
-    }
-    told: dict[str | int, Tree] = {
-        STATE: Branch("dict", None, state),
-        GROUPS: Branch("list", None, groups),
-    }
-    return Branch("dict", None, {**told, **leaf.further})
+        state[key] = read_value(value, join(above, key))
+    return Branch("dict", None, state)
 
 
 def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shape]) -> Branch:
@@ -171,20 +162,6 @@ def options_branch(group: Mapping[str, object], fqn: str) -> Branch:
         if key not in LOCAL_KEYS
     }
     return Branch("dict", None, options)
-
-
-def group_leaf(
-    group: Mapping[str, object], names: Mapping[int, ParameterName], fqn: str
-) -> GroupLeaf:
-    """Return a parameter group as a leaf."""
-    params = group["params"]
-    assert isinstance(params, list)
-    trees = options_branch(group, fqn).children
-    return GroupLeaf(
-        params=tuple(names[id(parameter)].stored for parameter in params),
-        values={key: tree.value for key, tree in trees.items() if isinstance(tree, PlainLeaf)},
-        tensors={key: tree for key, tree in trees.items() if not isinstance(tree, PlainLeaf)},
-    )
 
 
 def _under(tree: Tree, under: tuple[str, Shape]) -> Tree:

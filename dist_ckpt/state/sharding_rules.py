@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import prod
 
 import torch
@@ -22,33 +22,29 @@ from dist_ckpt.state.tree import Branch, CompoundLeaf, ModuleLeaf, TensorLeaf, w
 class Rules:
     """The rules for one state. A rule holds for a parameter and for what is stored under it.
 
-    Raises ValueError for a config of another number of ranks.
+    Without a config there are none, and no tensor is cut. Raises ValueError for a config of another
+    number of ranks.
     """
 
     def __init__(
-        self, sharding: ShardingConfig | None, root: Branch, *, rank: int, world_size: int
+        self, sharding: ShardingConfig, root: Branch, *, rank: int, world_size: int
     ) -> None:
-        self._sharding = sharding
-        self._rank = rank
-        self._components: frozenset[str] = frozenset()
-        self._shapes: Mapping[str, Shape] = {}
-        self._rule_names: dict[str, str] = {}
-        self._buffers: frozenset[str] = frozenset()
-        if sharding is None:
-            return
         if sharding.world_size != world_size:
             raise ValueError(
                 f"the ShardingConfig's mesh {dict(sharding.mesh)} has {sharding.world_size} ranks, "
                 f"the group has {world_size}: give the config of this job"
             )
+        self.sharding = sharding
+        self._rank = rank
         self._components = frozenset(
             str(key) for key, child in root.children.items() if not isinstance(child, TensorLeaf)
         )
         # Plain dicts may hold an optimizer's state, as torch's helpers make it: it follows the
         # rule of the parameter that another part of the state has.
+        self._rule_names: dict[str, str] = {}
         held: dict[str, Shape] = {}
         buffers: set[str] = set()
-        for fqn, _, leaf in walk(root):
+        for fqn, leaf in walk(root):
             if isinstance(leaf, TensorLeaf) and isinstance(leaf.value, torch.Tensor):
                 # The helpers call a parameter as its model does, an optimizer here as the state.
                 for name in (rule_name := self._name(fqn), fqn):
@@ -60,21 +56,6 @@ class Rules:
         self._shapes = {**held, **sharding.shapes}
         self._buffers = frozenset(buffers)
 
-    @property
-    def are_none(self) -> bool:
-        """Say whether there is no config, so that no tensor is cut."""
-        return self._sharding is None
-
-    def mesh(self, views: Iterable[View]) -> tuple[tuple[str, int], ...]:
-        """Return the job's mesh: the config's, else the largest that a tensor lies on."""
-        if self._sharding is not None:
-            return tuple(self._sharding.mesh.items())
-        meshes = [view.mesh for view in views if isinstance(view, Placed)]
-        if not meshes:
-            return ()
-        mesh = max(meshes, key=lambda mesh: prod(mesh.shape))
-        return tuple(zip(mesh.names, mesh.shape, strict=True))
-
     def view(
         self, fqn: str, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
@@ -82,21 +63,19 @@ class Rules:
 
         None if it does not cut it. Raises ValueError for what may be a flat part of any tensor.
         """
-        if self._sharding is None:
-            return None
         name = self._name(fqn)
         parameter = leaf.under or self._parameter(name)
-        if self._sharding.flat:
+        if self.sharding.flat:
             self._check_known(fqn, leaf, parameter[0] if parameter else name, shape)
             whole = self._flattened(name, parameter, shape)
-            return None if whole is None else (Flattened(self._sharding.ranks()), whole)
-        axes = axes_under(self._sharding, name, shape, parameter)
-        return (Ruled(self._sharding.ranks(), axes), shape) if any(axes) else None
+            return None if whole is None else (Flattened(self.sharding.ranks()), whole)
+        axes = axes_under(self.sharding, name, shape, parameter)
+        return (Ruled(self.sharding.ranks(), axes), shape) if any(axes) else None
 
     def check_whole(self, fqn: str, leaf: CompoundLeaf) -> None:
         """Raise TypeError if the config cuts a compound tensor: it says nothing of its parts."""
         value = leaf.value
-        if self._sharding is None or isinstance(value, DTensor):
+        if isinstance(value, DTensor):
             return
         if self.view(fqn, TensorLeaf(value), tuple(value.shape)) is not None:
             raise TypeError(
@@ -106,9 +85,9 @@ class Rules:
 
     def flat_part(self, shape: Shape) -> tuple[Cell, ...] | None:
         """Return what ZeRO gives this rank of new state under a parameter of `shape`, if flat."""
-        if self._sharding is None or not self._sharding.flat or not shape:
+        if not self.sharding.flat or not shape:
             return None
-        return cells_of(Flattened(self._sharding.ranks()), self._rank, shape)
+        return cells_of(Flattened(self.sharding.ranks()), self._rank, shape)
 
     def _parameter(self, name: str) -> tuple[str, Shape] | None:
         """Return the parameter under which a name lies, as patterns see it, and its shape."""
@@ -124,13 +103,12 @@ class Rules:
         return name_of(fqn, component)
 
     def _check_known(self, fqn: str, leaf: TensorLeaf, name: str, shape: Shape) -> None:
-        assert self._sharding is not None
-        if self._sharding.zero_stage < 3 or len(shape) != 1 or 0 in shape:
+        if self.sharding.zero_stage < 3 or len(shape) != 1 or 0 in shape:
             return
         # ZeRO leaves buffers whole, and partitions nothing that is not torch's.
         if fqn in self._buffers or not isinstance(leaf.value, torch.Tensor):
             return
-        if name not in self._sharding.shapes:
+        if name not in self.sharding.shapes:
             raise ValueError(
                 f"{fqn}: with flat=True and zero_stage=3 a tensor of shape {shape} may be a part "
                 f"of one of any shape: give the ShardingConfig shapes={{{name!r}: ..., ...}}, the "
@@ -142,14 +120,24 @@ class Rules:
         self, name: str, parameter: tuple[str, Shape] | None, shape: Shape
     ) -> Shape | None:
         """Return the shape of the tensor of which ZeRO's flat parts are held, or None."""
-        assert self._sharding is not None
-        if parameter is None and self._sharding.zero_stage < 3:
+        if parameter is None and self.sharding.zero_stage < 3:
             return None
         whole = self._shapes.get(parameter[0] if parameter else name)
         if whole is None or len(shape) != 1:
             return None
-        cells = cells_of(Flattened(self._sharding.ranks()), self._rank, whole)
+        cells = cells_of(Flattened(self.sharding.ranks()), self._rank, whole)
         return whole if prod(shape) == sum(cell.numel for cell in cells) else None
+
+
+def mesh_of(rules: Rules | None, views: Iterable[View]) -> tuple[tuple[str, int], ...]:
+    """Return the job's mesh: the config's, else the largest that a tensor lies on."""
+    if rules is not None:
+        return tuple(rules.sharding.mesh.items())
+    meshes = [view.mesh for view in views if isinstance(view, Placed)]
+    if not meshes:
+        return ()
+    mesh = max(meshes, key=lambda mesh: prod(mesh.shape))
+    return tuple(zip(mesh.names, mesh.shape, strict=True))
 
 
 def target_cells(

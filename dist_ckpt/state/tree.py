@@ -17,9 +17,6 @@ from dist_ckpt.state.modules import ModuleState
 from dist_ckpt.state.optimizer_state import OptimizerState
 from dist_ckpt.state.wrappers import RNG, PerRank
 
-# The component of tensors that are themselves at the top of the state.
-LOOSE = "state"
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
@@ -94,18 +91,6 @@ class ObjectLeaf:
     content: Tree
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupLeaf:
-    """A parameter group of an optimizer: its parameters' names and its hyperparameters.
-
-    Those that are plain data are one value; those that are tensors are stored as tensors.
-    """
-
-    params: tuple[str, ...]
-    values: Mapping[PathKey, object]
-    tensors: Mapping[PathKey, Tree]
-
-
 Tree = (
     Branch
     | TensorLeaf
@@ -115,32 +100,22 @@ Tree = (
     | ModuleLeaf
     | OptimizerLeaf
     | ObjectLeaf
-    | GroupLeaf
 )
 
 
-def walk(root: Branch, *, tensors: bool = True) -> Iterator[tuple[str, str, Tree]]:
-    """Yield everything in a state, containers first: its name, its component, and itself.
+def walk(tree: Tree, fqn: str = "", *, tensors: bool = True) -> Iterator[tuple[str, Tree]]:
+    """Yield everything below the root of a state, containers first: its name, and itself.
 
     Most are `TensorLeaf`s: who asks for none of them gets the others in a fraction of the time.
     """
-    for key, child in root.children.items():
-        if isinstance(child, TensorLeaf):
-            if tensors:
-                yield str(key), LOOSE, child
-            continue
-        for fqn, tree in _inside(str(key), child, tensors=tensors):
-            yield fqn, str(key), tree
-
-
-def _inside(fqn: str, tree: Tree, *, tensors: bool) -> Iterator[tuple[str, Tree]]:
-    yield fqn, tree
+    if fqn:
+        yield fqn, tree
     if isinstance(tree, ObjectLeaf):
-        yield from _inside(fqn, tree.content, tensors=tensors)
+        yield from walk(tree.content, fqn, tensors=tensors)
         return
     for key, child in children_of(tree).items():
         if not isinstance(child, TensorLeaf):
-            yield from _inside(join(fqn, key), child, tensors=tensors)
+            yield from walk(child, join(fqn, key), tensors=tensors)
         elif tensors:
             yield join(fqn, key), child  # without a generator for each
 
