@@ -15,7 +15,7 @@ which makes memory that `place` hangs in.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from typing import assert_never
 
@@ -280,7 +280,8 @@ def _per_rank(requests: Requests, name: str, leaf: PerRankLeaf) -> None:
     if saved is None:
         return
     if isinstance(wrapper, RNG):
-        requests.generators.append((name, wrapper, saved))
+        # It is looked at before anything is set, and a function of the user may not be pure.
+        requests.generators.append((name, wrapper, cache(saved)))
     elif has_state(wrapper.value):
         _load(requests, name, wrapper.value, saved)
     else:

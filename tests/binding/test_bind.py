@@ -539,7 +539,7 @@ def test_other_keys_than_saved_follow_the_policy_of_the_template() -> None:
     assert merged["p"].value == (3, ("dp", 0))
 
 
-def test_a_policy_that_is_a_function_is_not_called_for_a_load_that_is_refused() -> None:
+def test_a_policy_that_is_a_function_is_called_once_and_not_for_a_load_that_is_refused() -> None:
     saved = save({"p": PerRank(1, key="a"), "r": RNG(key="a")})
     called: list[Any] = []
 
@@ -557,6 +557,7 @@ def test_a_policy_that_is_a_function_is_not_called_for_a_load_that_is_refused() 
     load(saved, state, keys=keys)
     assert state["p"].value == 1
     assert {"a": 1} in called
+    assert len(called) == 2
 
 
 def test_what_is_no_state_of_generators_is_told_with_its_name() -> None:
