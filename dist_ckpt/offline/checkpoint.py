@@ -78,6 +78,7 @@ class Checkpoint:
         self._threads = Config.from_environment().threads
         self._files = OrderedDict()
         self._own: dict[int, ObjectsFile] = {}
+        self._objects_records = {record.name: record for record in index.objects}
         self._turn = Lock()
 
     @property
@@ -232,11 +233,10 @@ class Checkpoint:
         return self._own[rank]
 
     def _objects_file(self, name: str) -> ObjectsFile | None:
-        for record in self.index.objects:
-            if record.name == name:
-                with attempts.while_it_is_there(self._storage, self.path, self._attempt):
-                    return read_objects(self._storage, self._folder, record, make=_made)
-        return None
+        if (record := self._objects_records.get(name)) is None:
+            return None
+        with attempts.while_it_is_there(self._storage, self.path, self._attempt):
+            return read_objects(self._storage, self._folder, record, make=_made)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
