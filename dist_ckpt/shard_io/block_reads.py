@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dist_ckpt.format.checksums import blocks, num_blocks
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import Elements, Span, joined, runs_of
+from dist_ckpt.format.geometry import Elements, Span, runs_of
 from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.planning.plan import ReadItem
 
@@ -97,15 +97,6 @@ def needed_blocks(
         straight = straight and has_memory(wanting[0])
         needs.append(Need(shard, number, span, tuple(wanting), straight))
     yield from _without_short_runs(needs)
-
-
-def needed_runs(
-    shard: StoredShard, items: Iterable[ReadItem], block_nbytes: int
-) -> Iterator[range]:
-    """Return the numbers of the blocks that `needed_blocks` returns, as runs."""
-    block_numel = block_nbytes // DTYPES[shard.dtype].itemsize
-    numbers = {number for item in items for number in _block_numbers(item, block_numel)}
-    yield from joined(range(number, number + 1) for number in sorted(numbers))
 
 
 def _without_short_runs(needs: Iterable[Need]) -> Iterator[Need]:
