@@ -155,7 +155,8 @@ class Checkpoint:
         if fqn not in self:
             hint = "it is in `.objects`" if fqn in self.index.catalog.values else "see `.tensors`"
             raise KeyError(f"{self.path} has no tensor {fqn!r}; {hint}")
-        return StoredTensor(self, fqn, self._info(fqn))
+        info = self._info(fqn)
+        return StoredTensor(self, fqn, info.dtype, info.shape, info.nbytes)
 
     def __contains__(self, fqn: object) -> bool:
         return fqn in self.index.catalog.tensors or fqn in self.index.catalog.aliases
@@ -241,7 +242,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StoredTensor:
-    """One tensor of a checkpoint, not read yet: index it to read a part.
+    """One tensor of a checkpoint, not read yet: index it to read a part. `shape` is its global one.
 
     `tensor[2:5, ..., 0]` reads what these rows and columns need, as an `Array`; integers and
     slices without a step, as in numpy, and nothing else.
@@ -249,22 +250,9 @@ class StoredTensor:
 
     checkpoint: Checkpoint
     fqn: str
-    _info: TensorInfo
-
-    @property
-    def shape(self) -> Shape:
-        """Its global shape."""
-        return self._info.shape
-
-    @property
-    def dtype(self) -> str:
-        """The name of its dtype."""
-        return self._info.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self._info.nbytes
+    dtype: str
+    shape: Shape
+    nbytes: int
 
     def __getitem__(self, where: BasicIndex | tuple[BasicIndex, ...]) -> Array:
         region, shape = select(where, self.shape)
