@@ -88,12 +88,12 @@ def plan_save(
     # Most tensors are like others, and share their record with them.
     alike: dict[TensorRecord, TensorRecord] = {}
     for fqn, tensor in tensors.items():
-        layout = stored[fqn].layout
+        layout, rotation = stored[fqn]
         record = TensorRecord(
             dtype=tensor.dtype,
             shape=tensor.shape,
             layout=layouts.setdefault(id(layout), (len(layouts), layout))[0],
-            rotation=stored[fqn].rotation,
+            rotation=rotation,
             component=numbers.get(tensor.component, 0),
         )
         records[fqn] = alike.setdefault(record, record)
@@ -108,7 +108,7 @@ def plan_save(
         values={fqn: ranks[0] for fqn, ranks in values.items()},
         per_rank={fqn: tuple((key, who[0]) for key, who in keys[fqn]) for fqn in keys},
     )
-    split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn].layout is not t.layout}
+    split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
     names, numpy = merged_names(bodies), merged_numpy(bodies)
     return SavePlan(catalog, split, values, keys, tree, names, numpy)
 
