@@ -275,10 +275,8 @@ def _decode_metadata(value: Json, header: int, what: str) -> ShardFile:
     if len(hexes) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(hexes):
         raise corrupt(what, f"{len(hexes)} characters of digests, not all of them hex")
     what = f"{what}, dist_ckpt"
-    if rows is not None:
-        facts["shards"] = None
     _, *scalars, _ = strict_json.fields(facts, _FACTS, what)
-    return _decode_facts(scalars, rows or b"", hexes, header, what)
+    return _decode_facts(scalars, rows, hexes, header, what)
 
 
 def _decode_facts(
