@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
 from threading import Lock
 
 from dist_ckpt.errors import CorruptError, StorageError, listed
@@ -138,9 +137,7 @@ class Reading:
         if isinstance(one, Row):
             self._check_row(file, one, data)
             return
-        begin = one.span.start
-        for need in one.needs:
-            _check(file, need, block_digest(data[need.start - begin : need.stop - begin]))
+        _check_blocks(file, one.needs, data)
 
     def _place_row(self, row: Row, parts: Iterable[memoryview]) -> None:
         for item, part in zip(row.items, parts, strict=True):
@@ -188,9 +185,7 @@ class Reading:
         if self._verify and len(needs) == 1:
             _check(file, needs[0], digest.hexdigest())
         elif self._verify:
-            for need in needs:
-                block = data[need.start - first : need.stop - first]
-                _check(file, need, block_digest(block))
+            _check_blocks(file, needs, data)
 
     def place(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
         """Copy the checked blocks of one read, which are `data`, to their targets."""
@@ -229,10 +224,16 @@ def _check(file: OpenFile, need: Need, actual: str) -> None:
         raise CorruptError(damage(file, need, problem))
 
 
+def _check_blocks(file: OpenFile, needs: Sequence[Need], data: memoryview) -> None:
+    """Check blocks whose bytes, from the first one's on, are `data`."""
+    first = needs[0].start
+    for need in needs:
+        _check(file, need, block_digest(data[need.start - first : need.stop - first]))
+
+
 def _are_placed_at_once(needs: Sequence[Need], need: Need) -> bool:
     """Say whether one more block is of the same shard, and wanted by the same items."""
-    last, here, more = needs[-1], needs[-1].items, need.items
-    return last.shard is need.shard and len(here) == len(more) and all(map(is_, here, more))
+    return needs[-1].shard is need.shard and needs[-1].items == need.items
 
 
 def _copy(item: ReadItem, target: Target, stored: Elements, data: memoryview) -> None:
