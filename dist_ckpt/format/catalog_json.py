@@ -6,6 +6,7 @@ layout tiles the tensors that have it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
@@ -152,10 +153,8 @@ def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, what: str) -> C
 
 def _check_names(tables: Sequence[Mapping[str, object]], what: str) -> None:
     if len(set().union(*tables)) != sum(map(len, tables)):
-        counts: dict[str, int] = {}
-        for fqn in (fqn for table in tables for fqn in table):
-            counts[fqn] = counts.get(fqn, 0) + 1
-        raise corrupt(what, f"{max(counts, key=counts.__getitem__)!r} stands for two things")
+        ((fqn, _),) = Counter(chain.from_iterable(tables)).most_common(1)
+        raise corrupt(what, f"{fqn!r} stands for two things")
     if max(map(len, chain.from_iterable(tables)), default=0) > MAX_FQN_CHARS:
         raise corrupt(what, f"a name of more than {MAX_FQN_CHARS} characters")
 

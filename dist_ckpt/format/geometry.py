@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 
 from dist_ckpt.format.typed_msgpack import Message
@@ -173,3 +174,38 @@ def pieces(cell: Cell, shape: Shape) -> Iterator[Piece]:
     for box in boxes_of(cell, shape):
         yield Piece(box, start)
         start += box.numel
+
+
+def run_of(box: Region, piece: Piece) -> Elements | None:
+    """Return where a box lies in the memory of the cell it is a piece of, if that is one run."""
+    if box is piece.region or box == piece.region:
+        return Elements(piece.start, piece.start + box.numel)
+    found = tuple(islice(runs_of(box, piece, 1), 2))
+    return found[0] if len(found) == 1 else None
+
+
+def runs_of(box: Region, piece: Piece, gap: int) -> Iterator[Elements]:
+    """Return where the elements of a box lie in the memory of the cell it is a piece of.
+
+    Holes of fewer than `gap` elements are taken in, so that the runs are as few as matter: a
+    block of `gap` elements is touched by a run if and only if it holds an element of the box.
+    Holes only grow from the last dimension to the first, so the runs are one inner box each.
+    """
+    strides = row_major_strides(piece.region.shape)
+    inner = 1
+    outer = len(strides)
+    while outer and (box.shape[outer - 1] == 1 or strides[outer - 1] - inner < gap):
+        outer -= 1
+        inner += (box.shape[outer] - 1) * strides[outer]
+    corner = box.relative_to(piece.region.offset).offset
+    start = piece.start + sum(o * s for o, s in zip(corner, strides, strict=True))
+    yield from _outer_runs(box.shape[:outer], strides[:outer], start, inner)
+
+
+def _outer_runs(shape: Shape, strides: Shape, start: int, numel: int) -> Iterator[Elements]:
+    # Not by `product`, which would first keep all of what may be millions of rows.
+    if not shape:
+        yield Elements(start, start + numel)
+        return
+    for i in range(shape[0]):
+        yield from _outer_runs(shape[1:], strides[1:], start + i * strides[0], numel)

@@ -145,7 +145,7 @@ def decode(
     if end and document_digest(memoryview(data)[:-_END_NBYTES]) != end[1].decode("ascii"):
         raise corrupt(what, "its digest is wrong, so it is damaged")
     around = known and _parse_around(data, known, what)
-    doc, tensors = (around, None) if around else strict_json.parse_apart(data, "tensors", what)
+    doc, tensors = (around, b"") if around else strict_json.parse_apart(data, "tensors", what)
     check_version(doc, what)
     if not end:
         raise corrupt(what, "it does not end with its digest")
@@ -155,10 +155,8 @@ def decode(
         return Abandoned(_attempt(attempt, what), string(by, what), string(reason, what))
     if state != "committed":
         raise corrupt(what, f"state {shown(state)} is neither committed nor abandoned")
-    if tensors is not None:
-        doc["tensors"] = None
     fields(doc, _INDEX_FIELDS, what)
-    catalog = known.catalog if known and around else decode_catalog(doc, tensors or b"", what)
+    catalog = known.catalog if known and around else decode_catalog(doc, tensors, what)
     return _decode_index(doc, catalog, what)
 
 

@@ -6,7 +6,7 @@ what that rank stores: values that rank 0 lacks, and per-rank values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,21 +124,33 @@ def decode(
     )
 
 
-def lacking(file: ObjectsFile, name: str, catalog: Catalog) -> Iterator[str]:
+# The values that each objects file is to hold, by its name: their fqns, and the keys of those per
+# rank, which are None of the others.
+Contents = Mapping[str, Sequence[tuple[str, Key | None]]]
+
+
+def contents_of(catalog: Catalog) -> Contents:
+    """Return what the catalog says of all objects files: once, for it may have as many as ranks."""
+    contents: dict[str, list[tuple[str, Key | None]]] = {}
+    for fqn, rank in catalog.values.items():
+        name = filenames.objects_file(rank) if rank else filenames.OBJECTS
+        contents.setdefault(name, []).append((fqn, None))
+    for fqn, keys in catalog.per_rank.items():
+        for key, rank in keys:
+            contents.setdefault(filenames.objects_file(rank), []).append((fqn, key))
+    return contents
+
+
+def lacking(file: ObjectsFile, name: str, catalog: Catalog, contents: Contents) -> Iterator[str]:
     """Yield what is not in the file of this name, though the catalog says it is.
 
     Also what the tree says is in a container, and is neither a container nor in the catalog.
     """
-    rank = filenames.parse_objects_file(name)
-    is_global = name == filenames.OBJECTS
-    for fqn, holder in catalog.values.items():
-        if holder == rank and is_global == (holder == 0) and fqn not in file.values:
+    for fqn, key in contents.get(name, ()):
+        if key is None and fqn not in file.values:
             yield fqn
-    for fqn, keys in catalog.per_rank.items():
-        held = file.per_rank.get(fqn, {})
-        for key, holder in keys:
-            if holder == rank and not is_global and key not in held:
-                yield f"{fqn} of {key!r}"
+        elif key is not None and key not in file.per_rank.get(fqn, {}):
+            yield f"{fqn} of {key!r}"
     tables = (catalog.tensors, catalog.aliases, catalog.values, catalog.per_rank)
     nodes = {node.fqn for node in file.tree}
     for node in file.tree:

@@ -275,16 +275,7 @@ def _decode_metadata(value: Json, header: int, what: str) -> ShardFile:
     if len(hexes) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(hexes):
         raise corrupt(what, f"{len(hexes)} characters of digests, not all of them hex")
     what = f"{what}, dist_ckpt"
-    if rows is not None:
-        facts["shards"] = None
-    _, *scalars, _ = strict_json.fields(facts, _FACTS, what)
-    return _decode_facts(scalars, rows or b"", hexes, header, what)
-
-
-def _decode_facts(
-    scalars: list[Json], rows: bytes, digests: str, header: int, what: str
-) -> ShardFile:
-    component, rank, world_size, step, block_nbytes = scalars
+    _, component, rank, world_size, step, block_nbytes, _ = strict_json.fields(facts, _FACTS, what)
     world_size = strict_json.integer(world_size, 1, MAX_RANK + 1, f"{what}, world_size")
     block_nbytes = strict_json.integer(block_nbytes, 1, 1 << 40, f"{what}, block_nbytes")
     return ShardFile(
@@ -294,7 +285,7 @@ def _decode_facts(
         step=None if step is None else strict_json.integer(step, 0, MAX_STEP, f"{what}, step"),
         block_nbytes=block_nbytes,
         header_nbytes=header,
-        shards=_decode_shards(rows, block_nbytes, digests, what),
+        shards=_decode_shards(rows, block_nbytes, hexes, what),
     )
 
 

@@ -89,12 +89,14 @@ def parse(data: bytes, what: str) -> Json:
     return doc
 
 
-def parse_apart(data: bytes, field: str, what: str) -> tuple[dict[str, Json], bytes | None]:
-    """Parse an object, but for one field, whose text is returned; None if it has no such field."""
+def parse_apart(data: bytes, field: str, what: str) -> tuple[dict[str, Json], bytes]:
+    """Parse an object, but for one field, which is None; return its text, b"" if there is none."""
     found = members(data, what)
-    text = found.pop(field, None)
-    others = b",".join(_ENCODER.encode(name).encode() + b":" + found[name] for name in found)
-    return mapping(parse(b"{%s}" % others, what), what), text
+    text = found.get(field, b"")
+    if field in found:
+        found[field] = b"null"
+    joined = b",".join(_ENCODER.encode(name).encode() + b":" + found[name] for name in found)
+    return mapping(parse(b"{%s}" % joined, what), what), text
 
 
 def members(data: bytes, what: str) -> dict[str, bytes]:

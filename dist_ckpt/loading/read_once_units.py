@@ -11,7 +11,7 @@ from itertools import pairwise
 from dist_ckpt.format.geometry import Span, joined
 from dist_ckpt.planning.plan import ReadItem
 from dist_ckpt.planning.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit
-from dist_ckpt.shard_io.block_reads import BlockRead, Need, gathered, needed_runs, reads_of
+from dist_ckpt.shard_io.block_reads import BlockRead, Need, gathered, needed_blocks, reads_of
 from dist_ckpt.shard_io.open_files import OpenFile, OpenFiles
 from dist_ckpt.shard_io.reading_work import CellTargets, by_shard, needs_of
 from dist_ckpt.shard_io.small_shards import Row, divide
@@ -34,8 +34,10 @@ def _runs_of(file: OpenFile, number: int, items: Sequence[ReadItem]) -> Iterator
     if stop - start <= file.header.block_nbytes:
         yield range(first, first + 1)
         return
-    for run in needed_runs(file.shards[number], items, file.header.block_nbytes):
-        yield range(first + run.start, first + run.stop)
+    for need in needed_blocks(
+        file.shards[number], items, file.header.block_nbytes, lambda _: False
+    ):
+        yield range(first + need.number, first + need.number + 1)
 
 
 def slot_nbytes(files: OpenFiles) -> int:

@@ -78,6 +78,7 @@ class Checkpoint:
         self._threads = Config.from_environment().threads
         self._files = OrderedDict()
         self._own: dict[int, ObjectsFile] = {}
+        self._objects_records = {record.name: record for record in index.objects}
         self._turn = Lock()
 
     @property
@@ -154,7 +155,8 @@ class Checkpoint:
         if fqn not in self:
             hint = "it is in `.objects`" if fqn in self.index.catalog.values else "see `.tensors`"
             raise KeyError(f"{self.path} has no tensor {fqn!r}; {hint}")
-        return StoredTensor(self, fqn, self._info(fqn))
+        info = self._info(fqn)
+        return StoredTensor(self, fqn, info.dtype, info.shape, info.nbytes)
 
     def __contains__(self, fqn: object) -> bool:
         return fqn in self.index.catalog.tensors or fqn in self.index.catalog.aliases
@@ -232,16 +234,15 @@ class Checkpoint:
         return self._own[rank]
 
     def _objects_file(self, name: str) -> ObjectsFile | None:
-        for record in self.index.objects:
-            if record.name == name:
-                with attempts.while_it_is_there(self._storage, self.path, self._attempt):
-                    return read_objects(self._storage, self._folder, record, make=_made)
-        return None
+        if (record := self._objects_records.get(name)) is None:
+            return None
+        with attempts.while_it_is_there(self._storage, self.path, self._attempt):
+            return read_objects(self._storage, self._folder, record, make=_made)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StoredTensor:
-    """One tensor of a checkpoint, not read yet: index it to read a part.
+    """One tensor of a checkpoint, not read yet: index it to read a part. `shape` is its global one.
 
     `tensor[2:5, ..., 0]` reads what these rows and columns need, as an `Array`; integers and
     slices without a step, as in numpy, and nothing else.
@@ -249,22 +250,9 @@ class StoredTensor:
 
     checkpoint: Checkpoint
     fqn: str
-    _info: TensorInfo
-
-    @property
-    def shape(self) -> Shape:
-        """Its global shape."""
-        return self._info.shape
-
-    @property
-    def dtype(self) -> str:
-        """The name of its dtype."""
-        return self._info.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self._info.nbytes
+    dtype: str
+    shape: Shape
+    nbytes: int
 
     def __getitem__(self, where: BasicIndex | tuple[BasicIndex, ...]) -> Array:
         region, shape = select(where, self.shape)

@@ -30,7 +30,8 @@ class Stored:
         self.index = index
         self.storage = storage
         self._folder = folder
-        self.files = {record.name: self._read_objects(record) for record in index.objects}
+        contents = objects_file.contents_of(index.catalog)
+        self.files = {one.name: self._read_objects(one, contents) for one in index.objects}
         if filenames.OBJECTS not in self.files:
             raise CorruptError(f"{folder}: the index lists no {filenames.OBJECTS}")
 
@@ -50,9 +51,11 @@ class Stored:
                 keyed.setdefault(rank, {}).setdefault(fqn, {})[key] = value
         return keyed
 
-    def _read_objects(self, record: ObjectsFileRecord) -> objects_file.ObjectsFile:
+    def _read_objects(
+        self, record: ObjectsFileRecord, contents: objects_file.Contents
+    ) -> objects_file.ObjectsFile:
         file = read_objects(self.storage, self._folder, record)
-        for what in objects_file.lacking(file, record.name, self.index.catalog):
+        for what in objects_file.lacking(file, record.name, self.index.catalog, contents):
             raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
         return file
 

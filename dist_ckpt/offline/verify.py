@@ -154,6 +154,7 @@ class _Verifying:
         self._storage = storage
         self._folder = folder
         self._index = index
+        self._contents = objects_file.contents_of(index.catalog)
         self._progress = progress
         self._slots = Slots(max(READ_NBYTES, MAX_BLOCK_NBYTES))
 
@@ -218,7 +219,8 @@ class _Verifying:
             self.problems.append(Problem(record.name, rank, None, None, str(error)))
             return
         self._count(record.nbytes)
-        for what in objects_file.lacking(file, record.name, self._index.catalog):
+        catalog, contents = self._index.catalog, self._contents
+        for what in objects_file.lacking(file, record.name, catalog, contents):
             text = f"{path} lacks {what}, which the checkpoint should hold"
             self.problems.append(Problem(record.name, rank, None, None, text))
 

@@ -39,14 +39,6 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Storing:
-    """The layout in which a tensor is stored, and the rotation that says by whom."""
-
-    layout: Layout
-    rotation: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Measure:
     """What a layout comes to: `largest` is its largest cell with several holders, in elements.
 
@@ -59,10 +51,11 @@ class _Measure:
     group: int
 
 
-def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, Storing]:
-    """Decide who stores each cell of each tensor; the same on every rank.
+def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, tuple[Layout, int]]:
+    """Return the layout in which each tensor is stored, and the rotation that says by whom.
 
-    Pass the same `Layout` object for tensors that share one: work is done once for each object.
+    The same on every rank. Pass the same `Layout` object for tensors that share one: work is done
+    once for each object.
     The bytes that only one rank holds are counted first, then the largest replicas find their
     holders first.
     """
@@ -93,7 +86,7 @@ def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, Storing]:
         _add_loads(loads, rotated)
         stored += rotated
     stored += _least_loaded(single, loads, measures)
-    return {tensor.fqn: Storing(tensor.layout, rotation) for tensor, rotation in stored}
+    return {tensor.fqn: (tensor.layout, rotation) for tensor, rotation in stored}
 
 
 def _measures(tensors: Iterable[Holding]) -> dict[int, _Measure]:

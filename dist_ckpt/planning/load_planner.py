@@ -109,9 +109,7 @@ def _matches(
                 for source in sources[number]:
                     common = _common_of(source.region, target.region)
                     if common is not None:
-                        stored = cut.cell(number)
-                        is_whole = stored == cell and common.numel == cell.numel
-                        yield number, Match(stored, source, part, target, common, is_whole)
+                        yield number, Match.of(cut.cell(number), source, part, cell, target, common)
 
 
 def _common_of(a: Region, b: Region) -> Region | None:

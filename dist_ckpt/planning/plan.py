@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dist_ckpt.format.geometry import Cell, Piece, Region, Shape
+from dist_ckpt.format.geometry import Cell, Elements, Piece, Region, Shape, run_of
 from dist_ckpt.format.index import Catalog, Key, Node
 from dist_ckpt.format.layout import Layout
 from dist_ckpt.format.shard_file import HeaderText
@@ -208,8 +208,10 @@ class Match:
     """A box `common` of a stored cell and a wanted one, for all tensors that are cut alike.
 
     `source` and `target` are the pieces of the stored cell and of wanted cell number `part` that
-    hold it: both are row-major, so with them an element's place in memory is known. `is_whole`:
-    the two are the same cell, and nothing else of either is to be copied.
+    hold it: both are row-major, so with them an element's place in memory is known. `run` is where
+    its elements lie in the stored cell's memory, if they are one run there, and one in the wanted
+    cell's, `shift` elements further on; None if they are scattered in either. `is_whole`: the two
+    are the same cell, and nothing else of either is to be copied.
     """
 
     stored: Cell
@@ -217,7 +219,20 @@ class Match:
     part: int
     target: Piece
     common: Region
+    run: Elements | None
+    shift: int
     is_whole: bool
+
+    @staticmethod
+    def of(
+        stored: Cell, source: Piece, part: int, wanted: Cell, target: Piece, common: Region
+    ) -> Match:
+        """Return the match of pieces of a stored cell and of wanted cell number `part`."""
+        run, there = run_of(common, source), run_of(common, target)
+        if run is None or there is None:
+            return Match(stored, source, part, target, common, None, 0, is_whole=False)
+        is_whole = stored == wanted and common.numel == wanted.numel
+        return Match(stored, source, part, target, common, run, there.start - run.start, is_whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,12 +88,12 @@ def plan_save(
     # Most tensors are like others, and share their record with them.
     alike: dict[TensorRecord, TensorRecord] = {}
     for fqn, tensor in tensors.items():
-        layout = stored[fqn].layout
+        layout, rotation = stored[fqn]
         record = TensorRecord(
             dtype=tensor.dtype,
             shape=tensor.shape,
             layout=layouts.setdefault(id(layout), (len(layouts), layout))[0],
-            rotation=stored[fqn].rotation,
+            rotation=rotation,
             component=numbers.get(tensor.component, 0),
         )
         records[fqn] = alike.setdefault(record, record)
@@ -108,7 +108,7 @@ def plan_save(
         values={fqn: ranks[0] for fqn, ranks in values.items()},
         per_rank={fqn: tuple((key, who[0]) for key, who in keys[fqn]) for fqn in keys},
     )
-    split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn].layout is not t.layout}
+    split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
     names, numpy = merged_names(bodies), merged_numpy(bodies)
     return SavePlan(catalog, split, values, keys, tree, names, numpy)
 
@@ -139,10 +139,16 @@ def items_of_ranks(plan: SavePlan) -> Iterator[tuple[FilePlan, ...]]:
 # (fqn, dtype, shape of the tensor, cell) of each shard in some files, by component.
 _StoredCells = dict[int, list[tuple[str, str, Shape, Cell]]]
 
+# Component, layout and rotation of a tensor: what decides in which file each cell of it is.
+_Turn = tuple[int, int, int]
+
 
 def cells_of_ranks(catalog: Catalog) -> Iterator[_StoredCells]:
     """Yield the cells that each rank stores, one rank after another."""
-    turns = _turns(catalog)
+    turns: dict[_Turn, list[tuple[str, TensorRecord]]] = {}
+    for fqn, record in catalog.tensors.items():
+        turn = record.component, record.layout, record.rotation
+        turns.setdefault(turn, []).append((fqn, record))
     stored: dict[int, list[tuple[_Turn, int]]] = {}
     for turn in turns:
         layout = catalog.layouts[turn[1]]
@@ -155,18 +161,6 @@ def cells_of_ranks(catalog: Catalog) -> Iterator[_StoredCells]:
             tensors = ((fqn, record.dtype, record.shape, cell) for fqn, record in turns[turn])
             cells.setdefault(turn[0], []).extend(tensors)
         yield cells
-
-
-# Component, layout and rotation of a tensor: what decides in which file each cell of it is.
-_Turn = tuple[int, int, int]
-
-
-def _turns(catalog: Catalog) -> dict[_Turn, list[tuple[str, TensorRecord]]]:
-    turns: dict[_Turn, list[tuple[str, TensorRecord]]] = {}
-    for fqn, record in catalog.tensors.items():
-        turn = record.component, record.layout, record.rotation
-        turns.setdefault(turn, []).append((fqn, record))
-    return turns
 
 
 def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
 from threading import Lock
 
 from dist_ckpt.errors import CorruptError, StorageError, listed
@@ -24,13 +23,12 @@ from dist_ckpt.format.geometry import (
 )
 from dist_ckpt.memory.buffers import Slots, copy
 from dist_ckpt.memory.protocol import Target
-from dist_ckpt.planning.plan import ReadItem
+from dist_ckpt.planning.plan import Match, ReadItem
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import (
     READ_NBYTES,
     BlockRead,
     Need,
-    Wish,
     every_block,
     gathered,
 )
@@ -139,9 +137,7 @@ class Reading:
         if isinstance(one, Row):
             self._check_row(file, one, data)
             return
-        begin = one.span.start
-        for need in one.needs:
-            _check(file, need, block_digest(data[need.start - begin : need.stop - begin]))
+        _check_blocks(file, one.needs, data)
 
     def _place_row(self, row: Row, parts: Iterable[memoryview]) -> None:
         for item, part in zip(row.items, parts, strict=True):
@@ -156,13 +152,10 @@ class Reading:
 
     def _straight(self, file: OpenFile, one: BlockRead) -> None:
         first = one.needs[0]
-        (wish,) = first.wishes
-        assert wish.source is not None
-        assert wish.target is not None
-        itemsize = DTYPES[first.shard.dtype].itemsize
-        memory = self._touch(wish.item).memory()
+        (item,) = first.items
+        memory = self._touch(item).memory()
         assert memory is not None
-        start = first.span.start + (wish.target - wish.source.start) * itemsize
+        start = first.span.start + item.match.shift * DTYPES[item.dtype].itemsize
         self.fetch(file, one, memory[start : start + one.span.nbytes])
 
     def fetch(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
@@ -192,9 +185,7 @@ class Reading:
         if self._verify and len(needs) == 1:
             _check(file, needs[0], digest.hexdigest())
         elif self._verify:
-            for need in needs:
-                block = data[need.start - first : need.stop - first]
-                _check(file, need, block_digest(block))
+            _check_blocks(file, needs, data)
 
     def place(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
         """Copy the checked blocks of one read, which are `data`, to their targets."""
@@ -203,14 +194,13 @@ class Reading:
                 self._place_row(one, one.parts(file, data))
             return
         for row in gathered(one.needs, _are_placed_at_once):
-            wishes = row[0].wishes
             itemsize = DTYPES[row[0].shard.dtype].itemsize
             start, stop = row[0].span.start, row[-1].span.stop
             stored = Elements(start // itemsize, stop // itemsize)
             offset = row[0].start - one.span.start
-            for wish in wishes:
-                target = self._touch(wish.item)
-                _copy(wish, target, stored, data[offset : offset + stop - start])
+            for item in row[0].items:
+                target = self._touch(item)
+                _copy(item, target, stored, data[offset : offset + stop - start])
 
     def _touch(self, item: ReadItem) -> Target:
         """Return the target of an item, which is about to get something of what was read."""
@@ -234,41 +224,43 @@ def _check(file: OpenFile, need: Need, actual: str) -> None:
         raise CorruptError(damage(file, need, problem))
 
 
+def _check_blocks(file: OpenFile, needs: Sequence[Need], data: memoryview) -> None:
+    """Check blocks whose bytes, from the first one's on, are `data`."""
+    first = needs[0].start
+    for need in needs:
+        _check(file, need, block_digest(data[need.start - first : need.stop - first]))
+
+
 def _are_placed_at_once(needs: Sequence[Need], need: Need) -> bool:
     """Say whether one more block is of the same shard, and wanted by the same items."""
-    last, here, more = needs[-1], needs[-1].wishes, need.wishes
-    return last.shard is need.shard and len(here) == len(more) and all(map(is_, here, more))
+    return needs[-1].shard is need.shard and needs[-1].items == need.items
 
 
-def _copy(wish: Wish, target: Target, stored: Elements, data: memoryview) -> None:
-    """Copy what a wish wants of some elements of a stored cell, which are `data`."""
-    itemsize = DTYPES[wish.item.dtype].itemsize
-    memory = target.memory()
-    if memory is not None and wish.source is not None and wish.target is not None:
-        start = max(stored.start, wish.source.start)
-        stop = min(stored.stop, wish.source.stop)
-        shift = wish.target - wish.source.start
-        place = memory[(start + shift) * itemsize : (stop + shift) * itemsize]
+def _copy(item: ReadItem, target: Target, stored: Elements, data: memoryview) -> None:
+    """Copy what an item wants of some elements of a stored cell, which are `data`."""
+    itemsize, match, memory = DTYPES[item.dtype].itemsize, item.match, target.memory()
+    if memory is not None and match.run is not None:
+        start, stop = max(stored.start, match.run.start), min(stored.stop, match.run.stop)
+        place = memory[(start + match.shift) * itemsize : (stop + match.shift) * itemsize]
         copy(place, data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize])
         return
-    region = wish.item.match.source.region
-    strides = row_major_strides(region.shape)
-    for box, start in _boxes(wish, stored):
+    strides = row_major_strides(match.source.region.shape)
+    for box, start in _boxes(match, stored):
         stop = start + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1
         view = data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize]
-        target.place(wish.item.match.target, box, view, strides)
+        target.place(match.target, box, view, strides)
 
 
-def _boxes(wish: Wish, stored: Elements) -> Iterator[tuple[Region, int]]:
+def _boxes(match: Match, stored: Elements) -> Iterator[tuple[Region, int]]:
     """Return the wanted boxes among some elements of a stored cell, and where each begins."""
-    piece = wish.item.match.source
+    piece = match.source
     region = piece.region
     start = max(stored.start, piece.start) - piece.start
     stop = min(stored.stop, piece.start + region.numel) - piece.start
     strides = row_major_strides(region.shape)
     for box in boxes_of(Elements(start, stop), region.shape):
         corner = tuple(a + b for a, b in zip(box.offset, region.offset, strict=True))
-        wanted = Region(corner, box.shape).intersect(wish.item.match.common)
+        wanted = Region(corner, box.shape).intersect(match.common)
         if wanted is not None:
             relative = wanted.relative_to(region.offset).offset
             first = sum(o * s for o, s in zip(relative, strides, strict=True))

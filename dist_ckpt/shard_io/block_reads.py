@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from dist_ckpt.format.checksums import blocks, num_blocks
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import Elements, Piece, Region, Span, joined, row_major_strides
+from dist_ckpt.format.geometry import Elements, Span, runs_of
 from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.planning.plan import ReadItem
 
@@ -30,29 +29,17 @@ STRAIGHT_NBYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A read item, and where its elements lie as one run, if they do.
-
-    `source` is that run in the stored cell's memory, `target` where it begins in the wanted
-    cell's. Both are None if the elements are scattered in either.
-    """
-
-    item: ReadItem
-    source: Elements | None
-    target: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Need:
     """A block that is needed; `span` is in the shard's bytes.
 
-    `straight`: it can be read into the memory of its one wish, for it maps there as a whole.
+    `items` want some of it. `straight`: it can be read into the memory of its one item, for it maps
+    there as a whole.
     """
 
     shard: StoredShard
     number: int
     span: Span
-    wishes: tuple[Wish, ...]
+    items: tuple[ReadItem, ...]
     straight: bool
 
     @property
@@ -96,45 +83,34 @@ def needed_blocks(
     itemsize = DTYPES[shard.dtype].itemsize
     if shard.span.nbytes <= min(block_nbytes, STRAIGHT_NBYTES - 1):
         span = Span(0, shard.span.nbytes)
-        yield Need(shard, 0, span, tuple(map(_wish, items)), straight=False)
+        yield Need(shard, 0, span, tuple(items), straight=False)
         return
-    wishes: dict[int, list[Wish]] = {}
+    wanted: dict[int, list[ReadItem]] = {}
     for item in items:
-        wish = _wish(item)
-        for number in _block_numbers(wish, block_nbytes // itemsize):
-            wishes.setdefault(number, []).append(wish)
+        for number in _block_numbers(item, block_nbytes // itemsize):
+            wanted.setdefault(number, []).append(item)
     needs = []
-    for number in sorted(wishes):
+    for number, wanting in sorted(wanted.items()):
         start = number * block_nbytes
         span = Span(start, min(start + block_nbytes, shard.span.nbytes))
-        wanted_by = tuple(wishes[number])
-        straight = len(wanted_by) == 1 and _maps_whole(wanted_by[0], span, itemsize)
-        straight = straight and has_memory(wanted_by[0].item)
-        needs.append(Need(shard, number, span, wanted_by, straight))
+        straight = len(wanting) == 1 and _maps_whole(wanting[0], span, itemsize)
+        straight = straight and has_memory(wanting[0])
+        needs.append(Need(shard, number, span, tuple(wanting), straight))
     yield from _without_short_runs(needs)
-
-
-def needed_runs(
-    shard: StoredShard, items: Iterable[ReadItem], block_nbytes: int
-) -> Iterator[range]:
-    """Return the numbers of the blocks that `needed_blocks` returns, as runs."""
-    block_numel = block_nbytes // DTYPES[shard.dtype].itemsize
-    numbers = {number for item in items for number in _block_numbers(_wish(item), block_numel)}
-    yield from joined(range(number, number + 1) for number in sorted(numbers))
 
 
 def _without_short_runs(needs: Iterable[Need]) -> Iterator[Need]:
     """Take back `straight` where too few bytes in a row would gain from it."""
     for run in gathered(needs, lambda run, need: _adjoin_straight(run[-1], need)):
         if run[0].straight and run[-1].stop - run[0].start < STRAIGHT_NBYTES:
-            yield from (Need(n.shard, n.number, n.span, n.wishes, straight=False) for n in run)
+            yield from (Need(n.shard, n.number, n.span, n.items, straight=False) for n in run)
         else:
             yield from run
 
 
 def _adjoin_straight(a: Need, b: Need) -> bool:
     """Say whether two blocks in a row can come with one read straight into one target."""
-    return a.straight and b.straight and a.wishes[0] is b.wishes[0]
+    return a.straight and b.straight and a.items[0] is b.items[0]
 
 
 def gathered(
@@ -179,68 +155,16 @@ def _can_join(last: Need, need: Need) -> bool:
     return _adjoin_straight(last, need) if last.straight or need.straight else True
 
 
-# --- where the elements of a box lie ---------------------------------------------------------
-
-
-def _wish(item: ReadItem) -> Wish:
-    match = item.match
-    source = _one_run(match.common, match.source)
-    if source is None:
-        return Wish(item, None, None)
-    if match.common == match.target.region:
-        return Wish(item, source, match.target.start)
-    target = _one_run(match.common, match.target)
-    return Wish(item, None, None) if target is None else Wish(item, source, target.start)
-
-
-def _one_run(box: Region, piece: Piece) -> Elements | None:
-    """Return where a box lies in its cell's memory, if that is one run."""
-    if box is piece.region or box == piece.region:
-        return Elements(piece.start, piece.start + box.numel)
-    found = tuple(islice(runs_of(box, piece, 1), 2))
-    return found[0] if len(found) == 1 else None
-
-
-def _maps_whole(wish: Wish, span: Span, itemsize: int) -> bool:
-    run = wish.source
+def _maps_whole(item: ReadItem, span: Span, itemsize: int) -> bool:
+    run = item.match.run
     return (
         run is not None and run.start * itemsize <= span.start and span.stop <= run.stop * itemsize
     )
 
 
-def _block_numbers(wish: Wish, block_numel: int) -> Iterator[int]:
+def _block_numbers(item: ReadItem, block_numel: int) -> Iterator[int]:
     """Return the numbers of the blocks that hold elements of an item, ascending."""
-    if wish.source is not None:
-        runs: Iterable[Elements] = (wish.source,)
-    else:
-        runs = runs_of(wish.item.match.common, wish.item.match.source, block_numel)
-    for run in runs:
+    match = item.match
+    runs: Iterable[Elements] = (match.run,) if match.run else ()
+    for run in runs or runs_of(match.common, match.source, block_numel):
         yield from range(run.start // block_numel, num_blocks(run.stop, block_numel))
-
-
-def runs_of(box: Region, piece: Piece, gap: int) -> Iterator[Elements]:
-    """Return where the elements of a box lie in the memory of the cell it is a piece of.
-
-    Holes of fewer than `gap` elements are taken in, so that the runs are as few as matter: a
-    block of `gap` elements is touched by a run if and only if it holds an element of the box.
-    Holes only grow from the last dimension to the first, so the runs are one inner box each.
-    """
-    strides = row_major_strides(piece.region.shape)
-    inner = 1
-    outer = len(strides)
-    while outer and (box.shape[outer - 1] == 1 or strides[outer - 1] - inner < gap):
-        outer -= 1
-        inner += (box.shape[outer] - 1) * strides[outer]
-    corner = box.relative_to(piece.region.offset).offset
-    start = piece.start + sum(o * s for o, s in zip(corner, strides, strict=True))
-    yield from _outer_runs(box.shape[:outer], strides[:outer], start, inner)
-
-
-def _outer_runs(
-    shape: tuple[int, ...], strides: tuple[int, ...], start: int, numel: int
-) -> Iterator[Elements]:
-    if not shape:
-        yield Elements(start, start + numel)
-        return
-    for i in range(shape[0]):
-        yield from _outer_runs(shape[1:], strides[1:], start + i * strides[0], numel)

@@ -173,19 +173,18 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
     """Return a file's header, if it is the one that the index means."""
     if record.header_nbytes > 8 + MAX_HEADER_NBYTES:
         raise CorruptError(f"{path}: no header has {record.header_nbytes} bytes")
+    here = f"{path} of rank {record.rank}"
     data = memoryview(bytearray(min(record.header_nbytes, file.nbytes)))
     count = file.read_into(0, data)
     actual = checksums.document_digest(data[:count])
     if actual != record.digest:
         raise CorruptError(
-            f"{path} of rank {record.rank}: the header (bytes 0:{record.header_nbytes}) is "
-            f"damaged, its digest is {actual}, the index says {record.digest}"
+            f"{here}: the header (bytes 0:{record.header_nbytes}) is damaged, its digest is "
+            f"{actual}, the index says {record.digest}"
         )
-    header = decode_header(bytes(data), nbytes=record.nbytes, what=f"{path} of rank {record.rank}")
+    header = decode_header(bytes(data), nbytes=record.nbytes, what=here)
     if header.block_nbytes % MAX_ITEMSIZE or header.block_nbytes > MAX_BLOCK_NBYTES:
-        raise CorruptError(
-            f"{path} of rank {record.rank}: {header.block_nbytes} is no size of blocks"
-        )
+        raise CorruptError(f"{here}: {header.block_nbytes} is no size of blocks")
     for what, found, expected in (
         ("component", header.component, index.catalog.components[record.component].name),
         ("rank", header.rank, record.rank),
@@ -193,10 +192,7 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
         ("step", header.step, index.step),
     ):
         if found != expected:
-            raise CorruptError(
-                f"{path} of rank {record.rank}: its {what} is {found!r}, the index says "
-                f"{expected!r}"
-            )
+            raise CorruptError(f"{here}: its {what} is {found!r}, the index says {expected!r}")
     return header
 
 

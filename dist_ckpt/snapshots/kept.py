@@ -51,12 +51,12 @@ class KeptSnapshot:
         """
         span = self.placement.images[image]
         assert 0 <= start <= start + len(target) <= span.nbytes, "beyond the file"
-        with self.descriptor.lend() as fd:
+        with self.descriptor.lend() as (fd,):
             _read(fd, span.start + start, target, self.place)
 
     def check(self) -> None:
         """Check that it is still there, so that what was read is of it. CorruptError if not."""
-        with self.descriptor.lend() as fd:
+        with self.descriptor.lend() as (fd,):
             sequence = _word(fd, layout.SEQUENCE_WORD, self.place)
         if sequence != self.sequence - (not self.is_complete):
             raise CorruptError(f"{self.place}: the snapshot was overwritten while it was read")

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from dist_ckpt.errors import StorageError
 
 
 class Descriptor:
-    """An open file's descriptor, which threads share; closed once nobody uses it any more.
+    """An open file's descriptor, or several, which threads share; closed once nobody uses them.
 
-    A call that hangs in the kernel outlives the wait for it: were the descriptor closed under it,
+    A call that hangs in the kernel outlives the wait for it: were a descriptor closed under it,
     it could go on with its number when that has become another file's.
     """
 
-    def __init__(self, path: str, fd: int) -> None:
+    def __init__(self, path: str, *fds: int) -> None:
         self.path = path
-        self._fd = fd
+        self._fds = [*fds]
         self._lock = threading.Lock()
         self._num_users = 0
         self._released = False
 
     @contextmanager
-    def lend(self) -> Iterator[int]:
-        """Lend the descriptor for some calls. Raises StorageError once it was released."""
+    def lend(self) -> Iterator[Sequence[int]]:
+        """Lend the descriptors for some calls. Raises StorageError once it was released."""
         with self._lock:
             if self._released:
                 raise StorageError(f"{self.path} is closed: it was given up; try again")
             self._num_users += 1
         try:
-            yield self._fd
+            yield self._fds
         finally:
             with self._lock:
                 self._num_users -= 1
@@ -49,14 +49,17 @@ class Descriptor:
             self._close()
 
     def take(self) -> int:
-        """Hand it over to the caller, who closes it. Nobody else may be using it."""
+        """Hand the first over to the caller, who closes it. Nobody else may be using any."""
         with self._lock:
             if self._released:
                 raise StorageError(f"{self.path} is closed: it was given up; try again")
             assert not self._num_users, f"{self.path} is finished while it is written"
             self._released = True
-            return self._fd
+        first, *self._fds = self._fds
+        self._close()
+        return first
 
     def _close(self) -> None:
-        with suppress(OSError):
-            os.close(self._fd)
+        for fd in self._fds:
+            with suppress(OSError):
+                os.close(fd)

@@ -16,12 +16,11 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from mmap import PAGESIZE
 
 from dist_ckpt.format.geometry import Span
 from dist_ckpt.memory.buffers import Slots, address_of, copy
-from dist_ckpt.storage.descriptor import Descriptor
+from dist_ckpt.storage.exclusive_rename import system_call
 
 # cachestat(2), of Linux 6.5; the number is the same on all processors but alpha. It only looks:
 # a read with RWF_NOWAIT would begin to read ahead, and mincore takes twenty times as long.
@@ -45,16 +44,11 @@ def holds_all(fd: int, offset: int, nbytes: int) -> bool:
     True as well where nobody can tell: on other systems, and about files of other users.
     """
     asked, found = _Range(offset, nbytes), _CacheStat()
-    if sys.platform != "linux" or _c_library().syscall(
-        ctypes.c_long(_CACHESTAT), fd, ctypes.byref(asked), ctypes.byref(found), 0
-    ):
+    syscall = system_call("syscall") if sys.platform == "linux" else None
+    number = ctypes.c_long(_CACHESTAT)
+    if syscall is None or syscall(number, fd, ctypes.byref(asked), ctypes.byref(found), 0):
         return True
     return bool(found.num_cached >= (offset + nbytes - 1) // PAGESIZE - offset // PAGESIZE + 1)
-
-
-@cache
-def _c_library() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 _log = logging.getLogger("dist_ckpt")
@@ -107,52 +101,23 @@ class DirectIO:
     """
 
     def __init__(self) -> None:
+        self.slots = Slots(READ_SLOT_NBYTES)
         self._lock = threading.Lock()
         self._alignments: dict[int, Alignment | None] = {}  # by device; None: it takes none
 
-    def writes_of(self, path: str, fd: int, nbytes: int) -> DirectFile | None:
-        """Return the file of `fd`, which will have `nbytes`, to be written; None if no gain."""
+    def file_of(self, path: str, fd: int, nbytes: int) -> DirectFile | None:
+        """Return the file of `fd`, which has or will have `nbytes`; None if there is no gain."""
         if nbytes < MIN_NBYTES:
             return None
         status = os.fstat(fd)
-        if (alignment := self._alignment(fd, status.st_dev)) is None:
-            return None
-        if (direct := self.open(path, os.O_WRONLY, status)) is None:
-            return None
-        return DirectFile(self, path, direct, status.st_dev, alignment)
-
-    def reads_of(
-        self, path: str, fd: int, status: os.stat_result, slots: Slots
-    ) -> DirectReads | None:
-        """Return the file of `fd`, which has this status, to be read; None if no gain.
-
-        Its reads go to `slots`, of `READ_SLOT_NBYTES`.
-        """
-        if status.st_size < MIN_NBYTES:
-            return None
-        alignment = self._alignment(fd, status.st_dev)
-        return DirectReads(self, path, status, alignment.block, slots) if alignment else None
+        if status.st_dev not in self._alignments:
+            self._alignments.setdefault(status.st_dev, alignment_of(fd))
+        alignment = self._alignments[status.st_dev]
+        return DirectFile(self, path, status, alignment) if alignment else None
 
     def takes(self, device: int) -> bool:
         """Say whether the file system of some file takes direct I/O and has not refused it."""
         return self._alignments.get(device) is not None
-
-    def open(self, path: str, access: int, status: os.stat_result) -> int | None:
-        """Open the file of this status once more; None if that fails, or its name is another's."""
-        # Nobody waits for the other end of a pipe that has taken the name.
-        flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_DIRECT
-        try:
-            fd = os.open(path, flags)
-        except OSError as error:
-            # Else the name has gone, or too many files are open: the file system did not refuse.
-            if error.errno in _REFUSALS:
-                self.refuse(path, status.st_dev, error)
-            return None
-        with suppress(OSError):
-            if os.path.samestat(status, os.fstat(fd)):
-                return fd
-        os.close(fd)
-        return None
 
     def refuse(self, path: str, device: int, error: OSError) -> None:
         """Do no more direct I/O with the file system of this file; raise any other error."""
@@ -164,72 +129,71 @@ class DirectIO:
             text = "%s takes no direct I/O (%s): going through the page cache"
             _log.warning(text, path, error.strerror)
 
-    def _alignment(self, fd: int, device: int) -> Alignment | None:
-        if device not in self._alignments:
-            self._alignments.setdefault(device, alignment_of(fd))
-        return self._alignments[device]
 
-
+@dataclass(frozen=True, slots=True)
 class DirectFile:
-    """A file that is open for direct writes besides its descriptor. Threads may share it."""
+    """A file whose bytes can go past the page cache, which it is by its status.
 
-    def __init__(
-        self, origin: DirectIO, path: str, fd: int, device: int, alignment: Alignment
-    ) -> None:
-        self._origin = origin
-        self._path = path
-        self._descriptor = Descriptor(path, fd)
-        self._device = device
-        self._alignment = alignment
+    To be written it is opened once more, for as long as that takes. To be read it is for each read:
+    that takes tens of microseconds, and no descriptors of a process that may keep hundreds of files
+    open. Threads may share it.
+    """
+
+    origin: DirectIO
+    path: str
+    status: os.stat_result
+    aligned: Alignment
 
     @property
     def alignment(self) -> int:
         """See `WritableFile.alignment`."""
-        return self._alignment.memory if self._origin.takes(self._device) else 1
+        return self.aligned.memory if self._is_taken else 1
 
-    def write(self, data: memoryview, offset: int) -> Span:
-        """Write what can go directly; return which part of `data` that was, maybe none of it.
+    @property
+    def _is_taken(self) -> bool:
+        return self.origin.takes(self.status.st_dev)
+
+    def open(self, access: int) -> int | None:
+        """Open the file once more; None if that fails, or its name is another's."""
+        # Nobody waits for the other end of a pipe that has taken the name.
+        flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_DIRECT
+        try:
+            fd = os.open(self.path, flags)
+        except OSError as error:
+            # Else the name has gone, or too many files are open: the file system did not refuse.
+            if error.errno in _REFUSALS:
+                self._refuse(error)
+            return None
+        with suppress(OSError):
+            if os.path.samestat(self.status, os.fstat(fd)):
+                return fd
+        os.close(fd)
+        return None
+
+    def _refuse(self, error: OSError) -> None:
+        self.origin.refuse(self.path, self.status.st_dev, error)
+
+    def write(self, direct: int, data: memoryview, offset: int) -> Span:
+        """Write to what was opened; return which part of `data` could go directly, maybe none.
 
         The caller writes the rest. After a write that fell short that may begin within a block,
         which then no direct write touches any more. Raises OSError if the disk fails.
         """
-        if data.readonly or not data or not self._origin.takes(self._device):
+        if data.readonly or not data or not self._is_taken:
             return Span(0, 0)
-        part = self._alignment.inner(address_of(data), offset, len(data))
+        part = self.aligned.inner(address_of(data), offset, len(data))
         done = part.start
-        with self._descriptor.lend() as fd:
-            while done < part.stop:
-                asked = data[done : min(part.stop, done + _MAX_CALL_NBYTES)]
-                try:
-                    count = os.pwrite(fd, asked, offset + done)
-                except OSError as error:
-                    self._origin.refuse(self._path, self._device, error)
-                    break
-                done += count
-                if count < len(asked):
-                    break
+        while done < part.stop:
+            asked = data[done : min(part.stop, done + _MAX_CALL_NBYTES)]
+            try:
+                count = os.pwrite(direct, asked, offset + done)
+            except OSError as error:
+                self._refuse(error)
+                break
+            done += count
+            if count < len(asked):
+                break
         return Span(part.start, done)
-
-    def release(self) -> None:
-        """Close it, once no thread writes any more."""
-        self._descriptor.release()
-
-
-class DirectReads:
-    """Reads of one file that the page cache would have to fetch first. Threads may share it.
-
-    It is opened for each read: that takes tens of microseconds, and no descriptors of a process
-    that may keep hundreds of files open.
-    """
-
-    def __init__(
-        self, origin: DirectIO, path: str, status: os.stat_result, block: int, slots: Slots
-    ) -> None:
-        self._origin = origin
-        self._path = path
-        self._status = status
-        self._block = block
-        self._slots = slots
 
     def read(self, fd: int, target: memoryview, offset: int) -> int:
         """Fill `target` from the file of `fd`; return how many bytes came, maybe none.
@@ -238,11 +202,11 @@ class DirectReads:
         directly as a whole: to read the holes would have the system read ahead. Raises OSError if
         the disk fails.
         """
-        if len(target) < MIN_READ_NBYTES or not self._origin.takes(self._status.st_dev):
+        if len(target) < MIN_READ_NBYTES or not self._is_taken:
             return 0
         if holds_all(fd, offset, len(target)):
             return 0
-        if (direct := self._origin.open(self._path, os.O_RDONLY, self._status)) is None:
+        if (direct := self.open(os.O_RDONLY)) is None:
             return 0
         try:
             return self._fill(direct, target, offset)
@@ -254,16 +218,16 @@ class DirectReads:
 
         torch's memory is hardly ever aligned as disks want it.
         """
-        done = 0
-        with self._slots.one() as slot:
+        done, block = 0, self.aligned.block
+        with self.origin.slots.one() as slot:
             while done < len(target):
-                head = (offset + done) % self._block
-                blocks = -(-(head + len(target) - done) // self._block)
-                asked = slot[: min(blocks * self._block, _MAX_READ_NBYTES)]
+                head = (offset + done) % block
+                blocks = -(-(head + len(target) - done) // block)
+                asked = slot[: min(blocks * block, _MAX_READ_NBYTES)]
                 try:
                     count = os.preadv(direct, [asked], offset + done - head)
                 except OSError as error:
-                    self._origin.refuse(self._path, self._status.st_dev, error)
+                    self._refuse(error)
                     break
                 came = asked[head:count][: len(target) - done]
                 copy(target[done : done + len(came)], came)
@@ -297,7 +261,7 @@ def _told_alignment(fd: int) -> tuple[int, int] | None:
     """Return the alignment of memory and of offsets (STATX_DIOALIGN); None if it is not told."""
     mask, empty_path = 0x2000, 0x1000
     buffer = ctypes.create_string_buffer(256)
-    statx = getattr(ctypes.CDLL(None), "statx", None)
+    statx = system_call("statx")
     if statx is None or statx(fd, b"", empty_path, mask, buffer):
         return None
     (filled,) = struct.unpack_from("I", buffer)
@@ -307,6 +271,7 @@ def _told_alignment(fd: int) -> tuple[int, int] | None:
 
 def _type_of(fd: int) -> int:
     buffer = ctypes.create_string_buffer(256)
-    if ctypes.CDLL(None).fstatfs(fd, buffer):
+    fstatfs = system_call("fstatfs")
+    if fstatfs is None or fstatfs(fd, buffer):
         return 0
     return int(ctypes.c_long.from_buffer(buffer).value)

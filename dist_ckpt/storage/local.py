@@ -18,9 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.format.geometry import Span
-from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.storage.descriptor import Descriptor
-from dist_ckpt.storage.direct_io import READ_SLOT_NBYTES, DirectFile, DirectIO, DirectReads
+from dist_ckpt.storage.direct_io import DirectFile, DirectIO
 from dist_ckpt.storage.exclusive_rename import UNSUPPORTED, rename_exclusively, system_call
 from dist_ckpt.storage.protocol import Entry, ReadableFile, WritableFile
 
@@ -55,7 +54,7 @@ class LocalStorage:
 
     def __init__(self, *, direct_reads: bool = False) -> None:
         self._direct_io = DirectIO()
-        self._slots = Slots(READ_SLOT_NBYTES) if direct_reads else None
+        self._direct_reads = direct_reads
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         """Return the entries of a folder, sorted by name; links and devices are "other"."""
@@ -80,22 +79,20 @@ class LocalStorage:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         passed = (FileExistsError, FileNotFoundError)
         with _errors_of(path, *passed, needs=os.path.dirname(path)):
-            fd = os.open(path, flags, 0o666)
-            direct = None
+            fds = [os.open(path, flags, 0o666)]
             try:
-                _reserve(fd, nbytes)
-                direct = self._direct_io.writes_of(path, fd, nbytes)
-                if direct:
+                _reserve(fds[0], nbytes)
+                direct = self._direct_io.file_of(path, fds[0], nbytes)
+                if direct and (second := direct.open(os.O_WRONLY)) is not None:
+                    fds.append(second)
                     # Writes beyond the end take turns in the kernel; those before it do not.
-                    os.ftruncate(fd, nbytes)
+                    os.ftruncate(fds[0], nbytes)
             except OSError:
-                if direct:
-                    direct.release()
-                os.close(fd)
+                Descriptor(path, *fds).release()
                 with suppress(OSError):
                     os.unlink(path)
                 raise
-        return _LocalWritableFile(path, fd, direct, nbytes)
+        return _LocalWritableFile(path, fds, direct if len(fds) > 1 else None, nbytes)
 
     def open(self, path: str) -> ReadableFile:
         """Open a regular file; a link or a pipe in its place is refused without waiting."""
@@ -111,8 +108,9 @@ class LocalStorage:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
                     raise _not_a_file(path)
-                slots = self._slots
-                direct = self._direct_io.reads_of(path, fd, status, slots) if slots else None
+                direct = None
+                if self._direct_reads:
+                    direct = self._direct_io.file_of(path, fd, status.st_size)
             except (OSError, CorruptError):
                 os.close(fd)
                 raise
@@ -150,8 +148,12 @@ class LocalStorage:
 
 
 class _LocalWritableFile:
-    def __init__(self, path: str, fd: int, direct: DirectFile | None, nbytes: int) -> None:
-        self._descriptor = Descriptor(path, fd)
+    """A file; with `direct` the second descriptor is for direct writes."""
+
+    def __init__(
+        self, path: str, fds: Sequence[int], direct: DirectFile | None, nbytes: int
+    ) -> None:
+        self._descriptor = Descriptor(path, *fds)
         self._direct = direct
         self._nbytes = nbytes
         self._lock = threading.Lock()
@@ -163,12 +165,12 @@ class _LocalWritableFile:
 
     def write_at(self, offset: int, data: Buffer) -> None:
         view = memoryview(data).cast("B")
-        with _errors_of(self._descriptor.path), self._descriptor.lend() as fd:
-            done = self._direct.write(view, offset) if self._direct else Span(0, 0)
+        with _errors_of(self._descriptor.path), self._descriptor.lend() as fds:
+            done = self._direct.write(fds[1], view, offset) if self._direct else Span(0, 0)
             # Never into a page that a direct write of another thread touches: those cover whole
             # pages of what was given to them. One fsync of the file makes both kinds durable.
-            write_all(fd, view[: done.start], offset)
-            write_all(fd, view[done.stop :], offset + done.stop)
+            write_all(fds[0], view[: done.start], offset)
+            write_all(fds[0], view[done.stop :], offset + done.stop)
         with self._lock:
             self._stop = max(self._stop, offset + len(view))
 
@@ -176,8 +178,6 @@ class _LocalWritableFile:
         # After a failed fsync the kernel calls the lost pages clean, so that a second one
         # succeeds: whatever fails here, the descriptor is gone and the file is burnt.
         fd = self._descriptor.take()
-        if self._direct:
-            self._direct.release()
         with _errors_of(self._descriptor.path):
             try:
                 if self._direct and self._stop < self._nbytes:
@@ -192,24 +192,18 @@ class _LocalWritableFile:
             return nbytes
 
     def discard(self) -> None:
-        if self._direct:
-            self._direct.release()
         self._descriptor.release()
 
 
 class _LocalReadableFile:
-    def __init__(self, path: str, fd: int, direct: DirectReads | None, nbytes: int) -> None:
+    def __init__(self, path: str, fd: int, direct: DirectFile | None, nbytes: int) -> None:
         self._descriptor = Descriptor(path, fd)
         self._direct = direct
-        self._nbytes = nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
+        self.nbytes = nbytes
 
     def read_into(self, offset: int, target: memoryview) -> int:
         view = target.cast("B")
-        with _errors_of(self._descriptor.path), self._descriptor.lend() as fd:
+        with _errors_of(self._descriptor.path), self._descriptor.lend() as (fd,):
             done = self._direct.read(fd, view, offset) if self._direct else 0
             while done < len(view):
                 part = view[done : done + _MAX_CALL_NBYTES]

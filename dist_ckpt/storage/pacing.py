@@ -1,6 +1,6 @@
 """A storage that is written to at no more than so many bytes a second, by all threads together."""
 
-# ruff: noqa: D102  # the protocol documents the methods
+# ruff: noqa: D102  # `WrappedStorage` documents the methods
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from dist_ckpt.format.checksums import Buffer
-from dist_ckpt.storage.protocol import Storage, WritableFile
-from dist_ckpt.storage.wrapping import WrappedStorage, WrappedWritableFile
+from dist_ckpt.storage.protocol import Storage
+from dist_ckpt.storage.wrapping import WrappedStorage
 
 # How long at most nobody looks whether there is still something to wait for.
 STEP_S = 0.05
@@ -61,15 +60,6 @@ class PacedStorage(WrappedStorage):
         super().__init__(inner)
         self._allowance = allowance
 
-    def create(self, path: str, nbytes: int) -> WritableFile:
-        return _PacedWritableFile(self.inner.create(path, nbytes), self._allowance)
-
-
-class _PacedWritableFile(WrappedWritableFile):
-    def __init__(self, inner: WritableFile, allowance: Allowance) -> None:
-        super().__init__(inner)
-        self._allowance = allowance
-
-    def write_at(self, offset: int, data: Buffer) -> None:
-        self._allowance.take(memoryview(data).nbytes)
-        self.inner.write_at(offset, data)
+    def write(self, path: str, nbytes: int, act: Callable[[], None]) -> None:
+        self._allowance.take(nbytes)
+        super().write(path, nbytes, act)

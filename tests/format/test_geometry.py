@@ -2,7 +2,7 @@ from itertools import product
 from math import prod
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt.format.geometry import (
@@ -13,6 +13,7 @@ from dist_ckpt.format.geometry import (
     boxes_of,
     pieces,
     row_major_strides,
+    runs_of,
 )
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -122,3 +123,27 @@ def test_strides_of_a_scalar_a_vector_and_a_box():
 def test_a_region_that_is_none_is_not_built(make):
     with pytest.raises(ValueError, match=r"differ|negative|no range"):
         make()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), gap=st.integers(1, 40))
+def test_runs_leave_out_exactly_the_holes_that_are_long_enough(data, gap):
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))
+    region = Region((3,) * len(shape), shape)
+    corners = [
+        sorted((data.draw(st.integers(0, n - 1)), data.draw(st.integers(1, n)))) for n in shape
+    ]
+    box = Region(tuple(a + 3 for a, _ in corners), tuple(max(b - a, 1) for a, b in corners))
+    strides = row_major_strides(shape)
+    held = [
+        10 + sum((i - 3) * s for i, s in zip(index, strides, strict=True))
+        for index in sorted(elements_of(box))
+    ]
+    runs = list(runs_of(box, Piece(region, 10), gap))
+    expected = [Elements(held[0], held[0] + 1)]
+    for place in held[1:]:
+        if place - expected[-1].stop < gap:
+            expected[-1] = Elements(expected[-1].start, place + 1)
+        else:
+            expected.append(Elements(place, place + 1))
+    assert runs == expected

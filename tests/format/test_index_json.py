@@ -558,6 +558,12 @@ def test_an_index_that_makes_no_sense_is_damaged(small, change):
         decode(data)
 
 
+def test_an_abandoned_attempt_with_a_field_of_an_index_is_damaged():
+    doc = json.loads(encode(Abandoned(ATTEMPT, "rank 1", "it failed")))
+    with pytest.raises(CorruptError, match="unknown field 'tensors'"):
+        decode(signed({**doc, "tensors": {}}))
+
+
 def test_changing_nothing_changes_nothing(small):
     assert decode(changed(small, lambda doc: None)) == small
     assert decode(signed(json.loads(encode(ABANDONED)))) == ABANDONED

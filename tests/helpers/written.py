@@ -315,14 +315,7 @@ def plan_of(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
                             fqn=want.fqn,
                             tensor=want.fqn,
                             dtype=want.dtype,
-                            match=Match(
-                                stored=stored,
-                                source=source,
-                                part=part,
-                                target=target,
-                                common=common,
-                                is_whole=stored == cell and common.numel == cell.numel,
-                            ),
+                            match=Match.of(stored, source, part, cell, target, common),
                         )
                         items.setdefault(file, []).append(item)
     return {n: tuple(items[n]) for n in sorted(items)}

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from dist_ckpt.commit.attempts import find
 from dist_ckpt.commit.order import claim, commit
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.format.geometry import Span
-from dist_ckpt.format.index import Node
+from dist_ckpt.format.index import Key, Node
 from dist_ckpt.format.layout import Flat, Layout
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.offline import verify as verify_module
 from dist_ckpt.offline.verify import Level, Problem, VerifyReport, verify
 from dist_ckpt.storage.local import LocalStorage
 from written import Saved, catalog_of, one_cell, random_tensor, rows, save, write_catalog
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items
 
 SHAPE = (40, 8)
 FILES = {
@@ -267,6 +272,37 @@ def test_a_value_that_its_file_lacks_is_reported(tmp_path: Path, level: Level) -
         ("objects-00001.msgpack", 1, f"late{end}"),
         ("objects-00001.msgpack", 1, f"rng of ('dp', 1){end}"),
     }
+
+
+class Walked(dict[str, tuple[tuple[Key, int], ...]]):
+    """A table of a catalog that counts how often somebody goes through it."""
+
+    walks = 0
+
+    def items(self) -> dict_items[str, tuple[tuple[Key, int], ...]]:
+        self.walks += 1
+        return super().items()
+
+
+def test_the_catalog_is_walked_once_for_all_objects_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = 7
+    saved = {"model.w": random_tensor((2,), one_cell((2,)))}
+    catalog = replace(
+        catalog_of(saved, ranks), per_rank={"rng": tuple((r, r) for r in range(ranks))}
+    )
+    files = {
+        r: {f"objects-{r:05d}.msgpack": ObjectsFile(per_rank={"rng": {r: r}})} for r in range(ranks)
+    }
+    files[0]["objects.msgpack"] = ObjectsFile()
+    save(tmp_path / "ck", saved, catalog=catalog, objects=files)
+    attempt, index = find(LocalStorage(), str(tmp_path / "ck"))
+    walked = Walked(index.catalog.per_rank)
+    index = replace(index, catalog=replace(index.catalog, per_rank=walked))
+    monkeypatch.setattr(verify_module, "find", lambda *_: (attempt, index))
+    assert verify(tmp_path / "ck").ok
+    assert walked.walks == 1
 
 
 def test_a_checkpoint_without_its_global_objects_file_is_a_problem(tmp_path: Path) -> None:

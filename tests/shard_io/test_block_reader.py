@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from math import prod
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.format.checksums import BLOCK_NBYTES
-from dist_ckpt.format.geometry import Cell, Elements, Piece, Region, Shape, row_major_strides
+from dist_ckpt.format.geometry import Cell, Elements, Piece, Region, Shape
 from dist_ckpt.format.index import Index, ObjectsFileRecord
 from dist_ckpt.format.layout import Flat, Grid, Layout, Regions
 from dist_ckpt.planning.plan import LoadPlan, Wanted
 from dist_ckpt.shard_io import block_reads, open_files, reading_work, small_shards
 from dist_ckpt.shard_io.block_reader import Reading
-from dist_ckpt.shard_io.block_reads import READ_NBYTES, BlockRead, runs_of
+from dist_ckpt.shard_io.block_reads import READ_NBYTES, BlockRead
 from dist_ckpt.shard_io.small_shards import Row
 from dist_ckpt.storage import ReadableFile
 from dist_ckpt.storage.local import LocalStorage
@@ -358,35 +357,6 @@ def test_a_block_that_several_cells_want_is_read_once() -> None:
     totals, storage = round_trip(saved, [want(saved, "model.w", *columns)], block_nbytes=64)
     assert totals == ReadTotals(256, 256)
     assert len(storage.reads) == 1
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data(), gap=st.integers(1, 40))
-def test_runs_leave_out_exactly_the_holes_that_are_long_enough(
-    data: st.DataObject, gap: int
-) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))
-    region = Region((3,) * len(shape), shape)
-    corners = [
-        sorted((data.draw(st.integers(0, n - 1)), data.draw(st.integers(1, n)))) for n in shape
-    ]
-    box = Region(tuple(a + 3 for a, _ in corners), tuple(max(b - a, 1) for a, b in corners))
-    strides = row_major_strides(shape)
-    held = [
-        10 + sum((i - 3) * s for i, s in zip(index, strides, strict=True)) for index in indices(box)
-    ]
-    runs = list(runs_of(box, Piece(region, 10), gap))
-    expected = [Elements(held[0], held[0] + 1)]
-    for place in held[1:]:
-        if place - expected[-1].stop < gap:
-            expected[-1] = Elements(expected[-1].start, place + 1)
-        else:
-            expected.append(Elements(place, place + 1))
-    assert runs == expected
-
-
-def indices(box: Region) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(range(a, b) for a, b in zip(box.offset, box.stop, strict=True)))
 
 
 # --- damage ----------------------------------------------------------------------------------
