@@ -306,6 +306,7 @@ def rebuilt_index(save: KeptSave, attempt: str) -> bytes:
     return index_json.encode(
         Index(
             attempt=attempt,
+            save=save.identity.id,
             step=save.identity.step,
             catalog=catalog,
             files=files,

@@ -46,12 +46,12 @@ MAX_NBYTES_OF_INDEX = 512 << 20
 # Of cells, to find out which files hold any: a short index can ask for many.
 _MAX_LOOKUPS = 1 << 28
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+_HEX_32 = re.compile(r"[0-9a-f]{32}")
 _END = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
 _END_NBYTES = 46
 
 _INDEX_FIELDS = (
-    *("format", "state", "attempt", "step", *CATALOG_FIELDS),
+    *("format", "state", "attempt", "save", "step", *CATALOG_FIELDS),
     *("files", "objects", "metadata", "saved_by", "saved_at", "digest"),
 )
 _ABANDONED_FIELDS = ("format", "state", "attempt", "by", "reason", "digest")
@@ -99,6 +99,7 @@ def _index_body(index: Index, text: CatalogText) -> bytes:
         "format": {"version": VERSION, "requires": []},
         "state": "committed",
         "attempt": index.attempt,
+        **({} if index.save is None else {"save": index.save}),
         "step": index.step,
     }
     after: dict[str, Json] = {
@@ -155,7 +156,8 @@ def decode(
         return Abandoned(_attempt(attempt, what), string(by, what), string(reason, what))
     if state != "committed":
         raise corrupt(what, f"state {shown(state)} is neither committed nor abandoned")
-    fields(doc, _INDEX_FIELDS, what)
+    # Before 2026-12 there was no `save`.
+    fields({"save": None, **doc}, _INDEX_FIELDS, what)
     catalog = known.catalog if known and around else decode_catalog(doc, tensors, what)
     return _decode_index(doc, catalog, what)
 
@@ -180,6 +182,7 @@ def _decode_index(doc: Mapping[str, Json], catalog: Catalog, what: str) -> Index
     step, saved_at = doc["step"], doc["saved_at"]
     index = Index(
         attempt=_attempt(doc["attempt"], what),
+        save=_hex_32(doc["save"], f"{what}, save") if "save" in doc else None,
         step=None if step is None else integer(step, 0, MAX_STEP, f"{what}, step"),
         catalog=catalog,
         files=_decode_files(doc["files"], catalog, f"{what}, files"),
@@ -209,9 +212,9 @@ def _number(value: Json, what: str) -> float:
     return float(value)
 
 
-def _digest(value: Json, what: str) -> str:
-    if not _DIGEST.fullmatch(string(value, what)):
-        raise corrupt(what, f"{shown(value)} is not a digest of 32 hex digits")
+def _hex_32(value: Json, what: str) -> str:
+    if not _HEX_32.fullmatch(string(value, what)):
+        raise corrupt(what, f"{shown(value)} is not 32 hex digits")
     return string(value, what)
 
 
@@ -229,7 +232,7 @@ def _decode_files(value: Json, catalog: Catalog, what: str) -> tuple[ShardFileRe
                 integer(rank, 0, catalog.world_size - 1, what),
                 size,
                 integer(header_nbytes, 0, size, what),
-                _digest(digest, what),
+                _hex_32(digest, what),
             )
         )
     return tuple(files)
@@ -240,7 +243,7 @@ def _decode_objects(value: Json, what: str) -> tuple[ObjectsFileRecord, ...]:
     for entry in array(value, what):
         name, nbytes, digest = row(entry, 3, what)
         size = integer(nbytes, 0, objects_file.MAX_NBYTES, what)
-        files.append(ObjectsFileRecord(string(name, what), size, _digest(digest, what)))
+        files.append(ObjectsFileRecord(string(name, what), size, _hex_32(digest, what)))
     return tuple(files)
 
 
