@@ -15,7 +15,7 @@ from dist_ckpt.format import filenames
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.layout import Layout
 from dist_ckpt.format.strict_json import Json
-from dist_ckpt.format.typed_msgpack import Message
+from dist_ckpt.runtime.typed_msgpack import Message
 
 MAX_STEP = (1 << 63) - 1
 

@@ -24,9 +24,9 @@ from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.strict_json import Scalar
-from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.reports import slowest_of
+from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.saving.agreement import Offer, Planned
 from dist_ckpt.saving.replica_samples import receipt_of
 from dist_ckpt.storage import Storage
