@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from hypothesis import settings
 
 from dist_ckpt.snapshots.arenas import Arenas
