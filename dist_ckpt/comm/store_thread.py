@@ -270,7 +270,11 @@ class StoreLine:
                 name="dist_ckpt heartbeat",
                 daemon=True,
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system starts no more threads: it may later
+                self._thread = None
+                raise
         elif not self._thread.is_alive():
             raise NoAnswerError(
                 "the channel is closed, or belongs to the process that this one was forked from: "

@@ -748,6 +748,25 @@ def test_an_operation_may_follow_one_that_an_interrupt_met_as_it_began(monkeypat
     channel.close()
 
 
+def test_an_operation_for_which_no_thread_starts_says_so_and_the_next_one_may_begin(monkeypatch):
+    channel = ThreadChannel(ThreadStore(), 0, 1)
+    with monkeypatch.context() as patch:
+        full = raising(RuntimeError("can't start new thread"))
+        patch.setattr(threading.Thread, "start", lambda _: full())
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            channel.enter("save to a")
+    channel.enter("save to b")
+    channel.leave()
+    channel.close()
+
+
+def test_an_interrupt_as_an_operation_begins_is_raised_though_no_thread_runs(monkeypatch):
+    channel = ThreadChannel(ThreadStore(), 0, 1)
+    monkeypatch.setattr(threading.Thread, "start", lambda _: raising(KeyboardInterrupt())())
+    with pytest.raises(KeyboardInterrupt):
+        channel.enter("save to a")
+
+
 def test_a_channel_has_no_thread_before_it_is_used_nor_after_it_is_dropped():
     before = set(threading.enumerate())
     channel = ThreadChannel(ThreadStore(), 0, 2)
