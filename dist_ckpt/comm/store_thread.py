@@ -272,8 +272,9 @@ class StoreLine:
             )
             try:
                 self._thread.start()
-            except RuntimeError:  # the system starts no more threads: it may later
-                self._thread = None
+            except BaseException:  # the system starts no more threads, or an interrupt
+                self._calls.put(None)  # if it runs after all, it ends
+                self._calls, self._thread = SimpleQueue(), None
                 raise
         elif not self._thread.is_alive():
             raise NoAnswerError(
