@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
@@ -25,6 +26,9 @@ def pytest_configure() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # No test fails because the machine was busy.
+    settings.register_profile("without a deadline", deadline=None)
+    settings.load_profile("without a deadline")
 
 
 @pytest.hookimpl(tryfirst=True)

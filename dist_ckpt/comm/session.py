@@ -51,7 +51,11 @@ class Session:
             self._began = self.channel.exchanges, self.bulk.calls
             yield
         finally:
-            self.channel.leave()
+            try:
+                self.channel.leave()
+            except (KeyboardInterrupt, SystemExit):  # maybe before it had begun
+                self.channel.leave()
+                raise
 
     @property
     def exchanges(self) -> Tally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from dist_ckpt.comm import store_thread
@@ -15,6 +16,7 @@ from dist_ckpt.comm.messages import (
     Envelope,
     Failure,
     FalloutError,
+    NoAnswerError,
     error_of,
     failure_of,
     is_interrupt,
@@ -76,8 +78,9 @@ class StoreChannel:
         control.what, control.token, control.turn = what, "", 0
         try:
             control.begin(control.number + 1)
-        except BaseException:
-            self.leave()  # an interrupt, or the store is gone: the next operation can begin
+        except BaseException:  # an interrupt, or the store is gone: the next operation can begin
+            with suppress(NoAnswerError):  # it tells less than what came first
+                self.leave()
             raise
 
     def watch(self, ranks: Sequence[int]) -> None:

@@ -270,7 +270,12 @@ class StoreLine:
                 name="dist_ckpt heartbeat",
                 daemon=True,
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except BaseException:  # the system starts no more threads, or an interrupt
+                self._calls.put(None)  # if it runs after all, it ends
+                self._calls, self._thread = SimpleQueue(), None
+                raise
         elif not self._thread.is_alive():
             raise NoAnswerError(
                 "the channel is closed, or belongs to the process that this one was forked from: "

@@ -120,7 +120,8 @@ def members(data: bytes, what: str) -> dict[str, bytes]:
 
 def _members(data: bytes) -> dict[str, bytes] | None:
     """Return an object's members; None if its text has more than they, such as a key twice."""
-    found = {name: bytes(raw) for name, raw in msgspec.json.decode(data, type=_MEMBERS).items()}
+    text = data.decode("utf-8")  # msgspec does not look into what it leaves as it is
+    found = {name: bytes(raw) for name, raw in msgspec.json.decode(text, type=_MEMBERS).items()}
     names = _ENCODER.encode(list(found)).encode()
     nbytes = len(names) + len(found) + sum(map(len, found.values()))
     return found if len(data.strip(_SPACE)) == nbytes else None

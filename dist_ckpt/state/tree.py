@@ -104,7 +104,7 @@ Tree = (
 
 
 def walk(tree: Tree, fqn: str = "", *, tensors: bool = True) -> Iterator[tuple[str, Tree]]:
-    """Yield everything below the root of a state, containers first: its name, and itself.
+    """Yield everything in a state, or at and below `fqn`, containers first: its name, and itself.
 
     Most are `TensorLeaf`s: who asks for none of them gets the others in a fraction of the time.
     """

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class WrappedStorage:
-    """Hands every call to `inner`, all by `make_call`; `act` is the call itself.
+    """Hands every call to `inner`, all but `close` by `make_call`; `act` is the call itself.
 
     Those of files come by `read`, `write`, `finish` and `close` before, with the path of the file.
     """

@@ -140,7 +140,7 @@ def patterns(draw: Any) -> str:
     return "".join(tokens[: len(tokens) - draw(st.booleans())]) or "a"
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(patterns(), st.text("ab.", min_size=1, max_size=12))
 def test_a_match_is_found_if_there_is_one_though_nothing_is_tried_twice(
     pattern: str, name: str

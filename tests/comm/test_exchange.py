@@ -748,6 +748,41 @@ def test_an_operation_may_follow_one_that_an_interrupt_met_as_it_began(monkeypat
     channel.close()
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_what_meets_the_start_of_a_thread_is_raised_and_the_next_operation_may_begin(
+    monkeypatch, kind
+):
+    channel = ThreadChannel(ThreadStore(), 0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: raising(kind("not now"))())
+        with pytest.raises(kind, match="not now"):
+            channel.enter("save to a")
+    channel.enter("save to b")
+    channel.leave()
+    channel.close()
+
+
+def test_an_interrupt_of_a_start_leaves_no_second_thread(monkeypatch):
+    before = set(threading.enumerate())
+    channel = ThreadChannel(ThreadStore(), 0, 1)
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        channel.enter("save to a")
+    channel.enter("save to b")
+    channel.leave()
+    channel.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
 def test_a_channel_has_no_thread_before_it_is_used_nor_after_it_is_dropped():
     before = set(threading.enumerate())
     channel = ThreadChannel(ThreadStore(), 0, 2)

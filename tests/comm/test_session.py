@@ -11,6 +11,7 @@ from dist_ckpt.comm.session import Session
 from dist_ckpt.testing.thread_channel import (
     ThreadChannel,
     ThreadCollective,
+    ThreadStore,
     run_ranks,
     try_ranks,
 )
@@ -100,6 +101,22 @@ def test_an_operation_is_left_also_after_an_error():
             return exchange(channel, "agree", lambda: rank, sum)
 
     assert run_ranks(2, run) == [1, 1]
+
+
+def test_an_operation_is_left_also_if_an_interrupt_meets_its_end(monkeypatch):
+    channel = ThreadChannel(ThreadStore(), 0, 1)
+    session = Session(channel, AloneCollective())
+
+    def interrupted() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(channel, "leave", interrupted)
+    with pytest.raises(KeyboardInterrupt), session.operation("save to a"):
+        pass
+    with session.operation("save to b"):
+        pass
+    channel.close()
 
 
 def test_the_bulk_connections_have_the_number_that_they_are_renewed_with():

@@ -100,7 +100,7 @@ def test_messages_are_what_they_were():
         assert encode(unpack(data, kind)) == data
 
 
-@settings(max_examples=NUM_CASES, deadline=None)
+@settings(max_examples=NUM_CASES)
 @given(st.data())
 def test_a_mutated_message_is_one_or_a_value_error(data: st.DataObject):
     kind, sound = data.draw(st.sampled_from(MESSAGES))
@@ -113,7 +113,7 @@ def test_a_mutated_message_is_one_or_a_value_error(data: st.DataObject):
         use(unpack(bytes(mutated), kind))
 
 
-@settings(max_examples=NUM_CASES, deadline=None)
+@settings(max_examples=NUM_CASES)
 @given(st.binary(max_size=200), st.integers(0, 2))
 def test_any_stored_value_is_read_or_is_nothing(data: bytes, num_parts: int):
     store = ThreadStore()

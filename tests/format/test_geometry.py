@@ -125,7 +125,7 @@ def test_a_region_that_is_none_is_not_built(make):
         make()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), gap=st.integers(1, 40))
 def test_runs_leave_out_exactly_the_holes_that_are_long_enough(data, gap):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))

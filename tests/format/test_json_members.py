@@ -83,6 +83,14 @@ def test_what_stands_around_a_document_keeps_it_from_no_short_way(
     assert whole == []
 
 
+def test_bytes_that_are_no_text_are_told_by_their_place_in_the_document() -> None:
+    for data in (b'{"a":1,"b":["\xff"],"t":[]}\n', b'{"t":[1],"bb":["\xff"]}'):
+        with pytest.raises(CorruptError, match=f"doc: not UTF-8 at byte {data.index(0xFF)};"):
+            strict_json.parse_apart(data, "t", "doc")
+    with pytest.raises(CorruptError, match="doc: not UTF-8 at byte 13;"):
+        strict_json.parse_apart(b'{"a":1,"t":["\xff"]}\n', "t", "doc")
+
+
 def test_every_changed_byte_means_what_it_means_to_the_parser() -> None:
     for data in (members(MEMBER_ROWS), items(ITEM_ROWS)):
         for place in range(len(data)):

@@ -48,9 +48,10 @@ class InjectedError(Exception):
 # From the commit to the answer that tells of it, on rank 0; the commit itself comes first.
 VERDICT = (
     "AttemptRun._decide",
-    "AttemptRun.settle",
+    "AttemptRun.write_and_commit",
     "Exchange.decide",
-    "_StoreExchange.__exit__",
+    "Exchange.__exit__",
+    "_StoreExchange._end",
     "_StoreExchange._envelope",
     "Coordinator.settle",
     "Coordinator._answer",

@@ -281,7 +281,7 @@ SMALL = MemoryStorage({"/runs": None})
 SMALL_PATHS = (f"/runs/small-{n}" for n in count())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_what_is_shared_is_what_each_rank_would_have_read_itself(data):
     shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))

@@ -107,7 +107,7 @@ def _closing() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), name=st.sampled_from(sorted(SAVED)))
 def test_a_slice_is_what_plain_python_picks(data: st.DataObject, name: str) -> None:
     saved = SAVED[name]

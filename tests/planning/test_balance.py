@@ -28,7 +28,7 @@ def written(plan: SavePlan) -> Counter[int]:
     return nbytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=60), world=st.integers(1, 9))
 def test_replicas_are_stored_evenly_by_bytes(sizes: list[int], world: int) -> None:
     tilings = {f"model.{n}": replicated((size,), world) for n, size in enumerate(sizes)}

@@ -23,7 +23,7 @@ def looked_for(boxes: list[Region], wanted: Region) -> list[int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(random=randoms, ndim=st.integers(0, 3), count=st.integers(0, 60))
 def test_it_finds_the_boxes_that_have_common_elements(
     random: Random, ndim: int, count: int
@@ -36,7 +36,7 @@ def test_it_finds_the_boxes_that_have_common_elements(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(random=randoms)
 def test_it_finds_what_meets_in_irregular_tilings(random: Random) -> None:
     tilings = []

@@ -48,7 +48,7 @@ WORLD = 8
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=4))
 def test_every_element_is_stored_exactly_once(random: Random, shapes: list[Shape]) -> None:
     tilings = {f"model.{n}": random_tiling(random, s, WORLD) for n, s in enumerate(shapes)}
@@ -69,7 +69,7 @@ def test_every_element_is_stored_exactly_once(random: Random, shapes: list[Shape
         assert stored, "an empty tensor is stored too"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(random=randoms, shape=shapes)
 def test_what_a_rank_holds_is_what_its_state_has(random: Random, shape: Shape) -> None:
     tiling = random_tiling(random, shape, WORLD)
@@ -83,7 +83,7 @@ def test_what_a_rank_holds_is_what_its_state_has(random: Random, shape: Shape) -
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=4))
 def test_a_plan_does_not_depend_on_the_order_of_inventories(
     random: Random, shapes: list[Shape]
@@ -102,7 +102,7 @@ def test_a_plan_does_not_depend_on_the_order_of_inventories(
         assert items_of(again, rank) == items_of(plan, rank)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=4))
 def test_every_rank_of_a_replica_group_gets_the_same_group(
     random: Random, shapes: list[Shape]
@@ -123,7 +123,7 @@ def test_every_rank_of_a_replica_group_gets_the_same_group(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=6))
 def test_the_files_have_the_sizes_that_the_catalog_tells(
     random: Random, shapes: list[Shape]

@@ -171,7 +171,7 @@ def loads(draw: st.DrawFn) -> tuple[dict[str, Saved], list[Wanted]]:
     return saved, wanted
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     case=loads(),
     block_nbytes=st.sampled_from([16, 32, 64]),
@@ -215,7 +215,7 @@ def blocks_holding(saved: Saved, stored: Cell, cell: Cell, block_nbytes: int) ->
     return sum(min((n + 1) * block_nbytes, nbytes) - n * block_nbytes for n in numbers)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), block_nbytes=st.sampled_from([16, 64]))
 def test_exactly_the_blocks_that_hold_wanted_elements_are_read(
     data: st.DataObject, block_nbytes: int

@@ -343,7 +343,7 @@ class PlacedFile(SpoiledFile):
         self._file.discard()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 300), min_size=1, max_size=8),
     alignment=st.sampled_from([1, 4, 64, 512, 4096]),

@@ -361,7 +361,7 @@ def check_that_nothing_else_is_believed(path: str) -> None:
         writer.close()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_no_flipped_bit_makes_another_snapshot(sealed, data):
     placement = layout.place(SNAPSHOT, len(typed_msgpack.encode(SNAPSHOT)))
@@ -377,7 +377,7 @@ def _bounds(span):
     return span.start, span.stop
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 260), st.binary(max_size=64))
 def test_no_bytes_written_over_the_header_crash_a_reader(sealed, start, data):
     raw = bytearray(sealed[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -573,7 +574,8 @@ def test_a_writer_that_was_told_to_end_and_hangs_ends_all_the_same():
     )
     assert ended.returncode == 1
     assert "Timeout" in ended.stderr
-    assert "line 11" in ended.stderr
+    # A sleep that begins as the interrupt comes is not ended by it.
+    assert re.search("line (9|11) in <module>", ended.stderr)
 
 
 def test_only_a_writer_that_was_told_to_end_can_be_interrupted():
