@@ -14,7 +14,7 @@ from benchmarks import simulated_ranks as simulated
 from benchmarks.scenario import Figure, Row
 from dist_ckpt.comm.collective import distinct
 from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
-from dist_ckpt.format import index_json, typed_msgpack
+from dist_ckpt.format import index_json
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
 from dist_ckpt.format.index import (
     Catalog,
@@ -39,6 +39,7 @@ from dist_ckpt.planning.plan import (
     Whole,
 )
 from dist_ckpt.planning.save_planner import items_of, items_of_ranks, plan_save, replica_groups_of
+from dist_ckpt.runtime import typed_msgpack
 
 Work = Callable[[], object]
 

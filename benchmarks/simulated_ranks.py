@@ -19,7 +19,7 @@ from dist_ckpt.comm.messages import Envelope, new_nonce, pack, unpack
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit import attempts
 from dist_ckpt.commit.receipts import sizes_of
-from dist_ckpt.format import filenames, typed_msgpack
+from dist_ckpt.format import filenames
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Node
@@ -41,6 +41,7 @@ from dist_ckpt.planning.plan import (
     Whole,
 )
 from dist_ckpt.planning.save_planner import stored_nbytes
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.saving.agreement import (
     Agreed,
     Planned,

@@ -14,7 +14,7 @@ from dist_ckpt.comm.messages import Failure, error_of, failure_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.comm.store_thread import OF_THE_JOB
 from dist_ckpt.errors import RankError
-from dist_ckpt.format.typed_msgpack import Message
+from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.snapshots.job_folder import NUM_ARENAS
 
 _log = logging.getLogger("dist_ckpt")

@@ -22,11 +22,11 @@ from dist_ckpt.errors import (
 from dist_ckpt.format import index_json
 from dist_ckpt.format.filenames import ID_LENGTH, Attempt, parse_attempt
 from dist_ckpt.format.index import Index
-from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.runtime.threads import each
+from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.saving.agreement import plan_of
 from dist_ckpt.saving.replica_samples import receipt_of
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED
@@ -306,6 +306,7 @@ def rebuilt_index(save: KeptSave, attempt: str) -> bytes:
     return index_json.encode(
         Index(
             attempt=attempt,
+            save=save.identity.id,
             step=save.identity.step,
             catalog=catalog,
             files=files,

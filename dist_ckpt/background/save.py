@@ -17,9 +17,9 @@ from dist_ckpt.background.staging import images_of, stage, stage_beside
 from dist_ckpt.background.writer_client import Order, OwnWriter
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.session import Session
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.memory.cuda import check_no_capture
 from dist_ckpt.reports import Phases, SaveReport
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.saving.agreement import (
     Agreed,
     Planned,

@@ -22,8 +22,8 @@ from dist_ckpt.comm.messages import (
     unpack,
 )
 from dist_ckpt.errors import CheckpointError, ranks_text
-from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.reports import Tally
+from dist_ckpt.runtime.typed_msgpack import Message
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from dist_ckpt.comm.messages import (
     pack,
 )
 from dist_ckpt.errors import CheckpointError, RankError
-from dist_ckpt.format.typed_msgpack import encode
+from dist_ckpt.runtime.typed_msgpack import encode
 
 # Answers to operations that some rank missed are kept for it; so many at most.
 MAX_KEPT_ANSWERS = 64

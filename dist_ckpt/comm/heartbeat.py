@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from dist_ckpt.format.typed_msgpack import Message, encode
+from dist_ckpt.runtime.typed_msgpack import Message, encode
 
 _Count = Annotated[int, Meta(ge=0)]
 

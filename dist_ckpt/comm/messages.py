@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from dist_ckpt import errors
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.plain_types import cost_of
 from dist_ckpt.format.strict_json import max_memory, memory_problem
-from dist_ckpt.format.typed_msgpack import Message
+from dist_ckpt.runtime import typed_msgpack
+from dist_ckpt.runtime.typed_msgpack import Message
 
 T = TypeVar("T")
 

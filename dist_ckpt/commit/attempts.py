@@ -178,14 +178,16 @@ def read_index(storage: Storage, path: str, attempt: Attempt) -> Index | Abandon
     return document
 
 
-def read_document(storage: Storage, file: str) -> bytes:
-    """Return the content of a file that ought to be an index. FileNotFoundError if it is not."""
+def read_document(
+    storage: Storage, file: str, max_nbytes: int = index_json.MAX_NBYTES_OF_INDEX
+) -> bytes:
+    """Return the content of a file that ought to be a document. FileNotFoundError if it is not."""
     reader = storage.open(file)
     try:
-        if reader.nbytes > index_json.MAX_NBYTES_OF_INDEX:
+        if reader.nbytes > max_nbytes:
             raise CorruptError(
-                f"{file} has {reader.nbytes} bytes, no index has more than "
-                f"{index_json.MAX_NBYTES_OF_INDEX}: use another checkpoint"
+                f"{file} has {reader.nbytes} bytes, none of ours has more than {max_nbytes}: use "
+                "another checkpoint"
             )
         data = bytearray(reader.nbytes)
         count = reader.read_into(0, memoryview(data))

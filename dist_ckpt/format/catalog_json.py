@@ -173,9 +173,8 @@ def _decode_components(value: Json, what: str) -> tuple[Component, ...]:
     for component in components:
         if not filenames.is_stem(component.stem):
             raise corrupt(what, f"{shown(component.stem)} cannot begin a file's name")
-    for names in ({c.name for c in components}, {c.stem for c in components}):
-        if len(names) != len(components):
-            raise corrupt(what, "two components of one name")
+    if len({component.stem for component in components}) != len(components):
+        raise corrupt(what, "two components of one stem")
     return components
 
 

@@ -15,6 +15,14 @@ OBJECTS = "objects.msgpack"
 # In a folder of checkpoints, not in one of them: which folder it is.
 ROOT_ID = "DIST_CKPT_ROOT"
 
+# In a folder of checkpoints too: what became known of them after their commits; starts of runs.
+FACTS = ".facts"
+STARTS = ".starts"
+
+# A start's attempts have the numbers from 1000 times its own on.
+MAX_START = 999_999
+ATTEMPTS_OF_START = 1000
+
 # Of the random part of a name: hexadecimal digits.
 ID_LENGTH = 16
 
@@ -22,6 +30,10 @@ _ATTEMPT = re.compile(r"a([1-9][0-9]{0,8})-([0-9a-f]{16})")
 _TRASH = re.compile(r"\.trash-(a[1-9][0-9]{0,8}-[0-9a-f]{16})")
 _TEMPORARY = re.compile(r"\.(?:index|claim)-[0-9a-f]{16}\.tmp")
 _TEMPORARY_ROOT_ID = re.compile(rf"{ROOT_ID}\.[0-9a-f]{{16}}")
+_FACT = re.compile(r"([a-z]{1,16})-([1-9][0-9]{0,17})-([0-9a-f]{16})\.json")
+_STEP = re.compile(r"0|[1-9][0-9]{0,18}")
+_START = re.compile(r"([1-9][0-9]{0,5})\.json")
+_TEMPORARY_RECORD = re.compile(r"\.record-[0-9a-f]{16}\.tmp")
 _STEM = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _SHARD_FILE = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,9})\.safetensors")
 _OBJECTS_FILE = re.compile(r"objects-([0-9]{5,9})\.msgpack")
@@ -83,6 +95,50 @@ def temporary_root_id(nonce: str) -> str:
 def is_temporary_root_id(name: str) -> bool:
     """Say whether a file in a folder of checkpoints is an id that was never renamed into place."""
     return _TEMPORARY_ROOT_ID.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FactName:
+    """The name of a fact's file: of a kind, the highest number and then the highest id wins."""
+
+    kind: str
+    number: int
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.number}-{self.id}.json"
+
+
+def parse_fact(name: str) -> FactName | None:
+    """Return what the name of a fact's file says, or None if the name is not ours."""
+    match = _FACT.fullmatch(name)
+    return FactName(match[1], int(match[2]), match[3]) if match else None
+
+
+def parse_step(name: str) -> int | None:
+    """Return the step whose facts a folder has, or None if the name is not ours."""
+    return int(name) if _STEP.fullmatch(name) else None
+
+
+def start_file(number: int) -> str:
+    """Return the name of a start's record."""
+    return f"{number}.json"
+
+
+def parse_start(name: str) -> int | None:
+    """Return the number of a start, or None if the name is not that of its record."""
+    match = _START.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def temporary_record(nonce: str) -> str:
+    """Return the name under which a fact or a start is written before it is renamed into place."""
+    return f".record-{nonce}.tmp"
+
+
+def is_temporary_record(name: str) -> bool:
+    """Say whether a file is a fact or a start that was never renamed into place."""
+    return _TEMPORARY_RECORD.fullmatch(name) is not None
 
 
 def is_stem(text: str) -> bool:

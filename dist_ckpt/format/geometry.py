@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import prod
 
-from dist_ckpt.format.typed_msgpack import Message
+from dist_ckpt.runtime.typed_msgpack import Message
 
 Shape = tuple[int, ...]
 

@@ -15,7 +15,7 @@ from dist_ckpt.format import filenames
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.layout import Layout
 from dist_ckpt.format.strict_json import Json
-from dist_ckpt.format.typed_msgpack import Message
+from dist_ckpt.runtime.typed_msgpack import Message
 
 MAX_STEP = (1 << 63) - 1
 
@@ -31,7 +31,10 @@ else:  # where messages are decoded: so deep and no deeper
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A top-level key of the state that holds tensors, and the stem of its files' names."""
+    """A top-level key of the state that holds tensors, or a part of one: what files of a stem hold.
+
+    The parts of a key have its name, and are known by their stems.
+    """
 
     name: str
     stem: str
@@ -103,6 +106,9 @@ class ObjectsFileRecord:
 class Index:
     """A committed checkpoint. `metadata` mirrors the scalars of the user's metadata.
 
+    `save` is the random id of the save: wherever a copy of it lies, in memory or for another
+    number of ranks, it has the same, under attempts of other names. Older indexes have none.
+
     Made by `saving/attempt_run.py`, `offline/reshard.py` and, of a save in memory only,
     `background/restore.py`.
     """
@@ -115,6 +121,7 @@ class Index:
     metadata: Mapping[str, Json]
     saved_by: Mapping[str, str]
     saved_at: float
+    save: str | None = None
 
     def file_name(self, record: ShardFileRecord) -> str:
         """Return the name of a shard file that this index lists."""

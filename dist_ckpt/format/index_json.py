@@ -6,14 +6,12 @@ layout tiles its tensors, and every cell has a file. Nothing after it asks again
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from math import lcm, prod
 
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames, objects_file, strict_json
 from dist_ckpt.format.catalog_json import CATALOG_FIELDS, CatalogText, decode_catalog
-from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.index import (
     MAX_STEP,
@@ -32,8 +30,10 @@ from dist_ckpt.format.strict_json import (
     check_version,
     corrupt,
     fields,
+    hex_digits,
     integer,
     mapping,
+    number,
     row,
     shown,
     string,
@@ -46,12 +46,9 @@ MAX_NBYTES_OF_INDEX = 512 << 20
 # Of cells, to find out which files hold any: a short index can ask for many.
 _MAX_LOOKUPS = 1 << 28
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_END = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
-_END_NBYTES = 46
 
 _INDEX_FIELDS = (
-    *("format", "state", "attempt", "step", *CATALOG_FIELDS),
+    *("format", "state", "attempt", "save", "step", *CATALOG_FIELDS),
     *("files", "objects", "metadata", "saved_by", "saved_at", "digest"),
 )
 _ABANDONED_FIELDS = ("format", "state", "attempt", "by", "reason", "digest")
@@ -75,12 +72,13 @@ def encode(index: Index | Abandoned, text: CatalogText | None = None) -> bytes:
             f"the index cannot be written: {error}; names must be valid Unicode, metadata's "
             "numbers finite, and tensors and per-rank values fewer than that"
         ) from None
-    if len(body) + _END_NBYTES > MAX_NBYTES_OF_INDEX:
+    data = strict_json.sealed(body)
+    if len(data) > MAX_NBYTES_OF_INDEX:
         raise ValueError(
-            f"the index cannot be written: {len(body)} bytes, the limit is "
+            f"the index cannot be written: {len(data)} bytes, the limit is "
             f"{MAX_NBYTES_OF_INDEX}; save fewer tensors and per-rank values"
         )
-    return body + b',"digest":"%s"}\n' % document_digest(body).encode("ascii")
+    return data
 
 
 def _abandoned_doc(abandoned: Abandoned) -> dict[str, Json]:
@@ -99,6 +97,7 @@ def _index_body(index: Index, text: CatalogText) -> bytes:
         "format": {"version": VERSION, "requires": []},
         "state": "committed",
         "attempt": index.attempt,
+        **({} if index.save is None else {"save": index.save}),
         "step": index.step,
     }
     after: dict[str, Json] = {
@@ -139,15 +138,13 @@ def decode(
     """
     if not 0 < len(data) <= MAX_NBYTES_OF_INDEX:
         raise corrupt(what, f"{len(data)} bytes, not 1 to {MAX_NBYTES_OF_INDEX}")
-    end = _END.fullmatch(data, len(data) - _END_NBYTES)
     # First, so that damage is not mistaken for a newer version; without it, the version may
     # explain why the end looks different.
-    if end and document_digest(memoryview(data)[:-_END_NBYTES]) != end[1].decode("ascii"):
-        raise corrupt(what, "its digest is wrong, so it is damaged")
+    is_sealed = strict_json.check_seal(data, what)
     around = known and _parse_around(data, known, what)
     doc, tensors = (around, b"") if around else strict_json.parse_apart(data, "tensors", what)
     check_version(doc, what)
-    if not end:
+    if not is_sealed:
         raise corrupt(what, "it does not end with its digest")
     state = doc.get("state")
     if state == "abandoned":
@@ -155,7 +152,8 @@ def decode(
         return Abandoned(_attempt(attempt, what), string(by, what), string(reason, what))
     if state != "committed":
         raise corrupt(what, f"state {shown(state)} is neither committed nor abandoned")
-    fields(doc, _INDEX_FIELDS, what)
+    # Before 2026-12 there was no `save`.
+    fields({"save": None, **doc}, _INDEX_FIELDS, what)
     catalog = known.catalog if known and around else decode_catalog(doc, tensors, what)
     return _decode_index(doc, catalog, what)
 
@@ -180,6 +178,7 @@ def _decode_index(doc: Mapping[str, Json], catalog: Catalog, what: str) -> Index
     step, saved_at = doc["step"], doc["saved_at"]
     index = Index(
         attempt=_attempt(doc["attempt"], what),
+        save=hex_digits(doc["save"], 32, f"{what}, save") if "save" in doc else None,
         step=None if step is None else integer(step, 0, MAX_STEP, f"{what}, step"),
         catalog=catalog,
         files=_decode_files(doc["files"], catalog, f"{what}, files"),
@@ -189,7 +188,7 @@ def _decode_index(doc: Mapping[str, Json], catalog: Catalog, what: str) -> Index
             key: string(value, f"{what}, saved_by")
             for key, value in mapping(doc["saved_by"], f"{what}, saved_by").items()
         },
-        saved_at=_number(saved_at, f"{what}, saved_at"),
+        saved_at=number(saved_at, f"{what}, saved_at"),
     )
     _check_shard_files(index, what)
     _check_objects_files(index, what)
@@ -201,18 +200,6 @@ def _attempt(value: Json, what: str) -> str:
     if filenames.parse_attempt(name) is None:
         raise corrupt(what, f"{shown(name)} is no name of an attempt")
     return name
-
-
-def _number(value: Json, what: str) -> float:
-    if type(value) is not float and type(value) is not int:
-        raise corrupt(what, f"{shown(value)} is not a number")
-    return float(value)
-
-
-def _digest(value: Json, what: str) -> str:
-    if not _DIGEST.fullmatch(string(value, what)):
-        raise corrupt(what, f"{shown(value)} is not a digest of 32 hex digits")
-    return string(value, what)
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -229,7 +216,7 @@ def _decode_files(value: Json, catalog: Catalog, what: str) -> tuple[ShardFileRe
                 integer(rank, 0, catalog.world_size - 1, what),
                 size,
                 integer(header_nbytes, 0, size, what),
-                _digest(digest, what),
+                hex_digits(digest, 32, what),
             )
         )
     return tuple(files)
@@ -240,7 +227,7 @@ def _decode_objects(value: Json, what: str) -> tuple[ObjectsFileRecord, ...]:
     for entry in array(value, what):
         name, nbytes, digest = row(entry, 3, what)
         size = integer(nbytes, 0, objects_file.MAX_NBYTES, what)
-        files.append(ObjectsFileRecord(string(name, what), size, _digest(digest, what)))
+        files.append(ObjectsFileRecord(string(name, what), size, hex_digits(digest, 32, what)))
     return tuple(files)
 
 

@@ -48,6 +48,9 @@ MAX_RANK = 999_999_999
 
 _HEX = re.compile(r"[0-9a-f]*")
 
+# Without it transformers opens no file.
+_FORMAT = "pt"
+
 # What surrounds our part of the metadata in a header as `HeaderText` has it; quotes inside
 # that part are escaped.
 _OWN_START = b'{"__metadata__":'
@@ -60,7 +63,10 @@ _ROWS = list[tuple[str, str, Raw, Raw, Raw]]
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """What the header of one shard file says. `header_nbytes` is where the shards begin."""
+    """What the header of one shard file says. `header_nbytes` is where the shards begin.
+
+    `step` is that of the save that wrote the file: a later checkpoint may hold it as well.
+    """
 
     component: str
     rank: int
@@ -197,7 +203,8 @@ def _header_json(facts: Mapping[str, Json], shards: Sequence[StoredShard]) -> by
         for shard in shards
     ]
     ours = strict_json.dump({**facts, "shards": rows}).decode()
-    entries: dict[str, Json] = {"__metadata__": {"dist_ckpt": ours, "digests": ""}}
+    metadata: dict[str, Json] = {"format": _FORMAT, "dist_ckpt": ours, "digests": ""}
+    entries: dict[str, Json] = {"__metadata__": metadata}
     for shard in shards:
         entries[shard.name] = {
             **entry_of(shard.dtype, shard.cell),
@@ -270,7 +277,12 @@ def _decode_metadata(value: Json, header: int, what: str) -> ShardFile:
     ours = strict_json.string(metadata["dist_ckpt"], f"{what}, dist_ckpt")
     facts, rows = strict_json.parse_apart(ours.encode("utf-8"), "shards", f"{what}, dist_ckpt")
     check_version(facts, f"{what}, dist_ckpt")
-    _, digests = strict_json.fields(metadata, ("dist_ckpt", "digests"), f"{what}, __metadata__")
+    # Before 2026-12 there was no `format`.
+    tools, _, digests = strict_json.fields(
+        {"format": _FORMAT, **metadata}, ("format", "dist_ckpt", "digests"), f"{what}, __metadata__"
+    )
+    if tools != _FORMAT:
+        raise corrupt(f"{what}, __metadata__", f"format {strict_json.shown(tools)} is not 'pt'")
     hexes = strict_json.string(digests, what)
     if len(hexes) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(hexes):
         raise corrupt(what, f"{len(hexes)} characters of digests, not all of them hex")

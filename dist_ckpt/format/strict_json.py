@@ -17,6 +17,7 @@ from typing import cast
 import msgspec
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.dtypes import DTYPES, DType
 from dist_ckpt.format.geometry import Region, Shape
 from dist_ckpt.format.layout import check_shape
@@ -55,6 +56,9 @@ _CONTAINERS = frozenset({list, dict})
 _INTEGERS = frozenset({int})
 _MEMBERS = dict[str, msgspec.Raw]
 _SPACE = b" \t\n\r"  # an index ends with a line feed
+_HEX = re.compile(r"[0-9a-f]*")
+_END = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
+_END_NBYTES = 46
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -142,6 +146,19 @@ def checked(data: bytes) -> bytes:
     return data
 
 
+def sealed(body: bytes) -> bytes:
+    """Return an object that is a document of its own; it has all but its last brace."""
+    return body + b',"digest":"%s"}\n' % document_digest(body).encode("ascii")
+
+
+def check_seal(data: bytes, what: str) -> bool:
+    """Say whether a document ends as `sealed` has it; CorruptError if the digest is another's."""
+    end = _END.fullmatch(data, max(0, len(data) - _END_NBYTES))
+    if end and document_digest(memoryview(data)[:-_END_NBYTES]) != end[1].decode("ascii"):
+        raise corrupt(what, "its digest is wrong, so it is damaged")
+    return end is not None
+
+
 def check_size(data: bytes, what: str) -> None:
     """Raise CorruptError if a document may have too many values, or take too much memory."""
     if (problem := _size_problem(data)) is not None:
@@ -205,11 +222,26 @@ def integer(value: Json, low: int, high: int, what: str) -> int:
     return value
 
 
+def number(value: Json, what: str) -> float:
+    """Return a number, which may be an integer."""
+    if type(value) is not float and type(value) is not int:
+        raise corrupt(what, f"{shown(value)} is not a number")
+    return float(value)
+
+
 def string(value: Json, what: str) -> str:
     """Return a string."""
     if type(value) is not str:
         raise corrupt(what, f"{shown(value)} is not a string")
     return value
+
+
+def hex_digits(value: Json, count: int, what: str) -> str:
+    """Return a string of so many hexadecimal digits, lower-case."""
+    text = string(value, what)
+    if len(text) != count or not _HEX.fullmatch(text):
+        raise corrupt(what, f"{shown(value)} is not {count} hex digits")
+    return text
 
 
 def array(value: Json, what: str) -> list[Json]:

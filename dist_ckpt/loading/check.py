@@ -13,7 +13,7 @@ from dist_ckpt.binding.selection import selection_of
 from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError
-from dist_ckpt.format import filenames, typed_msgpack
+from dist_ckpt.format import filenames
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.loading.load_steps import Findings, Found, LoadRequest, bits_of, short
@@ -22,6 +22,7 @@ from dist_ckpt.loading.read_once_agreement import listen
 from dist_ckpt.loading.read_once_units import runs_of
 from dist_ckpt.planning.load_planner import plan_load, problems_of
 from dist_ckpt.planning.read_sharing import BlockWants
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.shard_io.open_files import OpenFiles, open_files, read_objects
 from dist_ckpt.shard_io.reading_work import CellTargets

@@ -18,9 +18,9 @@ from dist_ckpt.errors import IncompatibleError, StorageError, listed, ranks_text
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, Key
-from dist_ckpt.format.typed_msgpack import Message, decode
 from dist_ckpt.planning.read_sharing import BlockWants, want_the_same
 from dist_ckpt.reports import slowest_of
+from dist_ckpt.runtime.typed_msgpack import Message, decode
 from dist_ckpt.storage import Storage
 
 # Where what several ranks want is fetched from storage once: on each host, or in the whole job.

@@ -12,9 +12,9 @@ from msgspec import structs
 from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import ranks_text
-from dist_ckpt.format.typed_msgpack import Message, decode
 from dist_ckpt.loading.read_once_units import common_nbytes
 from dist_ckpt.planning.read_sharing import BlockWants, Unit, partners_of, units_of
+from dist_ckpt.runtime.typed_msgpack import Message, decode
 from dist_ckpt.shard_io.open_files import OpenFiles
 
 _log = logging.getLogger("dist_ckpt")

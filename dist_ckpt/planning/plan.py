@@ -15,8 +15,8 @@ from dist_ckpt.format.index import Catalog, Key, Node
 from dist_ckpt.format.layout import Layout
 from dist_ckpt.format.shard_file import HeaderText
 from dist_ckpt.format.shard_table import StoredShard
-from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.write_batches import Batch
+from dist_ckpt.runtime.typed_msgpack import Message
 
 # A replica group by its id, with the digest of each of its members, by name.
 ReplicaDigests = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
 
-from dist_ckpt.format.typed_msgpack import Message
+from dist_ckpt.runtime.typed_msgpack import Message
 
 # A unit is fetched at once, by one rank: enough for the storage's full speed, little enough to be
 # still in a processor's cache when others copy it (docs/decisions/0008).

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.exchange import check_alike
 from dist_ckpt.comm.session import Session
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.catalog_json import CatalogText
-from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.plan import Inventory, SavePlan
 from dist_ckpt.planning.save_planner import plan_save
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.runtime.gc_pause import paused_collector
+from dist_ckpt.runtime.typed_msgpack import Message
 
 
 @dataclass(frozen=True, slots=True)

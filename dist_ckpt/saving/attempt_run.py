@@ -7,10 +7,12 @@ attempt, compares the receipts with the plan and with the folder, and commits.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from dist_ckpt.comm.exchange import Channel, Exchange
 from dist_ckpt.comm.messages import NoAnswerError
@@ -22,9 +24,9 @@ from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.strict_json import Scalar
-from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.reports import slowest_of
+from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.saving.agreement import Offer, Planned
 from dist_ckpt.saving.replica_samples import receipt_of
 from dist_ckpt.storage import Storage
@@ -36,8 +38,9 @@ _log = logging.getLogger("dist_ckpt")
 class SaveRequest:
     """What a rank asks for; but for the storage all must ask alike.
 
-    `metadata` is a digest of the user's metadata; `mirrored`, `saved_by` and `saved_at` go into the
-    index as the coordinator has them. `saved_at`: None for the time of the commit.
+    `metadata` is a digest of the user's metadata; `mirrored`, `saved_by`, `saved_at` and the save's
+    id, `save`, go into the index as the coordinator has them. `saved_at`: None for the time of the
+    commit.
     """
 
     storage: Storage
@@ -48,6 +51,7 @@ class SaveRequest:
     mirrored: Mapping[str, Scalar]
     saved_by: Mapping[str, str]
     saved_at: float | None = None
+    save: str = field(default_factory=partial(secrets.token_hex, 16))
 
     def offer(self, last: Planned | None, bulk_epoch: int) -> Offer:
         """Return what this rank asks of the others; `last` is the last plan if it is good here."""
@@ -164,6 +168,7 @@ class AttemptRun:
         order.check_files(self._storage, self._claim.folder, sizes, timeout_s=appear_s)
         index = Index(
             attempt=self._claim.attempt.name,
+            save=self._request.save,
             step=self._request.step,
             catalog=text.catalog,
             files=files,

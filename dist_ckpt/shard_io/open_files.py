@@ -189,7 +189,6 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
         ("component", header.component, index.catalog.components[record.component].name),
         ("rank", header.rank, record.rank),
         ("world_size", header.world_size, index.catalog.world_size),
-        ("step", header.step, index.step),
     ):
         if found != expected:
             raise CorruptError(f"{here}: its {what} is {found!r}, the index says {expected!r}")

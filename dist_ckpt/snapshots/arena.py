@@ -20,8 +20,8 @@ import weakref
 from dataclasses import dataclass
 
 from dist_ckpt.errors import ConflictError, CorruptError
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.memory.shared import leave_to_parent, map_writable, open_existing, reserve
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.runtime.forks import call_in_children
 from dist_ckpt.snapshots import arena_layout as layout
 from dist_ckpt.snapshots.arena_layout import Record, Seal, Snapshot, SnapshotSpans

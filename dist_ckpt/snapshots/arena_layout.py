@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.checksums import Buffer, block_digest, document_digest
 from dist_ckpt.format.geometry import Span
-from dist_ckpt.format.typed_msgpack import Message
+from dist_ckpt.runtime import typed_msgpack
+from dist_ckpt.runtime.typed_msgpack import Message
 
 # Changes with any change of this module: an arena of another version is never read.
 VERSION = 2

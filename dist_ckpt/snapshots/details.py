@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.format.strict_json import Scalar
-from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.planning.plan import ReplicaDigests
+from dist_ckpt.runtime.typed_msgpack import Message
 
 
 class Details(Message, frozen=True):

@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from dist_ckpt.errors import CheckpointError, CorruptError
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.geometry import Span
-from dist_ckpt.format.typed_msgpack import Message
 from dist_ckpt.memory.shared import open_existing
+from dist_ckpt.runtime import typed_msgpack
+from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.snapshots import arena_layout as layout
 from dist_ckpt.snapshots.arena_layout import Seal, Snapshot, SnapshotSpans
 from dist_ckpt.snapshots.details import Details

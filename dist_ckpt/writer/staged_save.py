@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.errors import CorruptError
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.planning.plan import FileReceipt, SavePlan
 from dist_ckpt.planning.save_planner import items_of
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.shard_io.shard_writer import WritableStorage, write_all
 from dist_ckpt.snapshots.arena import Followed
 from dist_ckpt.snapshots.arena_layout import Seal

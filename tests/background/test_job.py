@@ -19,7 +19,7 @@ from dist_ckpt.background.job import Job
 from dist_ckpt.comm.messages import Failure
 from dist_ckpt.config import Config
 from dist_ckpt.errors import ConflictError, StorageError
-from dist_ckpt.format import typed_msgpack
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.snapshots import job_folder
 from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes

@@ -18,13 +18,16 @@ pytest.importorskip("torch")
 import dist_ckpt as dc
 import kept_checkpoints as kept
 from arena_processes import program
+from dist_ckpt.background.restore import rebuilt_index
 from dist_ckpt.commit import attempts
 from dist_ckpt.format.filenames import ROOT_ID, parse_attempt
+from dist_ckpt.format.index import Index
+from dist_ckpt.format.index_json import decode
 from dist_ckpt.snapshots import job_folder
 from dist_ckpt.snapshots.arena_layout import Snapshot
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.kept import KeptSnapshot
+from dist_ckpt.snapshots.kept import KeptSnapshot, kept_saves
 from dist_ckpt.snapshots.root_id import job_id, make_root_id
 from dist_ckpt.storage import open_storage
 
@@ -207,6 +210,16 @@ def test_a_save_that_was_never_committed_is_restored_if_all_of_it_is_there(
         assert (report.step, report.attempt) == (7, saved.attempt)
         assert report.storage_reads.nbytes == 0 or lose is abandon
     assert sorted(str(path) for path in root.rglob("*")) == before
+
+
+def test_the_index_of_a_save_in_memory_has_its_id(root, folder):
+    saved = kept.save(root / "ck", 2, 7)
+    kept.keep(folder, saved)
+    with kept_saves([folder.rank(0), folder.rank(1)]) as found:
+        (save,) = found.saves.values()
+        index = decode(rebuilt_index(save, saved.attempt))
+    assert isinstance(index, Index)
+    assert index.save == save.identity.id
 
 
 def put_a_file_there(saved: kept.Saved) -> None:

@@ -32,7 +32,7 @@ from dist_ckpt.comm.messages import (
 from dist_ckpt.comm.store_thread import MAX_PARTS, NOTHING, PART_NBYTES
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, RankError
-from dist_ckpt.format.typed_msgpack import encode
+from dist_ckpt.runtime.typed_msgpack import encode
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore, try_ranks
 from exchanges import Doc, exchange
 

@@ -33,7 +33,7 @@ from dist_ckpt.format.shard_file import (
 )
 from headers import encode_header, shard_file
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "version-1"
+GOLDEN = Path(__file__).parents[1] / "golden"
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
 # Rows 0 and 1 on rank 0, and so on; a flat cut; a pinwheel; a scalar; something empty.
@@ -175,7 +175,7 @@ def write_checkpoint(path):
         data = objects_file.encode(file)
         (folder / name).write_bytes(data)
         records.append(ObjectsFileRecord(name, len(data), checksums.document_digest(data)))
-    index = Index(folder.name, 9, CATALOG, tuple(files), tuple(records), {}, {}, 1.5)
+    index = Index(folder.name, 9, CATALOG, tuple(files), tuple(records), {}, {}, 1.5, "0f" * 16)
     (folder / filenames.INDEX).write_bytes(encode(index))
     older = replace(index, attempt="a1-" + "f" * 16, step=8)
     (path / older.attempt / filenames.INDEX).write_bytes(encode(older))
@@ -236,13 +236,17 @@ def test_a_path_without_a_checkpoint_is_said_to_be_one(reader, tmp_path):
 def test_the_encoders_write_version_1_to_the_byte(tmp_path):
     # Whoever has to change these files has changed the format.
     write_checkpoint(tmp_path)
-    assert contents(tmp_path) == contents(GOLDEN)
+    assert contents(tmp_path) == contents(GOLDEN / "version-1")
 
 
-def test_the_golden_files_decode_for_ever():
-    folder = GOLDEN / "a2-0123456789abcdef"
+@pytest.mark.parametrize(
+    ("written", "save"), [("version-1", "0f" * 16), ("version-1-without-save", None)]
+)
+def test_the_golden_files_decode_for_ever(written, save):
+    folder = GOLDEN / written / "a2-0123456789abcdef"
     index = decode((folder / filenames.INDEX).read_bytes())
     assert isinstance(index, Index)
+    assert index.save == save
     assert index.catalog == CATALOG
     for record in index.files:
         name = filenames.shard_file(CATALOG.components[record.component].stem, record.rank)
@@ -283,7 +287,7 @@ def test_the_table_of_extension_types_is_that_of_the_code():
 
 
 def test_the_fields_of_the_index_are_those_of_the_code():
-    index = Index("a1-" + "0" * 16, 1, CATALOG, (), (), {}, {}, 1.5)
+    index = Index("a1-" + "0" * 16, 1, CATALOG, (), (), {}, {}, 1.5, "0f" * 16)
     section = TEXT[TEXT.index("## 4.") : TEXT.index("An abandoned attempt's")]
     assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == re.findall(
         r'(?:^\{|,)"(\w+)":', strip_nested(encode(index).decode())

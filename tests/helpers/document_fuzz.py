@@ -24,9 +24,9 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.errors import CheckpointError, CorruptError
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.planning.plan import Inventory
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.snapshots.arena_layout import Seal, Snapshot
 from dist_ckpt.snapshots.details import Details
 from dist_ckpt.state.local_state import take

@@ -16,10 +16,10 @@ from dist_ckpt.background.restore import restore_together
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.attempts import find
-from dist_ckpt.format import typed_msgpack
 from dist_ckpt.format.filenames import parse_objects_file, parse_shard_file
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.saving.agreement import Planned
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.snapshots.arena import Arena, ArenaReader

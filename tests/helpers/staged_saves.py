@@ -15,12 +15,13 @@ from dist_ckpt.background.writer_process import start
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.messages import Failure
 from dist_ckpt.config import Config
-from dist_ckpt.format import filenames, objects_file, typed_msgpack
+from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Node
 from dist_ckpt.format.layout import Grid, Layout
 from dist_ckpt.planning.plan import Inventory, Mesh, Placed, Shard, TensorEntry, Whole
 from dist_ckpt.planning.save_planner import items_of
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.saving.agreement import plan_of
 from dist_ckpt.saving.attempt_run import Verdict
 from dist_ckpt.snapshots.arena import Arena

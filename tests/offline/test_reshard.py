@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import dist_ckpt as dc
+from dist_ckpt.format.index import Component
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.storage.local import LocalStorage
 
@@ -15,7 +16,9 @@ pytest.importorskip("torch")
 import torch
 
 import rank_threads
-from written import catalog_of, one_cell, random_tensor, save
+from written import catalog_of, one_cell, random_tensor, rows, save
+
+OBJECTS = {0: {"objects.msgpack": ObjectsFile()}}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
@@ -37,6 +40,24 @@ def test_what_was_saved_on_a_mesh_is_resharded_to_fewer_and_to_more_ranks(world_
             rank: rank % world_size for rank in range(4)
         }
         assert checkpoint.per_rank["loader"] == {rank: {"position": rank} for rank in range(4)}
+
+
+def test_a_key_whose_tensors_lie_in_files_of_two_stems_is_as_one(tmp_path):
+    shape = (6, 2)
+    tensors = {
+        f"{name}.w": random_tensor(shape, rows(shape, 2), seed=seed)
+        for seed, name in enumerate(("model", "frozen"))
+    }
+    catalog = catalog_of(tensors, 2, ("model", "frozen"))
+    parts = Component("model", "model"), Component("model", "frozen")
+    save(tmp_path / "ck", tensors, catalog=replace(catalog, components=parts), objects=OBJECTS)
+    dc.reshard(tmp_path / "ck", tmp_path / "target", world_size=3)
+    for path in (tmp_path / "ck", tmp_path / "target"):
+        assert dc.verify(path).ok
+        state = {name: {"w": torch.zeros(shape)} for name in ("model", "frozen")}
+        dc.load(state, path)
+        for name, part in state.items():
+            assert part["w"].numpy().tobytes() == tensors[f"{name}.w"].data
 
 
 def test_a_target_within_the_source_is_refused_whatever_link_leads_there(tmp_path):

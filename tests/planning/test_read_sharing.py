@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.format.geometry import joined
-from dist_ckpt.format.typed_msgpack import decode, encode
 from dist_ckpt.planning.read_sharing import (
     UNIT_NBYTES,
     BlockRuns,
@@ -18,6 +17,7 @@ from dist_ckpt.planning.read_sharing import (
     units_of,
     want_the_same,
 )
+from dist_ckpt.runtime.typed_msgpack import decode, encode
 
 MIB = 1 << 20
 

@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "dist_ckpt"
 
-# A package imports itself and those after it; the rooms for `checkpointer`, `integrations` and
-# `interop` are kept free. All may import the top (errors, options, reports), which imports itself.
+# A package imports itself and those after it; the rooms for `integrations` and `interop`
+# are kept free. All may import the top (errors, options, reports), which imports itself.
 ORDER = (
     "cli",
     "checkpointer",
@@ -43,7 +43,7 @@ ORDER = (
 )
 
 # What a reader can take in: `dist_ckpt` itself, one folder of it, one module.
-MOST_FOLDERS = 18
+MOST_FOLDERS = 19
 MOST_FILES_BESIDE_THEM = 6
 MOST_MODULES = 16
 MOST_LINES = 400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,16 @@ def test_the_same_state_of_several_ranks_is_the_same_bytes(tmp_path: Path) -> No
     assert data_files(tmp_path / "one") == data_files(tmp_path / "two")
 
 
+def test_each_save_has_an_id_that_a_copy_for_other_ranks_keeps(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        rank_threads.save(LocalStorage(), [{"w": torch.ones(4)}] * 2, str(tmp_path / name))
+    dc.reshard(tmp_path / "one", tmp_path / "copy", world_size=3)
+    one, two, copy = (dc.open(tmp_path / name).index.save for name in ("one", "two", "copy"))
+    assert one is not None
+    assert re.fullmatch("[0-9a-f]{32}", one)
+    assert one == copy != two
+
+
 def test_every_shard_file_opens_with_safetensors_and_holds_equal_values(tmp_path: Path) -> None:
     states = [rank_state(rank) for rank in range(RANKS)]
     rank_threads.save(LocalStorage(), states, str(tmp_path / "ck"))
@@ -144,7 +155,8 @@ def test_every_shard_file_opens_with_safetensors_and_holds_equal_values(tmp_path
     seen: dict[str, int] = dict.fromkeys(whole, 0)
     for file in sorted((tmp_path / "ck").glob("*/*.safetensors")):
         with safetensors.safe_open(file, "pt") as opened:
-            assert set(opened.metadata()) == {"dist_ckpt", "digests"}
+            assert set(opened.metadata()) == {"format", "dist_ckpt", "digests"}
+            assert opened.metadata()["format"] == "pt"
         for name, tensor in load_file(file).items():
             fqn, _, where = name.partition("[")
             expected = whole[fqn]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from arena_processes import program
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError
-from dist_ckpt.format import typed_msgpack
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.snapshots import arena_layout as layout
 from dist_ckpt.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes

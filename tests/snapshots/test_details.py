@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from dist_ckpt.format import typed_msgpack
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.snapshots.details import Details
 
 DETAILS = Details(True, {"run": "a"}, {"by": "me"}, 1.5, ((b"x", (0, 1, 3)), (b"y", (2,))), ())

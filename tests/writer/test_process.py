@@ -163,6 +163,7 @@ def test_what_is_staged_is_committed_and_sealed(job, world_size):
             # Of when it was staged, not of when it was committed: another may be staged meanwhile.
             (summary,) = checkpoints_in(job.path / f"ck{turn}")
             assert summary.saved_at == STAGED_AT
+            assert dc.open(job.path / f"ck{turn}").index.save == staged[0].snapshot.id
             attempt = verdict_of(answers[0]).attempt
             for rank, folder in enumerate(job.ranks(world_size)):
                 with kept_in(folder) as (found, problems):

@@ -1,0 +1,246 @@
+"""Facts and starts are put once, whole and durable, whoever races, dies or is lied to."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dist_ckpt.commit import root_records
+from dist_ckpt.commit.root_records import begin, newest_start, put_fact, read_facts
+from dist_ckpt.errors import CorruptError, IncompatibleError, StorageError
+from dist_ckpt.format.filenames import Attempt, FactName
+from dist_ckpt.format.root_records import Fact, RunStart, encode_fact
+from dist_ckpt.storage import Storage
+from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.testing.crash_storage import CrashStorage, states
+from dist_ckpt.testing.faulty_storage import FaultyStorage
+from dist_ckpt.testing.memory_storage import MemoryStorage
+
+ROOT = "/runs"
+ATTEMPT = Attempt(1000, "0123456789abcdef")
+FACT = Fact(500, ATTEMPT, "metrics", {"val/loss": 0.5, "note": "nan"}, "rank 0 on a", 1.5)
+
+
+def values(storage: Storage, root: str = ROOT) -> list[tuple[int, dict[str, object]]]:
+    return [(one.name.number, dict(one.values)) for one in read_facts(storage, root)]
+
+
+def start(storage: Storage, root: str = ROOT, by: str = "job 1") -> RunStart:
+    return begin(storage, root, restored=(500, ATTEMPT), why="the newest", by=by)
+
+
+# --- facts -----------------------------------------------------------------------------------
+
+
+def test_what_was_put_is_read(tmp_path: Path) -> None:
+    storage, root = LocalStorage(), str(tmp_path / "runs")
+    assert read_facts(storage, root) == ()
+    first = put_fact(storage, root, FACT)
+    second = put_fact(storage, root, replace(FACT, values={"val/loss": None}))
+    tag = put_fact(storage, root, replace(FACT, kind="tag", values={"best": True}), above=7)
+    older = put_fact(storage, root, replace(FACT, step=7))
+    names = [(one.step, one.name) for one in read_facts(storage, root)]
+    assert names == [(7, older), (500, first), (500, second), (500, tag)]
+    assert [name.number for name in (first, second, tag, older)] == [1, 2, 8, 1]
+    found = read_facts(storage, root)[1]
+    assert (found.attempt, found.values, found.problem) == (ATTEMPT, FACT.values, "")
+    assert found.modified_at > 1e9
+    (folder,) = (tmp_path / "runs" / ".facts" / "500").iterdir()
+    assert {path.name for path in folder.iterdir()} == {str(first), str(second), str(tag)}
+
+
+def test_names_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
+    name = put_fact(LocalStorage(), str(tmp_path), FACT)
+    folder = tmp_path / ".facts" / "500" / ATTEMPT.name
+    data = (folder / str(name)).read_bytes()
+    for strange in ("metrics-0-" + "0" * 16 + ".json", ".record-" + "0" * 16 + ".tmp", "x"):
+        (folder / strange).write_bytes(data)
+    (folder / f"pin-1-{'0' * 16}.json").mkdir()
+    (tmp_path / ".facts" / "0500").mkdir()
+    (tmp_path / ".facts" / "7").write_text("")
+    (folder.parent / "notes").mkdir()
+    assert [one.name for one in read_facts(LocalStorage(), str(tmp_path))] == [name]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda data: data[:-60], "does not end with its digest|not JSON"),
+        (lambda data: data.replace(b"0.5", b"0.6"), "its digest is wrong"),
+        (lambda _: b"", "not JSON"),
+        (
+            lambda _: encode_fact(replace(FACT, step=7)),
+            "it has metrics of a1000-.*, step 7; remove it",
+        ),
+        (lambda _: encode_fact(replace(FACT, attempt=Attempt(1, "0" * 16))), "metrics of a1-0"),
+        (lambda _: encode_fact(replace(FACT, kind="pin")), "it has pin of a1000"),
+        (lambda _: bytes(2 << 20), "none of ours has more than 1048576"),
+    ],
+)
+def test_a_fact_that_cannot_be_read_is_told_with_the_reason(tmp_path, change, problem):
+    name = put_fact(LocalStorage(), str(tmp_path), FACT)
+    file = tmp_path / ".facts" / "500" / ATTEMPT.name / str(name)
+    file.write_bytes(change(file.read_bytes()))
+    (found,) = read_facts(LocalStorage(), str(tmp_path))
+    assert (found.name, found.values) == (name, {})
+    assert re.search(problem, found.problem)
+
+
+def test_a_link_in_place_of_a_fact_is_not_followed(tmp_path: Path) -> None:
+    name = put_fact(LocalStorage(), str(tmp_path / "a"), FACT)
+    file = tmp_path / "a" / ".facts" / "500" / ATTEMPT.name / str(name)
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert read_facts(LocalStorage(), str(tmp_path / "a")) == ()
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_fault_at_any_call_leaves_the_fact_or_says_that_it_is_not_there(done: bool) -> None:
+    told: set[bool] = set()
+    number = 0
+    while True:
+        number += 1
+        inner = MemoryStorage({ROOT: None})
+        storage = FaultyStorage(
+            inner, fail_at_call=number, error=StorageError("planted"), done=done
+        )
+        try:
+            put_fact(storage, ROOT, FACT)
+            told.add(True)
+        except StorageError:
+            assert not (done and storage.failed.startswith("rename"))
+            told.add(False)
+        else:
+            assert values(inner) == [(1, FACT.values)]
+        assert all(one.problem == "" for one in read_facts(inner, ROOT))
+        if not storage.failed:
+            break
+    assert told == {True, False}
+    assert number > 10
+
+
+def test_what_was_put_outlives_any_crash_and_nothing_shows_in_part() -> None:
+    disk = CrashStorage()
+    disk.make_folder(ROOT)
+    disk.sync("/")
+    storage = disk.client("rank 0")
+    put_fact(storage, ROOT, FACT)
+    disk.mark("first")
+    put_fact(storage, ROOT, replace(FACT, values={"val/loss": 0.4}))
+    disk.mark("second")
+    count = 0
+    for point, left in states(disk.log):
+        found = [values for _, values in values_of(left)]
+        assert found in ([], [FACT.values], [FACT.values, {"val/loss": 0.4}], [{"val/loss": 0.4}])
+        assert "first" not in point.marks or FACT.values in found
+        assert "second" not in point.marks or len(found) == 2
+        count += 1
+    assert count > 10
+
+
+def values_of(storage: Storage) -> list[tuple[int, dict[str, object]]]:
+    assert all(one.problem == "" for one in read_facts(storage, ROOT))
+    return values(storage)
+
+
+def test_facts_that_are_put_at_once_are_all_there(tmp_path: Path) -> None:
+    def put(number: int) -> FactName:
+        return put_fact(LocalStorage(), str(tmp_path), replace(FACT, values={"n": number}))
+
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(put, range(24)))
+    found = read_facts(LocalStorage(), str(tmp_path))
+    assert {one.name for one in found} == set(names)
+    assert {one.values["n"] for one in found} == set(range(24))
+
+
+def test_a_fact_that_no_file_can_hold_is_refused_and_nothing_made(tmp_path: Path) -> None:
+    for wrong in ({"x": float("nan")}, {"x": "y" * (1 << 20)}, {"x": "\ud800"}):
+        with pytest.raises(ValueError, match=r"JSON compliant|the limit is|surrogates"):
+            put_fact(LocalStorage(), str(tmp_path), replace(FACT, values=wrong))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- starts ----------------------------------------------------------------------------------
+
+
+def test_starts_count_up_and_the_newest_is_found(tmp_path: Path) -> None:
+    storage, root = LocalStorage(), str(tmp_path / "a" / "runs")
+    assert newest_start(storage, root) is None
+    first = start(storage, root)
+    second = begin(storage, root, restored=None, why="there was none", by="job 2")
+    assert (first.number, second.number) == (1, 2)
+    assert newest_start(storage, root) == second
+    assert (first.restored, second.restored) == ((500, ATTEMPT), None)
+    assert {path.name for path in (tmp_path / "a/runs/.starts").iterdir()} == {"1.json", "2.json"}
+
+
+def test_starts_at_once_have_numbers_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda i: start(LocalStorage(), str(tmp_path), f"{i}"), range(6)))
+    assert sorted(one.number for one in found) == [1, 2, 3, 4, 5, 6]
+    assert newest_start(LocalStorage(), str(tmp_path)) == max(found, key=lambda one: one.number)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_fault_at_any_call_leaves_the_start_or_says_that_it_is_not_certain(done: bool) -> None:
+    number = 0
+    while True:
+        number += 1
+        inner = MemoryStorage({ROOT: None})
+        storage = FaultyStorage(
+            inner, fail_at_call=number, error=StorageError("planted"), done=done
+        )
+        try:
+            made = start(storage)
+        except StorageError:
+            assert not (done and storage.failed.startswith("rename"))
+        else:
+            assert newest_start(inner, ROOT) == made
+            assert made.number == 1
+        if not storage.failed:
+            break
+    assert number > 8
+
+
+def test_a_start_outlives_any_crash() -> None:
+    disk = CrashStorage()
+    disk.make_folder(ROOT)
+    disk.sync("/")
+    first = start(disk.client("a"))
+    disk.mark("first")
+    second = start(disk.client("b"))
+    disk.mark("second")
+    for point, left in states(disk.log):
+        newest = newest_start(left, ROOT)
+        assert newest in (None, first, second)
+        assert "first" not in point.marks or newest is not None
+        assert "second" not in point.marks or newest == second
+
+
+def test_a_newest_start_that_cannot_be_read_is_never_passed_over(tmp_path: Path) -> None:
+    start(LocalStorage(), str(tmp_path))
+    record = tmp_path / ".starts" / "1.json"
+    (tmp_path / ".starts" / "5.json").write_bytes(record.read_bytes())
+    with pytest.raises(CorruptError, match=r"5\.json: it is the record of start 1; remove it"):
+        start(LocalStorage(), str(tmp_path))
+    (tmp_path / ".starts" / "5.json").write_bytes(record.read_bytes()[:-9])
+    with pytest.raises(CorruptError):
+        start(LocalStorage(), str(tmp_path))
+    (tmp_path / ".starts" / "5.json").write_bytes(b'{"format":{"version":2,"requires":[]}}')
+    with pytest.raises(IncompatibleError):
+        start(LocalStorage(), str(tmp_path))
+
+
+def test_no_start_has_a_number_beyond_the_attempts(tmp_path: Path) -> None:
+    start(LocalStorage(), str(tmp_path))
+    data = (tmp_path / ".starts" / "1.json").read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(root_records, "MAX_START", 1)
+        with pytest.raises(StorageError, match="there are 1 starts: use another root"):
+            start(LocalStorage(), str(tmp_path))
+    assert (tmp_path / ".starts" / "1.json").read_bytes() == data
