@@ -287,8 +287,9 @@ def test_the_fence_and_the_next_save_wait_for_what_is_copied(
             saver.fence()
             model.weight.data.fill_(step + 1)
         else:
-            saver.save(state, tmp_path / f"{step} again", step=step)
+            again = saver.save(state, tmp_path / f"{step} again", step=step)
             handles[-1].wait_staged(0)
+            again.wait_staged(30)  # the next round has the device do nothing until its save began
     for step, value in enumerate((0, 0, 2, 2)):
         handles[step].result(30)
         assert loaded(tmp_path / str(step))["model"]["weight"].unique().tolist() == [value]
