@@ -1,18 +1,16 @@
-"""Facts about checkpoints, and starts of runs, in their root: put once, durable, never changed.
+"""Facts about checkpoints, in their root: put once, durable, never changed.
 
-A committed attempt never changes, so what becomes known of it later lies beside it:
+A committed attempt never changes, so what becomes known of it later lies beside it, as
 
     <root>/.facts/<step>/<attempt>/<kind>-<number>-<id>.json    metrics, tags, pins, ...
-    <root>/.starts/<number>.json                                who writes into this root
 
 Each file is written under another name and renamed, which never replaces: so it is whole or not
-there, on every storage that keeps the protocol.
+there, on every storage that keeps the protocol. So are the records of `starts.py`.
 """
 
 from __future__ import annotations
 
 import posixpath
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,24 +20,17 @@ from dist_ckpt.commit.order import make_folders
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, StorageError
 from dist_ckpt.format.filenames import (
     FACTS,
-    MAX_START,
-    STARTS,
     Attempt,
     FactName,
     parse_fact,
-    parse_start,
     parse_step,
-    start_file,
     temporary_record,
 )
 from dist_ckpt.format.root_records import (
     MAX_NBYTES_OF_RECORD,
     Fact,
-    RunStart,
     decode_fact,
-    decode_start,
     encode_fact,
-    encode_start,
 )
 from dist_ckpt.format.strict_json import Scalar
 from dist_ckpt.storage import Storage
@@ -71,13 +62,13 @@ def put_fact(storage: Storage, root: str, fact: Fact, *, above: int = 0) -> Fact
     data = encode_fact(fact)
     folder = f"{root}/{FACTS}/{fact.step}/{fact.attempt}"
     for _ in range(ROUNDS):
-        _make_folders(storage, root, folder)
+        make_record_folders(storage, root, folder)
         there = (parse_fact(entry.name) for entry in entries_at(storage, folder))
         numbers = [name.number for name in there if name is not None and name.kind == fact.kind]
         name = FactName(fact.kind, 1 + max([above, *numbers]), new_id())
         # Who prunes what is known of checkpoints that are gone may have taken the folder.
         with suppress(FileNotFoundError):
-            _put(storage, folder, str(name), data)
+            put_record(storage, folder, str(name), data)
             return name
     raise StorageError(f"{folder} is removed again and again: look who does it")
 
@@ -118,53 +109,10 @@ def _read(
     return fact.values, ""
 
 
-# --- starts ----------------------------------------------------------------------------------
-
-
-def begin(
-    storage: Storage, root: str, *, restored: tuple[int, Attempt] | None, why: str, by: str
-) -> RunStart:
-    """Record a start, above all that are there; it is durable on return.
-
-    Folders that are missing are made, the root as well. CorruptError or IncompatibleError if the
-    newest start cannot be read: it is never passed over. StorageError if it is not certain that the
-    record is there.
-    """
-    folder = f"{root}/{STARTS}"
-    own_id = new_id()
-    for _ in range(ROUNDS):
-        _make_folders(storage, root, folder)
-        newest = newest_start(storage, root)
-        number = 1 + (newest.number if newest else 0)
-        if number > MAX_START:
-            raise StorageError(f"{folder}: there are {MAX_START} starts: use another root")
-        start = RunStart(number, own_id, restored, why, by, time.time())
-        with suppress(FileExistsError, FileNotFoundError):  # another took it; somebody cleans up
-            _put(storage, folder, start_file(number), encode_start(start))
-            return start
-    raise StorageError(f"{folder}: others start again and again: end the other jobs that use it")
-
-
-def newest_start(storage: Storage, root: str) -> RunStart | None:
-    """Return the start with the highest number, or None if there is none."""
-    names = (parse_start(entry.name) for entry in entries_at(storage, f"{root}/{STARTS}"))
-    highest = max(filter(None, names), default=None)
-    if highest is None:
-        return None
-    file = f"{root}/{STARTS}/{start_file(highest)}"
-    try:
-        start = decode_start(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
-    except FileNotFoundError:
-        raise StorageError(f"{file} was removed while it was read: try again") from None
-    if start.number != highest:
-        raise CorruptError(f"{file}: it is the record of start {start.number}; remove it")
-    return start
-
-
 # --- putting ---------------------------------------------------------------------------------
 
 
-def _make_folders(storage: Storage, root: str, folder: str) -> None:
+def make_record_folders(storage: Storage, root: str, folder: str) -> None:
     """Make a folder in the root, and what is missing above it; on return the names are durable."""
     made: list[str] = []
     make_folders(storage, folder, made)
@@ -181,7 +129,7 @@ def _above(folder: str) -> Iterator[str]:
         folder = parent
 
 
-def _put(storage: Storage, folder: str, name: str, data: bytes) -> None:
+def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
     """Create a file with these bytes, durable on return. FileExistsError if another has the name.
 
     FileNotFoundError if the folder is gone.

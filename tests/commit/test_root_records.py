@@ -1,4 +1,4 @@
-"""Facts and starts are put once, whole and durable, whoever races, dies or is lied to."""
+"""Facts are put once, whole and durable, whoever races, dies or is lied to."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.commit import root_records
-from dist_ckpt.commit.root_records import begin, newest_start, put_fact, read_facts
-from dist_ckpt.errors import CorruptError, IncompatibleError, StorageError
+from dist_ckpt.commit.root_records import put_fact, read_facts
+from dist_ckpt.errors import StorageError
 from dist_ckpt.format.filenames import Attempt, FactName
-from dist_ckpt.format.root_records import Fact, RunStart, encode_fact
+from dist_ckpt.format.root_records import Fact, encode_fact
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.crash_storage import CrashStorage, states
@@ -27,13 +26,6 @@ FACT = Fact(500, ATTEMPT, "metrics", {"val/loss": 0.5, "note": "nan"}, "rank 0 o
 
 def values(storage: Storage, root: str = ROOT) -> list[tuple[int, dict[str, object]]]:
     return [(one.name.number, dict(one.values)) for one in read_facts(storage, root)]
-
-
-def start(storage: Storage, root: str = ROOT, by: str = "job 1") -> RunStart:
-    return begin(storage, root, restored=(500, ATTEMPT), why="the newest", by=by)
-
-
-# --- facts -----------------------------------------------------------------------------------
 
 
 def test_what_was_put_is_read(tmp_path: Path) -> None:
@@ -163,84 +155,3 @@ def test_a_fact_that_no_file_can_hold_is_refused_and_nothing_made(tmp_path: Path
         with pytest.raises(ValueError, match=r"JSON compliant|the limit is|surrogates"):
             put_fact(LocalStorage(), str(tmp_path), replace(FACT, values=wrong))
     assert list(tmp_path.iterdir()) == []
-
-
-# --- starts ----------------------------------------------------------------------------------
-
-
-def test_starts_count_up_and_the_newest_is_found(tmp_path: Path) -> None:
-    storage, root = LocalStorage(), str(tmp_path / "a" / "runs")
-    assert newest_start(storage, root) is None
-    first = start(storage, root)
-    second = begin(storage, root, restored=None, why="there was none", by="job 2")
-    assert (first.number, second.number) == (1, 2)
-    assert newest_start(storage, root) == second
-    assert (first.restored, second.restored) == ((500, ATTEMPT), None)
-    assert {path.name for path in (tmp_path / "a/runs/.starts").iterdir()} == {"1.json", "2.json"}
-
-
-def test_starts_at_once_have_numbers_of_their_own(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda i: start(LocalStorage(), str(tmp_path), f"{i}"), range(6)))
-    assert sorted(one.number for one in found) == [1, 2, 3, 4, 5, 6]
-    assert newest_start(LocalStorage(), str(tmp_path)) == max(found, key=lambda one: one.number)
-
-
-@pytest.mark.parametrize("done", [False, True])
-def test_a_fault_at_any_call_leaves_the_start_or_says_that_it_is_not_certain(done: bool) -> None:
-    number = 0
-    while True:
-        number += 1
-        inner = MemoryStorage({ROOT: None})
-        storage = FaultyStorage(
-            inner, fail_at_call=number, error=StorageError("planted"), done=done
-        )
-        try:
-            made = start(storage)
-        except StorageError:
-            assert not (done and storage.failed.startswith("rename"))
-        else:
-            assert newest_start(inner, ROOT) == made
-            assert made.number == 1
-        if not storage.failed:
-            break
-    assert number > 8
-
-
-def test_a_start_outlives_any_crash() -> None:
-    disk = CrashStorage()
-    disk.make_folder(ROOT)
-    disk.sync("/")
-    first = start(disk.client("a"))
-    disk.mark("first")
-    second = start(disk.client("b"))
-    disk.mark("second")
-    for point, left in states(disk.log):
-        newest = newest_start(left, ROOT)
-        assert newest in (None, first, second)
-        assert "first" not in point.marks or newest is not None
-        assert "second" not in point.marks or newest == second
-
-
-def test_a_newest_start_that_cannot_be_read_is_never_passed_over(tmp_path: Path) -> None:
-    start(LocalStorage(), str(tmp_path))
-    record = tmp_path / ".starts" / "1.json"
-    (tmp_path / ".starts" / "5.json").write_bytes(record.read_bytes())
-    with pytest.raises(CorruptError, match=r"5\.json: it is the record of start 1; remove it"):
-        start(LocalStorage(), str(tmp_path))
-    (tmp_path / ".starts" / "5.json").write_bytes(record.read_bytes()[:-9])
-    with pytest.raises(CorruptError):
-        start(LocalStorage(), str(tmp_path))
-    (tmp_path / ".starts" / "5.json").write_bytes(b'{"format":{"version":2,"requires":[]}}')
-    with pytest.raises(IncompatibleError):
-        start(LocalStorage(), str(tmp_path))
-
-
-def test_no_start_has_a_number_beyond_the_attempts(tmp_path: Path) -> None:
-    start(LocalStorage(), str(tmp_path))
-    data = (tmp_path / ".starts" / "1.json").read_bytes()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(root_records, "MAX_START", 1)
-        with pytest.raises(StorageError, match="there are 1 starts: use another root"):
-            start(LocalStorage(), str(tmp_path))
-    assert (tmp_path / ".starts" / "1.json").read_bytes() == data
