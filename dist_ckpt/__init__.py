@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from dist_ckpt.offline.verify import VerifyReport, verify
     from dist_ckpt.planning.sharding_config import ShardingConfig
     from dist_ckpt.reports import LoadReport, SaveReport
+    from dist_ckpt.runs import keep
+    from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
     from dist_ckpt.saving.save import save
     from dist_ckpt.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
 
@@ -51,6 +53,8 @@ _MODULES = {
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
     "delete": "offline.checkpoint",
+    "checkpoints": "runs.listing",
+    "RunCheckpoint": "runs.listing",
     "SaveReport": "reports",
     "LoadReport": "reports",
     "ShardingConfig": "planning.sharding_config",
@@ -60,6 +64,9 @@ _MODULES = {
     "RNG": "state.wrappers",
     "Named": "state.wrappers",
 }
+
+# Public modules, imported when first used as well.
+_PUBLIC_MODULES = {"keep": "runs.keep"}
 
 __all__ = [
     "RNG",
@@ -77,12 +84,15 @@ __all__ = [
     "NotFoundError",
     "PerRank",
     "RankError",
+    "RunCheckpoint",
     "SaveHandle",
     "SaveReport",
     "ShardingConfig",
     "StorageError",
     "VerifyReport",
+    "checkpoints",
     "delete",
+    "keep",
     "load",
     "open",
     "reshard",
@@ -92,6 +102,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _PUBLIC_MODULES:
+        return importlib.import_module(f"{__name__}.{_PUBLIC_MODULES[name]}")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

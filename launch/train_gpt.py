@@ -38,7 +38,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dist_ckpt as dc
-from dist_ckpt.offline.checkpoint import checkpoints_in
 
 VOCABULARY = 256  # bytes
 State = dict[str, Any]
@@ -77,7 +76,7 @@ def resume(saver: dc.AsyncSaver, state: State, root: str) -> int:
     step = saver.restore(state) or 0
     if saver.restored is not None:
         say(f"resumed from memory on {world_size()} rank(s): {saver.restored}")
-    there = checkpoints_in(root) if Path(root).is_dir() else ()
+    there = dc.checkpoints(root) if Path(root).is_dir() else ()
     paths = {one.step: one.path for one in there if one.state == "committed" and one.step}
     newest = max(paths, default=0)
     if newest > step:

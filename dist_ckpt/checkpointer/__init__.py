@@ -1,5 +1,4 @@
-"""A run's checkpoints: when one is saved, and which are kept.
+"""A run's checkpoints, from the first save to the last resume.
 
-`when.py` and `keep.py` are the policies, as plain values, and `policy_text.py` is how they are
-written in configuration files and on the command line.
+`when.py` says when one is saved; `runs/keep.py` says which are kept.
 """

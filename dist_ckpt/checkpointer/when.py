@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
-from dist_ckpt.checkpointer.policy_text import made_of, text_of
+from dist_ckpt.runs.policy_text import made_of, text_of
 
 # These cannot be caught, or are no request: a process that goes on after them is damaged.
 _NOT_FOR_US = frozenset({"KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT", "CHLD"})

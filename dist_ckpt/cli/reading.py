@@ -13,6 +13,7 @@ from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline import verify as verifier
 from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.reports import size
+from dist_ckpt.runs.listing import checkpoints
 from dist_ckpt.storage import open_storage
 
 _path = click.argument("path", type=click.Path())
@@ -28,7 +29,7 @@ def ls(path: str, *, as_json: bool) -> None:
     PATH is a run's folder, or one checkpoint. What is not committed is listed with its state:
     "open" is being written or was left by a crash ("dist-ckpt gc" removes what is left).
     """
-    found = checkpoint.checkpoints_in(path)
+    found = checkpoints(path)
     if as_json:
         output.print_json("ls", {"path": path, "checkpoints": [asdict(one) for one in found]})
         return
@@ -168,7 +169,7 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
     for what is not committed. Exit code 1 if anything is damaged.
     """
     level: verifier.Level = "quick" if quick else "full"
-    found = checkpoint.checkpoints_in(path)
+    found = checkpoints(path)
     if not found or found[0].path == open_storage(path)[1]:
         verified.verify_one(path, level, as_json=as_json)
     else:

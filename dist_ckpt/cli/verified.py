@@ -10,9 +10,9 @@ import click
 
 from dist_ckpt.cli import output
 from dist_ckpt.errors import CheckpointError, NotFoundError
-from dist_ckpt.offline.checkpoint import CheckpointSummary
 from dist_ckpt.offline.verify import Level, VerifyReport, verify
 from dist_ckpt.reports import size
+from dist_ckpt.runs.listing import RunCheckpoint
 
 
 def verify_one(path: str, level: Level, *, as_json: bool) -> None:
@@ -36,7 +36,7 @@ class _NotChecked:
 
 
 def verify_all(
-    root: str, checkpoints: Sequence[CheckpointSummary], level: Level, *, as_json: bool
+    root: str, checkpoints: Sequence[RunCheckpoint], level: Level, *, as_json: bool
 ) -> None:
     """Check the checkpoints of a run, each as `verify_one` would; what fails stops none of them.
 
@@ -74,7 +74,7 @@ def verify_all(
             click.echo(f"{output.printable(root)}: {checked}, {num_damaged} damaged")
 
 
-def _verify(one: CheckpointSummary, level: Level) -> VerifyReport | _NotChecked:
+def _verify(one: RunCheckpoint, level: Level) -> VerifyReport | _NotChecked:
     if one.state in ("open", "abandoned"):
         return _NotChecked(one.path, f"not committed ({one.state})")
     try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dist_ckpt.commit.attempts import ROUNDS, attempts_in, entries_at, new_id, read_document, store
 from dist_ckpt.commit.folders import make_folders
@@ -42,7 +42,8 @@ from dist_ckpt.storage import Storage
 class StoredFact:
     """A fact in its file, which was made at `modified_at` by the storage's clock.
 
-    `problem` says why it cannot be read; then only its name and place tell of it.
+    `by` says who put it. `problem` says why it cannot be read; then only its name and place tell of
+    it.
     """
 
     step: int
@@ -51,6 +52,7 @@ class StoredFact:
     modified_at: float
     values: Mapping[str, Scalar]
     problem: str = ""
+    by: str = ""
 
 
 def put_fact(storage: Storage, root: str, fact: Fact, *, above: int = 0) -> FactName:
@@ -60,7 +62,7 @@ def put_fact(storage: Storage, root: str, fact: Fact, *, above: int = 0) -> Fact
     root as well. StorageError if it is not certain that the fact is there.
     """
     data = encode_fact(fact)
-    folder = f"{root}/{FACTS}/{fact.step}/{fact.attempt}"
+    folder = facts_folder(root, fact.step, fact.attempt)
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)
         there = (parse_fact(entry.name) for entry in entries_at(storage, folder))
@@ -83,30 +85,40 @@ def _facts(storage: Storage, root: str) -> Iterator[StoredFact]:
         step = parse_step(entry.name)
         if step is None:
             continue
-        of_step = f"{root}/{FACTS}/{entry.name}"
-        for attempt in attempts_in(entries_at(storage, of_step)):
-            folder = f"{of_step}/{attempt}"
-            for file in entries_at(storage, folder):
-                name = parse_fact(file.name)
-                if name is not None and file.kind == "file":
-                    with suppress(FileNotFoundError):  # pruned since
-                        told = step, attempt, name.kind
-                        values, problem = _read(storage, f"{folder}/{file.name}", told)
-                        yield StoredFact(step, attempt, name, file.modified_at, values, problem)
+        for attempt in attempts_in(entries_at(storage, f"{root}/{FACTS}/{entry.name}")):
+            yield from read_facts_of(storage, root, step, attempt)
 
 
-def _read(
-    storage: Storage, file: str, told: tuple[int, Attempt, str]
-) -> tuple[Mapping[str, Scalar], str]:
-    """Return what a fact says, and why it cannot be read; `told` is what its path says."""
+def read_facts_of(
+    storage: Storage, root: str, step: int, attempt: Attempt
+) -> tuple[StoredFact, ...]:
+    """Return the facts about one attempt, by name."""
+    folder = facts_folder(root, step, attempt)
+    found = []
+    for file in entries_at(storage, folder):
+        name = parse_fact(file.name)
+        if name is not None and file.kind == "file":
+            with suppress(FileNotFoundError):  # pruned since
+                one = StoredFact(step, attempt, name, file.modified_at, {})
+                found.append(_read(storage, f"{folder}/{file.name}", one))
+    return tuple(sorted(found, key=lambda one: one.name))
+
+
+def facts_folder(root: str, step: int, attempt: Attempt) -> str:
+    """Return where the facts about an attempt lie."""
+    return f"{root}/{FACTS}/{step}/{attempt}"
+
+
+def _read(storage: Storage, file: str, one: StoredFact) -> StoredFact:
+    """Return a fact with what its file says, or why that cannot be read."""
     try:
         fact = decode_fact(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
     except (CorruptError, IncompatibleError) as error:
-        return {}, str(error)
-    if (fact.step, fact.attempt, fact.kind) != told:
+        return replace(one, problem=str(error))
+    if (fact.step, fact.attempt, fact.kind) != (one.step, one.attempt, one.name.kind):
         found = f"{fact.kind} of {fact.attempt}, step {fact.step}"
-        return {}, f"{file}: it has {found}; remove it"
-    return fact.values, ""
+        return replace(one, problem=f"{file}: it has {found}; remove it")
+    return replace(one, values=fact.values, by=fact.by)
 
 
 # --- putting ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from threading import Lock
 
 from dist_ckpt.commit import attempts, removal
 from dist_ckpt.config import Config
-from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.filenames import Attempt
@@ -22,7 +22,6 @@ from dist_ckpt.format.geometry import Region, Shape
 from dist_ckpt.format.index import Index, Key
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.format.plain_types import ArrayValue, StandIn
-from dist_ckpt.format.strict_json import Json
 from dist_ckpt.memory.host_array import Array, ArrayTarget
 from dist_ckpt.offline.basic_index import BasicIndex, select
 from dist_ckpt.planning.load_planner import plan_load
@@ -283,74 +282,3 @@ def delete(path: str | os.PathLike[str]) -> None:
     """
     storage, folder = open_storage(path)
     removal.delete(storage, folder)
-
-
-# --- what lies in a folder -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
-    """One checkpoint in a folder, in one line.
-
-    `state` is that of the checkpoint: "committed", or why it cannot be opened. The facts of one
-    that is not committed are None, and `problem` says why.
-    """
-
-    name: str
-    path: str
-    state: attempts.AttemptState
-    step: int | None = None
-    nbytes: int | None = None
-    world_size: int | None = None
-    num_tensors: int | None = None
-    saved_at: float | None = None
-    metadata: Mapping[str, Json] | None = None
-    problem: str | None = None
-
-
-def checkpoints_in(root: str | os.PathLike[str]) -> tuple[CheckpointSummary, ...]:
-    """Return the checkpoints in a folder, sorted by name; if it is one itself, only that.
-
-    Whatever else lies there is left out. Raises NotFoundError if there is no such folder.
-    """
-    storage, folder = open_storage(root)
-    if (own := _summary(storage, folder)) is not None:
-        return (own,)
-    try:
-        entries = storage.list(folder)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(f"{folder} is no folder; choose another path") from error
-    found = (
-        _summary(storage, f"{folder.rstrip('/')}/{entry.name}")
-        for entry in entries
-        if entry.kind == "folder"
-    )
-    return tuple(one for one in found if one is not None)
-
-
-def _summary(storage: Storage, path: str) -> CheckpointSummary | None:
-    """Return a checkpoint's line, or None if there is not even an attempt."""
-    name = path.rpartition("/")[2]
-    try:
-        _, index = attempts.find(storage, path)
-    except CorruptError as error:
-        return CheckpointSummary(name, path, "damaged", problem=str(error))
-    except IncompatibleError as error:
-        return CheckpointSummary(name, path, "incompatible", problem=str(error))
-    except NotFoundError as error:
-        statuses = attempts.statuses(storage, path)
-        if not statuses:
-            return None
-        return CheckpointSummary(name, path, statuses[-1].state, problem=str(error))
-    data = sum(f.nbytes for f in index.files) + sum(f.nbytes for f in index.objects)
-    return CheckpointSummary(
-        name=name,
-        path=path,
-        state="committed",
-        step=index.step,
-        world_size=index.catalog.world_size,
-        num_tensors=len(index.catalog.tensors),
-        nbytes=data,
-        saved_at=index.saved_at,
-        metadata=index.metadata,
-    )

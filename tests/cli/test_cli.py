@@ -67,8 +67,8 @@ def test_ls_lists_a_run_with_steps_and_states(run, checkpoint):
     assert code == 0
     lines = out.splitlines()
     assert lines[0].split() == ["NAME", "STEP", "STATE", "SIZE", "RANKS", "TENSORS", "AGE"]
-    assert lines[1].split()[:3] == ["step-00000007", "7", "committed"]
-    assert lines[2].split()[:3] == ["step-00000008", "-", "open"]
+    assert lines[1].split()[:3] == ["step-00000008", "-", "open"]
+    assert lines[2].split()[:3] == ["step-00000007", "7", "committed"]
 
 
 def test_ls_as_json_has_a_schema_and_the_metadata(run, checkpoint):
@@ -165,9 +165,9 @@ def test_verify_of_a_runs_folder_verifies_all_in_it(run, checkpoint):
     code, out, _ = run("verify", root)
     assert code == 0
     assert [line.partition(": ")[0] for line in out.splitlines()] == [
+        f"note     {root / 'step-00000009'}",
         str(checkpoint),
         str(root / "step-00000008"),
-        f"note     {root / 'step-00000009'}",
         str(root),
     ]
     assert "not committed (open): it is not checked" in out

@@ -30,7 +30,7 @@ from dist_ckpt.format.plain_types import ArrayValue, DTypeValue
 from dist_ckpt.memory.host_array import Array
 from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline.basic_index import select
-from dist_ckpt.offline.checkpoint import Checkpoint, CheckpointSummary, checkpoints_in
+from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.runtime.threads import IDLE_S
 from dist_ckpt.storage import ReadableFile
 from dist_ckpt.storage.local import LocalStorage
@@ -484,39 +484,3 @@ def test_looking_into_a_checkpoint_needs_no_torch_and_no_numpy(tmp_path: Path) -
         timeout=60,
         cwd=Path(__file__).parents[2],
     )
-
-
-# --- what lies in a folder -------------------------------------------------------------------
-
-
-def test_a_folder_lists_its_checkpoints_and_what_became_of_the_others(tmp_path: Path) -> None:
-    full_checkpoint(tmp_path / "step-2")
-    damaged = full_checkpoint(tmp_path / "step-1") / "index.json"
-    damaged.write_bytes(damaged.read_bytes().replace(b"model", b"modem", 1))
-    claim(LocalStorage(), str(tmp_path / "step-3"), overwrite=False, by="a test")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "notes.txt").write_text("mine")
-    first, second, third = checkpoints_in(tmp_path)
-    assert (first.name, first.state, first.step) == ("step-1", "damaged", None)
-    assert "digest" in (first.problem or "")
-    assert second == CheckpointSummary(
-        name="step-2",
-        path=str(tmp_path / "step-2"),
-        state="committed",
-        step=7,
-        world_size=2,
-        num_tensors=2,
-        nbytes=checkpoint.open(tmp_path / "step-2").nbytes,
-        saved_at=1.0,
-        metadata={},
-    )
-    assert (third.name, third.state) == ("step-3", "open")
-    assert "no checkpoint is here" in (third.problem or "")
-    assert checkpoints_in(tmp_path / "step-2") == (second,)
-
-
-@pytest.mark.parametrize("name", ["none", "file"])
-def test_what_is_no_folder_has_no_checkpoints(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotFoundError, match="is no folder; choose another path"):
-        checkpoints_in(tmp_path / name)

@@ -30,6 +30,7 @@ ORDER = (
     "saving",
     "snapshots",
     "binding",
+    "runs",
     "commit",
     "state",
     "comm",
@@ -43,7 +44,7 @@ ORDER = (
 )
 
 # What a reader can take in: `dist_ckpt` itself, one folder of it, one module.
-MOST_FOLDERS = 19
+MOST_FOLDERS = 20
 MOST_FILES_BESIDE_THEM = 6
 MOST_MODULES = 16
 MOST_LINES = 400
@@ -69,7 +70,7 @@ THIRD_PARTY_OF_ALL = {"msgpack", "xxhash", "msgspec"}
 
 # Whoever looks at a checkpoint, checks it or writes it in the background needs no torch.
 WITHOUT_TORCH = (
-    *("cli", "writer", "offline", "snapshots", "commit", "comm", "shard_io", "storage"),
+    *("cli", "writer", "offline", "snapshots", "runs", "commit", "comm", "shard_io", "storage"),
     *("planning", "format", "runtime", "top"),
 )
 WITH_TORCH = {

@@ -18,7 +18,6 @@ from dist_ckpt.commit.order import claim
 from dist_ckpt.commit.removal import collect
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 from dist_ckpt.format.filenames import ROOT_ID
-from dist_ckpt.offline.checkpoint import checkpoints_in
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.root_id import find_root_id, job_id, make_root_id
 from dist_ckpt.storage import open_storage
@@ -242,7 +241,7 @@ def test_the_id_of_a_folder_is_in_nobody_s_way(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     root_id = made(root)
     dc.save({"step": 1}, root / "ck", step=1)
-    assert [one.name for one in checkpoints_in(root)] == ["ck"]
+    assert [one.name for one in dc.checkpoints(root)] == ["ck"]
     dc.save({"step": 2}, root / "ck", step=2, overwrite=True)
     dc.delete(root / "ck")
     assert os.listdir(root) == [ROOT_ID]

@@ -23,7 +23,6 @@ import dist_ckpt as dc
 from dist_ckpt.background.writer_process import start
 from dist_ckpt.errors import ConflictError, RankError, StorageError
 from dist_ckpt.memory.shared import create_nameless
-from dist_ckpt.offline.checkpoint import checkpoints_in
 from dist_ckpt.runtime.lock_files import owner_of
 from dist_ckpt.snapshots.arena import Arena
 from dist_ckpt.snapshots.arena_layout import arena_nbytes
@@ -161,7 +160,7 @@ def test_what_is_staged_is_committed_and_sealed(job, world_size):
             assert all(one.writes.nbytes > 400_000 for one in answers)
             check(job.path / f"ck{turn}", state)
             # Of when it was staged, not of when it was committed: another may be staged meanwhile.
-            (summary,) = checkpoints_in(job.path / f"ck{turn}")
+            (summary,) = dc.checkpoints(job.path / f"ck{turn}")
             assert summary.saved_at == STAGED_AT
             assert dc.open(job.path / f"ck{turn}").index.save == staged[0].snapshot.id
             attempt = verdict_of(answers[0]).attempt

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, isfinite, isnan
 
-from dist_ckpt.checkpointer.policy_text import made_of, text_of
+from dist_ckpt.runs.policy_text import made_of, text_of
 from dist_ckpt.format.filenames import Attempt
 
 _HOUR_S = 3600.0
