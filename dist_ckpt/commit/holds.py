@@ -10,11 +10,11 @@ whoever dies where. Marks go last of all, for who keeps looks for them first.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
+from time import monotonic
 
 from dist_ckpt.commit.attempts import entries_at, is_there, new_id
 from dist_ckpt.commit.guards import (
@@ -116,9 +116,9 @@ class Hold:
         NotFoundError if it is gone, or about to be: then it is not held. StorageError if that took
         longer than the hold would last.
         """
-        began = time.monotonic()
+        began = monotonic()
         _keep(self.subject, HOLD, {self.id: self.ttl_s})
-        if time.monotonic() - began >= self.ttl_s:
+        if monotonic() - began >= self.ttl_s:
             raise StorageError(
                 f"{self.subject.path}: to hold it took longer than the {self.ttl_s:g} s for which "
                 f"it is held: hold it for longer"
@@ -176,13 +176,13 @@ def remove_unless_kept(
     removal, right before it. `remove` begins with the rename. What it raises leaves the mark, by
     which `finish` goes on, unless nothing is removed yet.
     """
-    began = time.monotonic()
+    began = monotonic()
     mark = subject.put(MARK, {new_id(): subject.path.rpartition("/")[2]})
     try:
         told = () if force else _kept_by(subject, others, mark)
         if not told:
             check()
-        if not told and time.monotonic() - began > MARK_S / 2:
+        if not told and monotonic() - began > MARK_S / 2:
             told = ("its removal stood still for so long that others may hold it by now",)
     except BaseException:
         subject.take_back(mark)

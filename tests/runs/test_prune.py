@@ -244,7 +244,7 @@ def test_who_stood_still_for_too_long_removes_nothing(storage, monkeypatch) -> N
     where = committed(storage, 1)
     committed(storage, 2)
     times = iter([0.0, MARK_S])
-    monkeypatch.setattr(holds.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(holds, "monotonic", lambda: next(times))
     assert "stood still" in pruned(storage)[1]
     assert list_attempts(storage, f"{ROOT}/step-1") == [where[1]]
 
