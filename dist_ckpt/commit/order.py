@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import posixpath
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from dist_ckpt.commit.attempts import (
     ROUNDS,
@@ -36,7 +37,9 @@ from dist_ckpt.commit.attempts import (
     store,
     was_removed,
 )
+from dist_ckpt.commit.folders import make_folders
 from dist_ckpt.commit.removal import remove
+from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.commit.verdicts import check_abandoned
 from dist_ckpt.errors import (
     CheckpointError,
@@ -63,34 +66,50 @@ from dist_ckpt.storage import Entry, Storage
 
 _POLL_S = 0.05
 
+_Says = Callable[[Attempt], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An attempt that this process made and alone may commit; `made` are the folders it made."""
+    """An attempt that this process made and alone may commit; `made` are the folders it made.
+
+    `run` is the start that it is of, if any: once there is a newer one it is not committed.
+    """
 
     path: str
     attempt: Attempt
     folder: str
     by: str
     made: tuple[str, ...]
+    run: OfRun | None = None
 
 
 # --- claim -----------------------------------------------------------------------------------
 
 
-def claim(storage: Storage, path: str, *, overwrite: bool, by: str) -> Claim:
+def claim(
+    storage: Storage, path: str, *, overwrite: bool, by: str, run: OfRun | None = None
+) -> Claim:
     """Begin an attempt at `path`. Coordinator only.
 
     On return the attempt's folder is durable, lower open attempts are abandoned, and an index
     can be put exclusively on this storage. Raises ExistsError if a checkpoint is there (unless
     `overwrite`), or a file or somebody else's folder; ConflictError if a higher attempt is;
     whatever it raises, nothing is left behind.
+
+    `run` is the start of a run that saves: its caller saves only above the step that it restored,
+    so that what older starts have there is left behind, and is replaced without `overwrite`.
+    ConflictError if a newer start is there, StorageError if this one has no attempts left here.
     """
     made: list[str] = []
     attempt: Attempt | None = None
+    may_replace = partial(_may_replace, overwrite=overwrite, run=run)
     try:
+        if run is not None:
+            run.check(storage)
         for _ in range(ROUNDS):
-            attempt = _next_attempt(_survey(storage, path, made, overwrite=overwrite))
+            entries = _survey(storage, path, made, may_replace=may_replace)
+            attempt = _next_attempt(entries, path, run)
             try:
                 storage.make_folder(f"{path}/{attempt}")
                 break
@@ -102,7 +121,7 @@ def claim(storage: Storage, path: str, *, overwrite: bool, by: str) -> Claim:
                 f"takes no folders (as /proc): choose another path. Or somebody removes it again "
                 f"and again: look who does it"
             )
-        _fence(storage, path, attempt, overwrite=overwrite, by=by)
+        _fence(storage, path, attempt, may_replace=may_replace, by=by)
         _store_claim(storage, path, attempt, by)
         for folder in (path, *map(posixpath.dirname, made)):
             storage.sync(folder)
@@ -121,10 +140,14 @@ def claim(storage: Storage, path: str, *, overwrite: bool, by: str) -> Claim:
     except BaseException:
         _take_back(storage, path, attempt, made)
         raise
-    return Claim(path, attempt, f"{path}/{attempt}", by, tuple(made))
+    return Claim(path, attempt, f"{path}/{attempt}", by, tuple(made), run)
 
 
-def _survey(storage: Storage, path: str, made: list[str], *, overwrite: bool) -> Sequence[Entry]:
+def _may_replace(attempt: Attempt, *, overwrite: bool, run: OfRun | None) -> bool:
+    return overwrite or (run is not None and attempt.number < run.first)
+
+
+def _survey(storage: Storage, path: str, made: list[str], *, may_replace: _Says) -> Sequence[Entry]:
     """Return what is at `path`, made if need be; raise ExistsError if it is not to be touched."""
     try:
         entries = storage.list(path)
@@ -139,8 +162,8 @@ def _survey(storage: Storage, path: str, made: list[str], *, overwrite: bool) ->
         raise ExistsError(
             f"{path} holds what dist_ckpt did not write ({names}): choose another path"
         )
-    if not overwrite:
-        for attempt in attempts_in(entries):
+    for attempt in attempts_in(entries):
+        if not may_replace(attempt):
             _check_free(storage, path, attempt)
     return entries
 
@@ -150,36 +173,14 @@ def _is_beside_attempts(name: str) -> bool:
     return parse_trash(name) is not None or name == ROOT_ID
 
 
-def make_folders(storage: Storage, path: str, made: list[str]) -> None:
-    """Make `path` and what is missing above it; note in `made`, top first, what is new."""
-    try:
-        _make_folder(storage, path, made)
-    except FileNotFoundError:
-        make_folders(storage, posixpath.dirname(path), made)
-        with suppress(FileNotFoundError):  # a delete took the parent: the caller tries again
-            _make_folder(storage, path, made)
-
-
-def _make_folder(storage: Storage, path: str, made: list[str]) -> None:
-    try:
-        storage.make_folder(path)
-    except FileExistsError:
-        return
-    except NotADirectoryError:
-        raise ExistsError(f"{path} lies below a file: choose another path") from None
-    except StorageError:
-        made.append(path)  # it may be there although the storage said no
-        raise
-    made.append(path)
-
-
-def _next_attempt(entries: Sequence[Entry]) -> Attempt:
+def _next_attempt(entries: Sequence[Entry], path: str, run: OfRun | None) -> Attempt:
     seen = [attempt.number for attempt in attempts_in(entries)]
     seen += [old.number for entry in entries if (old := parse_trash(entry.name)) is not None]
-    return Attempt(max(seen, default=0) + 1, new_id())
+    highest = max(seen, default=0)
+    return Attempt(highest + 1 if run is None else run.next_attempt(highest, path), new_id())
 
 
-def _fence(storage: Storage, path: str, attempt: Attempt, *, overwrite: bool, by: str) -> None:
+def _fence(storage: Storage, path: str, attempt: Attempt, *, may_replace: _Says, by: str) -> None:
     """Look again, now that others see the attempt: give way to higher ones, fence lower ones.
 
     Of savers that claim at the same time only the highest goes on: each has made its folder
@@ -200,7 +201,7 @@ def _fence(storage: Storage, path: str, attempt: Attempt, *, overwrite: bool, by
             # Now, not after the verdict: what a dead save left may be the space that we need.
             with suppress(StorageError):
                 remove(storage, path, other)
-        elif not overwrite:
+        elif not may_replace(other):
             _check_free(storage, path, other)
 
 
@@ -328,8 +329,9 @@ def commit(storage: Storage, claim: Claim, index: Index, text: CatalogText | Non
 
     `text` is that of the index's catalog, if a save of the same plan has left it. On return the
     index is durable and readers on any host see it. Raises ConflictError if the attempt was
-    abandoned, naming who; StorageError, which says so if the checkpoint is there all the same, or
-    if that is unknown. Whatever else is raised, nothing is committed.
+    abandoned, or a newer start of its run has taken over, naming who; StorageError, which says so
+    if the checkpoint is there all the same, or if that is unknown. Whatever else is raised, nothing
+    is committed.
     """
     temporary = f"{claim.folder}/{temporary_index(new_id())}"
     try:
@@ -339,6 +341,8 @@ def commit(storage: Storage, claim: Claim, index: Index, text: CatalogText | Non
         _check_readable(data, text, temporary)
         if read_document(storage, temporary) != data:
             raise StorageError(f"{temporary} reads back as something else: check the storage")
+        if claim.run is not None:
+            claim.run.check(storage)  # last: `secure` abandons only what is open before
     except FileNotFoundError:
         raise _conflict(storage, claim.path, claim.attempt, None) from None
     try:

@@ -22,6 +22,7 @@ from dist_ckpt.commit.attempts import (
     statuses,
     trash_at,
 )
+from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.commit.verdicts import KEEPS_DATA, half_deleted
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from dist_ckpt.format.filenames import (
@@ -50,17 +51,19 @@ def remove(storage: Storage, path: str, attempt: Attempt) -> None:
         raise StorageError(f"{trash} exists while {attempt} does: remove it by hand") from error
 
 
-def supersede(storage: Storage, path: str, attempt: Attempt) -> None:
+def supersede(storage: Storage, path: str, attempt: Attempt, run: OfRun | None = None) -> None:
     """Remove what is lower than the attempt that was just committed, and all trash.
 
     Raises no error of the storage, but logs it: the save has succeeded, and the next one, or a
-    collector, removes what is left.
+    collector, removes what is left. So is it if a newer start than the attempt's has taken over.
     """
     by = f"the saver of {attempt}"
     try:
         for lower in list_attempts(storage, path):
             if lower >= attempt:
                 break
+            if run is not None:
+                run.check(storage)
             if not has_index(storage, path, lower):
                 abandon(storage, path, lower, by=by, reason="a later attempt was committed")
             remove(storage, path, lower)

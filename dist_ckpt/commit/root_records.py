@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dist_ckpt.commit.attempts import ROUNDS, attempts_in, entries_at, new_id, read_document, store
-from dist_ckpt.commit.order import make_folders
+from dist_ckpt.commit.folders import make_folders
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, StorageError
 from dist_ckpt.format.filenames import (
     FACTS,

@@ -51,6 +51,11 @@ class Attempt:
         """The folder's name."""
         return f"a{self.number}-{self.id}"
 
+    @property
+    def start(self) -> int:
+        """The start of a run that it is of, by its number; 0 if it is of none."""
+        return self.number // ATTEMPTS_OF_START
+
     def __str__(self) -> str:
         return self.name
 

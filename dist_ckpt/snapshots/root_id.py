@@ -15,7 +15,7 @@ import secrets
 from contextlib import suppress
 
 from dist_ckpt.commit.attempts import ROUNDS, new_id, store
-from dist_ckpt.commit.order import make_folders
+from dist_ckpt.commit.folders import make_folders
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.format.filenames import ROOT_ID, temporary_root_id
 from dist_ckpt.storage import Storage

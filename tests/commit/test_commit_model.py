@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 
 from commit_cases import PATH, content, index_of, save, sizes_of, write_rank
+from commit_programs import FixedIds, is_private, make_deterministic, prefix_of
 from dist_ckpt.commit import attempts, order, removal
 from dist_ckpt.commit.order import Claim
 from dist_ckpt.errors import CheckpointError, NotFoundError
@@ -138,10 +139,6 @@ def reader() -> Program:
     return (find,)
 
 
-def prefix_of(name: str) -> str:
-    return f"{ord(name[-1]):02x}"
-
-
 # --- the check -------------------------------------------------------------------------------
 
 
@@ -203,33 +200,9 @@ def one_saver_wins(state: State) -> str | None:
 # --- running ---------------------------------------------------------------------------------
 
 
-class _Ids:
-    """Ids that are the same whenever a program is run again from its start."""
-
-    def __init__(self) -> None:
-        self._name = ""
-        self._count = 0
-
-    def begin(self, name: str, number: int) -> None:
-        self._name, self._count = name, 1000 * number
-
-    def new(self) -> str:
-        self._count += 1
-        return f"{prefix_of(self._name)}{self._count:014x}"
-
-
 @pytest.fixture
-def ids(monkeypatch) -> _Ids:
-    """Make the library deterministic, faster, and tell where a claim forgets what came before."""
-    made = _Ids()
-    for module in (attempts, order, removal):
-        monkeypatch.setattr(module, "new_id", made.new)
-    encode = functools.cache(attempts.encode_abandoned)
-    monkeypatch.setattr(attempts, "encode_abandoned", encode)
-    monkeypatch.setattr(order, "encode_abandoned", encode)
-    monkeypatch.setattr(index_json, "decode", functools.cache(index_json.decode))
-    for name in ("_fence", "_store_claim"):
-        monkeypatch.setattr(order, name, _forgetting(getattr(order, name)))
+def ids(monkeypatch) -> FixedIds:
+    made = make_deterministic(monkeypatch)
     monkeypatch.setattr(removal, "statuses", _attempts)
     return made
 
@@ -240,28 +213,6 @@ def _attempts(storage: Storage, path: str) -> tuple[attempts.Status, ...]:
         # Deleters and collectors begin with it, and do not ask for sizes.
         storage.forget_answers(tuple((status.attempt, status.state) for status in found))
     return found
-
-
-def _forgetting(step: Callable[..., object]) -> Callable[..., object]:
-    def run(storage, path, attempt, *rest, **options):
-        # Of what the claim has seen before, only these are used after.
-        made = tuple(sys._getframe(1).f_locals["made"])
-        if isinstance(storage, Replay):
-            storage.forget_answers((step.__name__, attempt, made))
-        return step(storage, path, attempt, *rest, **options)
-
-    return run
-
-
-def private(call: Call) -> bool:
-    """Say whether a call touches only temporary names and trash, which nobody else looks at.
-
-    Others can only take away the whole folder; scenarios with two programs interleave all.
-    """
-    method, path = call[:2]
-    if method == "rename":
-        return call[2].endswith(filenames.CLAIM)
-    return method == "create" or ".trash-" in path or ".tmp" in path
 
 
 @dataclass(frozen=True)
@@ -347,7 +298,7 @@ def search(ids) -> Callable[[str], list[tuple[str, list[str]]]]:
             prepare=ids.begin,
             note=note_deleted,
             num_faults=scenario.num_faults,
-            private=(lambda _: False) if scenario.every_call else private,
+            private=(lambda _: False) if scenario.every_call else is_private,
         )
         # Millions of states stay alive: to look through them for garbage again and again takes
         # as long as the search.
@@ -357,7 +308,7 @@ def search(ids) -> Callable[[str], list[tuple[str, list[str]]]]:
     return search
 
 
-def _files(ids: _Ids, what: str) -> Files:
+def _files(ids: FixedIds, what: str) -> Files:
     storage = MemoryStorage({"/runs": None})
     ids.begin("what was there", 0)
     if what == "a folder":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from dist_ckpt.commit import starts
-from dist_ckpt.commit.starts import OfRun, begin, newest_start, read_history
+from dist_ckpt.commit.starts import History, OfRun, begin, newest_start, read_history
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError, StorageError
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.root_records import RunStart
@@ -19,7 +20,7 @@ from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
 ROOT = "/runs"
-ATTEMPT = Attempt(1000, "0123456789abcdef")
+ATTEMPT = Attempt(7, "0123456789abcdef")
 
 
 def start(storage: Storage, root: str = ROOT, by: str = "job 1") -> RunStart:
@@ -104,21 +105,76 @@ def test_no_start_has_a_number_beyond_the_attempts(tmp_path: Path) -> None:
     assert (tmp_path / ".starts" / "1.json").read_bytes() == data
 
 
-def test_what_older_starts_have_above_a_newer_ones_step_is_left_behind() -> None:
+def test_a_run_goes_back_from_start_to_start_and_all_else_is_left_behind() -> None:
     storage = MemoryStorage({ROOT: None})
     assert not read_history(storage, ROOT).is_left_behind(9, ATTEMPT)
-    for step in (None, 500, 200):
-        restored = None if step is None else (step, ATTEMPT)
+
+    def begin_from(step: int | None, start: int = 0) -> None:
+        restored = None if step is None else (step, Attempt(1000 * start + 3, ATTEMPT.id))
         begin(storage, ROOT, restored=restored, why="", by="")
+
+    def kept() -> dict[int, list[int]]:
+        history, steps = read_history(storage, ROOT), (0, 200, 201, 500, 501)
+        return {
+            start: [n for n in steps if not history.is_left_behind(n, attempt)]
+            for start in range(history.newest + 2)
+            for attempt in [Attempt(1000 * start + 999, ATTEMPT.id)]
+        }
+
+    everything = [0, 200, 201, 500, 501]
+    begin_from(None)
+    assert kept() == {0: [], 1: everything, 2: everything}  # what is newer was not known yet
+    begin_from(500, 1)
+    assert kept() == {0: [], 1: [0, 200, 201, 500], 2: everything, 3: everything}
+    begin_from(200, 1)
+    assert kept() == {0: [], 1: [0, 200], 2: [], 3: everything, 4: everything}
+    begin_from(501, 2)  # back to what was left behind
+    assert kept()[1] == [0, 200, 201, 500]
+    assert kept()[2] == everything
+    assert kept()[3] == []
+    begin_from(None)
+    assert kept() == {0: [], 1: [], 2: [], 3: [], 4: [], 5: everything, 6: everything}
+
+
+def test_without_going_back_left_behind_is_what_lies_above_the_step_of_a_later_start() -> None:
+    """Choose at random, but only what is not left behind: then the shorter rule says the same."""
+    random = Random(13)
+    for _ in range(300):
+        records: dict[int, RunStart] = {}
+        saved = [(step, Attempt(7, ATTEMPT.id)) for step in (1, 2, 3)]
+        for number in range(1, 7):
+            history = History(dict(records))
+            good = [one for one in saved if not history.is_left_behind(*one)]
+            restored = random.choice([*good, None])
+            records[number] = RunStart(number, ATTEMPT.id, restored, "", "", 0.0)
+            first = 1 + (restored[0] if restored else 0)
+            mine = Attempt(1000 * number, ATTEMPT.id)
+            saved += [(step, mine) for step in range(first, first + random.randint(0, 4))]
+        for step, attempt in saved:
+            is_below = any(
+                number > attempt.start and (one.restored is None or one.restored[0] < step)
+                for number, one in records.items()
+            )
+            assert History(records).is_left_behind(step, attempt) == is_below
+
+
+def test_a_start_is_above_that_of_what_it_restored() -> None:
+    storage = MemoryStorage({ROOT: None})  # a copy of a root, without its hidden folders
+    copied = Attempt(5003, ATTEMPT.id)
+    made = begin(storage, ROOT, restored=(500, copied), why="the newest", by="job 1", after=0)
+    assert made.number == 6
     history = read_history(storage, ROOT)
+    assert not history.is_left_behind(500, copied)
+    assert history.is_left_behind(501, copied)
 
-    def left(start: int) -> list[int]:
-        attempt = Attempt(1000 * start + 3, ATTEMPT.id)
-        return [n for n in (0, 200, 201, 500, 501) if history.is_left_behind(n, attempt)]
 
-    assert left(0) == [0, 200, 201, 500, 501]  # the first start began anew
-    assert left(1) == left(2) == [201, 500, 501]
-    assert left(3) == left(4) == []
+def test_a_start_is_refused_that_chose_before_another_began() -> None:
+    storage = MemoryStorage({ROOT: None})
+    assert read_history(storage, ROOT).newest == 0
+    start(storage, by="job 1 on a")
+    with pytest.raises(ConflictError, match=r"start 1 of this run, job 1 on a, has begun while"):
+        begin(storage, ROOT, restored=None, why="", by="job 2", after=0)
+    assert begin(storage, ROOT, restored=None, why="", by="job 2", after=1).number == 2
 
 
 def test_an_older_start_is_refused_once_a_newer_one_has_begun() -> None:
