@@ -12,7 +12,7 @@ from itertools import chain
 from math import prod
 from threading import Lock
 
-from dist_ckpt.commit import attempts, removal
+from dist_ckpt.commit import attempts
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames
@@ -273,12 +273,3 @@ def _lacks(folder: str, name: str, what: str) -> CorruptError:
     return CorruptError(
         f"{folder}/{name} lacks {what}, which the index says it holds; load an older checkpoint"
     )
-
-
-def delete(path: str | os.PathLike[str]) -> None:
-    """Delete the checkpoint at `path`. One process calls it; there is no way back.
-
-    On return nothing of it shows any more, on any host. Raises NotFoundError if there is none.
-    """
-    storage, folder = open_storage(path)
-    removal.delete(storage, folder)
