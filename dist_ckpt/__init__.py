@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dist_ckpt.loading.load import load
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
+    from dist_ckpt.offline.run import Run
     from dist_ckpt.offline.verify import VerifyReport, verify
     from dist_ckpt.planning.sharding_config import ShardingConfig
     from dist_ckpt.reports import LoadReport, SaveReport
@@ -53,6 +54,7 @@ _MODULES = {
     "verify": "offline.verify",
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
+    "Run": "offline.run",
     "delete": "runs.removing",
     "checkpoints": "runs.listing",
     "RunCheckpoint": "runs.listing",
@@ -85,6 +87,7 @@ __all__ = [
     "NotFoundError",
     "PerRank",
     "RankError",
+    "Run",
     "RunCheckpoint",
     "SaveHandle",
     "SaveReport",

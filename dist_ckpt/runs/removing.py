@@ -24,6 +24,7 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.format.filenames import FACTS, STARTS
+from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.storage import Storage, open_storage
 
 # Facts about what is gone are kept for so long: the attempt may be one that this host sees late.
@@ -36,7 +37,7 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> None:
     On return nothing of it shows any more, on any host. Raises NotFoundError if there is none, and
     ConflictError if it is pinned, tagged or held, unless `force`.
     """
-    storage, folder = open_storage(path)
+    storage, folder = open_storage(resolve(path))
     delete_at(storage, folder, force=force)
 
 

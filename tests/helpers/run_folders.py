@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import count
 
 from commit_cases import index_of, write_rank
+from dist_ckpt.commit.folders import make_folders
 from dist_ckpt.commit.guards import Where
-from dist_ckpt.commit.order import Claim, commit, make_folders
+from dist_ckpt.commit.order import Claim, commit
 from dist_ckpt.commit.root_records import fact_about, put_fact
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.strict_json import Scalar
