@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     from dist_ckpt.background.async_saver import AsyncSaver
     from dist_ckpt.background.handle import SaveHandle
     from dist_ckpt.loading.load import load
-    from dist_ckpt.offline.checkpoint import Checkpoint, delete, open  # noqa: A004 - like `gzip.open`
+    from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
+    from dist_ckpt.offline.run import Run
     from dist_ckpt.offline.verify import VerifyReport, verify
     from dist_ckpt.planning.sharding_config import ShardingConfig
     from dist_ckpt.reports import LoadReport, SaveReport
     from dist_ckpt.runs import keep
     from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
+    from dist_ckpt.runs.removing import delete
     from dist_ckpt.saving.save import save
     from dist_ckpt.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
 
@@ -52,7 +54,8 @@ _MODULES = {
     "verify": "offline.verify",
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
-    "delete": "offline.checkpoint",
+    "Run": "offline.run",
+    "delete": "runs.removing",
     "checkpoints": "runs.listing",
     "RunCheckpoint": "runs.listing",
     "SaveReport": "reports",
@@ -84,6 +87,7 @@ __all__ = [
     "NotFoundError",
     "PerRank",
     "RankError",
+    "Run",
     "RunCheckpoint",
     "SaveHandle",
     "SaveReport",

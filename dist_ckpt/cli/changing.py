@@ -20,6 +20,7 @@ from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.offline.reshard import reshard as rewrite
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import size
+from dist_ckpt.runs.removing import delete_at
 from dist_ckpt.storage import open_storage
 
 _path = click.argument("path", type=click.Path())
@@ -97,8 +98,12 @@ def reshard(
 @click.command()
 @_path
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def rm(path: str, *, yes: bool) -> None:
-    """Delete the checkpoint at PATH. There is no way back."""
+@click.option("--force", is_flag=True, help="Also if it is pinned, tagged or held.")
+def rm(path: str, *, yes: bool, force: bool) -> None:
+    """Delete the checkpoint at PATH. There is no way back.
+
+    One that is pinned, tagged or held is not deleted without --force.
+    """
     storage, where = open_storage(path)
     removal.check_deletable(storage, where)
     if not yes:
@@ -107,7 +112,7 @@ def rm(path: str, *, yes: bool) -> None:
             raise click.exceptions.Exit(output.REFUSED)
         if not click.confirm(f"Delete {path}?"):
             raise click.exceptions.Exit(output.REFUSED)
-    removal.delete(storage, where)
+    delete_at(storage, where, force=force)
     click.echo(f"deleted {path}")
 
 

@@ -108,6 +108,8 @@ class Control:
         self.nbytes_put = 0
         # How long to wait for a rank that was never seen.
         self.unseen_s = config.arrive_s
+        # Why those that have not entered the operation will not, "" if they may.
+        self.absent = ""
         self._start = 0
 
     @property
@@ -236,6 +238,8 @@ class Control:
         absent = [rank for rank in ranks if not self.peers.has_entered(rank, self.number)]
         if self.token or not absent:
             return {}
+        if self.absent:
+            return {absent[0]: Failure("RankError", self.absent, absent[0], self.phase)}
         message = (
             f"{self.peers.name(absent)} did not call {self.what}: rank {self.rank} (host "
             f"{self.host}) has waited for {pace.waited_s:.3g} s. {self._wording.absent}"

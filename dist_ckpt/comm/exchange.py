@@ -21,6 +21,7 @@ from dist_ckpt.comm.messages import (
     pack,
     unpack,
 )
+from dist_ckpt.comm.notes import AloneNotes, Notes
 from dist_ckpt.errors import CheckpointError, ranks_text
 from dist_ckpt.reports import Tally
 from dist_ckpt.runtime.typed_msgpack import Message
@@ -121,6 +122,10 @@ class Channel(Protocol):
         They are its envelopes; the coordinator's are its answers. Heartbeats do not count.
         """
 
+    @property
+    def notes(self) -> Notes:
+        """What the ranks tell each other outside operations. Not before the first operation."""
+
     def enter(self, what: str) -> None:
         """Begin the group's next operation; `what` says which one ("save to /ck/step-5").
 
@@ -150,6 +155,12 @@ class Channel(Protocol):
         only slow is not lost.
         """
 
+    def expect_nobody(self, why: str) -> None:
+        """Have this rank's operation fail if it waits for ranks that have not entered it.
+
+        Another thread calls it, which knows that they will not; `why` says how.
+        """
+
     def leave(self) -> None:
         """End the operation, also after an error: who still waits for this rank is told."""
 
@@ -166,6 +177,7 @@ class Alone:
     def __init__(self) -> None:
         self.host = socket.gethostname()
         self.exchanges = Tally()
+        self.notes: Notes = AloneNotes()
 
     def enter(self, what: str) -> None:
         """Do nothing: there is nobody to tell."""
@@ -176,6 +188,9 @@ class Alone:
         return AloneExchange(phase)
 
     def watch(self, ranks: Sequence[int]) -> None:
+        """Do nothing: there are no others."""
+
+    def expect_nobody(self, why: str) -> None:
         """Do nothing: there are no others."""
 
     def leave(self) -> None:

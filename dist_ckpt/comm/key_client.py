@@ -152,6 +152,10 @@ class KeyClient:
         """Add to a counter, which begins at 0, and return its new value."""
         return self._call(int, ["add", key, amount])
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key that has the expected value, "" for none; return what it has now."""
+        return self._call(bytes, ["compare_set", key, expected, desired])
+
     def delete_key(self, key: str, /) -> bool:
         """Delete a key; False if there was none."""
         return self._call(bool, ["delete", key])

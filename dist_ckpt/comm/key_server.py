@@ -162,6 +162,15 @@ class KeyTable:
         self.set(key, str(value).encode())
         return value
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key that has the expected value, "" for none; return what it has now."""
+        value = self._values.get(key)
+        if (value or b"") == expected.encode():
+            self.set(key, desired.encode())
+        elif value is None:
+            return expected.encode()
+        return self._values[key]
+
     def delete(self, key: str) -> bool:
         """Delete a key; False if there was none."""
         self._nbytes -= self._cost(key)
@@ -190,6 +199,8 @@ def _do(table: KeyTable, request: object) -> object:
             return table.check(keys)
         case ["add", str(key), int(amount)] if type(amount) is int:
             return table.add(key, amount)
+        case ["compare_set", str(key), str(expected), str(desired)]:
+            return table.compare_set(key, expected, desired)
         case ["delete", str(key)]:
             return table.delete(key)
     raise ValueError("a message that asks for nothing we do")

@@ -25,6 +25,7 @@ from dist_ckpt.comm.messages import (
     unpack,
     with_touched,
 )
+from dist_ckpt.comm.notes import Notes, StoreNotes
 from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, Wording
 from dist_ckpt.config import Config
 from dist_ckpt.reports import Tally
@@ -53,6 +54,7 @@ class StoreChannel:
         self.host = host
         self._num_exchanges = 0
         self._control = control = Control(store, rank, world_size, host, config, wording)
+        self.notes: Notes = StoreNotes(control.line)
         self._role = Coordinator(control) if rank == COORDINATOR else Follower(control)
         # Also at the end of the process: others that wait for this rank then know at once.
         self._finalizer = weakref.finalize(self, _close, control)
@@ -76,6 +78,7 @@ class StoreChannel:
                 "process: call one after the other"
             )
         control.what, control.token, control.turn = what, "", 0
+        control.absent = ""
         try:
             control.begin(control.number + 1)
         except BaseException:  # an interrupt, or the store is gone: the next operation can begin
@@ -101,6 +104,10 @@ class StoreChannel:
         Those that were seen may still be at the operation before: for them there is `arrive_s`.
         """
         self._control.unseen_s = min(unseen_s, self._control.config.arrive_s)
+
+    def expect_nobody(self, why: str) -> None:
+        """See `Channel.expect_nobody`."""
+        self._control.absent = why
 
     def linger(self, most_s: float) -> None:
         """Put off the end of the coordinator until the others know the last answer.

@@ -58,6 +58,12 @@ class Store(Protocol):
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter, which begins at 0, and return its new value."""
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key that has the expected value, "" for none; return what it has now.
+
+        Torch's return `expected` for a key that has no value, if that is not "".
+        """
+
     def delete_key(self, key: str, /) -> bool:
         """Delete a key; False if there was none."""
 
@@ -71,6 +77,15 @@ def put(store: Store, key: str, data: bytes) -> None:
     for number, start in enumerate(starts):
         store.set(f"{key}/{number}", data[start : start + PART_NBYTES])
     store.set(key, _PARTS + str(len(starts)).encode())
+
+
+def put_once(store: Store, key: str, text: str) -> bytes:
+    """Store a short text unless something is there; return what is there now, as `get_all` does.
+
+    Of those who do so at once the store picks one, and all of them learn which.
+    """
+    there = store.compare_set(key, "", _WHOLE.decode() + text)
+    return there[1:] if there[:1] == _WHOLE else NOTHING
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:

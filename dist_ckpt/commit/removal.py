@@ -129,7 +129,7 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
         if entry.kind == "file" and is_temporary_root_id(entry.name)
     ]
     has_open = any(status.state == "open" for status in found)
-    now = _now(storage, path) if has_open or ids else 0.0
+    now = now_at(storage, path) if has_open or ids else 0.0
     for entry in ids:
         if now - entry.modified_at > grace_s:
             with suppress(FileNotFoundError):  # its maker has renamed it after all
@@ -179,7 +179,7 @@ def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ..
     )
 
 
-def _now(storage: Storage, path: str) -> float:
+def now_at(storage: Storage, path: str) -> float:
     """Return the time by the storage's clock: that of a folder just made there, as trash."""
     name = trash_name(Attempt(1, new_id()))
     try:

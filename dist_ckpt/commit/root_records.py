@@ -10,7 +10,10 @@ there, on every storage that keeps the protocol. So are the records of `starts.p
 
 from __future__ import annotations
 
+import os
 import posixpath
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -102,6 +105,12 @@ def read_facts_of(
                 one = StoredFact(step, attempt, name, file.modified_at, {})
                 found.append(_read(storage, f"{folder}/{file.name}", one))
     return tuple(sorted(found, key=lambda one: one.name))
+
+
+def fact_about(step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]) -> Fact:
+    """Return a fact of this process."""
+    by = f"process {os.getpid()} on {socket.gethostname()}"
+    return Fact(step, attempt, kind, values, by, time.time())
 
 
 def facts_folder(root: str, step: int, attempt: Attempt) -> str:

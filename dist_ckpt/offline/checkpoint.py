@@ -12,7 +12,7 @@ from itertools import chain
 from math import prod
 from threading import Lock
 
-from dist_ckpt.commit import attempts, removal
+from dist_ckpt.commit import attempts
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames
@@ -26,6 +26,7 @@ from dist_ckpt.memory.host_array import Array, ArrayTarget
 from dist_ckpt.offline.basic_index import BasicIndex, select
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import LoadPlan, Wanted
+from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.open_files import OpenFile, open_files, read_objects
 from dist_ckpt.shard_io.reading_work import CellTargets
@@ -38,12 +39,17 @@ MAX_KEPT = 64
 def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  # it is `dc.open`
     """Open the checkpoint at `path`; nothing but its index is read yet.
 
-    Raises NotFoundError if there is none, CorruptError if its index is damaged, IncompatibleError
+    `path` may name one of a run, such as "runs/a@latest" or "runs/a@min:val/loss". Raises
+    NotFoundError if there is none, CorruptError if its index is damaged, IncompatibleError
     if a newer dist_ckpt wrote it.
     """
-    storage, root = open_storage(path)
-    attempt, index = attempts.find(storage, root)
-    return Checkpoint(storage, root, attempt, index)
+    return open_at(*open_storage(resolve(path)))
+
+
+def open_at(storage: Storage, path: str) -> Checkpoint:
+    """Open the checkpoint at a storage's path, as `open` does."""
+    attempt, index = attempts.find(storage, path)
+    return Checkpoint(storage, path, attempt, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,12 +279,3 @@ def _lacks(folder: str, name: str, what: str) -> CorruptError:
     return CorruptError(
         f"{folder}/{name} lacks {what}, which the index says it holds; load an older checkpoint"
     )
-
-
-def delete(path: str | os.PathLike[str]) -> None:
-    """Delete the checkpoint at `path`. One process calls it; there is no way back.
-
-    On return nothing of it shows any more, on any host. Raises NotFoundError if there is none.
-    """
-    storage, folder = open_storage(path)
-    removal.delete(storage, folder)

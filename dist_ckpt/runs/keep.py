@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, isfinite, isnan
 
-from dist_ckpt.runs.policy_text import made_of, text_of
 from dist_ckpt.format.filenames import Attempt
+from dist_ckpt.runs.policy_text import made_of, text_of
 
 _HOUR_S = 3600.0
 _DAY_S = 24 * _HOUR_S

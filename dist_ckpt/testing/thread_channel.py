@@ -59,6 +59,14 @@ class ThreadStore:
             self._values[key] = str(value).encode()
             return value
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key that has the expected value, "" for none; return what it has now."""
+        with self._lock:
+            value = self._values.get(key, b"")
+            if value == expected.encode():
+                self._values[key] = desired.encode()
+            return self._values.get(key, expected.encode())
+
     def delete_key(self, key: str, /) -> bool:
         """Delete a key; False if there was none."""
         with self._lock:

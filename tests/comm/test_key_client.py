@@ -147,6 +147,22 @@ def test_a_counter_begins_at_0_and_is_a_value_like_others(store):
     assert store.get("n") == b"-2"
 
 
+def test_of_those_who_set_a_key_that_has_no_value_the_first_does_and_all_learn_which(store):
+    assert store.compare_set("ü", "", "first") == b"first"
+    assert store.compare_set("ü", "", "second") == b"first"
+    assert store.compare_set("ü", "first", "third ü") == "third ü".encode()
+    assert store.compare_set("ü", "first", "fourth") == store.get("ü") == "third ü".encode()
+    assert store.compare_set("lacking", "first", "second") == b"first"
+    assert not store.check(["lacking"])
+    assert store_thread.put_once(store, "note", "a") == b"a"
+    assert store_thread.put_once(store, "note", "b") == b"a"
+    assert store_thread.get_all(store, ["note"]) == [b"a"]
+    store.set("strange", b"")
+    assert store_thread.put_once(store, "strange", "a") == b"a"
+    store.set("strange", b"\0a")
+    assert store_thread.put_once(store, "strange", "a") == store_thread.NOTHING
+
+
 def test_a_deleted_key_is_gone(store):
     store.set("a", b"1")
     assert store.delete_key("a")

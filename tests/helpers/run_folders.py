@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import count
 
 from commit_cases import index_of, write_rank
-from dist_ckpt.commit.holds import Where
-from dist_ckpt.commit.order import Claim, commit, make_folders
-from dist_ckpt.commit.root_records import put_fact
+from dist_ckpt.commit.folders import make_folders
+from dist_ckpt.commit.guards import Where
+from dist_ckpt.commit.order import Claim, commit
+from dist_ckpt.commit.root_records import fact_about, put_fact
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.strict_json import Scalar
-from dist_ckpt.runs.facts import fact_about
 from dist_ckpt.storage import Storage
 
 ROOT = "/runs"
@@ -45,5 +45,5 @@ def put(
 ) -> str:
     """Put a fact; return its file."""
     step, attempt = where
-    name = put_fact(storage, ROOT, fact_about(where, kind, values), above=above)
+    name = put_fact(storage, ROOT, fact_about(step, attempt, kind, values), above=above)
     return f"{ROOT}/.facts/{step}/{attempt}/{name}"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.runs import keep
 from dist_ckpt.runs.keep import Candidate, Keep, best, every, last, within
-from dist_ckpt.format.filenames import Attempt
 
 HOUR = 3600.0
 

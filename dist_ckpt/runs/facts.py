@@ -1,0 +1,78 @@
+"""What became known of a run's checkpoints: metrics, and that they were checked.
+
+    metrics   {"val/loss": 0.25}    numbers; "nan", "inf" and "-inf" as text
+    verified  {"level": "full"}     somebody has read and checked every byte of it
+
+Pins, tags and holds, which keep a checkpoint, are in `commit/guards.py`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+from dist_ckpt.commit.guards import Guards, Where, guards_of, newest_values
+from dist_ckpt.commit.root_records import StoredFact, fact_about, put_fact
+from dist_ckpt.format.strict_json import Scalar
+from dist_ckpt.storage import Storage
+
+METRICS, VERIFIED = "metrics", "verified"
+
+_AS_TEXT = ("nan", "inf", "-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFacts:
+    """What the facts of a root say of its checkpoints; `problems`: those that cannot be read."""
+
+    metrics: Mapping[Where, Mapping[str, float]]
+    verified: frozenset[Where]
+    guards: Guards
+    problems: tuple[str, ...]
+
+
+def known_of(facts: Iterable[StoredFact], now: float) -> KnownFacts:
+    """Return what facts say at a time of the storage's clock. Pure."""
+    facts = tuple(facts)
+    metrics: dict[Where, dict[str, float]] = defaultdict(dict)
+    for (where, name), (value, _) in newest_values(facts, METRICS).items():
+        if (number := _number(value)) is not None:
+            metrics[where][name] = number
+    verified = {where for (where, _), (value, _) in newest_values(facts, VERIFIED).items() if value}
+    problems = tuple(fact.problem for fact in facts if fact.problem)
+    return KnownFacts(metrics, frozenset(verified), guards_of(facts, now), problems)
+
+
+def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, float]) -> None:
+    """Add to what was measured of a checkpoint; durable on return. Of a name the last value counts.
+
+    ValueError or TypeError for what is no number, or no name.
+    """
+    told = {_name(name): _told(name, value) for name, value in values.items()}
+    put_fact(storage, root, fact_about(*where, METRICS, told))
+
+
+def put_verified(storage: Storage, root: str, where: Where, level: str) -> None:
+    """Note that every byte of a checkpoint was read and is right; durable on return."""
+    put_fact(storage, root, fact_about(*where, VERIFIED, {"level": level}))
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"{name!r} is no name of a metric: give a text")
+    return name
+
+
+def _told(name: str, value: object) -> Scalar:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"metric {name!r} is {value!r}: give a number")
+    number = float(value)
+    return number if isfinite(number) else str(number)
+
+
+def _number(value: Scalar) -> float | None:
+    if isinstance(value, str):
+        return float(value) if value in _AS_TEXT else None
+    return None if value is None else float(value)

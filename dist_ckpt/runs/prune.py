@@ -1,0 +1,142 @@
+"""Remove the checkpoints of a run that no rule and no guard keeps: plan, then act."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from dist_ckpt.commit import removal
+from dist_ckpt.commit.guards import HOLD
+from dist_ckpt.commit.starts import OfRun
+from dist_ckpt.format.filenames import ATTEMPTS_OF_START
+from dist_ckpt.runs.keep import Candidate, Keep
+from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
+from dist_ckpt.runs.policy_text import parse_rules
+from dist_ckpt.runs.removing import finish, remove_at
+from dist_ckpt.storage import Storage
+
+_log = logging.getLogger("dist_ckpt")
+
+# A checkpoint, and all that keeps it, in words; nothing if it is to be removed.
+Decision = tuple[RunCheckpoint, tuple[str, ...]]
+
+NEWEST, NEWEST_CHECKED = "the newest", "the newest that was checked in full"
+NEWEST_WHOLE = "the newest that is whole by a quick check"
+
+
+def plan_prune(listing: Listing, keep: Keep) -> list[Decision]:
+    """Return of each checkpoint of a run what keeps it. Pure.
+
+    Rules look at steps that a run may go on from: of one step at the highest attempt, and what they
+    keep of it they keep of all its attempts. What is left behind is kept by pins, tags and holds
+    only. CorruptError if it is not known what is left behind.
+    """
+    alive = listing.alive
+    of_step = {one.step: one for one in alive}  # by step and attempt: the last is the highest
+    chosen = keep.reasons([_candidate(one) for one in of_step.values()])
+    kept = dict(zip(of_step, chosen, strict=True))
+    newest = alive[-1].path if alive else None
+    checked = next((one.path for one in reversed(alive) if one.is_verified), None)
+    decisions = []
+    for one in listing.checkpoints:
+        told = [*_never(one)]
+        if one in alive:
+            told += kept[one.step]
+            told += [NEWEST] * (one.path == newest)
+            told += [NEWEST_CHECKED] * (one.path == checked)
+        decisions.append((one, (*told, *one.guards)))
+    return decisions
+
+
+def _never(one: RunCheckpoint) -> list[str]:
+    """Return why something is no matter of a rule."""
+    if one.state != "committed":
+        return [f"it is {one.state}: that is for dist-ckpt gc, or rm"]
+    if one.where is None:
+        return ["it has no step"]
+    return ["a save over it is under way, or died"] * one.is_being_replaced
+
+
+def _candidate(one: RunCheckpoint) -> Candidate:
+    assert one.where is not None
+    return Candidate(*one.where, one.saved_at or 0.0, one.metrics)
+
+
+def metrics_of(keep: Keep) -> set[str]:
+    """Return the metrics that a policy's rules look at."""
+    return {
+        value
+        for _, _, named in parse_rules(str(keep))
+        for name, value in named.items()
+        if name in ("min", "max") and isinstance(value, str)
+    }
+
+
+def prune(
+    storage: Storage,
+    root: str,
+    keep: Keep,
+    *,
+    is_whole: Callable[[RunCheckpoint], bool],
+    run: OfRun | None = None,
+    dry_run: bool = False,
+) -> list[Decision]:
+    """Remove what nothing keeps; return of each checkpoint what keeps it, or nothing if it is gone.
+
+    First what an earlier call left half done is finished. `is_whole` is a quick check, of the
+    newest one and of older ones until one passes. With `run`, a start of a run, nothing is removed
+    once a newer start has begun: ConflictError. A `dry_run` changes nothing. NotFoundError if there
+    is no such folder, ValueError if it is a checkpoint.
+    """
+    listing = list_run(storage, root, now=time.time())
+    if not dry_run and any(fact.name.kind == HOLD for fact in listing.facts):
+        listing = list_run(storage, root, now=removal.now_at(storage, root))
+    if listing.root != root:
+        raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
+    if not dry_run:
+        finish(storage, root, listing.facts)
+    decisions = [_spare_newer(one, run) for one in plan_prune(listing, keep)]
+    if any(not told for _, told in decisions):
+        decisions = _spare_whole(listing, decisions, is_whole)
+    if not dry_run and any(not told for _, told in decisions):
+        _make_newest_durable(storage, listing)
+        decisions = [(one, told or _remove(storage, listing, one, run)) for one, told in decisions]
+    return decisions
+
+
+def _spare_newer(decision: Decision, run: OfRun | None) -> Decision:
+    """Leave what a newer start has saved: nothing is known here of what that needs."""
+    one, told = decision
+    if run is not None and one.where and one.where[1].number >= run.first + ATTEMPTS_OF_START:
+        told = (*told, "a newer start saved it")
+    return one, told
+
+
+def _spare_whole(
+    listing: Listing, decisions: list[Decision], is_whole: Callable[[RunCheckpoint], bool]
+) -> list[Decision]:
+    whole = next((one.path for one in reversed(listing.alive) if is_whole(one)), None)
+    return [(one, (*told, NEWEST_WHOLE) if one.path == whole else told) for one, told in decisions]
+
+
+def _make_newest_durable(storage: Storage, listing: Listing) -> None:
+    """Before an older one goes: whoever saved the newest may have died before it did so."""
+    for one in listing.alive[-1:]:
+        for folder in (f"{one.path}/{one.attempt}", one.path, listing.root):
+            storage.sync(folder)
+
+
+def _remove(
+    storage: Storage, listing: Listing, one: RunCheckpoint, run: OfRun | None
+) -> tuple[str, ...]:
+    assert one.where is not None
+
+    def check() -> None:
+        if run is not None:
+            run.check(storage)
+
+    told = remove_at(storage, listing.root, one.path, one.where, facts=listing.facts, check=check)
+    if not told:
+        _log.info("pruned %s, step %s", one.path, one.step)
+    return told

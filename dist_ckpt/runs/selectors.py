@@ -1,0 +1,140 @@
+"""Name a checkpoint of a run by what it is: `runs/a@latest`, `runs/a@min:val/loss`, and so on.
+
+    @latest       the highest step that a run may go on from
+    @12000        that step
+    @min:<name>   the lowest value of a metric, of two the older; nan is no value
+    @max:<name>   the highest
+    @tag:<name>   the one that has this tag
+
+What is left behind is found by its step or a tag, and never by the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from math import isnan
+
+from dist_ckpt.commit.attempts import entries_at
+from dist_ckpt.errors import NotFoundError, listed
+from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
+from dist_ckpt.storage import Storage, open_storage
+
+_log = logging.getLogger("dist_ckpt")
+
+_SELECTOR = re.compile(r"latest|[0-9]{1,19}|(?:min|max|tag):.+", re.DOTALL)
+_KNOWN = "@latest, @<step>, @min:<metric>, @max:<metric> and @tag:<name>"
+
+
+def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return the path of the checkpoint that `path` names by a selector, else `path` as it is.
+
+    A path that exists is never taken for one with a selector. NotFoundError if there is no such
+    checkpoint, ValueError for an unknown selector: both say what there is.
+    """
+    if "@" not in os.fspath(path):
+        return path
+    storage, text = open_storage(path)
+    found = resolve_at(storage, text)
+    return path if found is None else found.path
+
+
+def resolve_at(storage: Storage, path: str) -> RunCheckpoint | None:
+    """Return the checkpoint that a storage's path names by a selector; None if it has none."""
+    if "@" not in path or _exists(storage, path):
+        return None
+    for place in (match.start() for match in re.finditer("@", path)):
+        root, selector = path[:place], path[place + 1 :]
+        if _SELECTOR.fullmatch(selector):
+            return select(list_run(storage, root, now=time.time()), selector)
+    root, _, selector = path.rpartition("@")
+    if not _exists(storage, root):
+        return None
+    raise ValueError(f"{path}: {selector!r} is no selector: there are {_KNOWN}")
+
+
+def select(listing: Listing, selector: str) -> RunCheckpoint:
+    """Return the checkpoint of a run that a selector, without its @, chooses. Pure, but for a log.
+
+    NotFoundError if there is none, ValueError for what is no selector; CorruptError if it is not
+    known what is left behind, unless it is asked for a step or a tag.
+    """
+    if not _SELECTOR.fullmatch(selector):
+        raise ValueError(f"{selector!r} is no selector: there are {_KNOWN}")
+    kind, _, name = selector.partition(":")
+    if kind == "latest":
+        return _latest(listing)
+    if kind in ("min", "max"):
+        return _best(listing, name, min if kind == "min" else max)
+    if kind == "tag":
+        return _tagged(listing, name)
+    return _of_step(listing, int(kind))
+
+
+def _latest(listing: Listing) -> RunCheckpoint:
+    if not listing.alive:
+        states = [f"{one.name} is {_why_not(one)}" for one in listing.checkpoints]
+        told = listed(states) if states else "it holds no checkpoint"
+        raise NotFoundError(f"{listing.root}: nothing here is the latest: {told}. Check the path")
+    for one in listing.checkpoints:
+        if one.state in ("damaged", "incompatible"):
+            _log.warning("%s is %s and is no candidate: %s", one.path, one.state, one.problem)
+    return listing.alive[-1]
+
+
+def _why_not(one: RunCheckpoint) -> str:
+    if one.state != "committed":
+        return one.state
+    return "left behind" if one.is_left_behind else "without a step"
+
+
+def _best(listing: Listing, name: str, choose: Callable[..., float]) -> RunCheckpoint:
+    there = [one for one in listing.alive if not isnan(one.metrics.get(name, float("nan")))]
+    if not there:
+        known = {metric for one in listing.alive for metric in one.metrics}
+        raise NotFoundError(
+            f"{listing.root}: no checkpoint has a value of the metric {name!r}; "
+            f"{_there('metrics', sorted(known))}"
+        )
+    value = choose(one.metrics[name] for one in there)
+    return next(one for one in there if one.metrics[name] == value)
+
+
+def _tagged(listing: Listing, name: str) -> RunCheckpoint:
+    for one in listing.checkpoints:
+        if name in one.tags:
+            return one
+    known = sorted(tag for one in listing.checkpoints for tag in one.tags)
+    raise NotFoundError(
+        f"{listing.root}: no checkpoint has the tag {name!r}; {_there('tags', known)}"
+    )
+
+
+def _of_step(listing: Listing, step: int) -> RunCheckpoint:
+    # The highest attempt first, and of these what a run may go on from.
+    there = [one for one in reversed(listing.checkpoints) if one.where and one.step == step]
+    if not there:
+        steps = sorted({one.where[0] for one in listing.checkpoints if one.where})
+        raise NotFoundError(
+            f"{listing.root}: no checkpoint of step {step}; {_there('steps', map(str, steps))}"
+        )
+    return max(there, key=lambda one: not one.is_left_behind)
+
+
+def _there(what: str, names: Iterable[str]) -> str:
+    names = list(names)
+    return f"the {what} there are: {listed(names)}" if names else f"there are no {what}"
+
+
+def _exists(storage: Storage, path: str) -> bool:
+    try:
+        storage.list(path)
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        folder, name = os.path.split(path)
+        return name in {entry.name for entry in entries_at(storage, folder)}
+    return True

@@ -1,0 +1,75 @@
+"""Ranks that agree by a line never split and never stop: all that can happen in small worlds.
+
+The larger ones take minutes: `DIST_CKPT_LONG_TESTS=1`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from dist_ckpt.checkpointer.line import Line
+from line_model import FAULTS, World, explore, with_fault
+from long_mode import IS_LONG
+
+SMALL = (
+    World(),
+    World(ahead=None),
+    World(asks=(1, 1)),
+    World(ahead=2, asks=(1, 1), lookahead=(0, 1)),
+    World(ahead=None, lookahead=(1, 0)),
+    World(deaths=1),
+    World(ahead=None, boundaries=2, deaths=2),
+    World(blocked=frozenset({1})),
+    World(blocked=frozenset({0, 1})),
+    World(boundaries=2, most_rounds=3, asks=(2, 0)),
+)
+
+LARGE = (
+    World(boundaries=4, ahead=None, asks=(1, 1), lookahead=(0, 2), deaths=2),
+    World(ranks=3, boundaries=2, asks=(1, 0, 1)),
+    World(ranks=3, boundaries=2, deaths=2),
+    World(ranks=3, boundaries=2, ahead=None, lookahead=(1, 0, 0)),
+)
+
+
+@pytest.mark.parametrize("world", SMALL + LARGE * IS_LONG, ids=str)
+def test_no_order_of_events_splits_the_ranks_or_stops_them(world: World) -> None:
+    found = explore(world)
+    assert found.wrong == {}
+    assert found.served
+    assert found.states > 1000
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_change_of_the_protocol_is_found(fault: str) -> None:
+    worlds = World(), World(deaths=1), World(blocked=frozenset({0}))
+    found = [explore(with_fault(world, fault)).wrong for world in worlds]
+    assert any(found)
+
+
+def test_a_line_far_ahead_stops_nobody_before_it() -> None:
+    line = Line()
+    assert line.draw(2) == 3
+    assert [line.arrive() for _ in range(4)] == ["pass", "pass", "wait", "wait"]
+    line.learn(5)
+    assert [line.arrive() for _ in range(4)] == ["pass", "pass", "save", "pass"]
+    assert (line.passed, line.round, line.first) == (6, 2, None)
+
+
+def test_a_line_is_drawn_once_in_a_round() -> None:
+    line = Line()
+    assert line.draw(1) == 2
+    line.arrive()
+    assert line.draw(0) == 2
+    line.learn(None)
+    assert line.draw(0) == 2
+    assert line.round == 2
+
+
+def test_a_verdict_that_no_answer_led_to_is_refused() -> None:
+    line = Line()
+    with pytest.raises(AssertionError, match="the verdict is 3, and the answer was None"):
+        line.learn(3)
+    line.draw(4)
+    with pytest.raises(AssertionError, match="the verdict is 3, and the answer was 5"):
+        line.learn(3)

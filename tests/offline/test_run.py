@@ -1,0 +1,141 @@
+"""A run's checkpoints as an evaluator in another process has them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import dist_ckpt as dc
+from dist_ckpt.commit import guards
+from dist_ckpt.commit.root_records import read_facts
+from dist_ckpt.errors import ConflictError, NotFoundError
+from dist_ckpt.storage.local import LocalStorage
+from run_folders import committed
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> dc.Run:
+    """Return a run with checkpoints of three steps."""
+    for step in (1, 2, 3):
+        committed(LocalStorage(), step, root=str(tmp_path / "run"))
+    return dc.Run(tmp_path / "run")
+
+
+def found(run: dc.Run) -> dict[int | None, dc.RunCheckpoint]:
+    return {one.step: one for one in run.checkpoints}
+
+
+def test_a_step_above_another_is_waited_for(run: dc.Run, tmp_path: Path) -> None:
+    assert run.wait_newer() == 3
+    assert run.wait_newer(after=2) == 3
+    assert run.wait_newer(after=3, timeout_s=0.0) is None
+    timer = threading.Timer(0.05, committed, (LocalStorage(), 7), {"root": str(tmp_path / "run")})
+    timer.start()
+    assert run.wait_newer(after=3, timeout_s=30.0, poll_s=0.01) == 7
+    timer.join()
+    assert dc.Run(tmp_path / "later").wait_newer(timeout_s=0.0) is None
+
+
+def test_what_is_held_cannot_be_removed_until_the_end(run: dc.Run) -> None:
+    with run.hold("@latest") as checkpoint:
+        assert checkpoint.step == 3
+        assert len(found(run)[3].holds) == 1
+        with pytest.raises(ConflictError, match="held by process"):
+            dc.delete(checkpoint.path)
+    assert found(run)[3].holds == ()
+    dc.delete(f"{run.root}@latest")
+    assert [one.step for one in run.checkpoints] == [1, 2]
+
+
+def test_a_hold_is_renewed_as_long_as_it_lasts(run: dc.Run) -> None:
+    def num_facts() -> int:
+        return len(read_facts(LocalStorage(), run.root))
+
+    with run.hold(2, ttl_s=0.3):
+        waited = threading.Event()
+        for _ in range(1000):
+            if num_facts() > 2:
+                break
+            waited.wait(0.01)
+        assert num_facts() > 2
+    assert found(run)[2].holds == ()
+
+
+def test_metrics_pins_and_tags_are_put(run: dc.Run) -> None:
+    run.metrics(1, {"val/loss": 0.5})
+    run.metrics("@1", {"val/loss": float("inf"), "acc": 1})
+    run.pin(1, "the paper")
+    run.tag("@max:acc", "best")
+    run.tag(2, "best")
+    assert found(run)[1].metrics == {"val/loss": float("inf"), "acc": 1.0}
+    assert (found(run)[1].pin, found(run)[1].tags, found(run)[2].tags) == (
+        "the paper",
+        (),
+        ("best",),
+    )
+    run.unpin(1)
+    run.untag("best")
+    assert (found(run)[1].is_pinned, found(run)[2].tags) == (False, ())
+    with pytest.raises(NotFoundError, match="no checkpoint has the tag 'best'"):
+        run.untag("best")
+
+
+def test_a_prune_by_a_metric_that_nobody_gave_removes_nothing(run: dc.Run) -> None:
+    run.metrics(2, {"val/loss": 1})
+    with pytest.raises(
+        NotFoundError, match=r"metric 'val/los', so nothing is removed; there are val"
+    ):
+        run.prune(dc.keep.best(1, min="val/los", unmeasured=0))
+    assert len(run.checkpoints) == 3
+    with pytest.raises(TypeError, match=r"give a policy such as dc\.keep\.last\(3\)"):
+        run.prune("last(3)")  # type: ignore[arg-type]
+
+
+def test_a_prune_keeps_the_newest_that_is_whole(tmp_path: Path) -> None:
+    dc.save({"x": 1}, tmp_path / "a", step=7)
+    committed(LocalStorage(), 8, root=str(tmp_path))  # not whole: its header is no header
+    committed(LocalStorage(), 1, root=str(tmp_path))
+    told = {one.step: told for one, told in dc.Run(tmp_path).prune(dc.keep.last(1))}
+    assert told == {
+        1: (),
+        7: ("the newest that is whole by a quick check",),
+        8: ("last(1)", "the newest"),
+    }
+
+
+@pytest.mark.parametrize("which", ["latest", -1, True, 1.0, None])
+def test_what_is_no_step_and_no_selector_is_refused(run: dc.Run, which: object) -> None:
+    with pytest.raises(ValueError, match='give a step, or a selector such as "@latest"'):
+        run.find(which)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "values", [{"": 1.0}, {"loss": "low"}, {"loss": None}, {"loss": b"1"}, {1: 1.0}]
+)
+def test_what_is_no_metric_is_refused(run: dc.Run, values: dict[str, float]) -> None:
+    with pytest.raises(TypeError, match=r"give a (text|number)"):
+        run.metrics(1, values)
+    assert found(run)[1].metrics == {}
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), float("inf")])
+def test_a_hold_has_an_end(run: dc.Run, ttl_s: float) -> None:
+    with (
+        pytest.raises(ValueError, match="give a number of seconds above 0"),
+        run.hold(1, ttl_s=ttl_s),
+    ):
+        pass
+    assert guards.guards_of(read_facts(LocalStorage(), run.root), 0.0).holds == {}
+
+
+def test_what_has_no_step_has_no_facts(tmp_path: Path) -> None:
+    committed(LocalStorage(), None, root=str(tmp_path), name="final")
+    with pytest.raises(NotFoundError, match="final is without a step"):
+        dc.Run(tmp_path).pin("@latest")
+
+
+def test_a_run_without_a_folder_has_no_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="is no folder"):
+        _ = dc.Run(tmp_path / "none").checkpoints

@@ -1,0 +1,370 @@
+"""What is pruned, what never is, and that a prune that dies leaves nothing half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from commit_cases import step_at
+from dist_ckpt.commit import holds
+from dist_ckpt.commit.attempts import list_attempts
+from dist_ckpt.commit.guards import MARK_S, Where
+from dist_ckpt.commit.holds import Hold, Subject, pin, tag, unpin
+from dist_ckpt.commit.order import claim
+from dist_ckpt.commit.root_records import read_facts
+from dist_ckpt.commit.starts import OfRun, begin
+from dist_ckpt.errors import ConflictError, NotFoundError, StorageError
+from dist_ckpt.format.filenames import Attempt
+from dist_ckpt.runs.keep import Keep, best, last
+from dist_ckpt.runs.prune import NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, prune
+from dist_ckpt.runs.removing import ORPHAN_S, delete_at
+from dist_ckpt.storage import Storage
+from dist_ckpt.storage.wrapping import T
+from dist_ckpt.testing.crash_storage import CrashStorage, states
+from dist_ckpt.testing.faulty_storage import FaultyStorage
+from dist_ckpt.testing.memory_storage import MemoryStorage
+from run_folders import ROOT, committed, put
+
+LAST = last(1)
+
+
+class Clock:
+    """The storage's clock."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def storage(clock: Clock) -> MemoryStorage:
+    return MemoryStorage({ROOT: None}, clock=clock)
+
+
+def subject(storage: Storage, where: Where) -> Subject:
+    return Subject(storage, ROOT, f"{ROOT}/step-{where[0]}", where)
+
+
+def pruned(storage: Storage, policy: Keep = LAST, *, dry_run: bool = False) -> dict[int, str]:
+    """Prune; return what keeps each step, "" if it is gone."""
+    found = prune(storage, ROOT, policy, is_whole=lambda _: True, dry_run=dry_run)
+    return {one.step or 0: "; ".join(told) for one, told in found}
+
+
+def steps(storage: Storage) -> list[int]:
+    names = [e.name for e in storage.list(ROOT) if e.name.startswith("step-")]
+    return sorted(int(name.removeprefix("step-")) for name in names)
+
+
+def test_what_no_rule_keeps_is_removed_with_its_folder_and_facts(storage: MemoryStorage) -> None:
+    for step in (1, 2, 3, 4):
+        put(storage, committed(storage, step), "metrics", {"loss": abs(step - 2)})
+    told = pruned(storage, last(1) | best(1, min="loss"))
+    assert (told[1], told[3]) == ("", "")
+    assert told[2] == "best(1, min='loss')"
+    assert told[4] == f"last(1); {NEWEST}; {NEWEST_WHOLE}"
+    assert steps(storage) == [2, 4]
+    assert {fact.step for fact in read_facts(storage, ROOT)} == {2, 4}
+    assert [e.name for e in storage.list(f"{ROOT}/.facts")] == ["2", "4"]
+
+
+def test_a_dry_run_tells_the_same_and_changes_nothing(storage: MemoryStorage) -> None:
+    for step in (1, 2, 3):
+        committed(storage, step)
+    before = storage.tree()
+    dry = pruned(storage, dry_run=True)
+    assert storage.tree() == before
+    assert pruned(storage) == dry
+    assert steps(storage) == [3]
+
+
+def test_pins_tags_and_holds_keep_until_they_are_taken_away(storage, clock) -> None:
+    wheres = [committed(storage, step) for step in range(1, 6)]
+    pin(subject(storage, wheres[0]), "the paper")
+    tag(subject(storage, wheres[1]), "release")
+    hold = Hold(subject(storage, wheres[2]), 60.0)
+    hold.take()
+    told = pruned(storage)
+    assert (told[1], told[2]) == ("pinned: the paper", "tag 'release'")
+    assert told[3].startswith("held by process")
+    assert steps(storage) == [1, 2, 3, 5]
+    tag(subject(storage, wheres[4]), "release")
+    unpin(subject(storage, wheres[0]))
+    clock.now += 61
+    assert [told for told in pruned(storage).values() if told][1:] == []
+    assert steps(storage) == [5]
+
+
+def test_the_newest_and_the_newest_that_is_whole_or_checked_are_never_removed(storage) -> None:
+    wheres = {step: committed(storage, step) for step in range(1, 6)}
+    put(storage, wheres[2], "verified", {"level": "full"})
+    policy = best(1, min="loss", unmeasured=0)
+    put(storage, wheres[1], "metrics", {"loss": 1})
+    found = prune(storage, ROOT, policy, is_whole=lambda one: one.step == 3)
+    told = {one.step: reasons for one, reasons in found}
+    assert told == {
+        1: ("best(1, min='loss', unmeasured=0)",),
+        2: (NEWEST_CHECKED,),
+        3: (NEWEST_WHOLE,),
+        4: (),
+        5: (NEWEST,),
+    }
+
+
+def test_what_is_left_behind_is_kept_by_pins_only(storage: MemoryStorage) -> None:
+    first = committed(storage, 1, start=1)
+    committed(storage, 8, start=1)
+    pinned = committed(storage, 9, start=1)
+    begin(storage, ROOT, restored=None, why="", by="")
+    begin(storage, ROOT, restored=first, why="", by="")
+    committed(storage, 2, start=2)
+    pin(subject(storage, pinned), "")
+    told = pruned(storage, last(5))
+    assert told == {1: "last(5)", 2: f"last(5); {NEWEST}; {NEWEST_WHOLE}", 8: "", 9: "pinned"}
+
+
+def test_of_one_step_the_highest_attempt_counts_and_all_are_kept(storage: MemoryStorage) -> None:
+    committed(storage, 1)
+    committed(storage, 5, start=1)
+    committed(storage, 5, name="step-5-of-8")
+    found = prune(storage, ROOT, last(1), is_whole=lambda _: True)
+    assert [(one.name, bool(told)) for one, told in found] == [
+        ("step-1", False),
+        ("step-5-of-8", True),
+        ("step-5", True),
+    ]
+
+
+def test_what_is_not_committed_or_has_no_step_is_left(storage: MemoryStorage) -> None:
+    committed(storage, 7)
+    committed(storage, None, name="final")
+    committed(storage, 2)
+    claim(storage, f"{ROOT}/step-2", overwrite=True, by="a save")
+    claim(storage, f"{ROOT}/step-3", overwrite=False, by="a save")
+    found = prune(storage, ROOT, last(1), is_whole=lambda _: True)
+    told = {one.name: reasons for one, reasons in found}
+    assert told["step-3"] == ("it is open: that is for dist-ckpt gc, or rm",)
+    assert told["final"] == ("it has no step",)
+    assert told["step-2"] == ("a save over it is under way, or died",)
+
+
+def test_once_a_newer_start_has_begun_an_older_one_prunes_nothing(storage: MemoryStorage) -> None:
+    for step in (1, 2):
+        committed(storage, step, start=1)
+    own = begin(storage, ROOT, restored=(0, Attempt(1, "0" * 16)), why="", by="a")
+    begin(storage, ROOT, restored=(2, Attempt(1001, "0" * 16)), why="", by="b")
+    run = OfRun(ROOT, own.number)
+    before = storage.tree()
+    with pytest.raises(ConflictError, match="start 2 of this run, b, has taken over"):
+        prune(storage, ROOT, last(1), is_whole=lambda _: True, run=run)
+    assert {p: d for p, d in storage.tree().items() if ".facts" not in p} == before
+
+
+def test_what_a_newer_start_has_saved_is_left(storage: MemoryStorage) -> None:
+    committed(storage, 1, start=2)
+    committed(storage, 2, start=1)
+    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=OfRun(ROOT, 1))
+    assert found[0][1] == ("a newer start saved it",)
+
+
+def test_bad_roots_are_refused(storage: MemoryStorage) -> None:
+    committed(storage, 1)
+    with pytest.raises(ValueError, match="is one checkpoint: give the folder"):
+        prune(storage, f"{ROOT}/step-1", last(1), is_whole=lambda _: True)
+    with pytest.raises(NotFoundError):
+        prune(storage, "/nowhere", last(1), is_whole=lambda _: True)
+
+
+def test_facts_of_what_is_gone_are_removed_after_a_day(storage, clock) -> None:
+    where = committed(storage, 1)
+    put(storage, where, "metrics", {"loss": 1})
+    put(storage, (9, Attempt(3, "f" * 16)), "metrics", {"loss": 1})
+    open_one = claim(storage, f"{ROOT}/step-8", overwrite=False, by="a save").attempt
+    put(storage, (8, open_one), "metrics", {"loss": 1})
+    pruned(storage)
+    assert {fact.step for fact in read_facts(storage, ROOT)} == {1, 8, 9}
+    clock.now += ORPHAN_S + 1
+    pruned(storage)
+    assert {fact.step for fact in read_facts(storage, ROOT)} == {1, 8}
+
+
+def test_with_a_deleted_checkpoint_its_tag_goes_and_does_not_fall_back(storage) -> None:
+    older, newer = committed(storage, 1), committed(storage, 2)
+    tag(subject(storage, older), "release")
+    tag(subject(storage, newer), "release")
+    with pytest.raises(ConflictError, match=r"is kept: tag 'release'\. Take that away first"):
+        delete_at(storage, f"{ROOT}/step-2", force=False)
+    delete_at(storage, f"{ROOT}/step-2", force=True)
+    assert read_facts(storage, ROOT) == ()
+    assert steps(storage) == [1]
+
+
+def test_what_is_held_is_not_deleted(storage: MemoryStorage) -> None:
+    where = committed(storage, 1)
+    Hold(subject(storage, where), 60.0).take()
+    with pytest.raises(ConflictError, match="held by process"):
+        delete_at(storage, f"{ROOT}/step-1", force=False)
+    assert step_at(storage, f"{ROOT}/step-1") == 1
+
+
+def test_a_damaged_checkpoint_that_is_pinned_is_not_deleted(storage: MemoryStorage) -> None:
+    where = committed(storage, 1)
+    pin(subject(storage, where), "")
+    file = f"{ROOT}/step-1/{where[1]}/index.json"
+    storage.remove(file)
+    storage.create(file, 2).write_at(0, b"{}")
+    with pytest.raises(ConflictError, match="pinned"):
+        delete_at(storage, f"{ROOT}/step-1", force=False)
+    delete_at(storage, f"{ROOT}/step-1", force=True)
+    assert read_facts(storage, ROOT) == ()
+
+
+def test_a_hold_on_what_is_gone_or_about_to_go_is_refused(storage, clock) -> None:
+    where = committed(storage, 1)
+    gone = Subject(storage, ROOT, f"{ROOT}/step-1", (1, Attempt(9, "f" * 16)))
+    with pytest.raises(NotFoundError, match="was removed"):
+        Hold(gone, 60.0).take()
+    mark = subject(storage, where).put("mark", {"1" * 16: "step-1"})
+    with pytest.raises(NotFoundError, match="is about to be removed by process"):
+        Hold(subject(storage, where), 60.0).take()
+    assert [fact.name for fact in read_facts(storage, ROOT)] == [mark]
+    clock.now += MARK_S + 1
+    Hold(subject(storage, where), 60.0).take()
+
+
+def test_who_stood_still_for_too_long_removes_nothing(storage, monkeypatch) -> None:
+    where = committed(storage, 1)
+    committed(storage, 2)
+    times = iter([0.0, MARK_S])
+    monkeypatch.setattr(holds, "monotonic", lambda: next(times))
+    assert "stood still" in pruned(storage)[1]
+    assert list_attempts(storage, f"{ROOT}/step-1") == [where[1]]
+
+
+# --- killed anywhere -------------------------------------------------------------------------
+
+
+class _KilledError(Exception):
+    """The process is gone: whatever it would do about it, all its calls fail."""
+
+
+def is_whole_or_gone(storage: Storage) -> None:
+    """Check that each step is there wholly, or not at all."""
+    for step in steps(storage):
+        assert step_at(storage, f"{ROOT}/step-{step}") in (step, None)
+
+
+def begun(storage: Storage) -> None:
+    for step in (1, 2, 3):
+        put(storage, committed(storage, step), "metrics", {"loss": step})
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_prune_that_is_killed_at_any_call_is_finished_by_the_next(done: bool) -> None:
+    number = 0
+    while True:
+        number += 1
+        inner = MemoryStorage({ROOT: None})
+        begun(inner)
+        storage = FaultyStorage(
+            inner,
+            fail_at_call=number,
+            error=_KilledError(),
+            sticky=True,
+            done=done,
+        )
+        try:
+            pruned(storage)
+        except _KilledError:
+            is_whole_or_gone(inner)
+        pruned(inner)
+        assert steps(inner) == [3], storage.failed
+        assert {fact.step for fact in read_facts(inner, ROOT)} == {3}, storage.failed
+        if not storage.failed:
+            break
+    assert number > 60
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_prune_that_fails_at_any_call_says_so_or_has_worked(done: bool) -> None:
+    number = 0
+    while True:
+        number += 1
+        inner = MemoryStorage({ROOT: None})
+        begun(inner)
+        error = StorageError("planted")
+        storage = FaultyStorage(inner, fail_at_call=number, error=error, done=done)
+        try:
+            pruned(storage)
+        except StorageError:
+            is_whole_or_gone(inner)
+        pruned(inner)
+        assert steps(inner) == [3], storage.failed
+        assert {fact.step for fact in read_facts(inner, ROOT)} == {3}, storage.failed
+        if not storage.failed:
+            break
+
+
+def test_a_power_cut_at_any_time_leaves_nothing_half() -> None:
+    disk = CrashStorage()
+    disk.make_folder(ROOT)
+    disk.sync("/")
+    begun(disk.client("saver"))
+    for folder in (ROOT, *(f"{ROOT}/step-{step}" for step in (1, 2, 3))):
+        disk.sync(folder)
+    disk.mark("saved")
+    pruned(disk.client("pruner"))
+    disk.mark("pruned")
+    count = 0
+    for point, left in states(disk.log):
+        if "saved" not in point.marks:
+            continue
+        count += 1
+        is_whole_or_gone(left)
+        assert step_at(left, f"{ROOT}/step-3") == 3
+        pruned(left)
+        assert [step for step in steps(left) if step_at(left, f"{ROOT}/step-{step}")] == [3]
+    assert count > 20
+
+
+def test_a_hold_at_any_moment_of_a_prune_is_refused_or_kept() -> None:
+    outcomes: list[str] = []
+    calls = 1
+    while len(outcomes) < calls:
+        inner = MemoryStorage({ROOT: None})
+        first = committed(inner, 1)
+        committed(inner, 2)
+        storage = _HoldsBefore(inner, len(outcomes) + 1, Hold(subject(inner, first), 60.0))
+        pruned(storage)
+        assert (step_at(inner, f"{ROOT}/step-1") == 1) == (storage.outcome == "held")
+        outcomes.append(storage.outcome)
+        calls = storage.calls
+    assert outcomes == sorted(outcomes)  # once it is refused, it stays so
+    assert {"held", "refused"} <= set(outcomes)
+
+
+class _HoldsBefore(FaultyStorage):
+    """Takes a hold before its n-th call."""
+
+    def __init__(self, inner: Storage, number: int, hold: Hold) -> None:
+        super().__init__(inner)
+        self.outcome = ""
+        self._number = number
+        self._hold = hold
+
+    def call(self, what: str, act: Callable[[], T]) -> T:
+        if self.calls + 1 == self._number:
+            try:
+                self._hold.take()
+                self.outcome = "held"
+            except NotFoundError:
+                self.outcome = "refused"
+        return super().call(what, act)
