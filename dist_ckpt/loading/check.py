@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from dist_ckpt.binding.bind import Binding, Template, bind, saved_of, survey
 from dist_ckpt.binding.saved_tree import Saved
@@ -57,6 +59,10 @@ class Asked:
     template: Template
     storage: SnapshotStorage
     counting: CountingStorage
+
+    def at(self, path: str) -> Asked:
+        """Return it for a checkpoint that was found at `path`: what was asked may be a selector."""
+        return replace(self, request=structs.replace(self.request, path=path))
 
 
 def ask(call: LoadCall) -> Asked:

@@ -49,6 +49,7 @@ from dist_ckpt.loading.read_once import read_shared, verify_shared
 from dist_ckpt.loading.read_once_agreement import Apart, Meeting, wants_of_all
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport, Phases
+from dist_ckpt.runs.facts import note_verified
 from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.reading_work import CellTargets, nbytes_placed_by
 from dist_ckpt.snapshots.kept_files import NONE_KEPT, KeptFiles, kept_on_host
@@ -73,6 +74,9 @@ def load(
     read_once: ReadOnce = "host",
 ) -> LoadReport:
     """Fill a state from the checkpoint at `path`. Collective: every rank of `group` calls this.
+
+    `path` may name one of a run, such as "runs/a@latest" or "runs/a@min:val/loss": the ranks load
+    what rank 0 finds, and where a run keeps records it is held meanwhile against being pruned.
 
     Any layout loads into any other. Names, shapes, dtypes, coverage, file sizes and headers are
     agreed by all ranks before the first byte lands: until then nothing is touched. Every block is
@@ -139,9 +143,9 @@ class _DamagedInMemoryError(Exception):
 
 def _load(call: LoadCall) -> LoadReport:
     ranks, where = call.ranks, call.path
-    with ranks.operation(f"load of {where}"), ExitStack() as stack:
+    with ranks.operation(f"load of {where}"), ExitStack() as held, ExitStack() as stack:
         phases = Phases("load", str(where), quiet=ranks.channel.rank != COORDINATOR)
-        asked, checked, passed = _agree(call, phases, stack)
+        asked, checked, passed = _agree(call, phases, held, stack)
         try:
             totals, job = _fill(call, checked, passed, phases, stack)
         except CorruptError as error:
@@ -172,17 +176,33 @@ def _load(call: LoadCall) -> LoadReport:
             collectives=ranks.collectives,
             storage_reads=asked.counting.reads,
         )
+        if ranks.channel.rank == COORDINATOR and _is_complete(call.options, report, passed):
+            where_of = index.step or 0, checked.found.attempt
+            note_verified(asked.counting, report.path, where_of, "load")
         phases.done(report)
         return report
 
 
-def _agree(call: LoadCall, phases: Phases, stack: ExitStack) -> tuple[Asked, Checked, Passed]:
+def _is_complete(options: LoadOptions, report: LoadReport, passed: Passed) -> bool:
+    """Say whether a load has read and checked all that a checkpoint of a step holds."""
+    return (
+        report.step is not None
+        and options.verify
+        and options.include is None
+        and options.exclude is None
+        and not (report.unexpected or report.dropped or passed.from_memory)
+    )
+
+
+def _agree(
+    call: LoadCall, phases: Phases, held: ExitStack, stack: ExitStack
+) -> tuple[Asked, Checked, Passed]:
     """Find and check a checkpoint, again if an overwrite replaces it meanwhile."""
     asked: Asked | None = None
     for number in range(1, ROUNDS + 1):
         suffix = "" if number == 1 else f" {number}"  # no two exchanges have one name
         with phases.phase("open"):
-            asked, opened, index, encoded = _open(call, asked, suffix)
+            asked, opened, index, encoded = _open(call, asked, suffix, held)
         with phases.phase("check"):
             with call.ranks.channel.exchange(f"check{suffix}") as checking:
                 found = found_in(opened, index, encoded)
@@ -197,16 +217,17 @@ def _agree(call: LoadCall, phases: Phases, stack: ExitStack) -> tuple[Asked, Che
 
 
 def _open(
-    call: LoadCall, asked: Asked | None, suffix: str
+    call: LoadCall, asked: Asked | None, suffix: str, held: ExitStack
 ) -> tuple[Asked, Opened, Index | None, bytes]:
     """Find the checkpoint, and hand its index to all: encoded, but to the coordinator."""
     ranks, index, encoded = call.ranks, None, b""
     with ranks.channel.exchange(f"open{suffix}") as opening:
         asked = asked or ask(call)
         if told := opening.gather(asked.request):
-            answer, index, encoded = find(asked.storage, told)
+            answer, index, encoded = find(asked.storage, told, held)
             opening.decide(answer)
     opened = opening.result(Opened)
+    asked = asked.at(opened.path)
     ranks.bulk.renew(opened.bulk)
     if opened.index is not None:
         encoded = opened.index

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, Key
 from dist_ckpt.planning.read_sharing import BlockWants, want_the_same
 from dist_ckpt.reports import slowest_of
+from dist_ckpt.runs.holding import resolve_and_hold
 from dist_ckpt.runtime.typed_msgpack import Message, decode
 from dist_ckpt.storage import Storage
 
@@ -47,12 +49,13 @@ class LoadRequest(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """The checkpoint that all ranks load; `index` is None if it comes by a broadcast.
+    """The checkpoint that all ranks load, at `path`; `index` is None if it comes by a broadcast.
 
     `keys` are the keys that the ranks' per-rank templates have. `meeting` is a name for what the
     ranks share when they read; "" if they can share nothing.
     """
 
+    path: str
     attempt: str
     index: bytes | None
     keys: dict[str, tuple[Key, ...]]
@@ -133,12 +136,19 @@ class JobTotals(Message, frozen=True):
     slowest_s: float
 
 
-def find(storage: Storage, told: Sequence[LoadRequest]) -> tuple[Opened, Index, bytes]:
-    """Find the checkpoint. Returns its index as well, encoded too if others are to have it."""
+def find(
+    storage: Storage, told: Sequence[LoadRequest], held: ExitStack
+) -> tuple[Opened, Index, bytes]:
+    """Find the checkpoint. Returns its index as well, encoded too if others are to have it.
+
+    One that is named by a selector is held until `held` ends.
+    """
     check_alike("load", told, ("path", "strict", "check_first", "read_once"))
-    attempt, index = attempts.find(storage, told[0].path)
+    path = resolve_and_hold(storage, told[0].path, held)
+    attempt, index = attempts.find(storage, path)
     encoded = index_json.encode(index) if len(told) > 1 else b""
     opened = Opened(
+        path=path,
         attempt=attempt.name,
         index=short(encoded, len(told)),
         keys=_merge_keys([one.keys for one in told]),

@@ -35,6 +35,7 @@ from dist_ckpt.planning.save_planner import items_of_ranks, plan_save, stored_nb
 from dist_ckpt.planning.sharded_views import target_views
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
+from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
@@ -61,6 +62,7 @@ def reshard(
     memory besides, without torch or a GPU. Every byte read is checked. Plain data and per-rank
     values, with the keys they were saved under, are carried over; the keys go round the ranks.
 
+    `source` may name one of a run, such as "runs/a@latest".
     On return the target is complete and durable. `overwrite` replaces the checkpoint that is
     there, which may be the source itself, once the new one is durable. Raises ExistsError if
     something is there; otherwise as a load from `source` and a save to `target` would, so
@@ -75,7 +77,7 @@ def reshard(
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     config = sharding if sharding is not None else ShardingConfig.even(_count(world_size))
-    source_storage, source_path = open_storage(source)
+    source_storage, source_path = open_storage(resolve(source))
     target_storage, target_path = open_storage(target)
     # By whatever links they lead there.
     real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)

@@ -14,7 +14,7 @@ from dist_ckpt.errors import CheckpointError, NotFoundError, listed
 from dist_ckpt.offline.checkpoint import Checkpoint, open_at
 from dist_ckpt.offline.verify import verify
 from dist_ckpt.runs.facts import put_metrics
-from dist_ckpt.runs.holding import TTL_S, hold_chosen, holding, subject_of
+from dist_ckpt.runs.holding import TTL_S, hold_chosen, subject_of
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, checkpoints, list_run
 from dist_ckpt.runs.prune import Decision, metrics_of, plan_prune, prune
@@ -85,15 +85,7 @@ class Run:
         be removed; StorageError if the folder cannot be written.
         """
         with ExitStack() as stack:
-
-            def hold(subject: Subject) -> CheckpointError | None:
-                try:
-                    stack.enter_context(holding(subject, ttl_s))
-                except NotFoundError as error:
-                    return error
-                return None
-
-            one = hold_chosen(self._storage, lambda: self.find(which), hold)
+            one = hold_chosen(self._storage, lambda: self.find(which), ttl_s, stack)
             yield stack.enter_context(open_at(self._storage, one.path))
 
     def metrics(self, which: int | str, values: Mapping[str, float]) -> None:

@@ -23,6 +23,8 @@ from dist_ckpt.format.shard_file import ShardFile
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.planning.save_planner import cells_of_ranks
 from dist_ckpt.reports import Progress
+from dist_ckpt.runs.facts import note_verified
+from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import READ_NBYTES, BlockRead, every_block, reads_of
 from dist_ckpt.shard_io.open_files import (
@@ -87,11 +89,13 @@ def verify(
     "quick" checks the index, every file's presence and size, every shard file's header against
     the index, and the objects files; "full" also every byte of every shard. A damaged checkpoint
     is a report, not an error: NotFoundError if there is none, IncompatibleError if a newer
-    dist_ckpt wrote it. Needs no torch; one process, some threads.
+    dist_ckpt wrote it. `path` may name one of a run, such as "runs/a@latest"; where a run keeps
+    records, a full check that finds nothing wrong is put down there. Needs no torch; one process,
+    some threads.
     """
     if level not in ("full", "quick"):
         raise ValueError(f'level={level!r}: give "full" or "quick"')
-    storage, root = open_storage(path, direct_reads=True)
+    storage, root = open_storage(resolve(path), direct_reads=True)
     for _ in range(ROUNDS):
         try:
             return _verify_once(storage, root, level, progress or _silent)
@@ -115,6 +119,8 @@ def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) 
         verifying.run(level, threads=Config.from_environment().threads)
     except FileNotFoundError as error:
         raise _GoneError from error
+    if level == "full" and not verifying.problems and index.step is not None:
+        note_verified(storage, root, (index.step, attempt), level)
     if verifying.problems and not is_there(storage, root, attempt):
         raise _GoneError
     return VerifyReport(

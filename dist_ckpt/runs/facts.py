@@ -1,22 +1,28 @@
 """What became known of a run's checkpoints: metrics, and that they were checked.
 
     metrics   {"val/loss": 0.25}    numbers; "nan", "inf" and "-inf" as text
-    verified  {"level": "full"}     somebody has read and checked every byte of it
+    verified  {"level": "full"}     somebody has checked every byte of it; "load": has loaded all
 
 Pins, tags and holds, which keep a checkpoint, are in `commit/guards.py`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
+from dist_ckpt.commit.attempts import entries_at
 from dist_ckpt.commit.guards import Guards, Where, guards_of, newest_values
 from dist_ckpt.commit.root_records import StoredFact, fact_about, put_fact
+from dist_ckpt.errors import CheckpointError
+from dist_ckpt.format.filenames import FACTS, STARTS
 from dist_ckpt.format.strict_json import Scalar
 from dist_ckpt.storage import Storage
+
+_log = logging.getLogger("dist_ckpt")
 
 METRICS, VERIFIED = "metrics", "verified"
 
@@ -57,6 +63,24 @@ def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, 
 def put_verified(storage: Storage, root: str, where: Where, level: str) -> None:
     """Note that every byte of a checkpoint was read and is right; durable on return."""
     put_fact(storage, root, fact_about(*where, VERIFIED, {"level": level}))
+
+
+def note_verified(storage: Storage, path: str, where: Where, level: str) -> None:
+    """Do so for the checkpoint at a path, where a run keeps records and this process can write.
+
+    Never raises: that all of it was right is the news, not that this could be put down.
+    """
+    root = path.rpartition("/")[0] or "/"
+    try:
+        if keeps_records(storage, root):
+            put_verified(storage, root, where, level)
+    except (CheckpointError, OSError) as error:
+        _log.debug("%s: that it was checked is not put down: %s", path, error)
+
+
+def keeps_records(storage: Storage, root: str) -> bool:
+    """Say whether a run has left records in a folder: facts, or its starts."""
+    return any(entry.name in (FACTS, STARTS) for entry in entries_at(storage, root))
 
 
 def _name(name: object) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from dist_ckpt.commit.holds import Hold, Subject, checked_ttl
-from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.runs.facts import keeps_records
 from dist_ckpt.runs.listing import RunCheckpoint
+from dist_ckpt.runs.selectors import resolve_at
 from dist_ckpt.storage import Storage
 
 _log = logging.getLogger("dist_ckpt")
@@ -54,22 +56,39 @@ def _renew(hold: Hold, ended: threading.Event) -> None:
 
 
 def hold_chosen(
-    storage: Storage,
-    choose: Callable[[], RunCheckpoint],
-    hold: Callable[[Subject], CheckpointError | None],
+    storage: Storage, choose: Callable[[], RunCheckpoint], ttl_s: float, stack: ExitStack
 ) -> RunCheckpoint:
-    """Choose a checkpoint and hold it, again if it is removed in between; return it.
+    """Choose a checkpoint, and hold it until the stack ends; another if it is removed in between.
 
-    `hold` returns the error if it is gone. ValueError if what is chosen has no step: no facts are
-    kept about that.
+    Raises what `choose` does, ValueError for one without a step, NotFoundError if what is chosen is
+    removed again and again.
     """
-    error: CheckpointError | None = None
-    for _ in range(_ROUNDS):
+    for left in reversed(range(_ROUNDS)):
         one = choose()
-        if (error := hold(subject_of(storage, one))) is None:
+        try:
+            stack.enter_context(holding(subject_of(storage, one), ttl_s))
             return one
-    assert error is not None
-    raise error
+        except NotFoundError:
+            if not left:
+                raise
+    raise AssertionError
+
+
+def resolve_and_hold(storage: Storage, path: str, stack: ExitStack) -> str:
+    """Return what `resolve` does, held until the stack ends: where a run keeps records, if it can.
+
+    Without a selector nothing is held, and nothing asked of the storage.
+    """
+    if (first := resolve_at(storage, path)) is None:
+        return path
+    root = first.path.rpartition("/")[0]
+    if first.where is None or not keeps_records(storage, root):
+        return first.path
+    try:
+        return hold_chosen(storage, lambda: resolve_at(storage, path) or first, TTL_S, stack).path
+    except StorageError as error:
+        _log.debug("%s is not held: %s", first.path, error)
+        return first.path
 
 
 def subject_of(storage: Storage, one: RunCheckpoint) -> Subject:

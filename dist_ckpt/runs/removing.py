@@ -24,6 +24,7 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.format.filenames import FACTS, STARTS
+from dist_ckpt.runs.facts import keeps_records
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.storage import Storage, open_storage
 
@@ -44,8 +45,7 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> None:
 def delete_at(storage: Storage, path: str, *, force: bool) -> None:
     """Do so on a storage. Where there are no records of a run, nothing can keep it."""
     root = os.path.dirname(path)
-    names = {entry.name for entry in attempts.entries_at(storage, root)}
-    if not names & {FACTS, STARTS}:
+    if not keeps_records(storage, root):
         removal.delete(storage, path)
         return
     found = removal.check_deletable(storage, path)
