@@ -22,6 +22,7 @@ from dist_ckpt.background.restore import restore_together
 from dist_ckpt.background.save import save_in_background
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
+from dist_ckpt.commit.starts import History
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport
@@ -170,7 +171,12 @@ class AsyncSaver:
         raised instead, once, on all ranks: that one made no checkpoint, this one was not begun,
         and the next call goes on.
         """
-        options = SaveOptions(step, sharding, overwrite, metadata)
+        return self.save_with(state, path, SaveOptions(step, sharding, overwrite, metadata))
+
+    def save_with(
+        self, state: State, path: str | os.PathLike[str], options: SaveOptions
+    ) -> SaveHandle:
+        """Save as `save` does, with options that are not of users as well. Not public."""
         with self._alone(), self._ranks.operation(f"background save to {path}"):
             if self._options.job is None and self._root_id is None:
                 self._root_id = self._root_id_above(path)
@@ -207,8 +213,9 @@ class AsyncSaver:
         It is one that an earlier run of this job, or this one, has staged completely on all ranks
         and digested, and that is what was committed under its path; or it was never committed, as
         its run died or the storage failed, and nothing else was, or what it was to overwrite.
-        Unless a later step was committed since beside it. It may have been saved by another number
-        of ranks. What is not in the memory of this host comes from the storage.
+        Unless a later step was committed since beside it, or a start of a run that is recorded in
+        its folder has left it behind. It may have been saved by another number of ranks. What is
+        not in the memory of this host comes from the storage.
         None, and nothing is touched, if there is no such snapshot, as after a reboot: load the
         newest checkpoint then. `restored` is the report, and says how many bytes came from memory;
         it is None only if nothing was restored, while a save without a step has none to return.
@@ -218,6 +225,12 @@ class AsyncSaver:
         options = LoadOptions(
             sharding, strict=strict, include=include, exclude=exclude, rename=rename
         )
+        return self.restore_with(state, options)
+
+    def restore_with(
+        self, state: MutableState, options: LoadOptions, history: History | None = None
+    ) -> int | None:
+        """Restore as `restore` does; `history` is what rank 0 knows of the run. Not public."""
         with self._alone():
             if self._job is None:
                 raise ValueError(
@@ -227,7 +240,12 @@ class AsyncSaver:
             writer = self._job.writer
             writer.wait_for(lambda: not writer.unsettled, None)
             found = restore_together(
-                self._ranks, self._job.folder, state, options, saver=self._options.asked()
+                self._ranks,
+                self._job.folder,
+                state,
+                options,
+                saver=self._options.asked(),
+                history=history,
             )
             if found is None:
                 self.restored = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dist_ckpt.background.readiness import Saver, check_savers
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit import attempts
 from dist_ckpt.commit.receipts import check_receipts, differing_groups
+from dist_ckpt.commit.starts import History, read_history
 from dist_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -20,8 +22,8 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.format import index_json
-from dist_ckpt.format.filenames import ID_LENGTH, Attempt, parse_attempt
-from dist_ckpt.format.index import Index
+from dist_ckpt.format.filenames import ATTEMPTS_OF_START, ID_LENGTH, Attempt, parse_attempt
+from dist_ckpt.format.index import MAX_STEP, Index
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
@@ -46,6 +48,7 @@ def restore_together(
     options: LoadOptions,
     *,
     saver: Saver,
+    history: History | None = None,
 ) -> tuple[str, LoadReport] | None:
     """Fill a state from the newest save of a job that memory has. Collective: every rank calls it.
 
@@ -60,14 +63,16 @@ def restore_together(
       checkpoint that it would have overwritten.
 
     Neither one beside which a checkpoint of a later step has been committed since: this host may
-    have been no part of the run meanwhile.
+    have been no part of the run meanwhile. Nor one that is left behind, by the `history` of the
+    run: on rank 0 that is given, or read in the folder that the checkpoint would lie in. What is
+    left behind there does not count as committed.
 
     What was saved by any number of ranks is restored by any number. Raises what `dc.load` raises,
     on all ranks; StorageError if the storage does not say what is committed.
     """
     passed_over: set[str] = set()
     with ExitStack() as stack:
-        restoring = _Restoring(ranks, folder, stack, saver)
+        restoring = _Restoring(ranks, folder, stack, saver, history)
         while (chosen := restoring.choose(passed_over)) is not None:
             save, kept = chosen
             try:
@@ -123,15 +128,34 @@ class _Told:
         """Whether every host has all of it."""
         return all(len(there) == self.save.world_size for there in self.sealed)
 
+    def attempt_above(self, number: int) -> Attempt:
+        """Return the attempt that it was claimed as; else one that it could have been, above that.
+
+        It is of the start of a run that has saved it, as long as such attempts are above.
+        """
+        for claimed in map(parse_attempt, self.attempts):
+            if claimed is not None:
+                return claimed
+        first = ATTEMPTS_OF_START * self.save.start
+        return Attempt(max(first, number + 1), self.save.id[:ID_LENGTH])
+
 
 class _Restoring:
     """One rank's side; its arenas are open until `stack` closes them."""
 
-    def __init__(self, ranks: Session, folder: JobFolder, stack: ExitStack, saver: Saver) -> None:
+    def __init__(
+        self,
+        ranks: Session,
+        folder: JobFolder,
+        stack: ExitStack,
+        saver: Saver,
+        history: History | None,
+    ) -> None:
         self._ranks = ranks
         self._saver = saver
         self._folder = folder
         self._stack = stack
+        self._given = history
         self._kept: KeptSaves | None = None
         self._index: bytes | None = None
 
@@ -203,23 +227,16 @@ class _Restoring:
         if len(told.attempts) > 1:
             raise _UnusableError(f"its parts are of several attempts: {sorted(told.attempts)}")
         storage, _ = open_storage(told.save.path)
-        if (newer := _newer_beside(storage, told, self._ranks.config.threads)) is not None:
+        history = self._given
+        if history is None:
+            history = read_history(storage, posixpath.dirname(told.save.path))
+        if _is_left_behind(history, told.save.step, told.attempt_above(0)):
+            newest = history.newest
+            raise _UnusableError(f"start {newest} of the run does not go back to it: left behind")
+        if (newer := _newer_beside(storage, told, history, self._ranks.config.threads)) is not None:
             raise _UnusableError(f"{newer} was committed since")
-        above = 1
-        try:
-            found, index = attempts.find(storage, told.save.path)
-        except NotFoundError:
-            if told.was_committed:
-                raise _UnusableError("it was committed, and is deleted by now") from None
-        except (CorruptError, IncompatibleError) as error:
-            raise _UnusableError(str(error)) from error
-        else:
-            if found.name in told.attempts:
-                return None
-            if index.saved_at >= told.save.began_at or not _would_replace(told, found):
-                raise _UnusableError(f"{found} is the checkpoint there")
-            above = found.number + 1
-        (attempt,) = told.attempts or {Attempt(above, told.save.id[:ID_LENGTH]).name}
+        if (attempt := _uncommitted_attempt(storage, told, history)) is None:
+            return None
         self._index = self._rebuilt(told, attempt)
         return attempt
 
@@ -233,14 +250,34 @@ class _Restoring:
             raise _UnusableError(str(error)) from error
 
 
-def _would_replace(told: _Told, found: Attempt) -> bool:
-    """Say whether a save would be the checkpoint instead of an older one, had it been committed."""
-    claimed = [parse_attempt(attempt) for attempt in told.attempts]
-    is_above = all(one is not None and one.number > found.number for one in claimed)
-    return told.save.overwrite and not told.was_committed and is_above
+def _uncommitted_attempt(storage: Storage, told: _Told, history: History) -> str | None:
+    """Return None if a save was committed; else the attempt that would be the checkpoint now."""
+    try:
+        found, index = attempts.find(storage, told.save.path)
+    except NotFoundError:
+        if told.was_committed:
+            raise _UnusableError("it was committed, and is deleted by now") from None
+        return told.attempt_above(0).name
+    except (CorruptError, IncompatibleError) as error:
+        raise _UnusableError(str(error)) from error
+    if found.name in told.attempts:
+        return None
+    own = told.attempt_above(found.number)
+    is_above = own.number > found.number and told.save.start in (0, own.start)
+    is_older = told.save.overwrite and index.saved_at < told.save.began_at
+    if told.was_committed or not is_above:
+        raise _UnusableError(f"{found} is the checkpoint there")
+    if not is_older and not _is_left_behind(history, index.step, found):
+        raise _UnusableError(f"{found} is the checkpoint there")
+    return own.name
 
 
-def _newer_beside(storage: Storage, told: _Told, threads: int) -> str | None:
+def _is_left_behind(history: History, step: int | None, attempt: Attempt) -> bool:
+    # Without a step nothing tells whether it lies below one that somebody went back to.
+    return history.is_left_behind(MAX_STEP if step is None else step, attempt)
+
+
+def _newer_beside(storage: Storage, told: _Told, history: History, threads: int) -> str | None:
     """Return a checkpoint in the same folder of a later step, if one was committed since.
 
     Later in both: a save that began earlier may be committed later, and who has gone back to an
@@ -253,8 +290,9 @@ def _newer_beside(storage: Storage, told: _Told, threads: int) -> str | None:
 
     def is_newer(path: str) -> bool:
         with suppress(NotFoundError, CorruptError, IncompatibleError):
-            _, index = attempts.find(storage, path)
-            return index.step is not None and index.step > step and index.saved_at > began_at
+            found, index = attempts.find(storage, path)
+            is_later = index.step is not None and index.step > step and index.saved_at > began_at
+            return is_later and not _is_left_behind(history, index.step, found)
         return False
 
     entries = attempts.entries_at(storage, folder)

@@ -153,6 +153,7 @@ def _make_room(call: _BegunSave, request: SaveRequest, held: HeldState, planned:
         began_at=call.start.began_at,
         bodies=planned.bodies,
         replicas=held.replica_digests(planned.plan),
+        run=options.run,
     )
     snapshot = Snapshot(
         id=_NO_ID,

@@ -35,16 +35,23 @@ class Planned:
 class Offer(Message, frozen=True):
     """What a rank asks for, all but the last two the same on all.
 
-    `metadata` is a digest of the user's metadata. `last` is the name of the last plan's save if it
-    still is good here, else ""; `bulk` is the number of the bulk connections.
+    `metadata` is a digest of the user's metadata. `root` and `start` are of the run that saves, ""
+    and 0 without one, and `boundary` is which of its boundaries this is. `last` is the name of the
+    last plan's save if it still is good here, else ""; `bulk` numbers the bulk connections.
     """
 
     path: str
     step: int | None
     overwrite: bool
     metadata: str
+    root: str
+    start: int
+    boundary: int | None
     last: str
     bulk: int
+
+
+_ALIKE = Offer.__struct_fields__[:-2]
 
 
 class Agreed(Message, frozen=True):
@@ -65,7 +72,7 @@ def last_plan(ranks: Session, inventory: Inventory) -> Planned | None:
 
 def is_plan_good(told: Sequence[Offer]) -> bool:
     """Say whether the last plan is good on all ranks. ValueError if these want different things."""
-    check_alike("save", told, ("path", "step", "overwrite", "metadata"))
+    check_alike("save", told, _ALIKE)
     names = {one.last for one in told}
     return len(names) == 1 and "" not in names
 

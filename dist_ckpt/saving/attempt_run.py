@@ -18,6 +18,7 @@ from dist_ckpt.comm.exchange import Channel, Exchange
 from dist_ckpt.comm.messages import NoAnswerError
 from dist_ckpt.commit import attempts, order, removal, verdicts
 from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
+from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
 from dist_ckpt.format.catalog_json import CatalogText
@@ -40,7 +41,7 @@ class SaveRequest:
 
     `metadata` is a digest of the user's metadata; `mirrored`, `saved_by`, `saved_at` and the save's
     id, `save`, go into the index as the coordinator has them. `saved_at`: None for the time of the
-    commit.
+    commit. `run` is the start of a run that saves, if one does, at its `boundary`.
     """
 
     storage: Storage
@@ -51,6 +52,8 @@ class SaveRequest:
     mirrored: Mapping[str, Scalar]
     saved_by: Mapping[str, str]
     saved_at: float | None = None
+    run: OfRun | None = None
+    boundary: int | None = None
     save: str = field(default_factory=partial(secrets.token_hex, 16))
 
     def offer(self, last: Planned | None, bulk_epoch: int) -> Offer:
@@ -60,6 +63,9 @@ class SaveRequest:
             step=self.step,
             overwrite=self.overwrite,
             metadata=self.metadata,
+            root="" if self.run is None else self.run.root,
+            start=0 if self.run is None else self.run.start,
+            boundary=self.boundary,
             last="" if last is None else last.save_name,
             bulk=bulk_epoch,
         )
@@ -110,8 +116,9 @@ class AttemptRun:
 
         Until then nothing on disk has changed. If the ranks cannot be told: `recover_claim`.
         """
+        request = self._request
         self._claim = order.claim(
-            self._storage, self._path, overwrite=self._request.overwrite, by=self._by
+            self._storage, self._path, overwrite=request.overwrite, by=self._by, run=request.run
         )
         return self._claim.attempt.name
 
@@ -245,7 +252,7 @@ class AttemptRun:
     def clean_up(self) -> None:
         """Remove what the committed attempt superseded. Coordinator; others have nothing to do."""
         if self._claim is not None:
-            removal.supersede(self._storage, self._path, self._claim.attempt)
+            removal.supersede(self._storage, self._path, self._claim.attempt, self._claim.run)
 
 
 def _verdict(index: Index, slowest_rank: int, slowest_s: float) -> Verdict:

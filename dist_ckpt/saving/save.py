@@ -16,6 +16,7 @@ from dist_ckpt import __version__
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
+from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import MAX_STEP
@@ -44,12 +45,17 @@ MAX_MIRRORED_CHARS = 1024
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """The options of `save`, checked by `check` once a rank's error can reach the others."""
+    """The options of `save`, checked by `check` once a rank's error can reach the others.
+
+    Not of users are the last two: the start of a run that saves, and at which of its boundaries.
+    """
 
     step: int | None = None
     sharding: ShardingConfig | None = None
     overwrite: bool = False
     metadata: Mapping[str, object] | None = None
+    run: OfRun | None = None
+    boundary: int | None = None
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""
@@ -212,6 +218,8 @@ def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest
         metadata=document_digest(encode_value(metadata)),
         mirrored=_mirrored(metadata),
         saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
+        run=options.run,
+        boundary=options.boundary,
     )
 
 

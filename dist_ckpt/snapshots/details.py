@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dist_ckpt.comm.collective import Bodies
+from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.format.strict_json import Scalar
 from dist_ckpt.planning.plan import ReplicaDigests
 from dist_ckpt.runtime.typed_msgpack import Message
@@ -15,7 +16,8 @@ class Details(Message, frozen=True):
 
     `mirrored` and `saved_by` go into the index. `began_at` is the coordinator's wall clock, or
     a little later than the save before: of two snapshots of a job the later is the newer. `bodies`
-    are the inventories of all ranks, packed: the plan follows from them.
+    are the inventories of all ranks, packed: the plan follows from them. `run` is the start of a
+    run that saves, if one does: an attempt's number tells it, but a snapshot may be of none yet.
     """
 
     overwrite: bool
@@ -24,3 +26,4 @@ class Details(Message, frozen=True):
     began_at: float
     bodies: Bodies
     replicas: ReplicaDigests
+    run: OfRun | None = None

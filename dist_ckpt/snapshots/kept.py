@@ -170,7 +170,8 @@ def _read(fd: int, start: int, target: memoryview, place: str) -> None:
 class SaveIdentity(Message, frozen=True):
     """What all who have a part of a save tell of it alike.
 
-    `overwrite`: it was to replace a checkpoint at its path.
+    `overwrite`: it was to replace a checkpoint at its path. `start` is that of the run that saved
+    it, 0 for none.
     """
 
     id: str
@@ -179,13 +180,15 @@ class SaveIdentity(Message, frozen=True):
     world_size: int
     began_at: float
     overwrite: bool
+    start: int = 0
 
     @staticmethod
     def of(snapshot: Snapshot) -> SaveIdentity:
         """Return which save a snapshot is a part of. ValueError if its details make no sense."""
         details = typed_msgpack.decode(snapshot.details, Details)
         told = snapshot.id, snapshot.path, snapshot.step, snapshot.world_size
-        return SaveIdentity(*told, began_at=details.began_at, overwrite=details.overwrite)
+        start = 0 if details.run is None else details.run.start
+        return SaveIdentity(*told, details.began_at, details.overwrite, start)
 
     @property
     def name(self) -> str:

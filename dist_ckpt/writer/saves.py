@@ -287,6 +287,7 @@ class WriterSave:
             saved_by=details.saved_by,
             # The state is of then; and who restores compares the times of saves.
             saved_at=details.began_at,
+            run=details.run,
             save=snapshot.id,
         )
         return AttemptRun(channel, self._saves.hello.config, request)

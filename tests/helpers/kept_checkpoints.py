@@ -16,6 +16,7 @@ from dist_ckpt.background.restore import restore_together
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.attempts import find
+from dist_ckpt.commit.starts import History
 from dist_ckpt.format.filenames import parse_objects_file, parse_shard_file
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
@@ -179,11 +180,16 @@ def edit_arena(folder: JobFolder, rank: int, arena: int, old: bytes, new: bytes)
 
 
 def try_restore(
-    folders: JobFolder | Sequence[JobFolder], world_size: int, **options: Any
+    folders: JobFolder | Sequence[JobFolder],
+    world_size: int,
+    *,
+    history: History | None = None,
+    **options: Any,
 ) -> tuple[list[Outcome[LoadReport | None]], list[dict[str, Any]]]:
     """Restore by ranks that are threads; return what each rank's call came to, and the states.
 
-    The ranks have one host with one folder, or hosts of their own with theirs.
+    The ranks have one host with one folder, or hosts of their own with theirs. Rank 0 alone is
+    given a history.
     """
     states = [empty_state_of(rank, world_size) for rank in range(world_size)]
 
@@ -191,7 +197,14 @@ def try_restore(
         session = Session(channel, bulk, TEST_CONFIG)
         folder = folders if isinstance(folders, JobFolder) else folders[rank]
         saver = Saver("job", None, "wait")
-        found = restore_together(session, folder, states[rank], LoadOptions(**options), saver=saver)
+        found = restore_together(
+            session,
+            folder,
+            states[rank],
+            LoadOptions(**options),
+            saver=saver,
+            history=None if rank else history,
+        )
         return None if found is None else found[1]
 
     hosts = ["host"] * world_size if isinstance(folders, JobFolder) else None
