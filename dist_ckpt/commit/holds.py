@@ -5,7 +5,7 @@ back. Who keeps: puts the pin, tag or hold, looks for marks, and then for the ch
 is a mark, or no checkpoint, takes it back and says so. So of the two at least one sees the other,
 whoever dies where. Marks go last of all, for who keeps looks for them first.
 
-`guards.py` says what the facts mean.
+`guards.py` says what the facts mean, `docs/decisions/0016-holds-against-prune.md` why it is so.
 """
 
 from __future__ import annotations
