@@ -1,7 +1,7 @@
 """`dist-ckpt`: look at checkpoints, check them, rewrite and remove them.
 
-One file a group of commands (`reading.py`, `changing.py`); each parses, calls and prints. A new
-command is added to the group here.
+One file a group of commands (`reading.py`, `changing.py`, `runs.py`); each parses, calls and
+prints. A new command is added to the group here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from dist_ckpt import __version__
-from dist_ckpt.cli import changing, output, reading
+from dist_ckpt.cli import changing, output, reading, runs
 
 
 class _Commands(click.Group):
@@ -56,6 +56,9 @@ def _until_nobody_reads() -> Iterator[None]:
 def cli() -> None:
     """Look at checkpoints, check them, rewrite and remove them.
 
+    A checkpoint is named by its path, or in a run's folder by what it is: runs/a@latest,
+    runs/a@12000, runs/a@min:val/loss, runs/a@max:accuracy, runs/a@tag:release.
+
     \b
     Exit codes: 0 fine, 1 a finding (damage), 2 usage, 3 not found or not committed,
     4 incompatible, 5 input/output or space, 6 refused without --yes.
@@ -70,6 +73,9 @@ for _command in (
     changing.reshard,
     changing.rm,
     changing.gc,
+    runs.prune,
+    runs.pin,
+    runs.tag,
 ):
     cli.add_command(_command)
 

@@ -21,6 +21,7 @@ from dist_ckpt.offline.reshard import reshard as rewrite
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import size
 from dist_ckpt.runs.removing import delete_at
+from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.storage import open_storage
 
 _path = click.argument("path", type=click.Path())
@@ -104,16 +105,16 @@ def rm(path: str, *, yes: bool, force: bool) -> None:
 
     One that is pinned, tagged or held is not deleted without --force.
     """
-    storage, where = open_storage(path)
+    storage, where = open_storage(resolve(path))
     removal.check_deletable(storage, where)
     if not yes:
         if not sys.stdin.isatty():
-            click.echo(f"dist-ckpt: {path} is not deleted: say --yes to mean it", err=True)
+            click.echo(f"dist-ckpt: {where} is not deleted: say --yes to mean it", err=True)
             raise click.exceptions.Exit(output.REFUSED)
-        if not click.confirm(f"Delete {path}?"):
+        if not click.confirm(f"Delete {where}?"):
             raise click.exceptions.Exit(output.REFUSED)
     delete_at(storage, where, force=force)
-    click.echo(f"deleted {path}")
+    click.echo(f"deleted {output.printable(where)}")
 
 
 @click.command()

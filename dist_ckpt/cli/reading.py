@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from dataclasses import asdict
+from math import isfinite
 
 import click
 
@@ -13,10 +15,14 @@ from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline import verify as verifier
 from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.reports import size
-from dist_ckpt.runs.listing import checkpoints
+from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
+from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.storage import open_storage
 
 _path = click.argument("path", type=click.Path())
+# The first so many columns of `ls`.
+_ALWAYS = 7
+
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
@@ -27,11 +33,13 @@ def ls(path: str, *, as_json: bool) -> None:
     """List the checkpoints in a folder.
 
     PATH is a run's folder, or one checkpoint. What is not committed is listed with its state:
-    "open" is being written or was left by a crash ("dist-ckpt gc" removes what is left).
+    "open" is being written or was left by a crash ("dist-ckpt gc" removes what is left). Metrics,
+    tags, pins and holds are shown where there are any, and "left behind" what a run has saved above
+    the step that it was started from again.
     """
-    found = checkpoints(path)
+    found = checkpoints(resolve(path))
     if as_json:
-        output.print_json("ls", {"path": path, "checkpoints": [asdict(one) for one in found]})
+        output.print_json("ls", {"path": path, "checkpoints": [_facts_of(one) for one in found]})
         return
     if not found:
         click.echo(f"no checkpoints in {path}")
@@ -45,14 +53,37 @@ def ls(path: str, *, as_json: bool) -> None:
             "-" if one.world_size is None else str(one.world_size),
             "-" if one.num_tensors is None else str(one.num_tensors),
             "-" if one.saved_at is None else output.age(time.time() - one.saved_at),
+            ", ".join(f"{name}={value:g}" for name, value in one.metrics.items()),
+            "; ".join(_notes(one)),
         )
         for one in found
     ]
-    heads = ("NAME", "STEP", "STATE", "SIZE", "RANKS", "TENSORS", "AGE")
-    output.print_table(heads, rows, right=frozenset({1, 3, 4, 5, 6}))
+    heads = ("NAME", "STEP", "STATE", "SIZE", "RANKS", "TENSORS", "AGE", "METRICS", "NOTES")
+    # What nothing is known of has no column.
+    shown = [i for i in range(len(heads)) if i < _ALWAYS or any(row[i] for row in rows)]
+    output.print_table(
+        [heads[i] for i in shown],
+        [[row[i] for i in shown] for row in rows],
+        right=frozenset({1, 3, 4, 5, 6}),
+    )
     for one in found:
         if one.problem is not None and one.state in ("damaged", "incompatible"):
             click.echo(f"{output.printable(one.name)}: {output.printable(one.problem)}")
+
+
+def _notes(one: RunCheckpoint) -> list[str]:
+    """Return what else is known of a checkpoint, in words."""
+    notes = ["left behind"] * one.is_left_behind + ["checked"] * one.is_verified
+    return [*notes, *one.guards]
+
+
+def _facts_of(one: RunCheckpoint) -> dict[str, object]:
+    facts = asdict(one)
+    # JSON has no nan and no infinities.
+    metrics = {
+        name: value if isfinite(value) else str(value) for name, value in one.metrics.items()
+    }
+    return {**facts, "metrics": metrics}
 
 
 @click.command()
@@ -142,6 +173,7 @@ def tree(path: str, depth: int, *, as_json: bool) -> None:
             if len(parts) <= depth:
                 tied = f" (tied to {info.alias_of})" if info.alias_of else ""
                 leaves[parts] = f"{info.dtype} {list(info.shape)}{tied}"
+    path = ck.path
     if as_json:
         rows = [
             {"name": ".".join(parts), "nbytes": n, "tensor": leaves.get(parts)}
@@ -169,6 +201,7 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
     for what is not committed. Exit code 1 if anything is damaged.
     """
     level: verifier.Level = "quick" if quick else "full"
+    path = os.fspath(resolve(path))
     found = checkpoints(path)
     if not found or found[0].path == open_storage(path)[1]:
         verified.verify_one(path, level, as_json=as_json)

@@ -5,12 +5,13 @@ back. Who keeps: puts the pin, tag or hold, looks for marks, and then for the ch
 is a mark, or no checkpoint, takes it back and says so. So of the two at least one sees the other,
 whoever dies where. Marks go last of all, for who keeps looks for them first.
 
-`guards.py` says what the facts mean.
+`guards.py` says what the facts mean, `docs/decisions/0016-holds-against-prune.md` why it is so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import posixpath
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
@@ -37,7 +38,7 @@ from dist_ckpt.commit.root_records import (
     read_facts_of,
 )
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
-from dist_ckpt.format.filenames import FACTS, FactName, is_temporary_record, parse_fact
+from dist_ckpt.format.filenames import FACTS, Attempt, FactName, is_temporary_record, parse_fact
 from dist_ckpt.format.strict_json import Scalar
 from dist_ckpt.storage import Storage
 
@@ -157,6 +158,32 @@ def _check_kept(subject: Subject, name: FactName) -> None:
         raise NotFoundError(f"{subject.path} is about to be removed by {who}: choose another")
     if not own or not subject.is_there():
         raise NotFoundError(f"{subject.path}: {subject.where[1]} was removed: choose another")
+
+
+def kept_at(
+    storage: Storage,
+    path: str,
+    those: Collection[Attempt],
+    clock: Callable[[Storage, str], float],
+) -> dict[Attempt, tuple[str, ...]]:
+    """Return which of the attempts at a path are pinned, tagged or held, and how, in words.
+
+    `clock` tells the storage's time at a folder. Where a run keeps no facts that costs one listing,
+    and none if there are no such attempts.
+    """
+    root = posixpath.dirname(path)
+    if not those or all(entry.name != FACTS for entry in entries_at(storage, root)):
+        return {}
+    facts = read_facts(storage, root)
+    places = {
+        (fact.step, fact.attempt)
+        for fact in facts
+        if fact.attempt in those and fact.name.kind in (PIN, TAG, HOLD)
+    }
+    if not places:
+        return {}
+    guards = guards_of(facts, clock(storage, root))
+    return {place[1]: told for place in places if (told := guards.of(place))}
 
 
 # --- removing --------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ from dist_ckpt.commit.attempts import (
     was_removed,
 )
 from dist_ckpt.commit.folders import make_folders
-from dist_ckpt.commit.removal import remove
+from dist_ckpt.commit.holds import kept_at
+from dist_ckpt.commit.removal import now_at, remove
 from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.commit.verdicts import check_abandoned
 from dist_ckpt.errors import (
@@ -94,8 +95,8 @@ def claim(
 
     On return the attempt's folder is durable, lower open attempts are abandoned, and an index
     can be put exclusively on this storage. Raises ExistsError if a checkpoint is there (unless
-    `overwrite`), or a file or somebody else's folder; ConflictError if a higher attempt is;
-    whatever it raises, nothing is left behind.
+    `overwrite`, and nobody has pinned, tagged or holds it), or a file or somebody else's folder;
+    ConflictError if a higher attempt is; whatever it raises, nothing is left behind.
 
     `run` is the start of a run that saves: its caller saves only above the step that it restored,
     so that what older starts have there is left behind, and is replaced without `overwrite`.
@@ -109,6 +110,8 @@ def claim(
             run.check(storage)
         for _ in range(ROUNDS):
             entries = _survey(storage, path, made, may_replace=may_replace)
+            if run is None:  # what a start replaces stays beside it while somebody keeps it
+                _check_unkept(storage, path, entries)
             attempt = _next_attempt(entries, path, run)
             try:
                 storage.make_folder(f"{path}/{attempt}")
@@ -166,6 +169,16 @@ def _survey(storage: Storage, path: str, made: list[str], *, may_replace: _Says)
         if not may_replace(attempt):
             _check_free(storage, path, attempt)
     return entries
+
+
+def _check_unkept(storage: Storage, path: str, entries: Sequence[Entry]) -> None:
+    """Raise ExistsError if what would be replaced is pinned, tagged or held."""
+    there = list(attempts_in(entries))
+    for attempt, told in sorted(kept_at(storage, path, there, now_at).items()):
+        raise ExistsError(
+            f"{path}: the checkpoint that is here ({attempt}) is kept: {'; '.join(told)}. Take "
+            f"that away first, or choose another path"
+        )
 
 
 def _is_beside_attempts(name: str) -> bool:

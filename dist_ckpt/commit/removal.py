@@ -22,6 +22,7 @@ from dist_ckpt.commit.attempts import (
     statuses,
     trash_at,
 )
+from dist_ckpt.commit.holds import kept_at
 from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.commit.verdicts import KEEPS_DATA, half_deleted
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
@@ -55,13 +56,17 @@ def supersede(storage: Storage, path: str, attempt: Attempt, run: OfRun | None =
     """Remove what is lower than the attempt that was just committed, and all trash.
 
     Raises no error of the storage, but logs it: the save has succeeded, and the next one, or a
-    collector, removes what is left. So is it if a newer start than the attempt's has taken over.
+    collector, removes what is left. So is what somebody has pinned, tagged or holds, and all of it
+    if a newer start than the attempt's has taken over.
     """
     by = f"the saver of {attempt}"
     try:
-        for lower in list_attempts(storage, path):
-            if lower >= attempt:
-                break
+        below = [other for other in list_attempts(storage, path) if other < attempt]
+        kept = kept_at(storage, path, below, now_at)
+        for lower in below:
+            if lower in kept:
+                _log.info("%s/%s is left for now: %s", path, lower, "; ".join(kept[lower]))
+                continue
             if run is not None:
                 run.check(storage)
             if not has_index(storage, path, lower):
@@ -159,7 +164,8 @@ def _superseded(storage: Storage, path: str, found: Sequence[Status]) -> Sequenc
         storage.sync(f"{path}/{committed[-1]}")  # its saver may have died before it did so
     except FileNotFoundError:  # deleted, or overwritten, since it was listed
         return ()
-    return committed[:-1]
+    kept = kept_at(storage, path, committed[:-1], now_at)
+    return [attempt for attempt in committed[:-1] if attempt not in kept]
 
 
 def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:

@@ -124,7 +124,10 @@ def remove_at(
     return told
 
 
-_UNDER_WAY = 'a save over it is under way, or died ("dist-ckpt gc" then removes what it left)'
+_UNDER_WAY = (
+    "another attempt is there: what it replaced is kept, or a save over it is under way, or died "
+    '("dist-ckpt gc" then removes what that left)'
+)
 
 
 def _clear(storage: Storage, root: str, path: str) -> None:

@@ -340,7 +340,7 @@ def test_a_wrong_option_is_a_usage_error(run, checkpoint):
 
 
 def test_every_command_teaches_with_help(run):
-    for command in ("ls", "show", "tree", "verify", "reshard", "rm", "gc"):
+    for command in ("ls", "show", "tree", "verify", "reshard", "rm", "gc", "prune", "pin", "tag"):
         code, out, _ = run(command, "--help")
         assert code == 0
         assert len(out.splitlines()) > 5

@@ -47,16 +47,18 @@ def test_a_checkpoint_that_was_not_made_durable_is_said_to_be_in_place(
         for number, call in enumerate(made, 1)
         if call.startswith("fsync a") and "renameat2 index.json" in made[:number]
     )
-    case.prepare(tmp_path)
+    folder = tmp_path / "alone"  # a listing is as long as in the first run
+    folder.mkdir()
+    case.prepare(folder)
     told = (
         r"is in place at .*/ck, but it is unknown whether it outlives a power cut: .*"
         r"do it once more with overwrite=True"
     )
     with system_calls(Fault(sync, code, lasting)), pytest.raises(dc.StorageError, match=told):
-        case.act(tmp_path)
-    assert step_at(tmp_path / "ck") == 2
+        case.act(folder)
+    assert step_at(folder / "ck") == 2
     # An older one stays: it may be needed again.
-    assert len(list((tmp_path / "ck").iterdir())) == (2 if case.prepare is older else 1)
+    assert len(list((folder / "ck").iterdir())) == (2 if case.prepare is older else 1)
 
 
 def test_a_delete_that_was_stopped_is_finished_by_the_next(tmp_path: Path):
@@ -75,6 +77,7 @@ def test_a_delete_that_was_stopped_is_finished_by_the_next(tmp_path: Path):
 def deletion(folder: Path, beside: str = "") -> list[str]:
     """Return the calls of a delete of a checkpoint, beside which there may be a file."""
     (folder / "other").mkdir()
+    (folder / "other" / "other").mkdir()  # a listing is as long
     older(folder / "other")
     if beside:
         (folder / "other" / "ck" / beside).touch()

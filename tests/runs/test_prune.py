@@ -12,9 +12,10 @@ from dist_ckpt.commit.attempts import list_attempts
 from dist_ckpt.commit.guards import MARK_S, Where
 from dist_ckpt.commit.holds import Hold, Subject, pin, tag, unpin
 from dist_ckpt.commit.order import claim
+from dist_ckpt.commit.removal import collect, supersede
 from dist_ckpt.commit.root_records import read_facts
 from dist_ckpt.commit.starts import OfRun, begin
-from dist_ckpt.errors import ConflictError, NotFoundError, StorageError
+from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.runs.keep import Keep, best, last
 from dist_ckpt.runs.prune import NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, prune
@@ -213,6 +214,32 @@ def test_what_is_held_is_not_deleted(storage: MemoryStorage) -> None:
     with pytest.raises(ConflictError, match="held by process"):
         delete_at(storage, f"{ROOT}/step-1", force=False)
     assert step_at(storage, f"{ROOT}/step-1") == 1
+
+
+@pytest.mark.parametrize("kind", ["pin", "tag", "hold"])
+def test_what_somebody_keeps_is_not_overwritten(storage: MemoryStorage, kind: str) -> None:
+    where = committed(storage, 1)
+    fact = put(storage, where, kind, {"pinned": True, "1": 60})
+    before = storage.tree()
+    with pytest.raises(ExistsError, match=r"is kept: .* Take that away first"):
+        claim(storage, f"{ROOT}/step-1", overwrite=True, by="a save")
+    assert storage.tree() == before
+    storage.remove(fact)
+    claim(storage, f"{ROOT}/step-1", overwrite=True, by="a save")
+
+
+def test_what_a_start_replaces_stays_while_it_is_held(storage, clock) -> None:
+    old = committed(storage, 1, start=1)
+    begin(storage, ROOT, restored=None, why="", by="")
+    Hold(subject(storage, old), 60.0).take()
+    claim(storage, f"{ROOT}/step-1", overwrite=False, by="a save", run=OfRun(ROOT, 2))
+    new = committed(storage, 1, start=2)
+    supersede(storage, f"{ROOT}/step-1", new[1])
+    collect(storage, f"{ROOT}/step-1", grace_s=60)
+    assert {old[1], new[1]} <= set(list_attempts(storage, f"{ROOT}/step-1"))
+    clock.now += 61
+    collect(storage, f"{ROOT}/step-1", grace_s=60)
+    assert list_attempts(storage, f"{ROOT}/step-1") == [new[1]]
 
 
 def test_a_damaged_checkpoint_that_is_pinned_is_not_deleted(storage: MemoryStorage) -> None:

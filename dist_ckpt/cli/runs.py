@@ -1,0 +1,146 @@
+"""The commands about a run's checkpoints as a whole: prune, pin, tag."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import click
+
+from dist_ckpt.cli import output
+from dist_ckpt.commit import holds
+from dist_ckpt.commit.holds import Subject
+from dist_ckpt.errors import NotFoundError
+from dist_ckpt.offline.run import Run
+from dist_ckpt.reports import size
+from dist_ckpt.runs import keep as policies
+from dist_ckpt.runs.holding import subject_of
+from dist_ckpt.runs.listing import list_run
+from dist_ckpt.runs.prune import Decision
+from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.storage import open_storage
+
+_path = click.argument("path", type=click.Path())
+
+
+@click.command()
+@click.argument("root", type=click.Path())
+@click.option("--keep", "policy", required=True, help="What to keep: rules, joined by |.")
+@click.option("--dry-run", is_flag=True, help="Remove nothing, only say what would be.")
+@click.option("--explain", is_flag=True, help="Say of each checkpoint what keeps it.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def prune(
+    root: str, *, policy: str, dry_run: bool, explain: bool, yes: bool, as_json: bool
+) -> None:
+    """Remove the checkpoints of the run in ROOT that no rule keeps. There is no way back.
+
+    \b
+    last(3)                       the newest three
+    best(2, min="val/loss")       the best two by a metric, and two not measured yet
+    every(steps=10000)            the nearest to each multiple; or hours=
+    within(days=7)                what was saved in the week before the newest
+
+    Whatever the rules say, these stay: the newest, the newest that passes a quick check, the newest
+    that was checked in full, and what is pinned, tagged or held.
+
+    \b
+    dist-ckpt prune runs/a --keep "last(3) | best(2, min='val/loss')" --dry-run --explain
+    """  # noqa: D301 - click knows the backspace
+    run, keep = Run(root), policies.parse(policy)
+    plan = run.prune(keep, dry_run=True)
+    doomed = [one for one, told in plan if not told]
+    if doomed and not (dry_run or yes):
+        if not sys.stdin.isatty():
+            click.echo(
+                f"dist-ckpt: {len(doomed)} checkpoints are not removed: say --yes to mean it",
+                err=True,
+            )
+            raise click.exceptions.Exit(output.REFUSED)
+        _print(plan, explain=explain, verb="to be removed")
+        if not click.confirm(f"Remove {len(doomed)} checkpoints?"):
+            raise click.exceptions.Exit(output.REFUSED)
+    if doomed and not dry_run:
+        plan = run.prune(keep)
+    if as_json:
+        facts = [
+            {"name": one.name, "path": one.path, "step": one.step, "kept_by": list(told)}
+            for one, told in plan
+        ]
+        output.print_json("prune", {"root": root, "dry_run": dry_run, "checkpoints": facts})
+    else:
+        _print(plan, explain=explain, verb="would be removed" if dry_run else "removed")
+
+
+def _print(plan: Sequence[Decision], *, explain: bool, verb: str) -> None:
+    gone = [one for one, told in plan if not told]
+    for one, told in plan:
+        name = output.printable(one.name)
+        if not told:
+            click.echo(f"{verb}  {name}  {size(one.nbytes or 0)}")
+        elif explain:
+            click.echo(f"kept  {name}  {output.printable('; '.join(told))}")
+    freed = size(sum(one.nbytes or 0 for one in gone))
+    click.echo(f"{len(gone)} {verb} ({freed}), {len(plan) - len(gone)} kept")
+
+
+@click.command()
+@_path
+@click.option("--why", default="", help="Shown by ls, and by who would remove it.")
+@click.option("--remove", is_flag=True, help="Take the pin away.")
+def pin(path: str, *, why: str, remove: bool) -> None:
+    """Keep the checkpoint PATH until it is unpinned, whatever is pruned or deleted.
+
+    \b
+    dist-ckpt pin runs/a@12000 --why "the one of the paper"
+    dist-ckpt pin runs/a@12000 --remove
+    """  # noqa: D301 - click knows the backspace
+    subject = _subject(path)
+    if remove:
+        holds.unpin(subject)
+    else:
+        holds.pin(subject, why)
+    click.echo(f"{'unpinned' if remove else 'pinned'} {output.printable(subject.path)}")
+
+
+@click.command()
+@_path
+@click.argument("name")
+@click.option("--remove", is_flag=True, help="Take the tag away from it.")
+def tag(path: str, name: str, *, remove: bool) -> None:
+    """Give the checkpoint PATH the tag NAME; it is kept as long as it has one.
+
+    Of a run one checkpoint has a tag: another that had it loses it. Then "runs/a@tag:NAME" is this
+    one, for every command.
+
+    \b
+    dist-ckpt tag runs/a@min:val/loss release
+    """  # noqa: D301 - click knows the backspace
+    if not name:
+        raise click.UsageError("NAME is empty: give the tag a name")
+    subject = _subject(path)
+    if remove:
+        _check_tagged(subject, name)
+        holds.untag(subject, name)
+    else:
+        holds.tag(subject, name)
+    told = f"{name!r} {'from' if remove else 'on'} {subject.path}"
+    click.echo(f"{'took tag' if remove else 'tag'} {output.printable(told)}")
+
+
+def _check_tagged(subject: Subject, name: str) -> None:
+    listing = list_run(subject.storage, subject.path, now=time.time())
+    if not any(name in one.tags for one in listing.checkpoints):
+        raise NotFoundError(f"{subject.path} does not have the tag {name!r}; see dist-ckpt ls")
+
+
+def _subject(path: str) -> Subject:
+    """Return the one checkpoint at a path, or that a selector names. NotFoundError."""
+    storage, where = open_storage(resolve(path))
+    for one in list_run(storage, where, now=time.time()).checkpoints:
+        if one.path == where:
+            return subject_of(storage, one)
+    root = os.path.basename(where)
+    raise NotFoundError(f"{path} is no checkpoint: name one, such as {root}@latest")

@@ -1,0 +1,140 @@
+"""The commands about a run as a whole, and how every command names a checkpoint of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import dist_ckpt as dc
+from dist_ckpt.cli import main
+
+Result = tuple[int, str, str]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    def run(*arguments: object) -> Result:
+        with pytest.raises(SystemExit) as done:
+            main([str(one) for one in arguments])
+        out, err = capsys.readouterr()
+        return int(done.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return a run of four steps, the first the best."""
+    root = tmp_path / "run"
+    for step in (1, 2, 3, 4):
+        dc.save({"x": step}, root / f"s{step}", step=step)
+        dc.Run(root).metrics(step, {"val/loss": float(step)})
+    return root
+
+
+def steps(root: Path) -> list[int | None]:
+    return [one.step for one in dc.checkpoints(root)]
+
+
+def test_prune_removes_what_the_rules_do_not_keep(run, root):
+    code, out, _ = run("prune", root, "--keep", "last(1) | best(1, min='val/loss')", "--yes")
+    assert code == 0
+    assert "removed  s2" in out
+    assert out.splitlines()[-1].startswith("2 removed (")
+    assert steps(root) == [1, 4]
+    code, out, _ = run("prune", root, "--keep", "last(2)")
+    assert (code, out.splitlines()[-1]) == (0, "0 removed (0 B), 2 kept")
+
+
+def test_a_dry_run_explains_what_keeps_each(run, root):
+    run("pin", f"{root}@2", "--why", "the paper")
+    code, out, _ = run("prune", root, "--keep", "last(1)", "--dry-run", "--explain")
+    assert code == 0
+    assert "kept  s2  pinned: the paper" in out
+    assert "kept  s4  last(1); the newest; the newest that is whole by a quick check" in out
+    assert "would be removed  s1" in out
+    assert steps(root) == [1, 2, 3, 4]
+    _, out, _ = run("prune", root, "--keep", "last(1)", "--dry-run", "--json")
+    document = json.loads(out)
+    assert document["schema"] == "dist-ckpt.prune/1"
+    assert [one["kept_by"] == [] for one in document["checkpoints"]] == [True, False, True, False]
+
+
+def test_prune_without_yes_is_refused(run, root):
+    code, _, err = run("prune", root, "--keep", "last(1)")
+    assert (code, steps(root)) == (6, [1, 2, 3, 4])
+    assert "3 checkpoints are not removed: say --yes" in err
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "told"),
+    [
+        ("last(0)", 2, "give a number from 1 on"),
+        ("latest(3)", 2, "'latest' is no rule; there are best, every, last, within"),
+        ("last(3) &", 2, "is no policy"),
+        ("", 2, "is no policy"),
+        ("best(1, min='loss', unmeasured=0)", 3, "no checkpoint has the metric 'loss'"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_removes_nothing(run, root, policy, code, told):
+    found, _, err = run("prune", root, "--keep", policy, "--yes")
+    assert (found, steps(root)) == (code, [1, 2, 3, 4])
+    assert told in err
+
+
+def test_prune_of_one_checkpoint_is_refused(run, root):
+    code, _, err = run("prune", root / "s4", "--keep", "last(1)", "--yes")
+    assert code == 2
+    assert "is one checkpoint: give the folder that it is in" in err
+
+
+def test_tags_and_pins_are_put_shown_and_taken_away(run, root):
+    assert run("tag", f"{root}@min:val/loss", "release")[0] == 0
+    assert run("pin", root / "s2")[0] == 0
+    out = run("ls", root)[1]
+    assert out.splitlines()[0].split()[-2:] == ["METRICS", "NOTES"]
+    assert "val/loss=1  tag 'release'" in out
+    assert "val/loss=2  pinned" in out
+    assert run("show", f"{root}@tag:release")[1].startswith(f"checkpoint  {root / 's1'}")
+    code, _, err = run("rm", f"{root}@tag:release", "--yes")
+    assert code == 5
+    assert "is kept: tag 'release'" in err
+    assert run("tag", root / "s2", "release", "--remove")[0] == 3
+    assert run("tag", root / "s1", "release", "--remove")[0] == 0
+    assert run("pin", root / "s2", "--remove")[0] == 0
+    assert "NOTES" not in run("ls", root)[1]
+    assert run("rm", f"{root}@1", "--yes")[0] == 0
+    run("pin", root / "s2")
+    assert run("rm", root / "s2", "--yes", "--force")[0] == 0
+    assert steps(root) == [3, 4]
+
+
+def test_nan_is_text_in_json(run, root):
+    dc.Run(root).metrics(4, {"val/loss": float("nan")})
+    document = json.loads(run("ls", root, "--json")[1], parse_constant=pytest.fail)
+    assert document["checkpoints"][-1]["metrics"] == {"val/loss": "nan"}
+
+
+@pytest.mark.parametrize(
+    "words", ["show {}", "tree {}", "verify {}", "ls {}", "pin {}", "rm {} --yes"]
+)
+def test_every_command_takes_a_selector(run, root, words):
+    code, out, _ = run(*words.format(f"{root}@latest").split())
+    assert code == 0
+    assert "s4" in out
+    code, _, err = run(*words.format(f"{root}@newest").split())
+    assert code == 2
+    assert "'newest' is no selector: there are @latest" in err
+    code, _, err = run(*words.format(f"{root}@99").split())
+    assert code == 3
+    assert "no checkpoint of step 99" in err
+
+
+def test_what_is_no_checkpoint_is_not_pinned(run, root):
+    code, _, err = run("pin", root)
+    assert code == 3
+    assert "is no checkpoint: name one, such as run@latest" in err
+    assert run("tag", root / "s1", "")[0] == 2
