@@ -27,6 +27,10 @@ from dist_ckpt.errors import (
 if TYPE_CHECKING:
     from dist_ckpt.background.async_saver import AsyncSaver
     from dist_ckpt.background.handle import SaveHandle
+    from dist_ckpt.checkpointer.checkpointer import Checkpointer
+    from dist_ckpt.checkpointer.open_run import Stopped
+    from dist_ckpt.checkpointer.resume import Init
+    from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
     from dist_ckpt.loading.load import load
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
@@ -48,6 +52,13 @@ _MODULES = {
     "save": "saving.save",
     "AsyncSaver": "background.async_saver",
     "SaveHandle": "background.handle",
+    "Checkpointer": "checkpointer.checkpointer",
+    "Init": "checkpointer.resume",
+    "Stopped": "checkpointer.open_run",
+    "every": "checkpointer.when",
+    "at": "checkpointer.when",
+    "at_end": "checkpointer.when",
+    "on_signal": "checkpointer.when",
     "load": "loading.load",
     "open": "offline.checkpoint",
     "Checkpoint": "offline.checkpoint",
@@ -76,11 +87,13 @@ __all__ = [
     "AsyncSaver",
     "Checkpoint",
     "CheckpointError",
+    "Checkpointer",
     "ConflictError",
     "CorruptError",
     "ExistsError",
     "FlatShard",
     "IncompatibleError",
+    "Init",
     "LoadReport",
     "LocalShard",
     "Named",
@@ -92,12 +105,17 @@ __all__ = [
     "SaveHandle",
     "SaveReport",
     "ShardingConfig",
+    "Stopped",
     "StorageError",
     "VerifyReport",
+    "at",
+    "at_end",
     "checkpoints",
     "delete",
+    "every",
     "keep",
     "load",
+    "on_signal",
     "open",
     "reshard",
     "save",

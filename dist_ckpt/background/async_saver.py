@@ -254,6 +254,28 @@ class AsyncSaver:
             self._job.arenas.spare(snapshot)
         return self.restored.step
 
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until every save is settled: durable, failed or superseded. Only this rank does.
+
+        Raises TimeoutError if that takes longer: the saves go on. Raises what one has failed of
+        that nobody was told of.
+        """
+        with self._alone():
+            if self._job is not None:
+                self._job.wait(timeout_s)
+
+    def leave(self) -> None:
+        """End this saver, and let its writer go on with what is staged. Waits for no storage.
+
+        Nobody is told how that ends but by the log; a later run of the job finds what was staged.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        with self._alone():
+            self._is_closed = True
+            if self._job is not None:
+                self._job.leave()
+
     def close(self, *, keep: bool = False) -> None:
         """Wait until every save is settled, and end the writer of this rank. May be called again.
 

@@ -47,8 +47,8 @@ class Job:
         self.streams, self.pinned, self.fence = SideStreams(), PinnedArenas(), Fence()
         self._world_size = hello.world_size
         self._has_reclaimed = False
-        held = self._lock, self.arenas, self.pinned, self.fence, self.writer
-        self._dropped = finalize(self, _let_go, *held, hello.job)
+        self._held = self._lock, self.arenas, self.pinned, self.fence, self.writer
+        self._dropped = finalize(self, _let_go, *self._held, hello.job)
         # At the end of the process all that ends anyway.
         self._dropped.atexit = False
 
@@ -68,6 +68,26 @@ class Job:
     def _ownerless(self) -> list[RankFolder]:
         folders = self.folder.present()
         return [one for one in folders if not any(one.owner(role) for role in ROLES)]
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until everything is settled. Raises TimeoutError, and what a save has failed of."""
+        writer = self.writer
+        if not writer.wait_for(lambda: not writer.unsettled, timeout_s):
+            paths = ", ".join(order.snapshot for order in writer.unsettled)
+            raise TimeoutError(
+                f"saves are not settled within {timeout_s:g} s ({paths}): they go on, wait again"
+            )
+        failed = writer.failed
+        for order in failed:
+            order.is_told = True
+        if errors := [order.failure for order in failed if order.failure]:
+            raise first_error(errors)
+
+    def leave(self) -> None:
+        """Let the writer finish what is staged, and end by itself; others may be trainer."""
+        self._dropped.detach()
+        self.fence.close()
+        _leave(*self._held)
 
     def close(self, *, keep: bool) -> None:
         """End the writer when everything is settled; give the memory back, unless `keep`.
@@ -114,6 +134,19 @@ class Job:
         self.folder.discard()
 
 
+def _leave(
+    lock: LockFile, arenas: Arenas, pinned: PinnedArenas, fence: Fence, writer: OwnWriter
+) -> None:
+    """Let the writer finish what is staged, and others be trainer. Waits for no storage."""
+    try:
+        fence.join()
+        pinned.close()
+    finally:
+        arenas.close()
+        writer.leave()
+        lock.release()
+
+
 def _let_go(
     lock: LockFile,
     arenas: Arenas,
@@ -122,21 +155,12 @@ def _let_go(
     writer: OwnWriter,
     job: str,
 ) -> None:
-    """Let the writer of a job that was dropped, and not closed, finish what is staged.
-
-    And let others be trainer. Waits for no storage.
-    """
+    """Leave a job that was dropped, and not closed; say what became of its saves."""
     if not lock.is_held:  # a forked child has no part in it
         return
-    try:
-        # Waits for nothing: a copy that is under way keeps the job. Its hook stays, for a step
-        # may be going through all of them just now; it does nothing any more.
-        fence.join()
-        pinned.close()
-    finally:
-        arenas.close()
-        writer.leave()
-        lock.release()
+    # Waits for nothing: a copy that is under way keeps the job. The fence's hook stays, for a step
+    # may be going through all of them just now; it does nothing any more.
+    _leave(lock, arenas, pinned, fence, writer)
     if unsettled := writer.unsettled:
         _log.warning(
             "an AsyncSaver of job %s is gone without close(): its background writer goes on "

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import msgspec
 
 from dist_ckpt.checkpointer.line import Line
+from dist_ckpt.comm.exchange import Notes
 from dist_ckpt.comm.messages import NoAnswerError
-from dist_ckpt.comm.notes import Notes
 from dist_ckpt.errors import RankError
 
 _log = logging.getLogger("dist_ckpt")
@@ -48,22 +48,30 @@ _VERDICT = re.compile(r"go ([1-9][0-9]{0,18})|(void|closed): .*", re.DOTALL)
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What a round is opened for: a save, and then an end if `stops`; `why` is for people."""
+    """What a round is opened for: a save; `why` is for people.
+
+    `stops`: then the run ends. `again`: also if this step was begun to be saved before. `raises`:
+    instead of a save all ranks raise an error.
+    """
 
     rank: int
     why: str
     stops: bool = False
+    again: bool = False
+    raises: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Boundary:
     """A boundary at which all ranks are to do something; `ask` is what the round was for, if any.
 
-    `number` counts the boundaries from 1.
+    `number` counts the boundaries from 1. `asked_at` is when this rank saw the ask, by its
+    monotonic clock.
     """
 
     number: int
     ask: Ask | None
+    asked_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +103,9 @@ class Member:
 class Rounds:
     """One rank's part in the rounds of a job; its thread runs until `close`.
 
-    `wants` says, without waiting for anything, what this rank asks for now, if anything. It is
-    asked again and again until a round was held that `Turn.ask` tells. `alone` is called, in the
-    thread, if others have passed the boundary at which this rank is in a save: it says how.
+    `wants` says, without waiting for anything, what this rank asks for now, if anything: again and
+    again, until that was done at a `Boundary`. `alone` is called, in the thread, if others have
+    passed the boundary at which this rank is in a save: it says how.
     """
 
     def __init__(
@@ -135,10 +143,11 @@ class Rounds:
 
     # --- the training's side ---------------------------------------------------------------------
 
-    def arrive(self, what: str, *, is_due: bool = False) -> Turn | None:
+    def arrive(self, what: str, step: int = 0, *, is_due: bool = False) -> Boundary | None:
         """Come to the next boundary. Returns a turn if all ranks do something here, else None.
 
-        `is_due`: all ranks alike save here; `what` says what they do. After a turn call `leave`.
+        `is_due`: all ranks alike save here; `what` says what they do, after which step. After a
+        turn call `leave`.
         Waits only for a verdict, which takes the threads of the other ranks and no training.
         NoAnswerError if the job's store is gone meanwhile.
         """
@@ -152,8 +161,8 @@ class Rounds:
             ask, self._ask = (self._ask, None) if arrival == "save" else (None, self._ask)
             self._num_turns += 1
             self._has_told = False
-            self._inside = self._line.passed, what
-            return Turn(self._line.passed, ask)
+            self._inside = self._line.passed, f"{what} (step {step})"
+            return Boundary(self._line.passed, ask, self._seen_at)
 
     def leave(self) -> None:
         """End a turn."""

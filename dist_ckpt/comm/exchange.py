@@ -8,6 +8,7 @@ and all ranks have it or raise the same error.
 from __future__ import annotations
 
 import socket
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
@@ -21,7 +22,6 @@ from dist_ckpt.comm.messages import (
     pack,
     unpack,
 )
-from dist_ckpt.comm.notes import AloneNotes, Notes
 from dist_ckpt.errors import CheckpointError, ranks_text
 from dist_ckpt.reports import Tally
 from dist_ckpt.runtime.typed_msgpack import Message
@@ -100,6 +100,26 @@ class Exchange(ABC):
         """Decode a message of a rank. RankError if it is none of this class."""
 
 
+class Notes(Protocol):
+    """Short texts that ranks leave for each other outside any exchange, each under a key.
+
+    Nobody waits for who reads them; what is put once never changes. Threads may share it.
+    NoAnswerError if the store does not answer.
+    """
+
+    def put(self, key: str, text: str) -> None:
+        """Leave a note."""
+
+    def put_once(self, key: str, text: str) -> str:
+        """Leave a note unless there is one; return the one that is there."""
+
+    def read(self, keys: Sequence[str]) -> list[str] | None:
+        """Return the notes under these keys, or None if one is not there yet."""
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove notes that nobody reads any more. Waits for nothing."""
+
+
 class Channel(Protocol):
     """A group's control channel. One thread of a rank uses it at a time."""
 
@@ -166,6 +186,36 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Stop the heartbeat. The channel is of no use afterwards."""
+
+
+class AloneNotes:
+    """The notes of a world of one."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def put(self, key: str, text: str) -> None:
+        """See `Notes.put`."""
+        with self._lock:
+            self._texts[key] = text
+
+    def put_once(self, key: str, text: str) -> str:
+        """See `Notes.put_once`."""
+        with self._lock:
+            return self._texts.setdefault(key, text)
+
+    def read(self, keys: Sequence[str]) -> list[str] | None:
+        """See `Notes.read`."""
+        with self._lock:
+            found = [self._texts.get(key) for key in keys]
+        return None if None in found else [text for text in found if text is not None]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """See `Notes.remove`."""
+        with self._lock:
+            for key in keys:
+                self._texts.pop(key, None)
 
 
 class Alone:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from dist_ckpt.comm import store_thread
 from dist_ckpt.comm.control import Control
-from dist_ckpt.comm.exchange import COORDINATOR, Exchange
+from dist_ckpt.comm.exchange import COORDINATOR, Exchange, Notes
 from dist_ckpt.comm.exchange_roles import Coordinator, FailedError, Follower
 from dist_ckpt.comm.messages import (
     Answer,
@@ -25,8 +25,7 @@ from dist_ckpt.comm.messages import (
     unpack,
     with_touched,
 )
-from dist_ckpt.comm.notes import Notes, StoreNotes
-from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, Wording
+from dist_ckpt.comm.store_thread import OF_THE_JOB, Store, StoreLine, Wording
 from dist_ckpt.config import Config
 from dist_ckpt.reports import Tally
 
@@ -184,3 +183,36 @@ def _close(control: Control) -> None:
     if control.line.is_open and not control.heart.inside:
         control.linger(LINGER_S)
     control.line.close()
+
+
+class StoreNotes:
+    """Notes in a store that all ranks reach, through the thread that this rank talks to it with."""
+
+    def __init__(self, line: StoreLine) -> None:
+        self._line = line
+
+    def put(self, key: str, text: str) -> None:
+        """See `Notes.put`."""
+        self._line.call(store_thread.put, _note(key), text.encode())
+
+    def put_once(self, key: str, text: str) -> str:
+        """See `Notes.put_once`."""
+        return _text(self._line.call(store_thread.put_once, _note(key), text))
+
+    def read(self, keys: Sequence[str]) -> list[str] | None:
+        """See `Notes.read`."""
+        found = self._line.call(store_thread.get_all, [_note(key) for key in keys])
+        return None if found is None else [_text(data) for data in found]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """See `Notes.remove`."""
+        self._line.post(store_thread.delete, [_note(key) for key in keys])
+
+
+def _note(key: str) -> str:
+    return f"notes/{key}"
+
+
+def _text(data: bytes) -> str:
+    # What is no text was put by none of ours: who reads it finds that it says nothing of ours.
+    return data.decode(errors="replace")

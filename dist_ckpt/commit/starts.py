@@ -141,7 +141,8 @@ def begin(
 
     `after` is the number of the newest start that was known when `restored` was chosen, 0 for none;
     ConflictError if there is a newer one: it may have left behind what was chosen. What is restored
-    is to be held until this returns; see `secure` for what to do then.
+    is to be held until this returns, else a late pruner of an older start may have removed it; see
+    `secure` for what to do then.
 
     Folders that are missing are made, the root as well. CorruptError or IncompatibleError if the
     newest start cannot be read: it is never passed over. StorageError if it is not certain that the

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from dist_ckpt.checkpointer.rounds import Ask, Member, Pacing, Rounds, Turn
+from dist_ckpt.checkpointer.rounds import Ask, Boundary, Member, Pacing, Rounds
 from dist_ckpt.comm.exchange import Alone
 from dist_ckpt.comm.messages import NoAnswerError
-from dist_ckpt.comm.notes import StoreNotes
+from dist_ckpt.comm.store_exchange import StoreNotes
 from dist_ckpt.errors import RankError
 from dist_ckpt.testing.thread_channel import (
     ThreadChannel,
@@ -36,7 +36,7 @@ class Wanted:
     def __call__(self) -> Ask | None:
         return self.asks[0] if self.asks else None
 
-    def take(self, turn: Turn | None) -> int | None:
+    def take(self, turn: Boundary | None) -> int | None:
         """Take a turn as served if it is this rank's own; return its boundary."""
         if turn is None:
             return None
@@ -142,7 +142,7 @@ def test_a_rank_that_is_far_behind_takes_the_turn_when_it_comes_there():
 def test_turns_that_are_due_by_the_step_need_no_note():
     store = ThreadStore()
 
-    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> list[Turn | None]:
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> list[Boundary | None]:
         with rounds_of(channel, Wanted(), Pacing(poll_s=30.0)) as rounds:
             turns = []
             for number in range(1, 10):
@@ -172,7 +172,7 @@ def test_without_an_answer_nobody_waits_for_longer_than_answer_s_and_who_asks_as
                 return until_a_turn(rounds, wanted)
         with rounds_of(channel, wanted, pacing) as rounds:
             waits = []
-            for _ in range(100):
+            for __ in range(100):
                 time.sleep(0.02)
                 began = time.monotonic()
                 assert rounds.arrive("step") is None
@@ -214,7 +214,7 @@ def test_who_saves_alone_is_told_at_once_and_by_whom():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> None:
         with rounds_of(channel, Wanted()) as rounds:
             if rank == 1:
-                for _ in range(3):
+                for __ in range(3):
                     rounds.arrive("step")
                     time.sleep(0.001)
                 assert rounds.arrive("save step 4", is_due=True) is not None

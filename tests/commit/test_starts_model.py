@@ -20,7 +20,7 @@ import pytest
 
 from commit_cases import index_of, sizes_of, write_rank
 from commit_programs import FixedIds, is_private, make_deterministic, prefix_of
-from dist_ckpt.commit import attempts, order, removal, starts
+from dist_ckpt.commit import attempts, holds, order, removal, starts
 from dist_ckpt.commit.order import Claim
 from dist_ckpt.commit.root_records import make_record_folders, put_record
 from dist_ckpt.commit.starts import History, OfRun
@@ -184,6 +184,50 @@ def resumer(*then: Program) -> Program:
         return None if then and step == 1 else Outcome(f"resumed from {step}", attempt)
 
     return choose, begin, *(step for program in then for step in program)
+
+
+def holder(start: int, restored: tuple[int, Attempt]) -> Program:
+    """Restore while it is held, and let it go when the start is recorded."""
+
+    def hold(storage: Storage, _: object) -> Outcome | None:
+        try:
+            hold_of(storage, restored).take()
+        except CheckpointError:
+            return Outcome("refused")
+        return None
+
+    def begin(storage: Storage, _: object) -> Outcome | None:
+        try:
+            starts.begin(storage, ROOT, restored=restored, why="", by="", after=start - 1)
+        except CheckpointError:
+            return Outcome("refused")
+        return None
+
+    def release(storage: Storage, _: object) -> Outcome:
+        hold_of(storage, restored).release()
+        return Outcome("released")
+
+    return hold, begin, release
+
+
+def hold_of(storage: Storage, where: tuple[int, Attempt]) -> holds.Hold:
+    return holds.Hold(holds.Subject(storage, ROOT, path_of(where[0]), where), 1e9, "a hold")
+
+
+def pruner(start: int, where: tuple[int, Attempt]) -> Program:
+    """Remove what the rules of a start do not keep, as it had seen it before."""
+    path = path_of(where[0])
+
+    def prune(storage: Storage, _: object) -> Outcome:
+        with suppress(CheckpointError):
+            holds.remove_unless_kept(
+                holds.Subject(storage, ROOT, path, where),
+                lambda: removal.remove(storage, path, where[1]),
+                check=lambda: OfRun(ROOT, start).check(storage),
+            )
+        return Outcome("pruned")
+
+    return (prune,)
 
 
 # --- the check -------------------------------------------------------------------------------
@@ -389,6 +433,9 @@ SCENARIOS = {
         },
         HERE,
     ),
+    "a late pruner": Scenario(
+        {"start 1 A": pruner(1, FROM_ONE), "start 2 C": holder(2, FROM_ONE)}, {1: ONE, 2: ONE}
+    ),
     "a start that goes back": Scenario(
         {
             "start 1 A": saver(1, 2, looks=False),
@@ -553,6 +600,26 @@ def nothing_is_left_behind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(History, "is_left_behind", lambda *_: False)
 
 
+def what_is_restored_is_let_go_before_the_start_is_recorded(patch: pytest.MonkeyPatch) -> None:
+    begin = starts.begin
+
+    def begin_late(storage: Storage, root: str, **what: Any) -> RunStart:
+        hold_of(storage, what["restored"]).release()
+        return begin(storage, root, **what)
+
+    patch.setattr(starts, "begin", begin_late)
+
+
+def pruners_look_for_newer_starts_and_then_for_holds(patch: pytest.MonkeyPatch) -> None:
+    remove = holds.remove_unless_kept
+
+    def look_first(*what: Any, check: Callable[[], None]) -> tuple[str, ...]:
+        check()
+        return remove(*what)
+
+    patch.setattr(holds, "remove_unless_kept", look_first)
+
+
 @pytest.mark.parametrize(
     ("mistake", "name", "told"),
     [
@@ -571,6 +638,8 @@ def nothing_is_left_behind(patch: pytest.MonkeyPatch) -> None:
         (nobody_secures_what_was_restored, "a start that goes back", GONE),
         (only_what_is_there_is_secured, "a start that goes back", GONE),
         (open_attempts_are_secured_and_nothing_else, "a start that goes back", GONE),
+        (what_is_restored_is_let_go_before_the_start_is_recorded, "a late pruner", GONE),
+        (pruners_look_for_newer_starts_and_then_for_holds, "a late pruner", GONE),
         (every_later_start_leaves_behind, "a start that goes back", "a start went back"),
         (nothing_is_left_behind, "a start after one that went back", "a start went on from"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.commit import attempts, order, removal, root_records, starts
+from dist_ckpt.commit import attempts, holds, order, removal, root_records, starts
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.storage import Storage
 from model import Call, Replay
@@ -41,11 +41,12 @@ class FixedIds:
 def make_deterministic(patch: pytest.MonkeyPatch) -> FixedIds:
     """Make the library deterministic, faster, and tell where a claim forgets what came before."""
     made = FixedIds()
-    for module in (attempts, order, removal, root_records, starts):
+    for module in (attempts, holds, order, removal, root_records, starts):
         if hasattr(module, "new_id"):
             patch.setattr(module, "new_id", made.new)
     still = SimpleNamespace(time=lambda: 0.0, gmtime=lambda _: (), strftime=lambda *_: "then")
-    patch.setattr(starts, "time", still)
+    for timed in (root_records, starts):
+        patch.setattr(timed, "time", still)
     encode = functools.cache(attempts.encode_abandoned)
     patch.setattr(attempts, "encode_abandoned", encode)
     patch.setattr(order, "encode_abandoned", encode)

@@ -3,7 +3,8 @@
 A rank is a training thread and a thread beside it. The training enters its own collective before
 each boundary (as in a step's all-reduce), comes to the boundary, and passes, waits or saves; a save
 ends when all ranks are in it. The thread beside does one thing with the store at a time, after any
-delay. What each decides is `Line`'s; what they do in which order is here, as `rounds.py` does it.
+delay. What each decides is `Line`'s; what they do in which order is here, as in
+`checkpointer/rounds.py`.
 
 Time is not modelled: what may happen after a while may happen at once. `FAULTS` are changes of the
 protocol that must be found.
@@ -257,8 +258,8 @@ def _in_round(state: State, number: int, rank: Rank, world: World) -> _Steps:
         case "looks" if rank.training == "done":
             yield "answers: closed", rank._replace(beside="answered"), put(_CLOSED)
         case "looks" if is_late:
-            told = line.passed + 1 + world.lookahead[number]
-            yield f"answers {told}", rank._replace(beside="drawn"), put(told)
+            early = line.passed + 1 + world.lookahead[number]
+            yield f"answers {early}", rank._replace(beside="drawn"), put(early)
         case "looks":
             line.draw(world.lookahead[number])
             yield f"draws line {line.first}", _with(rank, line, beside="drawn"), rounds

@@ -1,0 +1,292 @@
+"""`dc.Checkpointer`: a run's checkpoints, from the first save to the last resume."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from torch.distributed import ProcessGroup
+
+from dist_ckpt.checkpointer import when
+from dist_ckpt.checkpointer.keeper import Hooks, OnFailure
+from dist_ckpt.checkpointer.open_run import OpenRun, Stopped, open_run
+from dist_ckpt.checkpointer.options import RunOptions
+from dist_ckpt.checkpointer.resume import Init, ResumeOptions, init_of
+from dist_ckpt.checkpointer.when import When
+from dist_ckpt.offline.checkpoint import Checkpoint
+from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.runs.keep import Keep
+from dist_ckpt.state.containers import MutableState
+
+DEFAULT_SAVE = when.every(minutes=30) | when.at_end | when.on_signal("TERM")
+
+# A state, or a function that makes one, for wrappers that come later.
+StateOrMaker = MutableState | Callable[[], MutableState]
+
+
+class Checkpointer:
+    """A run's checkpoints: saved when it is worth it, kept while they matter, resumed from.
+
+        with dc.Checkpointer("runs/a", save=dc.every(steps=500), keep=dc.keep.last(3)) as ck:
+            for step in ck.steps(state, until=20_000):
+                loss = train(state, step)
+                ck.metrics(step, {"train/loss": loss})
+
+    A step is an optimizer step that is done; its checkpoint is `root/step-00000500`. `state` is
+    what `dc.save` takes, or a function without arguments that returns it. Every rank of `group`
+    makes a checkpointer with the same options, and calls `restore`, `step`, `poll`, `save` and
+    `steps` alike, in the main thread. A process has one at a time.
+
+    `save` says when: steps count on every rank, minutes by rank 0's clock, signals on any rank.
+    Who is asked to save besides its steps does so at a boundary, a `step` or `poll`, on which all
+    ranks agree without a collective and without waiting when nothing is due. `keep` says which
+    checkpoints stay; None keeps all. They are pruned by rank 0 after a commit, in the background.
+
+    `init` is where a fresh run takes what it begins with: a path, a selector or a `dc.Init`. A
+    resume always wins over it. `must_exist` refuses a fresh run; `read_only` resumes and changes
+    nothing. `config` is saved with each checkpoint; what of it matches a pattern of `same` must be
+    equal when a run goes on, all else is compared, and a difference logged.
+
+    With `background` a process of its own writes, see `dc.AsyncSaver`. A save that fails is told
+    once, with what is safe, and tried again; `on_failure` is "warn", "raise" or a function that is
+    called as well, and after `max_failures` in a row the error is raised on all ranks all the same.
+    `on_commit` is called with each new checkpoint, on rank 0, in a thread beside the training, as
+    `on_failure` is. On a signal the run is to stop: it is saved, and has `stop_within_s` seconds
+    for that. With `root=None` there are no checkpoints, and nothing else changes.
+    """
+
+    def __init__(  # noqa: PLR0913 - each is a policy of its own
+        self,
+        root: str | os.PathLike[str] | None,
+        *,
+        save: When = DEFAULT_SAVE,
+        keep: Keep | None = None,
+        init: str | os.PathLike[str] | Init | None = None,
+        must_exist: bool = False,
+        read_only: bool = False,
+        config: Mapping[str, object] | None = None,
+        same: Sequence[str] = (),
+        sharding: ShardingConfig | None = None,
+        on_commit: Callable[[Checkpoint], object] | None = None,
+        on_failure: OnFailure = "warn",
+        max_failures: int = 3,
+        stop_within_s: float = 25.0,
+        background: bool = True,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._run: OpenRun | None = None
+        self._state: StateOrMaker | None = None
+        self._step = self._last_asked = 0
+        self._is_closed = False
+        self._pid = os.getpid()
+        if root is None:
+            return
+        options = RunOptions(
+            root,
+            save,
+            keep,
+            ResumeOptions(init_of(init), must_exist, read_only, config, tuple(same), sharding),
+            Hooks(on_commit, on_failure, max_failures),
+            background=background,
+            stop_within_s=stop_within_s,
+        )
+        self._run = open_run(options, group, _check_alone)
+        self._dropped = weakref.finalize(self, self._run.let_go)
+        self._dropped.atexit = False
+        _live.add(self)
+
+    # --- begin -----------------------------------------------------------------------------------
+
+    def restore(self, state: StateOrMaker, at: str | int | None = None) -> int | None:
+        """Fill a state with what the run goes on from; return its step, None for a fresh run.
+
+        That is the newest checkpoint that is not left behind, from memory where a newer save is
+        left there; with `at`, such as "@8000", that of this step, and what is above it is left
+        behind then. Collective. Only one that is damaged is stepped over, with the reason in the
+        log. Raises what `dc.load` raises; NotFoundError if `must_exist` and there is none;
+        IncompatibleError if the configuration may not differ and does; CorruptError if none is
+        whole. After an error the state may be filled in part.
+        """
+        if (run := self._open_run()) is None:
+            return None
+        asked = None if at is None else str(at).removeprefix("@")
+        if asked is not None and not asked.isdecimal():
+            raise ValueError(f'at={at!r}: give the step to go on from, as "@8000"')
+        step = run.resume(_made(state), asked).step
+        self._state, self._step, self._last_asked = state, step or 0, step or 0
+        return step
+
+    # --- boundaries ------------------------------------------------------------------------------
+
+    def step(self, step: int, state: StateOrMaker | None = None) -> None:
+        """Say that an optimizer step is done. Saves if it is time to. Every rank calls it alike.
+
+        Steps only grow, and may leave some out. `state`: None for that of `restore`. Costs a few
+        microseconds when nothing is due; else what `dc.AsyncSaver.save` costs. Raises what that
+        raises for a state that cannot be saved, RankError if a rank is lost or does otherwise.
+        """
+        self._count(step, state)
+        if (run := self._open_run()) is None or run.stopped is not None:
+            return
+        is_due = run.saves is not None and run.options.save.is_due(step, run.saves.last)
+        if (turn := run.rounds.arrive("step", step, is_due=is_due)) is not None:
+            run.take(turn, step, self._made_state)
+
+    def poll(self) -> None:
+        """Look for requests between two steps, as in a long evaluation. Every rank calls it alike.
+
+        If a save was asked for, the state is saved as that of the last step.
+        """
+        if (run := self._open_run()) is None or run.stopped is not None:
+            return
+        if (turn := run.rounds.arrive("poll", self._step)) is not None:
+            run.take(turn, self._step, self._made_state)
+
+    def save(self, step: int, state: StateOrMaker | None = None) -> None:
+        """Save a step, whatever the policies say. Every rank calls it alike.
+
+        `step` is the last one or a newer one. If a policy has saved it already nothing is done;
+        ValueError if this has.
+        """
+        if step == self._last_asked and step:
+            raise ValueError(f"step {step} is saved already: save each step once")
+        if step != self._step:
+            self._count(step, state)
+        self._last_asked = step
+        if (run := self._open_run()) is None or run.stopped is not None:
+            return
+        if (turn := run.rounds.arrive("save", step, is_due=True)) is not None:
+            run.take(turn, step, self._made_state)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Say what was measured at a step; `keep` and selectors look at it.
+
+        Rank 0's count, the other ranks may call it or not. It may come before the step is saved,
+        or long after; of steps that are not saved it is forgotten.
+        """
+        if type(step) is not int:
+            raise TypeError(f"step={step!r}: give a whole number")
+        if not isinstance(values, Mapping):
+            raise TypeError(f'metrics are a {type(values).__name__}: give {{"val/loss": 0.25}}')
+        if (run := self._open_run()) is not None and (keeper := run.requests.keeper) is not None:
+            keeper.measured(step, {_name(name): _number(name, of) for name, of in values.items()})
+
+    @property
+    def stopped(self) -> Stopped | None:
+        """Why the run is to end now, and which exit code makes a scheduler start it again."""
+        return None if self._run is None else self._run.stopped
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run is to end now. It changes at boundaries only, on all ranks alike."""
+        return self.stopped is not None
+
+    def steps(self, state: StateOrMaker, *, until: int) -> Iterator[int]:
+        """Restore, then yield each step to be done, up to `until`; save when it is time to.
+
+        Steps are counted from 1. What the body of the loop has done counts as the step, also when
+        it ends with `continue` or `break`. It ends early when the run is to stop.
+        """
+        if self._state is None:
+            self.restore(state)
+            self._state = state
+        for step in range(self._step + 1, until + 1):
+            if self.should_stop:
+                return
+            try:
+                yield step
+            except GeneratorExit:
+                self._count(step, state)
+                raise
+            self.step(step, state)
+
+    def _count(self, step: int, state: StateOrMaker | None) -> None:
+        if type(step) is not int:
+            raise TypeError(f"step={step!r}: give a whole number")
+        if step <= self._step:
+            raise ValueError(
+                f"step {step} comes after step {self._step}: count optimizer steps, from "
+                f"{self._step + 1} on, and call poll() between them"
+            )
+        if self._state is None and self._run is not None:
+            raise ValueError("call restore(state) first: it returns None if the run is fresh")
+        self._step = step
+        if state is not None:
+            self._state = state
+
+    def _open_run(self) -> OpenRun | None:
+        if self._is_closed:
+            raise ValueError("this Checkpointer is closed: make another one")
+        return self._run
+
+    def _made_state(self) -> MutableState:
+        assert self._state is not None
+        return _made(self._state)
+
+    # --- end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the run: save the last step if `save` has `at_end`, and wait until it is durable.
+
+        Every rank calls it, or leaves the `with`. May be called again. Raises what the last save
+        has failed of.
+        """
+        self._close(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it. After an error no rank waits for another, and what is in memory is kept."""
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._is_closed or (run := self._run) is None or os.getpid() != self._pid:
+            return
+        try:
+            if error is None:
+                run.finish(self._step, self._made_state)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self._is_closed = True
+            self._dropped.detach()
+            run.end(error)
+
+
+_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _check_alone() -> None:
+    """Raise ValueError if this process has another one: nobody knows which a signal is for."""
+    for other in _live:
+        if not other._is_closed and other._run is not None:
+            raise ValueError(
+                f"another Checkpointer of this process is open, for {other._run.root}: close it, "
+                f"or save what belongs to several models as parts of one state"
+            )
+
+
+def _made(state: StateOrMaker) -> MutableState:
+    return state() if callable(state) else state
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"{name!r} is no name of a metric: give a text")
+    return name
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"metric {name!r} is {value!r}: give a number")
+    return float(value)

@@ -1,0 +1,206 @@
+"""A run while it is open: what ranks do at a boundary on which they agreed, and at the end."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import inf
+
+from torch.distributed import ProcessGroup
+
+from dist_ckpt.background.async_saver import AsyncSaver
+from dist_ckpt.checkpointer.keeper import Keeper
+from dist_ckpt.checkpointer.options import AskedRun, RunOptions
+from dist_ckpt.checkpointer.requests import SaveRequests
+from dist_ckpt.checkpointer.resume import Resume, Resumed
+from dist_ckpt.checkpointer.rounds import COORDINATOR, Ask, Boundary, Member, Rounds
+from dist_ckpt.checkpointer.run_saves import DURABLE, FAILED, RunSaves, SavesOptions
+from dist_ckpt.checkpointer.signals import Signals
+from dist_ckpt.comm.exchange import check_alike
+from dist_ckpt.comm.process_group import session_of
+from dist_ckpt.comm.session import Session
+from dist_ckpt.commit.starts import OfRun
+from dist_ckpt.errors import CheckpointError, RankError
+from dist_ckpt.state.containers import MutableState
+from dist_ckpt.storage import open_storage
+
+_log = logging.getLogger("dist_ckpt")
+
+# What a scheduler can be told to take as "try again" (EX_TEMPFAIL).
+REQUEUE = 75
+
+# For metrics, hooks and pruning at the end: of a run that is not pressed for time, and else.
+END_S, HURRIED_END_S = 300.0, 1.0
+
+# What a lone rank is told that it is doing.
+_THE_END = "end the run"
+
+MakeState = Callable[[], MutableState]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Why a run is to stop, and the step at which it did; `is_durable`: that step is.
+
+    If it is not, it is staged in memory, and a later start on these hosts goes on from there.
+    `exit_code` is what to exit with so that a scheduler starts the job again: it has to be told
+    that code.
+    """
+
+    why: str
+    step: int
+    is_durable: bool
+    exit_code: int = REQUEUE
+
+
+@dataclass
+class OpenRun:
+    """One rank's side of a run; `saves` from its restore on. All ranks call each method alike."""
+
+    ranks: Session
+    root: str
+    options: RunOptions
+    rounds: Rounds
+    requests: SaveRequests
+    saver: AsyncSaver | None
+    saves: RunSaves | None = None
+    stopped: Stopped | None = None
+
+    def resume(self, state: MutableState, at: str | None) -> Resumed:
+        """Fill the state with what the run goes on from, and begin to save. Collective."""
+        if (keeper := self.requests.keeper) is not None:  # of a restore before
+            keeper.close(END_S)
+        how = self.options.resume
+        resumed = Resume(self.ranks, self.saver, self.root, how).run(state, at)
+        self.stopped = None
+        if not how.read_only:
+            self._begin_saves(resumed)
+        self.requests.served(None)
+        return resumed
+
+    def _begin_saves(self, resumed: Resumed) -> None:
+        options, requests = self.options, self.requests
+        run = OfRun(self.root, resumed.start)
+        if self.ranks.channel.rank == COORDINATOR:
+            storage, _ = open_storage(self.root)
+            requests.keeper = Keeper(storage, run, resumed.step, options.keep, options.hooks)
+        hook, config = options.hooks.on_failure, options.resume.config
+        how = SavesOptions(
+            options.resume.sharding,
+            None if config is None else dict(config),
+            hook if isinstance(hook, str) else "warn",
+            options.hooks.max_failures,
+        )
+        last = resumed.step or 0
+        self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, how, last)
+
+    def take(self, turn: Boundary, step: int, make: MakeState) -> None:
+        """Do what all ranks do at a boundary, of a step that is done."""
+        ask, saves = turn.ask, self.saves
+        try:
+            if ask is not None and ask.raises:
+                raise CheckpointError(ask.why)
+            if saves is not None and (step != saves.last or (ask is not None and ask.again)):
+                saves.save(step, make(), turn.number)
+            if ask is not None and ask.stops:
+                self._stop(turn, ask, step, make)
+        finally:
+            self.rounds.leave()
+            self.requests.served(ask)
+
+    def _stop(self, turn: Boundary, ask: Ask, step: int, make: MakeState) -> None:
+        """Have what is saved made durable in time."""
+        status, until = DURABLE, turn.asked_at + self.options.stop_within_s
+        if (saves := self.saves) is not None:
+            status = saves.settle(until)
+            if status == FAILED and time.monotonic() < until:
+                saves.save(step, make(), turn.number)
+                status = saves.settle(until)
+        self.stopped = Stopped(ask.why, step, status == DURABLE)
+        if self.ranks.channel.rank == COORDINATOR:
+            told = "durable" if status == DURABLE else f"{status}: it is left in memory"
+            _log.warning("stopped by %s after step %d, which is %s", ask.why, step, told)
+
+    def finish(self, step: int, make: MakeState) -> None:
+        """Save the last step if that is wanted, and wait for it, if all ranks come to the end."""
+        saves = self.saves
+        if saves is None or self.stopped is not None:
+            return
+        turn = self.rounds.arrive(_THE_END, is_due=True)
+        assert turn is not None
+        try:
+            if self.options.save.at_end and step != saves.last:
+                saves.save(step, make(), turn.number)
+            if saves.settle(inf) == FAILED:
+                saves.save(saves.last, make(), turn.number)
+                if saves.settle(inf) == FAILED:
+                    raise CheckpointError(
+                        f"the last save, of step {saves.last}, has failed twice: the log says of "
+                        f"what. Older checkpoints are as they were"
+                    )
+        except RankError as error:
+            if f"to {_THE_END}" not in str(error):
+                raise
+            _log.warning("nothing was saved at the end: %s", error)
+        finally:
+            self.rounds.leave()
+
+    def end(self, error: BaseException | None) -> None:
+        """Let go of everything, whatever fails; after an error keep what is in memory.
+
+        Waits for no other rank's training. Raises what a save has failed of that nobody was told.
+        """
+        is_pressed = self.stopped is not None and not self.stopped.is_durable
+        keeper = self.requests.keeper
+        with ExitStack() as stack:
+            if keeper is not None:
+                hurries = is_pressed or error is not None
+                stack.callback(keeper.close, HURRIED_END_S if hurries else END_S)
+            if self.saver is not None:
+                if is_pressed:
+                    stack.callback(self.saver.leave)
+                else:
+                    stack.callback(self.saver.close, keep=error is not None)
+            stack.callback(self.requests.signals.close)
+            stack.callback(self.rounds.close)
+        if error is not None and keeper is not None:
+            safe = keeper.told.durable
+            _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, safe)
+
+    def let_go(self) -> None:
+        """Let go of a run that nobody has closed. Waits for nothing."""
+        self.rounds.close()
+        if self.requests.keeper is not None:
+            self.requests.keeper.close(0.0)
+
+
+def open_run(
+    options: RunOptions, group: ProcessGroup | None, check_alone: Callable[[], None]
+) -> OpenRun:
+    """Compare the options with the other ranks', and take part in rounds. Collective."""
+    ranks = session_of(group)
+    channel = ranks.channel
+    signals: Signals | None = None
+    try:
+        with ranks.operation("Checkpointer"), channel.exchange("run options") as opening:
+            check_alone()
+            options.check()
+            root = options.opened_root()
+            signals = Signals(() if options.resume.read_only else options.save.signals)
+            if told := opening.gather(options.asked()):
+                check_alike("Checkpointer", told, AskedRun.__struct_fields__)
+                opening.decide(secrets.token_hex(8))
+        saves_beside = options.background and not options.resume.read_only
+        saver = AsyncSaver(root, group=group) if saves_beside else None
+        member = Member(opening.result(str), channel.rank, channel.world_size)
+        requests = SaveRequests(channel.rank, options.save, signals)
+        rounds = Rounds(channel.notes, member, requests, channel.expect_nobody)
+    except BaseException:
+        if signals is not None:
+            signals.close()
+        raise
+    return OpenRun(ranks, root, options, rounds, requests, saver)

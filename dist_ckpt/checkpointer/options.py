@@ -1,0 +1,118 @@
+"""The options of `dc.Checkpointer`, checked once a rank's error can reach the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+from dist_ckpt.checkpointer.keeper import Hooks
+from dist_ckpt.checkpointer.resume import ResumeOptions
+from dist_ckpt.checkpointer.when import When
+from dist_ckpt.format.plain_encoder import check_plain
+from dist_ckpt.runs.keep import Keep
+from dist_ckpt.runtime.typed_msgpack import Message
+from dist_ckpt.storage import open_storage
+
+
+class AskedRun(Message, frozen=True):
+    """What all ranks must ask for alike, as text where a value has one."""
+
+    root: str
+    save: str
+    keep: str
+    init: str
+    must_exist: bool
+    read_only: bool
+    background: bool
+    on_failure: str
+    stop_within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a run is to do; see `Checkpointer`."""
+
+    root: str | os.PathLike[str]
+    save: When
+    keep: Keep | None
+    resume: ResumeOptions
+    hooks: Hooks
+    background: bool
+    stop_within_s: float
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for options that make no sense."""
+        if not isinstance(self.save, When):
+            raise TypeError(f"save={self.save!r}: give policies such as dc.every(steps=500)")
+        if self.save == When():
+            raise ValueError("save= never fires: give a policy such as dc.every(minutes=30)")
+        if self.keep is not None and not isinstance(self.keep, Keep):
+            raise TypeError(f"keep={self.keep!r}: give policies such as dc.keep.last(3), or None")
+        self._check_flags()
+        self._check_config()
+        self._check_hooks()
+
+    def _check_hooks(self) -> None:
+        commit, failure = self.hooks.on_commit, self.hooks.on_failure
+        if not (commit is None or callable(commit)):
+            raise TypeError(f"on_commit={commit!r}: give a function of a checkpoint, or None")
+        if not (failure in ("warn", "raise") or callable(failure)):
+            raise TypeError(f'on_failure={failure!r}: give "warn", "raise" or a function')
+        if type(self.hooks.max_failures) is not int or self.hooks.max_failures < 0:
+            raise ValueError(f"max_failures={self.hooks.max_failures!r}: give a number, 0 or more")
+
+    def _check_flags(self) -> None:
+        resume = self.resume
+        for name, value in (
+            ("must_exist", resume.must_exist),
+            ("read_only", resume.read_only),
+            ("background", self.background),
+        ):
+            if type(value) is not bool:
+                raise TypeError(f"{name}={value!r}: give True or False")
+        if resume.must_exist and resume.init is not None:
+            raise ValueError(
+                "init= is for a fresh run, and must_exist=True refuses one: give one of them"
+            )
+        if resume.read_only and self.keep is not None:
+            raise ValueError("keep= prunes, and read_only=True changes nothing: give one of them")
+        seconds = self.stop_within_s
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+            raise TypeError(f"stop_within_s={seconds!r}: give a number of seconds")
+        if not (isfinite(seconds) and seconds > 0):
+            raise ValueError(f"stop_within_s={seconds}: give a number of seconds above 0")
+
+    def _check_config(self) -> None:
+        config, same = self.resume.config, self.resume.same
+        if config is not None:
+            if not isinstance(config, Mapping):
+                raise TypeError(f"config is a {type(config).__name__}: give a dict")
+            check_plain(dict(config), "config")
+        if isinstance(same, str) or not all(type(one) is str for one in same):
+            raise TypeError(f'same={same!r}: give patterns, such as ("model.*",)')
+        if same and config is None:
+            raise ValueError("same= says what of config= must be equal: give config= as well")
+
+    def opened_root(self) -> str:
+        """Return the folder as the storage names it."""
+        try:
+            return open_storage(self.root)[1]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"root={self.root!r}: {error}") from None
+
+    def asked(self) -> AskedRun:
+        """Return what all ranks must ask for alike."""
+        init, hook = self.resume.init, self.hooks.on_failure
+        return AskedRun(
+            root=self.opened_root(),
+            save=str(self.save),
+            keep="" if self.keep is None else str(self.keep),
+            init="" if init is None else os.fspath(init.source),
+            must_exist=self.resume.must_exist,
+            read_only=self.resume.read_only,
+            background=self.background,
+            on_failure=hook if isinstance(hook, str) else "warn",
+            stop_within_s=float(self.stop_within_s),
+        )

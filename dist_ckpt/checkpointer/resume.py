@@ -1,0 +1,302 @@
+"""Start or resume: what a run goes on from, and the record of its start.
+
+The newest committed checkpoint that is not left behind, from memory where a newer save is left
+there. Only one that is damaged, which a second read past the page cache confirms, is stepped over:
+an error of the storage that passes must not roll a run back. A start that writes is recorded when
+its state is there, before it saves for the first time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from dist_ckpt.background.async_saver import AsyncSaver
+from dist_ckpt.checkpointer.run_config import CONFIG, check_same
+from dist_ckpt.comm.exchange import COORDINATOR, Exchange
+from dist_ckpt.comm.session import Session
+from dist_ckpt.commit.holds import Hold, Subject
+from dist_ckpt.commit.starts import begin
+from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.format.filenames import Attempt, parse_attempt
+from dist_ckpt.loading.load import load_together
+from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.offline.checkpoint import open as open_checkpoint
+from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
+from dist_ckpt.runtime.typed_msgpack import Message
+from dist_ckpt.snapshots.kept_files import KeptFiles, kept_on_host
+from dist_ckpt.state.containers import MutableState
+from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.storage.page_cache import drop_cached
+
+_log = logging.getLogger("dist_ckpt")
+
+# While a checkpoint is loaded it is held for so long, and then again.
+HOLD_S = 3600.0
+
+FOLDER = "step-{:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """Where a fresh run takes what it begins with: a checkpoint, and what of it, as for `dc.load`.
+
+    `source` is a path or a selector, such as `base@min:val/loss`.
+    """
+
+    source: str | os.PathLike[str]
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    rename: Mapping[str, str | None] | None = None
+    strict: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeOptions:
+    """How a run begins; see `Checkpointer`."""
+
+    init: Init | None = None
+    must_exist: bool = False
+    read_only: bool = False
+    config: Mapping[str, object] | None = None
+    same: tuple[str, ...] = ()
+    sharding: ShardingConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run goes on from: the step, None if it begins anew.
+
+    `start` is the number of this start, 0 of one that only reads.
+    """
+
+    step: int | None
+    start: int
+    why: str
+
+
+class _RestorePoint(Message, frozen=True):
+    """A checkpoint that the run may go on from."""
+
+    step: int
+    path: str
+    attempt: str
+
+
+class _RunLook(Message, frozen=True):
+    """What rank 0 sees in the root: candidates, the newest first, and what is stepped over."""
+
+    candidates: tuple[_RestorePoint, ...]
+    skipped: tuple[str, ...]
+
+
+@dataclass
+class Resume:
+    """One rank's part in a resume, for one call. `root` is the folder as the storage names it."""
+
+    ranks: Session
+    saver: AsyncSaver | None
+    root: str
+    options: ResumeOptions
+    storage: Storage = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.storage = open_storage(self.root)[0]
+
+    def run(self, state: MutableState, at: str | None) -> Resumed:
+        """Fill the state and record the start. Collective."""
+        look = self._look(at)
+        restored, why = self._from_memory(state, look) if at is None else (None, "")
+        newest = look.candidates[0].step if look.candidates else -1
+        if restored is None or newest > restored.step:
+            restored, why = self._from_storage(state, look, at)
+        if restored is None:
+            why = self._fresh(state)
+        start = 0 if self.options.read_only else self._record(restored, why)
+        if self.ranks.channel.rank == COORDINATOR:
+            done = "begins anew" if restored is None else f"goes on from step {restored.step}"
+            _log.info("%s: start %d %s: %s", self.root, start, done, why)
+        return Resumed(None if restored is None else restored.step, start, why)
+
+    # --- what there is ---------------------------------------------------------------------------
+
+    def _look(self, at: str | None) -> _RunLook:
+        with self._exchange("run") as looking:
+            if looking.gather(at or ""):
+                looking.decide(self._seen(at))
+        return looking.result(_RunLook)
+
+    @contextmanager
+    def _exchange(self, phase: str) -> Iterator[Exchange]:
+        """Do one exchange, which is an operation of its own. Collective."""
+        what, channel = f"restore of the run in {self.root}", self.ranks.channel
+        with self.ranks.operation(what), channel.exchange(phase) as exchange:
+            yield exchange
+
+    def _seen(self, at: str | None) -> _RunLook:
+        """Look into the root. Rank 0 only."""
+        try:
+            listing = list_run(self.storage, self.root, now=time.time())
+        except NotFoundError:
+            if self.options.must_exist or at is not None:
+                raise
+            return _RunLook((), ())
+        if any(one.state == "damaged" for one in listing.checkpoints):
+            for one in listing.checkpoints:
+                drop_cached(f"{one.path}/{_newest_attempt(self.storage, one.path)}")
+            listing = list_run(self.storage, self.root, now=time.time())
+        if listing.root != self.root:
+            raise ValueError(
+                f"{self.root} is a checkpoint: give the folder that it is in, {listing.root}"
+            )
+        alive = listing.alive if at is None else (self._asked_for(listing, at),)
+        skipped = self._unreadable(listing, alive) if at is None else ()
+        if not alive and (self.options.must_exist or skipped):
+            told = "; ".join(skipped) or "none is committed"
+            kind = CorruptError if skipped else NotFoundError
+            raise kind(
+                f"{self.root}: there is no checkpoint to go on from: {told}. Nothing is begun "
+                f"anew there: choose another root, or move away what is damaged"
+            )
+        found = tuple(
+            _RestorePoint(one.step, one.path, one.attempt)
+            for one in reversed(alive)
+            if one.step is not None and one.attempt is not None
+        )
+        if found:
+            self._check_config(found[0])
+        return _RunLook(found, skipped)
+
+    def _asked_for(self, listing: Listing, at: str) -> RunCheckpoint:
+        step = at.removeprefix("@")
+        found = [one for one in listing.checkpoints if one.where and str(one.step) == step]
+        if not found:
+            there = ", ".join(str(one.step) for one in listing.checkpoints if one.where) or "none"
+            raise NotFoundError(f"{self.root}: there is no step {step} to go on from, but {there}")
+        return max(found, key=lambda one: one.where or (0, Attempt(0, "")))
+
+    def _unreadable(self, listing: Listing, alive: Sequence[RunCheckpoint]) -> tuple[str, ...]:
+        """Return what is damaged above the newest. IncompatibleError for a newer version's."""
+        newest = alive[-1].name if alive else ""
+        above = [one for one in listing.checkpoints if one.name > newest]
+        for one in above:
+            if one.state == "incompatible":
+                raise IncompatibleError(
+                    f"{one.path}: {one.problem}. It may be the newest, so nothing older is taken"
+                )
+        damaged = [one for one in above if one.state == "damaged"]
+        return tuple(f"{one.name} is damaged: {one.problem}" for one in damaged)
+
+    def _check_config(self, newest: _RestorePoint) -> None:
+        if self.options.config is None:
+            return
+        with open_checkpoint(newest.path) as checkpoint:
+            then = checkpoint.metadata.get(CONFIG)
+        if then is None:
+            return
+        differs = check_same(then, self.options.config, self.options.same, newest.path)
+        if differs:
+            _log.warning("%s was saved with another configuration: %s", newest.path, differs)
+
+    # --- what is taken ---------------------------------------------------------------------------
+
+    def _from_memory(self, state: MutableState, look: _RunLook) -> tuple[_RestorePoint | None, str]:
+        if self.saver is None:
+            return None, ""
+        step = self.saver.restore_with(state, LoadOptions(self.options.sharding))
+        report = self.saver.restored
+        if step is None or report is None:
+            return None, ""
+        return _RestorePoint(step, report.path, report.attempt), "the newest, from memory"
+
+    def _from_storage(
+        self, state: MutableState, look: _RunLook, at: str | None
+    ) -> tuple[_RestorePoint | None, str]:
+        over = [*look.skipped]
+        for one in look.candidates:
+            try:
+                self._load(state, one)
+            except CorruptError as error:
+                drop_cached(f"{one.path}/{one.attempt}")
+                _log.warning("%s seems damaged, and is read again: %s", one.path, error)
+                try:
+                    self._load(state, one)
+                except CorruptError as again:
+                    if at is not None:
+                        raise
+                    over.append(f"step {one.step} is damaged: {again}")
+                    if self.ranks.channel.rank == COORDINATOR:
+                        _log.warning("%s is stepped over: %s", one.path, again)
+                    continue
+            why = f"{at} was asked for" if at is not None else "the newest"
+            return one, f"the newest that is whole: {'; '.join(over)}" if over else why
+        if look.candidates:
+            raise CorruptError(
+                f"{self.root}: no checkpoint is whole: {'; '.join(over)}. What the last one has "
+                f"touched of the state is not to be trained on"
+            )
+        return None, ""
+
+    def _load(self, state: MutableState, one: _RestorePoint) -> None:
+        hold: Hold | None = None
+        if not self.options.read_only:
+            with self._exchange("hold"):
+                if self.ranks.channel.rank == COORDINATOR:
+                    where = one.step, _parsed(one.attempt)
+                    hold = Hold(Subject(self.storage, self.root, one.path, where), HOLD_S)
+                    hold.take()
+        try:
+            options = LoadOptions(self.options.sharding)
+            load_together(self.ranks, state, one.path, options, kept=KeptFiles(kept_on_host))
+        finally:
+            if hold is not None:
+                hold.release()
+
+    def _fresh(self, state: MutableState) -> str:
+        init = self.options.init
+        if init is None:
+            return "there was nothing to go on from"
+        options = LoadOptions(
+            self.options.sharding,
+            strict=init.strict,
+            include=init.include,
+            exclude=init.exclude,
+            rename=init.rename,
+        )
+        source = os.fspath(init.source)
+        report = load_together(self.ranks, state, source, options, kept=KeptFiles(kept_on_host))
+        return f"there was nothing to go on from; it begins with {report.path}"
+
+    def _record(self, restored: _RestorePoint | None, why: str) -> int:
+        where = None if restored is None else (restored.step, _parsed(restored.attempt))
+        with self._exchange("start") as starting:
+            if starting.gather(None):
+                by = f"process {os.getpid()} on {self.ranks.channel.host}"
+                start = begin(self.storage, self.root, restored=where, why=why[:1000], by=by)
+                starting.decide(start.number)
+        return starting.result(int)
+
+
+def _parsed(name: str) -> Attempt:
+    attempt = parse_attempt(name)
+    assert attempt is not None, name
+    return attempt
+
+
+def _newest_attempt(storage: Storage, path: str) -> str:
+    names = [e.name for e in storage.list(path) if parse_attempt(e.name) is not None]
+    return max(names, key=lambda name: parse_attempt(name) or Attempt(0, ""), default="")
+
+
+def init_of(init: object) -> Init | None:
+    """Return what `init=` says. TypeError if it is nothing that can be loaded from."""
+    if init is None or isinstance(init, Init):
+        return init
+    if isinstance(init, str | os.PathLike):
+        return Init(init)
+    raise TypeError(f"init is a {type(init).__name__}: give a path, a selector or a dc.Init")

@@ -1,0 +1,131 @@
+"""The saves of a run: in the background or not, and again where one has failed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from math import inf
+
+from dist_ckpt.background.async_saver import AsyncSaver
+from dist_ckpt.background.handle import SaveHandle
+from dist_ckpt.checkpointer.keeper import Keeper, OnFailure
+from dist_ckpt.checkpointer.resume import FOLDER
+from dist_ckpt.checkpointer.run_config import CONFIG
+from dist_ckpt.comm.exchange import COORDINATOR
+from dist_ckpt.comm.session import Session
+from dist_ckpt.commit.starts import OfRun
+from dist_ckpt.errors import CheckpointError, ConflictError, RankError
+from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.saving.save import SaveOptions, save_together
+from dist_ckpt.state.containers import State
+
+_log = logging.getLogger("dist_ckpt")
+
+# What ranks wait beyond the time to stop, for each other's word of how the last save stands.
+WORD_S = 1.0
+
+DURABLE, STAGED, FAILED = "durable", "staged", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SavesOptions:
+    """How a run saves; what is in `config` goes into each checkpoint."""
+
+    sharding: ShardingConfig | None = None
+    config: dict[str, object] | None = None
+    on_failure: OnFailure = "warn"
+    max_failures: int = 0
+
+
+@dataclass
+class RunSaves:
+    """One rank's side. `last` is the step that was last begun to be saved, or restored.
+
+    All ranks call each method alike, and decide alike: what is told here is told to all.
+    """
+
+    ranks: Session
+    run: OfRun
+    saver: AsyncSaver | None
+    keeper: Keeper | None
+    options: SavesOptions
+    last: int = 0
+    _handle: SaveHandle | None = None
+    _num_failures: int = 0
+    _begun: set[int] = field(default_factory=set)
+
+    def save(self, step: int, state: State, boundary: int) -> None:
+        """Save a step. Collective.
+
+        What fails is tried again at once; then it counts as failed, which is told as `on_failure`
+        says. Raises what no other try can mend: a state that cannot be saved, a lost rank, a newer
+        start that has taken over.
+        """
+        self.last = step
+        try:
+            self._try(step, state, boundary)
+        except (RankError, ConflictError):
+            raise
+        except CheckpointError as error:
+            # In the background: maybe of an earlier save, which rank 0's keeper tells as well.
+            if self.ranks.channel.rank == COORDINATOR:
+                _log.warning("step %d: %s. It is saved again", step, error)
+            self._try_again(step, state, boundary)
+        else:
+            self._num_failures = 0
+
+    def _try_again(self, step: int, state: State, boundary: int) -> None:
+        try:
+            self._try(step, state, boundary)
+            self._num_failures = 0
+        except (RankError, ConflictError):
+            raise
+        except CheckpointError as error:
+            self._num_failures += 1
+            if self.keeper is not None:
+                self.keeper.tell_failure(step, error)
+            is_enough = self._num_failures > self.options.max_failures
+            if self.options.on_failure == "raise" or is_enough:
+                raise
+
+    def _try(self, step: int, state: State, boundary: int) -> None:
+        options = SaveOptions(
+            step,
+            self.options.sharding,
+            overwrite=step in self._begun,
+            metadata=None if self.options.config is None else {CONFIG: self.options.config},
+            run=self.run,
+            boundary=boundary,
+        )
+        path = f"{self.run.root.rstrip('/')}/{FOLDER.format(step)}"
+        self._begun = {step}
+        if self.saver is not None:
+            self._handle = self.saver.save_with(state, path, options)
+            if self.keeper is not None:
+                self.keeper.follow(self._handle)
+            return
+        report = save_together(self.ranks, state, path, options)
+        if self.keeper is not None:
+            self.keeper.committed(report)
+
+    def settle(self, until: float) -> str:
+        """Wait, until a time of the monotonic clock, for the last save. Collective.
+
+        Returns what all ranks then know of it: "durable", "staged" in memory, or "failed".
+        """
+        own = self._status(until)
+        with self.ranks.operation("stop of the run"), self.ranks.channel.exchange("stop") as word:
+            if told := word.gather(own):
+                word.decide(next((one for one in (FAILED, STAGED) if one in told), DURABLE))
+        return word.result(str)
+
+    def _status(self, until: float) -> str:
+        if self._handle is None:
+            return DURABLE
+        try:
+            left_s = None if until == inf else max(0.0, until - WORD_S - time.monotonic())
+            error = self._handle.exception(left_s)
+        except TimeoutError:
+            return STAGED
+        return DURABLE if error is None else FAILED

@@ -1,0 +1,72 @@
+"""Signals that ask a run to save and to stop: a handler only sets a flag."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+
+class Signals:
+    """Handlers for some signals, from construction until `close`. `got` is what came first.
+
+    A handler that was there is called as well, but for Python's own for Ctrl-C. A forked child,
+    such as a worker of a data loader, has what was there before. ValueError outside of the main
+    thread, where no handler can be set.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.got: str | None = None
+        self.got_at = 0.0
+        self._before: dict[int, Any] = {}
+        names = tuple(names)
+        if names and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "on_signal() needs the main thread, as only there a handler can be set: make the "
+                "Checkpointer there, or leave on_signal() out"
+            )
+        _closed_in_children.add(self)
+        try:
+            for name in names:
+                number = signal.Signals[f"SIG{name}"]
+                self._before[number] = signal.signal(number, self._handle)
+        except BaseException:
+            self.close()
+            raise
+
+    def forget(self) -> None:
+        """Take what came as done."""
+        self.got = None
+
+    def close(self) -> None:
+        """Put back the handlers that were there, unless others were set since."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                # None: it was set by other means than Python's, and cannot be put back.
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # No lock and no log: the main thread may be anywhere.
+        if self.got is None:
+            self.got_at = time.monotonic()
+            self.got = signal.Signals(number).name
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+
+_closed_in_children: weakref.WeakSet[Signals] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for one in tuple(_closed_in_children):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
