@@ -37,7 +37,7 @@ from dist_ckpt.commit.root_records import (
     read_facts,
     read_facts_of,
 )
-from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.format.filenames import FACTS, Attempt, FactName, is_temporary_record, parse_fact
 from dist_ckpt.format.strict_json import Scalar
 from dist_ckpt.storage import Storage
@@ -184,6 +184,20 @@ def kept_at(
         return {}
     guards = guards_of(facts, clock(storage, root))
     return {place[1]: told for place in places if (told := guards.of(place))}
+
+
+def check_unkept(
+    storage: Storage,
+    path: str,
+    those: Collection[Attempt],
+    clock: Callable[[Storage, str], float],
+) -> None:
+    """Raise ExistsError if an attempt that a save would replace is pinned, tagged or held."""
+    for attempt, told in sorted(kept_at(storage, path, those, clock).items()):
+        raise ExistsError(
+            f"{path}: the checkpoint that is here ({attempt}) is kept: {'; '.join(told)}. Take "
+            f"that away first, or choose another path"
+        )
 
 
 # --- removing --------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from dist_ckpt.commit.attempts import (
     was_removed,
 )
 from dist_ckpt.commit.folders import make_folders
-from dist_ckpt.commit.holds import kept_at
+from dist_ckpt.commit.holds import check_unkept
 from dist_ckpt.commit.removal import now_at, remove
 from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.commit.verdicts import check_abandoned
@@ -111,7 +111,7 @@ def claim(
         for _ in range(ROUNDS):
             entries = _survey(storage, path, made, may_replace=may_replace)
             if run is None:  # what a start replaces stays beside it while somebody keeps it
-                _check_unkept(storage, path, entries)
+                check_unkept(storage, path, list(attempts_in(entries)), now_at)
             attempt = _next_attempt(entries, path, run)
             try:
                 storage.make_folder(f"{path}/{attempt}")
@@ -169,16 +169,6 @@ def _survey(storage: Storage, path: str, made: list[str], *, may_replace: _Says)
         if not may_replace(attempt):
             _check_free(storage, path, attempt)
     return entries
-
-
-def _check_unkept(storage: Storage, path: str, entries: Sequence[Entry]) -> None:
-    """Raise ExistsError if what would be replaced is pinned, tagged or held."""
-    there = list(attempts_in(entries))
-    for attempt, told in sorted(kept_at(storage, path, there, now_at).items()):
-        raise ExistsError(
-            f"{path}: the checkpoint that is here ({attempt}) is kept: {'; '.join(told)}. Take "
-            f"that away first, or choose another path"
-        )
 
 
 def _is_beside_attempts(name: str) -> bool:
