@@ -43,6 +43,7 @@ MODULES = (
     "benchmarks.checkpoints",
     "benchmarks.planning",
     "benchmarks.background",
+    "benchmarks.boundaries",
     "benchmarks.gpu",
 )
 QUICK_NBYTES = 16 << 20

@@ -20,9 +20,10 @@ from dist_ckpt.checkpointer.run_config import CONFIG, check_same
 from dist_ckpt.comm.exchange import COORDINATOR, Exchange
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.holds import Hold, Subject
-from dist_ckpt.commit.starts import begin
+from dist_ckpt.commit.starts import OfRun, begin, newest_start, secure
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.format.filenames import Attempt, parse_attempt
+from dist_ckpt.format.root_records import RunStart
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
@@ -104,6 +105,9 @@ class Resume:
     root: str
     options: ResumeOptions
     storage: Storage = field(init=False)
+    # Of rank 0: the newest start when the root was looked at, and what keeps what is restored.
+    _after: int = 0
+    _hold: Hold | None = None
 
     def __post_init__(self) -> None:
         self.storage = open_storage(self.root)[0]
@@ -113,11 +117,14 @@ class Resume:
         look = self._look(at)
         restored, why = self._from_memory(state, look) if at is None else (None, "")
         newest = look.candidates[0].step if look.candidates else -1
-        if restored is None or newest > restored.step:
-            restored, why = self._from_storage(state, look, at)
-        if restored is None:
-            why = self._fresh(state)
-        start = 0 if self.options.read_only else self._record(restored, why)
+        try:
+            if restored is None or newest > restored.step:
+                restored, why = self._from_storage(state, look, at)
+            if restored is None:
+                why = self._fresh(state)
+            start = 0 if self.options.read_only else self._record(restored, why, at)
+        finally:
+            self._release()
         if self.ranks.channel.rank == COORDINATOR:
             done = "begins anew" if restored is None else f"goes on from step {restored.step}"
             _log.info("%s: start %d %s: %s", self.root, start, done, why)
@@ -140,6 +147,8 @@ class Resume:
 
     def _seen(self, at: str | None) -> _RunLook:
         """Look into the root. Rank 0 only."""
+        newest = newest_start(self.storage, self.root)
+        self._after = 0 if newest is None else newest.number
         try:
             listing = list_run(self.storage, self.root, now=time.time())
         except NotFoundError:
@@ -243,19 +252,22 @@ class Resume:
         return None, ""
 
     def _load(self, state: MutableState, one: _RestorePoint) -> None:
-        hold: Hold | None = None
+        """Load it. What is loaded stays held until the start is recorded: see `begin`."""
         if not self.options.read_only:
             with self._exchange("hold"):
                 if self.ranks.channel.rank == COORDINATOR:
+                    self._release()
                     where = one.step, _parsed(one.attempt)
                     hold = Hold(Subject(self.storage, self.root, one.path, where), HOLD_S)
                     hold.take()
-        try:
-            options = LoadOptions(self.options.sharding)
-            load_together(self.ranks, state, one.path, options, kept=KeptFiles(kept_on_host))
-        finally:
-            if hold is not None:
-                hold.release()
+                    self._hold = hold
+        options = LoadOptions(self.options.sharding)
+        load_together(self.ranks, state, one.path, options, kept=KeptFiles(kept_on_host))
+
+    def _release(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
 
     def _fresh(self, state: MutableState) -> str:
         init = self.options.init
@@ -272,14 +284,22 @@ class Resume:
         report = load_together(self.ranks, state, source, options, kept=KeptFiles(kept_on_host))
         return f"there was nothing to go on from; it begins with {report.path}"
 
-    def _record(self, restored: _RestorePoint | None, why: str) -> int:
-        where = None if restored is None else (restored.step, _parsed(restored.attempt))
+    def _record(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
         with self._exchange("start") as starting:
             if starting.gather(None):
-                by = f"process {os.getpid()} on {self.ranks.channel.host}"
-                start = begin(self.storage, self.root, restored=where, why=why[:1000], by=by)
-                starting.decide(start.number)
+                starting.decide(self._begun(restored, why, at).number)
         return starting.result(int)
+
+    def _begun(self, restored: _RestorePoint | None, why: str, at: str | None) -> RunStart:
+        """Record the start. Rank 0 only."""
+        by = f"process {os.getpid()} on {self.ranks.channel.host}"
+        where = None if restored is None else (restored.step, _parsed(restored.attempt))
+        start = begin(
+            self.storage, self.root, restored=where, why=why[:1000], by=by, after=self._after
+        )
+        if at is not None and restored is not None and where is not None:
+            secure(self.storage, restored.path, where[1], OfRun(self.root, start.number), by=by)
+        return start
 
 
 def _parsed(name: str) -> Attempt:

@@ -35,8 +35,10 @@ MAX_OPEN_POLLS_PER_S = 20_000
 # A rank that has not answered by then is dead, frozen, or in a call that lets no thread run.
 ANSWER_S = 30.0
 
-# A line that is drawn so far ahead is reached after the verdict, mostly: twice what a round takes.
-AHEAD_POLLS = 2
+# A line that is drawn so far ahead is reached after the verdict, mostly: twice the time of a round,
+# which is a pause and so many looks at the store.
+AHEAD_ROUNDS = 2
+LOOKS_OF_ROUND = 3
 MAX_AHEAD = 10_000
 
 # After a round that came to nothing, and after a store that did not answer.
@@ -78,7 +80,7 @@ class Boundary:
 class Pacing:
     """How often to look, how long to wait for an answer, and how many boundaries to draw ahead.
 
-    `ahead`: None for as many as come in `AHEAD_POLLS` looks.
+    `ahead`: None for as many as come in `AHEAD_ROUNDS` rounds.
     """
 
     poll_s: float = POLL_S
@@ -137,6 +139,7 @@ class Rounds:
         self._not_before = 0.0
         self._is_over = False
         self._paced_at, self._passed_then, self._ahead = time.monotonic(), 0, 0
+        self._look_s = 0.0
         self._thread = threading.Thread(target=self._run, name="dist_ckpt rounds", daemon=True)
         self._wake = threading.Event()
         self._thread.start()
@@ -233,6 +236,7 @@ class Rounds:
         elif found := self._notes.read([key]):
             (text,) = found
         if text is None:
+            self._look_s = time.monotonic() - now
             return False
         ask = self._decoded(text)
         with self._changed:
@@ -336,7 +340,8 @@ class Rounds:
         now, passed = time.monotonic(), self._line.passed
         rate = (passed - self._passed_then) / max(now - self._paced_at, 1e-3)
         self._paced_at, self._passed_then = now, passed
-        self._ahead = min(int(rate * AHEAD_POLLS * self._pacing.poll_s), MAX_AHEAD)
+        round_s = self._pacing.poll_s + LOOKS_OF_ROUND * self._look_s
+        self._ahead = min(int(rate * AHEAD_ROUNDS * round_s), MAX_AHEAD)
 
     def _forget_earlier(self) -> None:
         """Remove the notes of the round before: who has answered this one reads them no more."""
