@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from dist_ckpt.runs.keep import Keep
 from dist_ckpt.state.containers import MutableState
 
 DEFAULT_SAVE = when.every(minutes=30) | when.at_end | when.on_signal("TERM")
+
+_RESTORE_FIRST = "call restore(state) first: it returns None if the run is fresh"
 
 # A state, or a function that makes one, for wrappers that come later.
 StateOrMaker = MutableState | Callable[[], MutableState]
@@ -80,7 +83,7 @@ class Checkpointer:
         self._run: OpenRun | None = None
         self._state: StateOrMaker | None = None
         self._step = self._last_asked = 0
-        self._is_closed = False
+        self._is_closed = self._is_in_loop = False
         self._pid = os.getpid()
         if root is None:
             return
@@ -88,7 +91,7 @@ class Checkpointer:
             root,
             save,
             keep,
-            ResumeOptions(init_of(init), must_exist, read_only, config, tuple(same), sharding),
+            ResumeOptions(init_of(init), must_exist, read_only, config, same, sharding),
             Hooks(on_commit, on_failure, max_failures),
             background=background,
             stop_within_s=stop_within_s,
@@ -153,7 +156,7 @@ class Checkpointer:
         """
         if step == self._last_asked and step:
             raise ValueError(f"step {step} is saved already: save each step once")
-        if step != self._step:
+        if step != self._step or not step:
             self._count(step, state)
         self._last_asked = step
         if (run := self._open_run()) is None or run.stopped is not None:
@@ -171,7 +174,11 @@ class Checkpointer:
             raise TypeError(f"step={step!r}: give a whole number")
         if not isinstance(values, Mapping):
             raise TypeError(f'metrics are a {type(values).__name__}: give {{"val/loss": 0.25}}')
-        if (run := self._open_run()) is not None and (keeper := run.requests.keeper) is not None:
+        if (run := self._open_run()) is None:
+            return
+        if self._state is None:
+            raise ValueError(_RESTORE_FIRST)
+        if (keeper := run.requests.keeper) is not None:
             keeper.measured(step, {_name(name): _number(name, of) for name, of in values.items()})
 
     @property
@@ -190,6 +197,19 @@ class Checkpointer:
         Steps are counted from 1. What the body of the loop has done counts as the step, also when
         it ends with `continue` or `break`. It ends early when the run is to stop.
         """
+        self._open_run()
+        if self._is_in_loop:
+            raise ValueError(
+                "this Checkpointer is in a loop of its steps already: end that first, by "
+                "`break` or close()"
+            )
+        self._is_in_loop = True
+        try:
+            yield from self._steps(state, until)
+        finally:
+            self._is_in_loop = False
+
+    def _steps(self, state: StateOrMaker, until: int) -> Iterator[int]:
         if self._state is None:
             self.restore(state)
             self._state = state
@@ -212,7 +232,7 @@ class Checkpointer:
                 f"{self._step + 1} on, and call poll() between them"
             )
         if self._state is None and self._run is not None:
-            raise ValueError("call restore(state) first: it returns None if the run is fresh")
+            raise ValueError(_RESTORE_FIRST)
         self._step = step
         if state is not None:
             self._state = state
@@ -220,6 +240,11 @@ class Checkpointer:
     def _open_run(self) -> OpenRun | None:
         if self._is_closed:
             raise ValueError("this Checkpointer is closed: make another one")
+        if os.getpid() != self._pid:
+            raise ValueError(
+                f"this Checkpointer belongs to process {self._pid}, and this is {os.getpid()}, "
+                f"which was forked from it: save in the process that made it"
+            )
         return self._run
 
     def _made_state(self) -> MutableState:
@@ -249,7 +274,10 @@ class Checkpointer:
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
-        if self._is_closed or (run := self._run) is None or os.getpid() != self._pid:
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        if (run := self._run) is None:
+            self._is_closed = True
             return
         try:
             if error is None:
@@ -268,12 +296,17 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 def _check_alone() -> None:
     """Raise ValueError if this process has another one: nobody knows which a signal is for."""
-    for other in _live:
-        if not other._is_closed and other._run is not None:
-            raise ValueError(
-                f"another Checkpointer of this process is open, for {other._run.root}: close it, "
-                f"or save what belongs to several models as parts of one state"
-            )
+    if _open_roots():
+        gc.collect()  # one that was dropped may be part of a cycle
+    for root in _open_roots():
+        raise ValueError(
+            f"another Checkpointer of this process is open, for {root}: close it, or save what "
+            f"belongs to several models as parts of one state"
+        )
+
+
+def _open_roots() -> list[str]:
+    return [one._run.root for one in _live if not one._is_closed and one._run is not None]
 
 
 def _made(state: StateOrMaker) -> MutableState:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.checkpointer.rounds import COORDINATOR, Ask
+from dist_ckpt.comm.messages import failure_of
 from dist_ckpt.commit.guards import Where
 from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.errors import CheckpointError, ConflictError
@@ -134,32 +135,39 @@ class Keeper:
     # --- the thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
+        todo, was_closed = self._todo, False
+        while not (was_closed and not (todo.handles or todo.committed)):
             with self._changed:
-                todo = self._todo
                 if not (todo.is_closed or todo.committed or todo.handles or self._late_metrics()):
                     self._changed.wait()
-                elif todo.handles and not (todo.is_closed or todo.committed):
+                elif todo.handles and not todo.committed and was_closed == todo.is_closed:
                     self._changed.wait(LOOK_S)
-                handles, is_closed = [*todo.handles], todo.is_closed
-            for handle in handles:
-                if handle.done():
-                    self._settle(handle)
-            with self._changed:
-                committed, todo.committed = todo.committed, []
-            for report in committed:
-                self._after_commit(report)
-            self._put_metrics()
-            if committed:
-                self._prune()
-            if is_closed and not (todo.handles or todo.committed):
-                return
+                was_closed = todo.is_closed
+            try:
+                self._do()
+            except Exception:  # noqa: BLE001 - a thread's outer edge: the training goes on
+                _log.exception("%s: metrics, hooks or pruning have failed", self._root)
+
+    def _do(self) -> None:
+        """Do what there is to do now."""
+        todo = self._todo
+        for handle in [*todo.handles]:
+            if handle.done():
+                self._settle(handle)
+        with self._changed:
+            committed, todo.committed = todo.committed, []
+        for report in committed:
+            self._after_commit(report)
+        self._put_metrics()
+        if committed:
+            self._prune()
 
     def _settle(self, handle: SaveHandle) -> None:
         error = handle.exception()
         with self._changed:
             self._todo.handles.remove(handle)
             if error is None and (report := handle.result()) is not None:
+                _log.info("%s", report)
                 self._todo.committed.append(report)
         if error is not None:
             self._failed(handle.step, error)
@@ -169,8 +177,13 @@ class Keeper:
         self.told.num_failures += 1
         text = self.tell_failure(step, error)
         hooks = self._hooks
-        raises = hooks.on_failure == "raise" or self.told.num_failures > hooks.max_failures
-        self._asks.append(Ask(COORDINATOR, text, again=not raises, raises=raises))
+        is_enough = self.told.num_failures > hooks.max_failures
+        # No other try mends it if a newer start has taken over.
+        if hooks.on_failure == "raise" or is_enough or isinstance(error, ConflictError):
+            kind = failure_of(error, "background save").kind
+            self._asks.append(Ask(COORDINATOR, text, raises=kind))
+        else:
+            self._asks.append(Ask(COORDINATOR, text, again=True))
 
     def tell_failure(self, step: int | None, error: Exception) -> str:
         """Tell that a save has failed, and what is safe; return it."""
@@ -188,7 +201,6 @@ class Keeper:
         self._newest_saved = max(self._newest_saved, report.step)
         self.told.durable = f"step {report.step}, at {report.path}"
         self.told.num_failures = 0
-        _log.info("%s", report)
         if (hook := self._hooks.on_commit) is not None:
 
             def tell() -> None:

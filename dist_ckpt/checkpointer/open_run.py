@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from torch.distributed import ProcessGroup
@@ -21,6 +23,7 @@ from dist_ckpt.checkpointer.rounds import COORDINATOR, Ask, Boundary, Member, Ro
 from dist_ckpt.checkpointer.run_saves import DURABLE, FAILED, RunSaves, SavesOptions
 from dist_ckpt.checkpointer.signals import Signals
 from dist_ckpt.comm.exchange import check_alike
+from dist_ckpt.comm.messages import Failure, error_of
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.starts import OfRun
@@ -69,6 +72,7 @@ class OpenRun:
     saver: AsyncSaver | None
     saves: RunSaves | None = None
     stopped: Stopped | None = None
+    pid: int = field(default_factory=os.getpid)
 
     def resume(self, state: MutableState, at: str | None) -> Resumed:
         """Fill the state with what the run goes on from, and begin to save. Collective."""
@@ -87,7 +91,9 @@ class OpenRun:
         run = OfRun(self.root, resumed.start)
         if self.ranks.channel.rank == COORDINATOR:
             storage, _ = open_storage(self.root)
-            requests.keeper = Keeper(storage, run, resumed.step, options.keep, options.hooks)
+            keeper = Keeper(storage, run, resumed.step, options.keep, options.hooks)
+            keeper.told.durable = resumed.where or keeper.told.durable
+            requests.keeper = keeper
         hook, config = options.hooks.on_failure, options.resume.config
         how = SavesOptions(
             options.resume.sharding,
@@ -103,7 +109,7 @@ class OpenRun:
         ask, saves = turn.ask, self.saves
         try:
             if ask is not None and ask.raises:
-                raise CheckpointError(ask.why)
+                raise error_of(Failure(ask.raises, ask.why, None, None))
             if saves is not None and (step != saves.last or (ask is not None and ask.again)):
                 saves.save(step, make(), turn.number)
             if ask is not None and ask.stops:
@@ -136,11 +142,11 @@ class OpenRun:
             if self.options.save.at_end and step != saves.last:
                 saves.save(step, make(), turn.number)
             if saves.settle(inf) == FAILED:
-                saves.save(saves.last, make(), turn.number)
+                saves.save(step, make(), turn.number)
                 if saves.settle(inf) == FAILED:
                     raise CheckpointError(
-                        f"the last save, of step {saves.last}, has failed twice: the log says of "
-                        f"what. Older checkpoints are as they were"
+                        f"the last save, of step {step}, has failed twice: the log says of what. "
+                        f"Older checkpoints are as they were"
                     )
         except RankError as error:
             if f"to {_THE_END}" not in str(error):
@@ -152,30 +158,49 @@ class OpenRun:
     def end(self, error: BaseException | None) -> None:
         """Let go of everything, whatever fails; after an error keep what is in memory.
 
-        Waits for no other rank's training. Raises what a save has failed of that nobody was told.
+        Waits for no other rank's training. Raises what a save has failed of that nobody was told;
+        after an error that is logged.
         """
+        keeper = self.requests.keeper
+        try:
+            self._let_go_of_all(is_hurried=error is not None)
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            _log.error("a save has failed as well: %s", failure)
+        if error is not None and keeper is not None:
+            safe = keeper.told.durable
+            _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, safe)
+
+    def _let_go_of_all(self, *, is_hurried: bool) -> None:
         is_pressed = self.stopped is not None and not self.stopped.is_durable
         keeper = self.requests.keeper
         with ExitStack() as stack:
             if keeper is not None:
-                hurries = is_pressed or error is not None
+                hurries = is_pressed or is_hurried
                 stack.callback(keeper.close, HURRIED_END_S if hurries else END_S)
             if self.saver is not None:
                 if is_pressed:
                     stack.callback(self.saver.leave)
                 else:
-                    stack.callback(self.saver.close, keep=error is not None)
+                    stack.callback(self.saver.close, keep=is_hurried)
             stack.callback(self.requests.signals.close)
             stack.callback(self.rounds.close)
-        if error is not None and keeper is not None:
-            safe = keeper.told.durable
-            _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, safe)
 
     def let_go(self) -> None:
-        """Let go of a run that nobody has closed. Waits for nothing."""
+        """Let go of a run that nobody has closed, and say so. Waits for nothing."""
+        if os.getpid() != self.pid:  # a forked child has no part in it
+            return
+        self.requests.signals.let_go()
         self.rounds.close()
         if self.requests.keeper is not None:
             self.requests.keeper.close(0.0)
+        _log.warning(
+            "a Checkpointer for %s is gone without close(): at_end has saved nothing, and what was "
+            "measured last may be lost. Use it in a `with`",
+            self.root,
+        )
+        warnings.warn(f"unclosed Checkpointer for {self.root}", ResourceWarning, stacklevel=2)
 
 
 def open_run(

@@ -27,6 +27,7 @@ class AskedRun(Message, frozen=True):
     read_only: bool
     background: bool
     on_failure: str
+    max_failures: int
     stop_within_s: float
 
 
@@ -114,5 +115,6 @@ class RunOptions:
             read_only=self.resume.read_only,
             background=self.background,
             on_failure=hook if isinstance(hook, str) else "warn",
+            max_failures=self.hooks.max_failures,
             stop_within_s=float(self.stop_within_s),
         )

@@ -65,7 +65,7 @@ class ResumeOptions:
     must_exist: bool = False
     read_only: bool = False
     config: Mapping[str, object] | None = None
-    same: tuple[str, ...] = ()
+    same: Sequence[str] = ()
     sharding: ShardingConfig | None = None
 
 
@@ -73,12 +73,14 @@ class ResumeOptions:
 class Resumed:
     """What a run goes on from: the step, None if it begins anew.
 
-    `start` is the number of this start, 0 of one that only reads.
+    `start` is the number of this start, 0 of one that only reads. `where` says in words where that
+    step is.
     """
 
     step: int | None
     start: int
     why: str
+    where: str = ""
 
 
 class _RestorePoint(Message, frozen=True):
@@ -115,26 +117,31 @@ class Resume:
     def run(self, state: MutableState, at: str | None) -> Resumed:
         """Fill the state and record the start. Collective."""
         look = self._look(at)
-        restored, why = self._from_memory(state, look) if at is None else (None, "")
+        restored, why = self._from_memory(state) if at is None else (None, "")
         newest = look.candidates[0].step if look.candidates else -1
         try:
             if restored is None or newest > restored.step:
                 restored, why = self._from_storage(state, look, at)
             if restored is None:
-                why = self._fresh(state)
+                why = self._fresh(state, look)
             start = 0 if self.options.read_only else self._record(restored, why, at)
         finally:
             self._release()
         if self.ranks.channel.rank == COORDINATOR:
             done = "begins anew" if restored is None else f"goes on from step {restored.step}"
             _log.info("%s: start %d %s: %s", self.root, start, done, why)
-        return Resumed(None if restored is None else restored.step, start, why)
+        if restored is None:
+            return Resumed(None, start, why)
+        where = f"at {restored.path}" if restored in look.candidates else "from memory"
+        return Resumed(restored.step, start, why, f"step {restored.step}, {where}")
 
     # --- what there is ---------------------------------------------------------------------------
 
     def _look(self, at: str | None) -> _RunLook:
         with self._exchange("run") as looking:
-            if looking.gather(at or ""):
+            if asked := looking.gather(at or ""):
+                if any(one != asked[0] for one in asked):
+                    raise ValueError(f"restore(at=...) differs between ranks: {asked}")
                 looking.decide(self._seen(at))
         return looking.result(_RunLook)
 
@@ -152,7 +159,7 @@ class Resume:
         try:
             listing = list_run(self.storage, self.root, now=time.time())
         except NotFoundError:
-            if self.options.must_exist or at is not None:
+            if at is not None:
                 raise
             return _RunLook((), ())
         if any(one.state == "damaged" for one in listing.checkpoints):
@@ -165,13 +172,6 @@ class Resume:
             )
         alive = listing.alive if at is None else (self._asked_for(listing, at),)
         skipped = self._unreadable(listing, alive) if at is None else ()
-        if not alive and (self.options.must_exist or skipped):
-            told = "; ".join(skipped) or "none is committed"
-            kind = CorruptError if skipped else NotFoundError
-            raise kind(
-                f"{self.root}: there is no checkpoint to go on from: {told}. Nothing is begun "
-                f"anew there: choose another root, or move away what is damaged"
-            )
         found = tuple(
             _RestorePoint(one.step, one.path, one.attempt)
             for one in reversed(alive)
@@ -214,10 +214,14 @@ class Resume:
 
     # --- what is taken ---------------------------------------------------------------------------
 
-    def _from_memory(self, state: MutableState, look: _RunLook) -> tuple[_RestorePoint | None, str]:
+    def _from_memory(self, state: MutableState) -> tuple[_RestorePoint | None, str]:
         if self.saver is None:
             return None, ""
-        step = self.saver.restore_with(state, LoadOptions(self.options.sharding))
+        try:
+            step = self.saver.restore_with(state, LoadOptions(self.options.sharding))
+        except CorruptError as error:  # of a part that is not in memory
+            _log.warning("the newest that memory has a part of is damaged: %s", error)
+            return None, ""
         report = self.saver.restored
         if step is None or report is None:
             return None, ""
@@ -269,8 +273,16 @@ class Resume:
             self._hold.release()
             self._hold = None
 
-    def _fresh(self, state: MutableState) -> str:
+    def _fresh(self, state: MutableState, look: _RunLook) -> str:
+        """Fill the state with what a fresh run begins with; raise if this is to be no fresh one."""
         init = self.options.init
+        if self.options.must_exist or look.skipped:
+            told = "; ".join(look.skipped) or "none is committed"
+            kind = CorruptError if look.skipped else NotFoundError
+            raise kind(
+                f"{self.root}: there is no checkpoint to go on from: {told}. Nothing is begun "
+                f"anew there: choose another root, or move away what is damaged"
+            )
         if init is None:
             return "there was nothing to go on from"
         options = LoadOptions(

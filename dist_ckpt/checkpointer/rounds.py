@@ -53,14 +53,14 @@ class Ask(msgspec.Struct, frozen=True):
     """What a round is opened for: a save; `why` is for people.
 
     `stops`: then the run ends. `again`: also if this step was begun to be saved before. `raises`:
-    instead of a save all ranks raise an error.
+    instead of a save all ranks raise an error of this class.
     """
 
     rank: int
     why: str
     stops: bool = False
     again: bool = False
-    raises: bool = False
+    raises: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ class RunSaves:
     options: SavesOptions
     last: int = 0
     _handle: SaveHandle | None = None
+    # The last save has failed, as far as it was not left to a writer.
+    _has_failed: bool = False
     _num_failures: int = 0
     _begun: set[int] = field(default_factory=set)
 
@@ -100,12 +102,15 @@ class RunSaves:
         )
         path = f"{self.run.root.rstrip('/')}/{FOLDER.format(step)}"
         self._begun = {step}
+        self._handle, self._has_failed = None, True
         if self.saver is not None:
             self._handle = self.saver.save_with(state, path, options)
+            self._has_failed = False
             if self.keeper is not None:
                 self.keeper.follow(self._handle)
             return
         report = save_together(self.ranks, state, path, options)
+        self._has_failed = False
         if self.keeper is not None:
             self.keeper.committed(report)
 
@@ -122,7 +127,7 @@ class RunSaves:
 
     def _status(self, until: float) -> str:
         if self._handle is None:
-            return DURABLE
+            return FAILED if self._has_failed else DURABLE
         try:
             left_s = None if until == inf else max(0.0, until - WORD_S - time.monotonic())
             error = self._handle.exception(left_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Iterable
 from types import FrameType
@@ -22,7 +21,7 @@ class Signals:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.got: str | None = None
-        self.got_at = 0.0
+        self._is_over = False
         self._before: dict[int, Any] = {}
         names = tuple(names)
         if names and threading.current_thread() is not threading.main_thread():
@@ -51,13 +50,21 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before = {}
 
+    def let_go(self) -> None:
+        """Close it, if this is the main thread; else what comes goes to who was there before."""
+        self._is_over = True
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # No lock and no log: the main thread may be anywhere.
         if self.got is None:
-            self.got_at = time.monotonic()
             self.got = signal.Signals(number).name
         before = self._before.get(number)
-        if callable(before) and before is not signal.default_int_handler:
+        if self._is_over and before in (None, signal.SIG_DFL):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif callable(before) and (self._is_over or before is not signal.default_int_handler):
             before(number, frame)
 
 

@@ -1,0 +1,505 @@
+"""A run of one process: when it saves, how it begins and ends, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dist_ckpt as dc
+from dist_ckpt.checkpointer.when import When
+from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.storage import open_storage
+from run_training import fresh, steps_at, steps_in, train
+
+OFTEN = dc.every(steps=1)
+
+
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    caplog.set_level(logging.INFO, logger="dist_ckpt")
+
+
+def checkpointer(root: str | Path | None, save: When = OFTEN, **options: Any) -> dc.Checkpointer:
+    return dc.Checkpointer(root, save=save, **{"background": False, **options})
+
+
+def run(
+    root: Path,
+    until: int,
+    save: When = OFTEN,
+    body: Callable[[int], object] = lambda step: None,
+    **options: Any,
+) -> list[int]:
+    """Train to a step; return the steps that were done."""
+    state, done = fresh(), []
+    with checkpointer(root, save, **options) as ck:
+        for step in ck.steps(state, until=until):
+            assert steps_in(state) == {step - 1 if step > 1 else -1}
+            train(state, step)
+            body(step)
+            done.append(step)
+    return done
+
+
+def raising(error: BaseException, at: int) -> Callable[[int], None]:
+    """Return a body that raises an error in a step."""
+
+    def body(step: int) -> None:
+        if step == at:
+            raise error
+
+    return body
+
+
+# --- when it saves ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("save", "expected"),
+    [
+        (dc.every(steps=3), [3, 6]),
+        (dc.at(2, 5), [2, 5]),
+        (dc.at_end, [7]),
+        (dc.every(steps=4) | dc.at(5) | dc.at_end, [4, 5, 7]),
+        (dc.every(steps=7) | dc.at_end, [7]),
+        (dc.on_signal("USR1"), []),
+    ],
+)
+def test_a_run_saves_when_its_policies_say_so(
+    save: When, expected: list[int], background: bool, tmp_path: Path
+) -> None:
+    run(tmp_path / "run", 7, save, background=background)
+    assert (steps_at(tmp_path / "run") if expected else []) == expected
+
+
+def test_a_run_saves_after_minutes_at_a_boundary(tmp_path: Path) -> None:
+    state = fresh()
+    saved: list[dc.Checkpoint] = []
+    with checkpointer(tmp_path, dc.every(minutes=0.2 / 60), on_commit=saved.append) as ck:
+        for step in ck.steps(state, until=10**6):
+            train(state, step)
+            threading.Event().wait(0.01)
+            if len(saved) == 3:
+                break
+    assert 3 <= len(steps_at(tmp_path)) < step / 4
+
+
+def clear_memory(root: Path) -> None:
+    """Remove what a run has left in memory."""
+    root_id = find_root_id(*open_storage(root))
+    folder = JobFolder(job_id(str(root), root_id or ""))
+    for one in folder.present():
+        one.remove()
+    folder.discard()
+
+
+def is_stopped(ck: dc.Checkpointer) -> bool:
+    ck.poll()
+    return ck.should_stop
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    until = threading.Event()
+    for _ in range(2000):
+        if is_so():
+            return
+        until.wait(0.01)
+    raise AssertionError("it does not come")
+
+
+def test_a_clock_that_jumps_by_hours_prunes_nothing_and_saves_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    real, ahead = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
+    state = fresh()
+    with checkpointer(tmp_path, keep=dc.keep.within(days=1) | dc.keep.last(1)) as ck:
+        for step in ck.steps(state, until=4):
+            train(state, step)
+            ahead[0] += (5 if step % 2 else -9) * 3600.0
+    assert steps_at(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_multiple_that_was_passed_after_a_resume_counts(tmp_path: Path) -> None:
+    """As after a save by time or signal: exact multiples may never come."""
+    state = fresh()
+    with checkpointer(tmp_path, dc.every(steps=5)) as ck:
+        assert ck.restore(state) is None
+        for step in (3, 6, 9, 12):
+            train(state, step)
+            ck.step(step)
+    assert steps_at(tmp_path) == [6, 12]
+    with checkpointer(tmp_path, dc.every(steps=5)) as ck:
+        assert ck.restore(state) == 12
+        for step in (14, 15, 16, 19, 21):
+            train(state, step)
+            ck.step(step)
+    assert steps_at(tmp_path) == [6, 12, 15, 21]
+
+
+def test_a_signal_saves_the_step_and_ends_the_run_in_time(tmp_path: Path) -> None:
+    state, done = fresh(), []
+    with checkpointer(tmp_path, dc.on_signal("USR1"), background=True) as ck:
+        for step in ck.steps(state, until=1000):
+            train(state, step)
+            done.append(step)
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                wait_for(lambda: ck._run.rounds._line.first is not None)  # type: ignore[union-attr]
+            assert not ck.should_stop
+    assert ck.should_stop
+    assert ck.stopped is not None
+    assert (ck.stopped.step, ck.stopped.is_durable, ck.stopped.exit_code) == (done[-1], True, 75)
+    assert "SIGUSR1 on rank 0" in ck.stopped.why
+    assert steps_at(tmp_path) == [done[-1]]
+    assert run(tmp_path, done[-1] + 1)[0] == done[-1] + 1
+
+
+def test_a_signal_is_seen_by_poll_in_a_long_evaluation(tmp_path: Path) -> None:
+    state = fresh()
+    with checkpointer(tmp_path, dc.on_signal("USR1")) as ck:
+        ck.restore(state)
+        train(state, 1)
+        ck.step(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: is_stopped(ck))
+        assert steps_at(tmp_path) == [1]
+        ck.step(2)  # nothing is done any more
+        ck.poll()
+        ck.save(3)
+    assert steps_at(tmp_path) == [1]
+
+
+def test_a_signal_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
+    state = fresh()
+    with checkpointer(tmp_path / "a", dc.on_signal("USR1") | dc.at_end) as ck:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        ck.restore(state)
+        wait_for(lambda: is_stopped(ck))
+    assert ck.stopped is not None
+    assert (ck.stopped.step, ck.stopped.is_durable) == (0, True)
+    assert dc.checkpoints(tmp_path / "a") == ()
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+def test_a_step_that_ends_with_continue_counts_as_done(tmp_path: Path) -> None:
+    state = fresh()
+    with checkpointer(tmp_path) as ck:
+        for step in ck.steps(state, until=3):
+            train(state, step)
+            continue
+    assert steps_at(tmp_path) == [1, 2, 3]
+
+
+def test_a_loop_that_is_left_by_break_saves_what_it_has_done(tmp_path: Path) -> None:
+    state = fresh()
+    with checkpointer(tmp_path, dc.at_end) as ck:
+        for step in ck.steps(state, until=9):
+            train(state, step)
+            if step == 4:
+                break
+    assert steps_at(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3), KeyboardInterrupt()])
+def test_an_error_of_the_body_saves_nothing_and_says_what_is_safe(
+    error: BaseException, background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = raising(error, 4)
+    with pytest.raises(type(error)) as raised:
+        run(tmp_path, 9, dc.at(2) | dc.at_end, background=background, body=body)
+    assert raised.value is error
+    assert steps_at(tmp_path) == [2]
+    safe = f"Safe is: step 2, at {tmp_path}/step-00000002"
+    assert f"the run ends with {type(error).__name__}. {safe}" in caplog.text
+    caplog.clear()
+    with pytest.raises(type(error)):
+        run(tmp_path, 9, background=background, body=raising(error, 3))
+    assert safe in caplog.text  # also of a run that has saved nothing itself
+
+
+def test_an_error_of_the_body_is_not_hidden_by_a_save_that_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(step: int) -> None:
+        (tmp_path / f"step-{step:08}").write_text("a file where a folder should be")
+        raising(KeyError("mine"), 2)(step)
+
+    with pytest.raises(KeyError, match="mine"):
+        run(tmp_path, 9, background=True, body=body)
+    assert "step-00000001" in caplog.text
+    clear_memory(tmp_path)
+
+
+def test_a_loop_that_ends_before_the_restored_step_does_nothing(tmp_path: Path) -> None:
+    run(tmp_path, 5)
+    assert run(tmp_path, 3) == []
+    assert run(tmp_path, 5) == []
+    assert steps_at(tmp_path) == [1, 2, 3, 4, 5]
+    assert run(tmp_path, 6) == [6]
+
+
+def test_a_loop_in_a_loop_is_an_error(tmp_path: Path) -> None:
+    state = fresh()
+    with checkpointer(tmp_path) as ck:
+        for _ in ck.steps(state, until=1):
+            with pytest.raises(ValueError, match="in a loop of its steps"):
+                next(iter(ck.steps(state, until=3)))
+            train(state, 1)
+    assert steps_at(tmp_path) == [1]
+
+
+def test_a_second_loop_goes_on_where_the_first_has_ended(tmp_path: Path) -> None:
+    """As in phases of a training."""
+    state, done = fresh(), []
+    with checkpointer(tmp_path, dc.every(steps=2)) as ck:
+        for until in (3, 5):
+            for step in ck.steps(state, until=until):
+                train(state, step)
+                done.append(step)
+    assert done == [1, 2, 3, 4, 5]
+    assert steps_at(tmp_path) == [2, 4]
+
+
+def test_a_state_may_be_made_when_it_is_needed(tmp_path: Path) -> None:
+    """As where wrappers come after the checkpointer was made."""
+    state, num_made = fresh(), 0
+
+    def make() -> dict[str, Any]:
+        nonlocal num_made
+        num_made += 1
+        return state
+
+    with checkpointer(tmp_path, dc.every(steps=2)) as ck:
+        for step in ck.steps(make, until=5):
+            train(state, step)
+    assert num_made == 3  # to restore, and for two saves
+    assert steps_at(tmp_path) == [2, 4]
+    with checkpointer(tmp_path) as ck:
+        assert ck.restore(make) == 4
+    assert steps_in(state) == {4.0}
+
+
+def test_without_a_root_there_are_no_checkpoints_and_nothing_else_changes(tmp_path: Path) -> None:
+    state, done = fresh(), []
+    with checkpointer(None, keep=dc.keep.last(1)) as ck:
+        for step in ck.steps(state, until=3):
+            ck.metrics(step, {"loss": 1.0})
+            ck.poll()
+            done.append(step)
+        ck.save(4)
+        assert ck.restore(state) is None
+        assert (ck.should_stop, ck.stopped) == (False, None)
+    assert done == [1, 2, 3]
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- an end that nobody asked for -----------------------------------------------------------------
+
+
+def test_a_forgotten_close_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before, num_threads = signal.getsignal(signal.SIGUSR1), threading.active_count()
+    state = fresh()
+    ck = checkpointer(tmp_path, OFTEN | dc.on_signal("USR1"))
+    for step in ck.steps(state, until=2):
+        train(state, step)
+    with pytest.warns(ResourceWarning, match="unclosed Checkpointer for"):
+        del ck
+    assert signal.getsignal(signal.SIGUSR1) == before
+    wait_for(lambda: threading.active_count() <= num_threads)
+    assert run(tmp_path, 3) == [3]
+
+
+def test_a_second_one_of_a_process_is_an_error(tmp_path: Path) -> None:
+    with checkpointer(tmp_path / "a"):
+        with pytest.raises(ValueError, match=r"another Checkpointer .* is open, for .*/a: close"):
+            checkpointer(tmp_path / "b")
+        checkpointer(None).close()  # it is none
+    checkpointer(tmp_path / "b").close()
+
+
+def test_one_that_is_dropped_in_a_cycle_is_no_second_one(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        first = checkpointer(tmp_path)
+        cycle: list[object] = [first]
+        cycle.append(cycle)
+        del first, cycle
+        with pytest.warns(ResourceWarning, match="unclosed Checkpointer for"):
+            checkpointer(tmp_path).close()
+    finally:
+        gc.enable()
+
+
+def test_what_is_closed_is_refused_by_name(tmp_path: Path) -> None:
+    state = fresh()
+    with checkpointer(tmp_path) as ck:
+        ck.restore(state)
+    ck.close()
+    for call in (
+        lambda: ck.step(1),
+        ck.poll,
+        lambda: ck.save(1),
+        lambda: ck.restore(state),
+        lambda: ck.metrics(1, {"loss": 1.0}),
+        lambda: next(iter(ck.steps(state, until=1))),
+    ):
+        with pytest.raises(ValueError, match="is closed: make another one"):
+            call()
+
+
+def test_a_forked_process_has_neither_its_handlers_nor_its_saves(tmp_path: Path) -> None:
+    """As the workers of a data loader."""
+    state = fresh()
+    with checkpointer(tmp_path, OFTEN | dc.on_signal("USR1", "TERM")) as ck:
+        ck.restore(state)
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            found = [signal.getsignal(one) == signal.SIG_DFL for one in (signal.SIGUSR1, 15)]
+            try:
+                ck.step(1)
+            except ValueError as error:
+                found.append("was forked" in str(error))
+            ck.close()
+            del ck
+            gc.collect()
+            os.write(writer, repr(found).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            assert pipe.read() == "[True, True, True]"
+        os.waitpid(pid, 0)
+        train(state, 1)
+        ck.step(1)
+    assert steps_at(tmp_path) == [1]
+
+
+# --- what makes no sense --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"save": When()}, ValueError, "never fires: give a policy"),
+        ({"save": "every(steps=5)"}, TypeError, r"save='every\(steps=5\)': give policies"),
+        ({"save": None}, TypeError, "save=None: give policies"),
+        ({"keep": "last(3)"}, TypeError, r"keep='last\(3\)': give policies"),
+        ({"must_exist": True, "init": "a"}, ValueError, "init= is for a fresh run, and must_exist"),
+        (
+            {"read_only": True, "keep": dc.keep.last(1)},
+            ValueError,
+            "read_only=True changes nothing",
+        ),
+        ({"must_exist": 1}, TypeError, "must_exist=1: give True or False"),
+        ({"background": "yes"}, TypeError, "background='yes': give True or False"),
+        ({"init": 5}, TypeError, "init is a int: give a path"),
+        ({"config": [1]}, TypeError, "config is a list: give a dict"),
+        ({"config": {"a": object()}}, TypeError, "config"),
+        ({"same": ("a",)}, ValueError, "give config= as well"),
+        ({"same": "a", "config": {}}, TypeError, "give patterns"),
+        ({"on_commit": 5}, TypeError, "on_commit=5: give a function"),
+        ({"on_failure": "stop"}, TypeError, "on_failure='stop': give \"warn\""),
+        ({"max_failures": -1}, ValueError, "max_failures=-1: give a number"),
+        ({"stop_within_s": 0}, ValueError, "stop_within_s=0: give a number"),
+        ({"stop_within_s": "1"}, TypeError, "stop_within_s='1': give a number"),
+        ({"stop_within_s": float("inf")}, ValueError, "stop_within_s=inf: give a number"),
+        ({"root": 5}, TypeError, "root=5"),
+        ({"root": ""}, ValueError, "root=''"),
+        ({"root": "s3://bucket/run"}, ValueError, "root='s3://bucket/run'"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_named_with_what_to_give(
+    options: dict[str, Any], kind: type[Exception], match: str, tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    arguments = {"root": tmp_path, "save": OFTEN | dc.on_signal("TERM"), **options}
+    with pytest.raises(kind, match=match):
+        dc.Checkpointer(arguments.pop("root"), **arguments)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_that_is_a_checkpoint_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    dc.save(fresh(), tmp_path / "run" / "mine", step=1)
+    with (
+        pytest.raises(ValueError, match=r"/mine is a checkpoint: give the folder .*/run$"),
+        checkpointer(tmp_path / "run" / "mine") as ck,
+    ):
+        ck.restore(fresh())
+    assert [one.name for one in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_steps_only_grow_and_each_is_saved_once(tmp_path: Path) -> None:
+    state = fresh()
+    with checkpointer(tmp_path, dc.at(3)) as ck:
+        with pytest.raises(ValueError, match=r"call restore\(state\) first"):
+            ck.step(1, state)
+        with pytest.raises(ValueError, match=r"call restore\(state\) first"):
+            ck.metrics(1, {"loss": 1.0})
+        ck.restore(state)
+        with pytest.raises(TypeError, match=r"step=1\.5: give a whole number"):
+            ck.step(1.5)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="step 0 comes after step 0"):
+            ck.save(0)
+        train(state, 2)
+        ck.step(2)
+        with pytest.raises(ValueError, match="step 2 comes after step 2: count optimizer steps"):
+            ck.step(2)
+        with pytest.raises(ValueError, match="step 1 comes after step 2"):
+            ck.save(1)
+        ck.save(2)
+        with pytest.raises(ValueError, match="step 2 is saved already"):
+            ck.save(2)
+        train(state, 3)
+        ck.step(3)
+        ck.save(3)  # a policy has: that is no error
+        train(state, 5)
+        ck.save(5)
+        with pytest.raises(ValueError, match="step 4 comes after step 5"):
+            ck.step(4)
+    assert steps_at(tmp_path) == [2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "match"),
+    [
+        ([1], TypeError, "metrics are a list: give"),
+        ({"loss": "1"}, TypeError, "metric 'loss' is '1': give a number"),
+        ({"loss": None}, TypeError, "metric 'loss' is None: give a number"),
+        ({"": 1}, TypeError, "is no name of a metric"),
+        ({3: 1}, TypeError, "3 is no name of a metric"),
+    ],
+)
+def test_a_metric_that_is_none_is_named(
+    values: Any, kind: type[Exception], match: str, tmp_path: Path
+) -> None:
+    with checkpointer(tmp_path) as ck:
+        ck.restore(fresh())
+        with pytest.raises(kind, match=match):
+            ck.metrics(1, values)
+        with pytest.raises(TypeError, match="step='1': give a whole number"):
+            ck.metrics("1", {"loss": 1.0})  # type: ignore[arg-type]
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_at_once(tmp_path: Path) -> None:
+    with checkpointer(tmp_path) as ck:
+        ck.restore(fresh())
+        with pytest.raises(TypeError, match="nothing"):
+            ck.step(1, {"nothing": object()})
+        ck.step(2, fresh())
