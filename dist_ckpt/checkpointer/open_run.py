@@ -152,8 +152,21 @@ class OpenRun:
     def end(self, error: BaseException | None) -> None:
         """Let go of everything, whatever fails; after an error keep what is in memory.
 
-        Waits for no other rank's training. Raises what a save has failed of that nobody was told.
+        Waits for no other rank's training. Raises what a save has failed of that nobody was told;
+        after an error it is logged instead, as that error is what is raised.
         """
+        keeper = self.requests.keeper
+        try:
+            self._let_go_of_all(error)
+        except Exception as failure:
+            if error is None:
+                raise
+            _log.error("a save has failed as well: %s", failure)
+        if error is not None and keeper is not None:
+            safe = keeper.told.durable
+            _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, safe)
+
+    def _let_go_of_all(self, error: BaseException | None) -> None:
         is_pressed = self.stopped is not None and not self.stopped.is_durable
         keeper = self.requests.keeper
         with ExitStack() as stack:
@@ -167,9 +180,6 @@ class OpenRun:
                     stack.callback(self.saver.close, keep=error is not None)
             stack.callback(self.requests.signals.close)
             stack.callback(self.rounds.close)
-        if error is not None and keeper is not None:
-            safe = keeper.told.durable
-            _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, safe)
 
     def let_go(self) -> None:
         """Let go of a run that nobody has closed. Waits for nothing."""
