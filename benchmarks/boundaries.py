@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -97,9 +97,14 @@ class _SlowStore:
         self._store = store
         self._seconds = seconds
 
-    def __getattr__(self, name: str) -> object:
-        time.sleep(self._seconds)
-        return getattr(self._store, name)
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        call: Callable[..., object] = getattr(self._store, name)
+
+        def slow(*args: object) -> object:
+            time.sleep(self._seconds)
+            return call(*args)
+
+        return slow
 
 
 def _hold(world_size: int, slow_s: float, count: int) -> tuple[list[float], list[float]]:

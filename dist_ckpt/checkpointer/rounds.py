@@ -214,15 +214,17 @@ class Rounds:
 
     def _look(self) -> float:
         """Do what is to be done now; return for how long nothing will be."""
+        began = time.monotonic()
         with self._changed:
             line, inside, turn = self._line, self._inside, self._num_turns
             is_open, is_go = line.first is not None, line.is_go
         self._look_for_lone_turns(inside, turn)
         if is_go:  # until the training has come so far
             return self._pacing.poll_s
-        if not is_open:
-            is_open = self._look_for_ask()
-        if not is_open or self._look_for_verdict():
+        if not is_open and not self._look_for_ask():
+            self._look_s = time.monotonic() - began
+            return self._pacing.poll_s
+        if self._look_for_verdict():
             return self._pacing.poll_s
         return max(OPEN_POLL_S, self._world_size / MAX_OPEN_POLLS_PER_S)
 
@@ -236,7 +238,6 @@ class Rounds:
         elif found := self._notes.read([key]):
             (text,) = found
         if text is None:
-            self._look_s = time.monotonic() - now
             return False
         ask = self._decoded(text)
         with self._changed:
