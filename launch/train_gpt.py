@@ -5,16 +5,19 @@
     python launch/train_gpt.py --root runs/demo                                 # one process
 
 Each of these goes on from the newest checkpoint of the run under `--root`, whatever number of ranks
-wrote it: from memory if it is there still, else from the disk. Everything about checkpoints is in
-`save`, `tell`, `resume` and `train`; the rest is an ordinary training script. The text is the
-source of Python's standard library, so nothing is downloaded.
+wrote it: from memory if it is there still, else from the disk. On SIGTERM or SIGUSR1 to any rank
+all of them save, stop and exit with code 75, for "start me again". Everything about checkpoints is
+in a few lines of `train`; the rest is an ordinary training script. The text is the source of
+Python's standard library, so nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -40,50 +43,8 @@ from torch.distributed.tensor.parallel import (
 import dist_ckpt as dc
 
 VOCABULARY = 256  # bytes
-State = dict[str, Any]
 
-
-# --- checkpoints -----------------------------------------------------------------------------
-
-
-def save(saver: dc.AsyncSaver, state: State, root: str, step: int) -> list[dc.SaveHandle]:
-    """Save everything that the run needs to go on. Every rank calls this.
-
-    On return the state may change: a process of its own writes what was copied.
-    """
-    try:
-        return [saver.save(state, f"{root}/step-{step:08d}", step=step)]
-    except dc.CheckpointError as error:
-        # Every rank gets the same error, and older checkpoints are as they were: train on.
-        say(f"step {step} is not saved, as an earlier save has failed: {error}")
-        return []
-
-
-def tell(handles: list[dc.SaveHandle]) -> list[dc.SaveHandle]:
-    """Say what has become of saves that are settled by now; return the others."""
-    under_way = []
-    for handle in handles:
-        if not handle.done():
-            under_way.append(handle)
-            continue
-        error = handle.exception()  # who asks is told, and no later call raises it
-        say(f"step {handle.step} is not saved: {error}" if error else str(handle.result()))
-    return under_way
-
-
-def resume(saver: dc.AsyncSaver, state: State, root: str) -> int:
-    """Take the newest checkpoint from memory, or load it from disk; return its step, or 0."""
-    step = saver.restore(state) or 0
-    if saver.restored is not None:
-        say(f"resumed from memory on {world_size()} rank(s): {saver.restored}")
-    there = dc.checkpoints(root) if Path(root).is_dir() else ()
-    paths = {one.step: one.path for one in there if one.state == "committed" and one.step}
-    newest = max(paths, default=0)
-    if newest > step:
-        report = dc.load(state, paths[newest])
-        say(f"resumed from disk on {world_size()} rank(s): {report}")
-        step = newest
-    return step
+_log = logging.getLogger(__name__)
 
 
 # --- the model -------------------------------------------------------------------------------
@@ -226,9 +187,8 @@ def rank() -> int:
 
 
 def say(line: str) -> None:
-    """Print on rank 0."""
-    if rank() == 0:
-        print(line, flush=True)
+    """Log on rank 0."""
+    _log.info("%s", line)
 
 
 # --- data ------------------------------------------------------------------------------------
@@ -267,8 +227,8 @@ class Text:
 # --- training --------------------------------------------------------------------------------
 
 
-def train(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.device) -> None:
-    """Train to `args.steps`, saving on the way."""
+def train(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.device) -> int:
+    """Train to `args.steps`, saving on the way; return the code to exit with."""
     torch.manual_seed(args.seed)
     model = GPT(args.dim, args.layers, args.heads).to(device)
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
@@ -278,19 +238,13 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.devic
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 10))
     text = Text.of_standard_library(args.length, args.seed)
 
-    state: State = {
-        "model": model,
-        "optim": optimizer,
-        "scheduler": warmup,
-        "rng": dc.RNG(on_reshard="drop"),  # other ranks, other random streams
-        "samples": 0,
-    }
-    with dc.AsyncSaver(args.root) as saver:
-        first = resume(saver, state, args.root) if args.resume == "auto" else 0
-        if first:
-            write_digests(args, f"resumed-{first:08d}", model, optimizer)
-        saves: list[dc.SaveHandle] = []
-        for step in range(first + 1, args.steps + 1):
+    state: dict[str, Any] = {"samples": 0}
+    state |= {"model": model, "optim": optimizer, "scheduler": warmup}
+    state["rng"] = dc.RNG(on_reshard="drop")  # other ranks, other random streams
+    save = dc.every(steps=args.save_every) | dc.at_end | dc.on_signal("TERM", "USR1")
+    with dc.Checkpointer(args.root, save=save) as ck:
+        for step in ck.steps(state, until=args.steps):
+            write_digests(args, step - 1, model, optimizer)
             started = time.perf_counter()
             inputs, targets = share_of(text.batch(state["samples"], args.batch), mesh, device)
             loss = model(inputs, targets)
@@ -301,11 +255,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.devic
             state["samples"] += args.batch
             seconds = time.perf_counter() - started
             say(f"step {step:4d}  loss {mean_over_dp(loss, mesh):.4f}  {seconds:.2f} s")
-            saves = tell(saves)
-            if step % args.save_every == 0:
-                write_digests(args, f"saved-{step:08d}", model, optimizer)
-                saves += save(saver, state, args.root, step)
-    tell(saves)
+    return ck.stopped.exit_code if ck.stopped else 0
 
 
 def share_of(
@@ -330,10 +280,10 @@ def mean_over_dp(loss: Tensor, mesh: DeviceMesh | None) -> float:
 
 
 def write_digests(
-    args: argparse.Namespace, name: str, model: nn.Module, optimizer: torch.optim.Optimizer
+    args: argparse.Namespace, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Write one line a tensor with the SHA-256 of the whole of it, gathered by torch itself."""
-    if args.digest_out is None:
+    if args.digest_out is None or step == 0 or step % args.save_every:
         return
     lines = []
     for fqn, tensor in whole_tensors(model, optimizer):
@@ -341,6 +291,7 @@ def write_digests(
         lines.append(f"{hashlib.sha256(data.data).hexdigest()}  {fqn}\n")
     if rank() == 0:
         Path(args.digest_out).mkdir(parents=True, exist_ok=True)
+        name = f"step-{step:08d}-on-{world_size()}-ranks"
         Path(args.digest_out, name).write_text("".join(sorted(lines)))
 
 
@@ -362,7 +313,6 @@ def main() -> None:
     parser.add_argument("--root", required=True, help="folder of the run's checkpoints")
     parser.add_argument("--steps", type=int, default=100, help="train up to this step")
     parser.add_argument("--save-every", type=int, default=10, help="steps between two saves")
-    parser.add_argument("--resume", choices=("auto", "never"), default="auto")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share one block (2: 2 x 2)")
     parser.add_argument("--batch", type=int, default=8, help="samples a step, over all ranks")
     parser.add_argument("--length", type=int, default=64, help="bytes of text in a sample")
@@ -371,7 +321,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--digest-out", help="folder for digests of all tensors, at each save")
+    parser.add_argument("--digest-out", help="folder for digests of what the steps saved")
     args = parser.parse_args()
     if world_size() % args.tp or args.batch % (world_size() // args.tp):
         parser.error(f"{world_size()} ranks, --tp {args.tp} and --batch {args.batch} do not divide")
@@ -380,17 +330,19 @@ def main() -> None:
     device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0")))
     if device_type == "cuda":
         torch.cuda.set_device(device)
+    level = logging.INFO if rank() == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
     if world_size() == 1:
-        train(args, None, device)
-        return
+        sys.exit(train(args, None, device))
     dist.init_process_group()
     mesh = init_device_mesh(
         device_type, (world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp")
     )
     place = ", ".join(f"{axis} {mesh.get_local_rank(axis)}" for axis in ("dp", "tp"))
     print(f"rank {rank()} is process {os.getpid()}: {place}\n", end="", flush=True)
-    train(args, mesh, device)
+    code = train(args, mesh, device)
     dist.destroy_process_group()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

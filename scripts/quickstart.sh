@@ -47,7 +47,7 @@ train() {
         >"$log" 2>&1 &
     job=$!
     tail -n +1 -f --pid="$job" "$log" |
-        grep --line-buffered -E '^(rank|step|saved|resumed|[0-9.]+ M )' | sed -u 's/^/  /' &
+        grep --line-buffered -E '^(rank|step|saved|[0-9.]+ M )|: start [0-9]+ ' | sed -u 's/^/  /' &
     viewer=$!
 }
 
@@ -115,16 +115,18 @@ wait_for is_committed "$save_every"
 
 torn=$((3 * save_every))
 until kill_in_save "$torn" 3; do torn=$((torn + save_every)); done
-wait "$job" || true
-job=
-newest=$((torn - save_every))
-is_committed "$newest" || fail "step $newest is not there"
-is_committed "$torn" && fail "step $torn was committed although a rank was killed"
+kill "$viewer" 2>/dev/null || true
+viewer=
 
 say "2. Rank 3 and its writer were killed (kill -9) in the middle of the save of step $torn. On disk is now:"
 (cd "$(path_of "$torn")" && find . -type f -printf '  %12s bytes  %P\n' | sort -k3)
 echo "  No index says \"committed\", so there is no checkpoint of step $torn:"
 .venv/bin/dist-ckpt ls "$root"
+wait "$job" || true # the ranks that live remove the files, and torchrun ends them
+job=
+newest=$((torn - save_every))
+is_committed "$newest" || fail "step $newest is not there"
+is_committed "$torn" && fail "step $torn was committed although a rank was killed"
 
 say "3. Go on with 2 ranks, FSDP2 only, from the newest committed step, which is still in memory"
 train "$proof/two-ranks.log" 2 --steps $((torn + 1))
@@ -134,8 +136,8 @@ wait "$viewer" || true
 viewer=
 
 say "4. The proof"
-saved=$(printf '%s/saved-%08d' "$proof" "$newest")
-resumed=$(printf '%s/resumed-%08d' "$proof" "$newest")
+saved=$(printf '%s/step-%08d-on-4-ranks' "$proof" "$newest")
+resumed=$(printf '%s/step-%08d-on-2-ranks' "$proof" "$newest")
 cmp "$saved" "$resumed" || fail "what was loaded is not what was saved"
 echo "  $(wc -l <"$saved") tensors (weights and AdamW's moments) have the SHA-256 that they had on 4 ranks."
 .venv/bin/python - "$(path_of "$newest")" "$saved" <<'PYTHON' || fail "the files hold something else"

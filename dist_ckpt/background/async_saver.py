@@ -100,12 +100,12 @@ class AsyncSaver:
     """Saves in the background: training waits for one copy, and storage is another process's work.
 
         with dc.AsyncSaver("runs/a") as saver:
-            if (first := saver.restore(state)) is None:  # not in memory, or not any more
-                first = load_the_newest(state)  # with `dc.load`; 0 if there is none
-            for step in range(first + 1, 10_001):
+            for step in range(1, 10_001):
                 train(state)
                 if step % 500 == 0:
                     saver.save(state, f"runs/a/step-{step:08}", step=step)
+
+    `dc.Checkpointer` does this for a run, and finds what to go on from, in memory or on disk.
 
     `save` copies this rank's part of the state into one of two arenas in shared memory. A writer,
     one process a rank, writes it from there and commits it together with the other writers. It

@@ -159,12 +159,12 @@ class OpenRun:
         """Let go of everything, whatever fails; after an error keep what is in memory.
 
         Waits for no other rank's training. Raises what a save has failed of that nobody was told;
-        after an error that is logged.
+        after an error it is logged instead, as that error is what is raised.
         """
         keeper = self.requests.keeper
         try:
-            self._let_go_of_all(is_hurried=error is not None)
-        except CheckpointError as failure:
+            self._let_go_of_all(error)
+        except Exception as failure:
             if error is None:
                 raise
             _log.error("a save has failed as well: %s", failure)
@@ -172,18 +172,18 @@ class OpenRun:
             safe = keeper.told.durable
             _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, safe)
 
-    def _let_go_of_all(self, *, is_hurried: bool) -> None:
+    def _let_go_of_all(self, error: BaseException | None) -> None:
         is_pressed = self.stopped is not None and not self.stopped.is_durable
         keeper = self.requests.keeper
         with ExitStack() as stack:
             if keeper is not None:
-                hurries = is_pressed or is_hurried
+                hurries = is_pressed or error is not None
                 stack.callback(keeper.close, HURRIED_END_S if hurries else END_S)
             if self.saver is not None:
                 if is_pressed:
                     stack.callback(self.saver.leave)
                 else:
-                    stack.callback(self.saver.close, keep=is_hurried)
+                    stack.callback(self.saver.close, keep=error is not None)
             stack.callback(self.requests.signals.close)
             stack.callback(self.rounds.close)
 
