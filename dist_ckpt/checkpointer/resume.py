@@ -265,7 +265,7 @@ class Resume:
                     hold = Hold(Subject(self.storage, self.root, one.path, where), HOLD_S)
                     hold.take()
                     self._hold = hold
-        options = LoadOptions(self.options.sharding)
+        options = LoadOptions(self.options.sharding, notes=not self.options.read_only)
         load_together(self.ranks, state, one.path, options, kept=KeptFiles(kept_on_host))
 
     def _release(self) -> None:
@@ -291,6 +291,7 @@ class Resume:
             include=init.include,
             exclude=init.exclude,
             rename=init.rename,
+            notes=not self.options.read_only,
         )
         source = os.fspath(init.source)
         report = load_together(self.ranks, state, source, options, kept=KeptFiles(kept_on_host))

@@ -176,7 +176,8 @@ def _load(call: LoadCall) -> LoadReport:
             collectives=ranks.collectives,
             storage_reads=asked.counting.reads,
         )
-        if ranks.channel.rank == COORDINATOR and _is_complete(call.options, report, passed):
+        is_noted = call.options.notes and ranks.channel.rank == COORDINATOR
+        if is_noted and _is_complete(call.options, report, passed):
             where_of = index.step or 0, checked.found.attempt
             note_verified(asked.counting, report.path, where_of, "load")
         phases.done(report)

@@ -14,7 +14,10 @@ from dist_ckpt.planning.sharding_config import ShardingConfig
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The options of `load`, checked by `check` once a rank's error can reach the others."""
+    """The options of `load`, checked by `check` once a rank's error can reach the others.
+
+    `notes`: what was read in full and is right is put down in its run's records. Not of users.
+    """
 
     sharding: ShardingConfig | None = None
     strict: bool = True
@@ -24,6 +27,7 @@ class LoadOptions:
     exclude: str | Sequence[str] | None = None
     rename: Mapping[str, str | None] | None = None
     read_once: ReadOnce = "host"
+    notes: bool = True
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""

@@ -1,0 +1,460 @@
+"""What a run goes on from: the newest that is whole, what is asked for, or what `init` gives."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dist_ckpt as dc
+from dist_ckpt.checkpointer import resume
+from dist_ckpt.commit import starts
+from dist_ckpt.commit.starts import read_history
+from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
+from dist_ckpt.loading.load import load_together
+from dist_ckpt.storage import open_storage
+from run_training import damage, fresh, steps_at, steps_in, train
+
+
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    caplog.set_level(logging.INFO, logger="dist_ckpt")
+
+
+def checkpointer(root: str | Path, **options: Any) -> dc.Checkpointer:
+    given = {"save": dc.every(steps=1), "background": False, **options}
+    return dc.Checkpointer(root, **given)
+
+
+def run(root: Path, until: int, state: dict[str, Any] | None = None, **options: Any) -> list[int]:
+    """Train to a step; return the steps that were done."""
+    state, done = fresh() if state is None else state, []
+    with checkpointer(root, **options) as ck:
+        for step in ck.steps(state, until=until):
+            train(state, step)
+            done.append(step)
+    return done
+
+
+def restored(root: Path, at: str | int | None = None, **options: Any) -> int | None:
+    """Return the step that a start goes on from; all of the state is of it, or untouched."""
+    state = fresh()
+    with checkpointer(root, **options) as ck:
+        step = ck.restore(state, at)
+    assert steps_in(state) == {-1 if step is None else step}
+    return step
+
+
+def why(root: Path) -> str:
+    """Return what the record of the newest start says."""
+    history = read_history(*open_storage(root))
+    return history.starts[history.newest].why
+
+
+# --- which --------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_the_newest_and_every_start_is_recorded(tmp_path: Path) -> None:
+    assert run(tmp_path / "run", 3) == [1, 2, 3]
+    assert why(tmp_path / "run") == "there was nothing to go on from"
+    assert run(tmp_path / "run", 5) == [4, 5]
+    assert why(tmp_path / "run") == "the newest"
+    history = read_history(*open_storage(tmp_path / "run"))
+    assert history.starts[1].restored is None
+    assert history.starts[2].restored is not None
+    assert history.starts[2].restored[0] == 3
+    assert steps_at(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+
+def test_the_step_that_is_asked_for_leaves_behind_what_is_above_and_a_replay_replaces_it(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, 6)
+    state = fresh()
+    with checkpointer(tmp_path, save=dc.at(4)) as ck:
+        assert ck.restore(state, at="@3") == 3
+        assert steps_in(state) == {3.0}
+        assert steps_at(tmp_path) == [1, 2, 3]
+        before = {one.path: one.attempt for one in dc.checkpoints(tmp_path)}
+        for step in ck.steps(state, until=5):
+            train(state, step)
+    assert steps_at(tmp_path) == [1, 2, 3, 4]
+    after = {one.path: one.attempt for one in dc.checkpoints(tmp_path)}
+    replaced = [path for path in before if before[path] != after[path]]
+    assert [Path(path).name for path in replaced] == ["step-00000004"]
+    assert restored(tmp_path) == 4  # not 6
+    assert why(tmp_path) == "the newest"
+    assert restored(tmp_path, at=2) == 2
+    assert "2 was asked for" in why(tmp_path)
+
+
+def test_what_was_left_behind_can_be_asked_for_again(tmp_path: Path) -> None:
+    run(tmp_path, 4)
+    assert restored(tmp_path, at="2") == 2
+    assert restored(tmp_path, at="@4") == 4
+    assert steps_at(tmp_path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("at", ["latest", "@min:loss", "", "-1", 1.5, "@tag:x"])
+def test_only_a_step_can_be_asked_for(at: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='give the step to go on from, as "@8000"'):
+        restored(tmp_path, at=at)
+
+
+def test_a_step_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        restored(tmp_path / "nothing", at="@3")
+    run(tmp_path, 2)
+    with pytest.raises(NotFoundError, match="no step 3 to go on from, but 1, 2"):
+        restored(tmp_path, at="@3")
+    assert why(tmp_path) == "there was nothing to go on from"  # no start was recorded
+
+
+def test_a_second_restore_is_another_start(tmp_path: Path) -> None:
+    """As in a notebook."""
+    state = fresh()
+    with checkpointer(tmp_path) as ck:
+        for step in ck.steps(state, until=3):
+            train(state, step)
+        assert ck.restore(state, at="@1") == 1
+        assert steps_in(state) == {1.0}
+        for step in ck.steps(state, until=2):
+            train(state, step)
+    assert steps_at(tmp_path) == [1, 2]
+
+
+def test_must_exist_refuses_a_fresh_run(tmp_path: Path) -> None:
+    for root in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(NotFoundError, match="there is no checkpoint to go on from: none"):
+            restored(root, must_exist=True)
+    assert list(tmp_path.iterdir()) == []
+    run(tmp_path, 1)
+    assert restored(tmp_path, must_exist=True) == 1
+
+
+def listing(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_read_only_resumes_and_changes_nothing(background: bool, tmp_path: Path) -> None:
+    run(tmp_path, 2)
+    before, state = listing(tmp_path), fresh()
+    save = dc.every(steps=1) | dc.at_end | dc.on_signal("TERM")
+    with checkpointer(tmp_path, save=save, read_only=True, background=background) as ck:
+        for step in ck.steps(state, until=5):
+            train(state, step)
+            ck.metrics(step, {"loss": 1.0})
+            ck.poll()
+        ck.save(6)
+    assert listing(tmp_path) == before
+
+
+# --- init ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """Return a finished run."""
+    state = fresh()
+    with checkpointer(tmp_path / "base") as ck:
+        for step in ck.steps(state, until=3):
+            train(state, step)
+            ck.metrics(step, {"val/loss": abs(2.0 - step)})
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize(
+    ("init", "expected"),
+    [
+        ("{}/step-00000003", 3),
+        ("{}@1", 1),
+        ("{}@min:val/loss", 2),
+        ("{}@latest", 3),
+        (Path("{}/step-00000001"), 1),
+    ],
+)
+def test_a_fresh_run_begins_with_what_init_gives_and_a_resume_wins(
+    init: str | Path, expected: int, base: Path, tmp_path: Path
+) -> None:
+    source = type(init)(str(init).format(base))
+    state = fresh()
+    with checkpointer(tmp_path / "run", init=source) as ck:
+        assert ck.restore(state) is None
+        assert steps_in(state) == {float(expected)}
+        assert f"it begins with {base}/step-0000000{expected}" in why(tmp_path / "run")
+        train(state, 7)
+        ck.step(7)
+    before = listing(base)
+    shutil.rmtree(base)  # nobody asks for it any more
+    assert restored(tmp_path / "run", init=source) == 7
+    assert before
+
+
+def test_init_takes_a_part_and_other_names(base: Path, tmp_path: Path) -> None:
+    net = {"small": torch.zeros(3)}
+    state = {"net": net, "progress": {"step": -1}}
+    init = dc.Init(f"{base}@2", include="net", rename={"model": "net"}, strict=False)
+    with checkpointer(tmp_path / "run", init=init) as ck:
+        assert ck.restore(state) is None
+    assert net["small"].tolist() == [2.0] * 3
+    assert state["progress"] == {"step": -1}
+
+
+def test_an_init_that_is_not_there_begins_nothing(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        restored(tmp_path / "run", init=tmp_path / "nothing")
+    assert not (tmp_path / "run").exists()
+
+
+# --- the configuration --------------------------------------------------------------------------
+
+CONFIG = {"model": {"depth": 3, "wide": [1, 2]}, "lr": 1e-3}
+
+
+def test_a_configuration_that_must_be_the_same_is_refused_with_what_differs(tmp_path: Path) -> None:
+    run(tmp_path, 1, config=CONFIG, same=("model.*",))
+    other = {"model": {"depth": 4, "wide": (1, 2)}, "lr": 1e-4}
+    with pytest.raises(
+        IncompatibleError, match=r"must be the same: model.depth: 3 there, 4 here\. Use"
+    ):
+        restored(tmp_path, config=other, same=("model.*",))
+    with pytest.raises(IncompatibleError, match=r"lr: 0\.001 there, nothing here"):
+        restored(tmp_path, config={"model": CONFIG["model"]}, same=("lr",))
+    assert why(tmp_path) == "there was nothing to go on from"
+
+
+def test_what_may_differ_in_the_configuration_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 1, config=CONFIG)
+    with dc.open(tmp_path / "step-00000001") as checkpoint:
+        assert checkpoint.metadata == {"config": CONFIG}
+    caplog.clear()
+    assert restored(tmp_path, config=CONFIG, same=("*",)) == 1
+    assert "another configuration" not in caplog.text
+    assert restored(tmp_path, config={**CONFIG, "lr": 5}, same=("model.*",)) == 1
+    assert "was saved with another configuration: lr: 0.001 there, 5 here" in caplog.text
+    assert restored(tmp_path) == 1  # nothing to compare
+
+
+# --- what is damaged ----------------------------------------------------------------------------
+
+
+def flip(root: Path, step: int) -> None:
+    damage(root, step)
+
+
+def flip_objects(root: Path, step: int) -> None:
+    damage(root, step, "objects.msgpack")
+
+
+def flip_index(root: Path, step: int) -> None:
+    damage(root, step, "index.json")
+
+
+def cut_index(root: Path, step: int) -> None:
+    (file,) = root.glob(f"step-{step:08}/a*/index.json")
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def cut(root: Path, step: int) -> None:
+    (file,) = root.glob(f"step-{step:08}/a*/model-00000.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def remove(root: Path, step: int) -> None:
+    (file,) = root.glob(f"step-{step:08}/a*/model-00000.safetensors")
+    file.unlink()
+
+
+DAMAGES = [flip, flip_objects, flip_index, cut_index, cut, remove]
+Damage = Callable[[Path, int], None]
+
+
+@pytest.mark.parametrize("spoil", DAMAGES)
+def test_a_damaged_newest_one_is_stepped_over_and_replaced_on_replay(
+    spoil: Damage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 3)
+    spoil(tmp_path, 3)
+    state = fresh()
+    with checkpointer(tmp_path, keep=dc.keep.last(2)) as ck:
+        assert ck.restore(state) == 2
+        assert steps_in(state) == {2.0}
+        assert "is damaged" in why(tmp_path)
+        assert "the newest that is whole" in why(tmp_path)
+        assert "step-00000003" in caplog.text
+        # It stays until another is there in its place.
+        (before,) = (tmp_path / "step-00000003").glob("a*")
+        for step in ck.steps(state, until=4):
+            assert before.exists() == (step == 3)
+            train(state, step)
+    assert not before.exists()
+    assert steps_at(tmp_path) == [2, 3, 4]  # 2 was read in full
+    assert all(dc.verify(one.path, level="full").ok for one in dc.checkpoints(tmp_path))
+
+
+def test_several_damaged_ones_are_stepped_over_with_each_reason(tmp_path: Path) -> None:
+    run(tmp_path, 4)
+    flip(tmp_path, 4)
+    cut(tmp_path, 3)
+    cut_index(tmp_path, 2)
+    assert restored(tmp_path) == 1
+    assert all(f"step {step} is damaged" in why(tmp_path) for step in (3, 4))
+
+
+@pytest.mark.parametrize("spoil", DAMAGES)
+def test_where_all_are_damaged_nothing_is_begun_anew(spoil: Damage, tmp_path: Path) -> None:
+    run(tmp_path, 2)
+    for step in (1, 2):
+        spoil(tmp_path, step)
+    before = listing(tmp_path)
+    with pytest.raises(CorruptError, match=r"no checkpoint (is whole|to go on from)"):
+        restored(tmp_path, init=tmp_path / "base")
+    after = {name: data for name, data in listing(tmp_path).items() if ".facts" not in name}
+    assert after == before
+
+
+def test_a_damaged_one_that_is_asked_for_is_an_error(tmp_path: Path) -> None:
+    run(tmp_path, 3)
+    flip(tmp_path, 2)
+    with pytest.raises(CorruptError):
+        restored(tmp_path, at="@2")
+    assert restored(tmp_path) == 3
+
+
+def test_a_damage_that_a_second_read_does_not_see_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one in the page cache."""
+    run(tmp_path, 2)
+    dropped: list[str] = []
+    file = damage(tmp_path, 2)
+
+    def drop(path: str) -> None:
+        dropped.append(path)
+        damage(tmp_path, 2)  # that mends it
+
+    monkeypatch.setattr(resume, "drop_cached", drop)
+    assert restored(tmp_path) == 2
+    assert dropped == [str(file.parent)]
+    assert why(tmp_path) == "the newest"
+
+
+def test_an_error_of_the_storage_stops_a_resume_and_nothing_is_rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, 3)
+    before = listing(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError(f"{tmp_path}: {errno.errorcode[errno.EIO]}")
+
+    for name in ("load_together", "list_run"):
+        with monkeypatch.context() as patch:
+            patch.setattr(resume, name, fail)
+            with pytest.raises(StorageError, match="EIO"):
+                restored(tmp_path)
+        assert steps_at(tmp_path) == [1, 2, 3]
+    after = {name: data for name, data in listing(tmp_path).items() if ".facts" not in name}
+    assert after == before
+    assert restored(tmp_path) == 3
+
+
+def test_one_of_a_newer_version_stops_a_resume(tmp_path: Path) -> None:
+    run(tmp_path, 3)
+    (file,) = tmp_path.glob("step-00000003/a*/index.json")
+    document = json.loads(file.read_text())
+    document["format"]["version"] = 99
+    file.write_text(json.dumps(document))
+    with pytest.raises(IncompatibleError, match="may be the newest, so nothing older is taken"):
+        restored(tmp_path)
+
+
+def test_a_state_that_does_not_fit_stops_a_resume(tmp_path: Path) -> None:
+    run(tmp_path, 3)
+    state = fresh()
+    state["model"]["more"] = torch.zeros(2)
+    with checkpointer(tmp_path) as ck, pytest.raises(IncompatibleError, match=r"lacks model\.more"):
+        ck.restore(state)
+
+
+def test_what_a_damaged_one_has_touched_is_wholly_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, 3)
+    state, num_loads = fresh(), 0
+
+    def load(*args: Any, **options: Any) -> Any:
+        nonlocal num_loads
+        num_loads += 1
+        report = load_together(*args, **options)
+        if num_loads <= 2:
+            raise CorruptError("after all of it was placed", touched=tuple(report.restored))
+        return report
+
+    monkeypatch.setattr(resume, "load_together", load)
+    with checkpointer(tmp_path) as ck:
+        assert ck.restore(state) == 2
+    assert steps_in(state) == {2.0}
+
+
+# --- others that use the root -------------------------------------------------------------------
+
+
+def test_what_is_loaded_is_held_until_the_start_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, 2)
+    held: list[tuple[str, ...]] = []
+
+    def begin(*args: Any, **options: Any) -> Any:
+        held.extend(one.holds for one in dc.checkpoints(tmp_path))
+        return starts.begin(*args, **options)
+
+    monkeypatch.setattr(resume, "begin", begin)
+    assert restored(tmp_path) == 2
+    assert [len(one) for one in held] == [0, 1]
+    assert [one.holds for one in dc.checkpoints(tmp_path)] == [(), ()]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_older_of_two_starts_is_refused_by_name_and_the_newer_loses_nothing(
+    background: bool, tmp_path: Path
+) -> None:
+    run(tmp_path, 2)
+    state = fresh()
+    with pytest.raises(dc.ConflictError, match=r"start 3 of this run, .* has taken over"):
+        refused(tmp_path, state, background=background)
+    assert steps_at(tmp_path) == [1, 2, 3, 4]
+    assert {one.step: (one.attempt or "")[:5] for one in dc.checkpoints(tmp_path)} == {
+        1: "a1000",
+        2: "a1000",
+        3: "a3000",
+        4: "a3000",
+    }
+
+
+def refused(root: Path, state: dict[str, Any], *, background: bool) -> None:
+    """Train on, while another process has begun."""
+    with checkpointer(root, background=background, keep=dc.keep.last(1)) as ck:
+        assert ck.restore(state) == 2
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            assert pool.submit(run, root, 4).result(60) == [3, 4]
+        for step in range(3, 1000):
+            train(state, step)
+            ck.step(step)
+            ck.poll()
+            time.sleep(0.05)
