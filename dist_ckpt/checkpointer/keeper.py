@@ -101,6 +101,7 @@ class Keeper:
 
     def committed(self, report: SaveReport) -> None:
         """Look after a save that is durable."""
+        self._note_durable(report)
         with self._changed:
             self._todo.committed.append(report)
             self._changed.notify()
@@ -168,6 +169,7 @@ class Keeper:
             self._todo.handles.remove(handle)
             if error is None and (report := handle.result()) is not None:
                 _log.info("%s", report)
+                self._note_durable(report)
                 self._todo.committed.append(report)
         if error is not None:
             self._failed(handle.step, error)
@@ -193,14 +195,17 @@ class Keeper:
             self._guarded("on_failure", partial(hook, error))
         return text
 
+    def _note_durable(self, report: SaveReport) -> None:
+        # At once, for what fails next is told with what is safe.
+        self.told.durable = f"step {report.step}, at {report.path}"
+        self.told.num_failures = 0
+
     def _after_commit(self, report: SaveReport) -> None:
         attempt = parse_attempt(report.attempt)
         assert report.step is not None
         assert attempt is not None
         self._saved[report.step] = (report.step, attempt)
         self._newest_saved = max(self._newest_saved, report.step)
-        self.told.durable = f"step {report.step}, at {report.path}"
-        self.told.num_failures = 0
         if (hook := self._hooks.on_commit) is not None:
 
             def tell() -> None:
