@@ -219,9 +219,13 @@ class Checkpointer:
             try:
                 yield step
             except GeneratorExit:
-                self._count(step, state)
+                if step > self._step:
+                    self._count(step, state)
                 raise
-            self.step(step, state)
+            if step > self._step:
+                self.step(step, state)
+            else:  # the body has saved it
+                self.poll()
 
     def _count(self, step: int, state: StateOrMaker | None) -> None:
         if type(step) is not int:

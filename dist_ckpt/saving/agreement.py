@@ -40,8 +40,8 @@ class Offer(Message, frozen=True):
     last plan's save if it still is good here, else ""; `bulk` numbers the bulk connections.
     """
 
+    step: int | None  # first: of a run's steps that differ people know more than of their paths
     path: str
-    step: int | None
     overwrite: bool
     metadata: str
     root: str

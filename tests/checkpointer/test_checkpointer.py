@@ -216,6 +216,18 @@ def test_a_loop_that_is_left_by_break_saves_what_it_has_done(tmp_path: Path) -> 
     assert steps_at(tmp_path) == [4]
 
 
+def test_the_body_may_save_its_step_by_itself(tmp_path: Path) -> None:
+    state = fresh()
+    with checkpointer(tmp_path, dc.every(steps=3)) as ck:
+        for step in ck.steps(state, until=9):
+            train(state, step)
+            if step in (2, 3, 5):
+                ck.save(step)
+            if step == 5:
+                break
+    assert steps_at(tmp_path) == [2, 3, 5]
+
+
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3), KeyboardInterrupt()])
 def test_an_error_of_the_body_saves_nothing_and_says_what_is_safe(
