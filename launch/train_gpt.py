@@ -242,7 +242,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.devic
     state |= {"model": model, "optim": optimizer, "scheduler": warmup}
     state["rng"] = dc.RNG(on_reshard="drop")  # other ranks, other random streams
     save = dc.every(steps=args.save_every) | dc.at_end | dc.on_signal("TERM", "USR1")
-    with dc.Checkpointer(args.root, save=save) as ck:
+    with dc.Checkpointer(args.root, save=save, stop_within_s=args.stop_within) as ck:
         for step in ck.steps(state, until=args.steps):
             write_digests(args, step - 1, model, optimizer)
             started = time.perf_counter()
@@ -313,6 +313,7 @@ def main() -> None:
     parser.add_argument("--root", required=True, help="folder of the run's checkpoints")
     parser.add_argument("--steps", type=int, default=100, help="train up to this step")
     parser.add_argument("--save-every", type=int, default=10, help="steps between two saves")
+    parser.add_argument("--stop-within", type=float, default=25, help="seconds, on a signal")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share one block (2: 2 x 2)")
     parser.add_argument("--batch", type=int, default=8, help="samples a step, over all ranks")
     parser.add_argument("--length", type=int, default=64, help="bytes of text in a sample")

@@ -84,6 +84,7 @@ class Checkpointer:
         self._state: StateOrMaker | None = None
         self._step = self._last_asked = 0
         self._is_closed = self._is_in_loop = False
+        self._body_of: int | None = None
         self._pid = os.getpid()
         if root is None:
             return
@@ -138,11 +139,22 @@ class Checkpointer:
         if (turn := run.rounds.arrive("step", step, is_due=is_due)) is not None:
             run.take(turn, step, self._made_state)
 
-    def poll(self) -> None:
+    def poll(self, step: int | None = None) -> None:
         """Look for requests between two steps, as in a long evaluation. Every rank calls it alike.
 
-        If a save was asked for, the state is saved as that of the last step.
+        If a save was asked for, the state is saved as that of `step`, None for the last one. A step
+        that is new is done with this, as with `step`. In the body of a loop over `steps` it has to
+        be said: `poll(step)` once the optimizer has changed the state, and `poll(step - 1)` before,
+        as between the parts of a batch. ValueError if it is not.
         """
+        if step is None and self._body_of not in (None, self._step):
+            raise ValueError(
+                f"poll() in the body of step {self._body_of} must say of which step the state is: "
+                f"poll(step) if the optimizer has done it, poll(step - 1) if not yet"
+            )
+        if step not in (None, self._step):
+            self.step(step)
+            return
         if (run := self._open_run()) is None or run.stopped is not None:
             return
         if (turn := run.rounds.arrive("poll", self._step)) is not None:
@@ -195,7 +207,8 @@ class Checkpointer:
         """Restore, then yield each step to be done, up to `until`; save when it is time to.
 
         Steps are counted from 1. What the body of the loop has done counts as the step, also when
-        it ends with `continue` or `break`. It ends early when the run is to stop.
+        it ends with `continue` or `break`. It ends early when the run is to stop. The body may call
+        `step(step)` or `save(step)` by itself, once the optimizer has stepped.
         """
         self._open_run()
         if self._is_in_loop:
@@ -216,16 +229,17 @@ class Checkpointer:
         for step in range(self._step + 1, until + 1):
             if self.should_stop:
                 return
+            self._body_of = step
             try:
                 yield step
             except GeneratorExit:
-                if step > self._step:
+                if step != self._step:
                     self._count(step, state)
                 raise
-            if step > self._step:
+            finally:
+                self._body_of = None
+            if step != self._step:
                 self.step(step, state)
-            else:  # the body has saved it
-                self.poll()
 
     def _count(self, step: int, state: StateOrMaker | None) -> None:
         if type(step) is not int:

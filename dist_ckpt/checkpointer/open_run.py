@@ -176,6 +176,8 @@ class OpenRun:
         is_pressed = self.stopped is not None and not self.stopped.is_durable
         keeper = self.requests.keeper
         with ExitStack() as stack:
+            # Last: torchrun sends SIGTERM to all ranks once the first of them has ended.
+            stack.callback(self.requests.signals.close)
             if keeper is not None:
                 hurries = is_pressed or error is not None
                 stack.callback(keeper.close, HURRIED_END_S if hurries else END_S)
@@ -184,7 +186,6 @@ class OpenRun:
                     stack.callback(self.saver.leave)
                 else:
                     stack.callback(self.saver.close, keep=error is not None)
-            stack.callback(self.requests.signals.close)
             stack.callback(self.rounds.close)
 
     def let_go(self) -> None:

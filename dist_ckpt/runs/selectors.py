@@ -35,9 +35,10 @@ def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     A path that exists is never taken for one with a selector. NotFoundError if there is no such
     checkpoint, ValueError for an unknown selector: both say what there is.
     """
-    if "@" not in os.fspath(path):
+    given = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(given, str) or "@" not in given:
         return path
-    storage, text = open_storage(path)
+    storage, text = open_storage(given)
     found = resolve_at(storage, text)
     return path if found is None else found.path
 

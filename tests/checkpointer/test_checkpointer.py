@@ -313,7 +313,7 @@ def test_without_a_root_there_are_no_checkpoints_and_nothing_else_changes(tmp_pa
     with checkpointer(None, keep=dc.keep.last(1)) as ck:
         for step in ck.steps(state, until=3):
             ck.metrics(step, {"loss": 1.0})
-            ck.poll()
+            ck.poll(step)
             done.append(step)
         ck.save(4)
         assert ck.restore(state) is None

@@ -156,7 +156,7 @@ def test_read_only_resumes_and_changes_nothing(background: bool, tmp_path: Path)
         for step in ck.steps(state, until=5):
             train(state, step)
             ck.metrics(step, {"loss": 1.0})
-            ck.poll()
+            ck.poll(step)
         ck.save(6)
     assert listing(tmp_path) == before
 

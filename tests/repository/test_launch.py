@@ -1,15 +1,20 @@
-"""The job in launch/: few of its lines are about checkpoints, and it trains the same without."""
+"""The job in launch/, of which few lines are about checkpoints, and the files that start it."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+import dist_ckpt as dc
+from ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -26,7 +31,8 @@ OF_CHECKPOINTS = {
     r"ck\.steps\(state, until=args\.steps\)": "range(1, args.steps + 1)",
     r"^    return ck\.stopped\..*\n": "    return 0\n",
 }
-SMALL = ("--steps", "3", "--save-every", "2", "--dim", "32", "--layers", "1", "--heads", "2")
+TINY = ("--dim", "32", "--layers", "1", "--heads", "2", "--length", "16", "--batch", "4")
+SMALL = ("--steps", "3", "--save-every", "2", *TINY)
 
 
 def without_checkpoints(job: str) -> str:
@@ -89,3 +95,134 @@ def test_the_job_trains_the_same_without_checkpoints(tmp_path: Path) -> None:
         "step-00000002",
         "step-00000003",
     ]
+
+
+def environment(*first: Path, **variables: str) -> dict[str, str]:
+    """Return this process's environment, with programs of ours found first."""
+    path = os.pathsep.join([*map(str, first), str(Path(sys.executable).parent), os.environ["PATH"]])
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, "PATH": path, **ours, **variables}
+
+
+def options_in(text: str) -> set[str]:
+    """Return the options that a file in launch/ gives to the job."""
+    lines = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
+    given = re.findall(r"launch/train_gpt\.py(.*?)(?:&|resources:|lifecycle:|\n\n)", lines, re.S)
+    assert given
+    return {option for part in given for option in re.findall(r"(?<![\w-])--[a-z-]+", part)}
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch", "kubernetes.yaml"])
+def test_what_the_launch_files_give_to_the_job_are_its_options(name: str) -> None:
+    known = set(re.findall(r'add_argument\("(--[a-z-]+)"', JOB.read_text()))
+    given = options_in((LAUNCH / name).read_text())
+    assert "--root" in given
+    assert given <= known
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+def test_the_example_for_torchrun_stops_and_goes_on(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [LAUNCH / "torchrun.sh", tmp_path / "run", *TINY],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    stopped = re.findall(
+        r"stopped by SIGTERM on rank \d after step (\d+), which is durable", done.stdout
+    )
+    step = int(stopped[0])
+    starts = re.findall(r": start \d (.*): ", done.stdout)
+    assert starts == [
+        "begins anew",
+        f"goes on from step {step}",
+        f"goes on from step {step + 5}",
+    ]
+    assert newest_in(tmp_path / "run") == step + 10
+
+
+# What stands for Slurm: it starts the tasks, hands on a signal, and ends with the highest code.
+SRUN = """
+import os, signal, subprocess, sys
+words = sys.argv[1:]
+while words[0].startswith("--"):
+    words.pop(0)
+num = int(os.environ["SLURM_NTASKS"])
+tasks = []
+signal.signal(signal.SIGUSR1, lambda number, frame: [one.send_signal(number) for one in tasks])
+for rank in range(num):
+    names = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    tasks.append(subprocess.Popen(words, env={**os.environ, **names}))
+sys.exit(max(one.wait() % 256 for one in tasks))
+"""
+SCONTROL = """
+import sys
+if sys.argv[1] == "show":
+    print("127.0.0.1")
+else:
+    print(*sys.argv[1:], file=open("requeued", "a"))
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """Make a folder to submit from, and return the environment of a job on one node there."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, program in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / name).write_text(f"#!{sys.executable}{program}")
+        (programs / name).chmod(0o755)
+    (tmp_path / "launch").symlink_to(LAUNCH)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    return environment(
+        programs,
+        SLURM_JOB_ID="42",
+        SLURM_JOB_NAME="run",
+        SLURM_JOB_NODELIST="here",
+        SLURM_NTASKS="2",
+        SLURM_SUBMIT_DIR=str(tmp_path),
+        MASTER_PORT=str(free_port()),
+    )
+
+
+def newest_in(root: Path) -> int:
+    """Return the newest step that is committed, 0 if none is."""
+    there = dc.checkpoints(root) if root.is_dir() else ()
+    return max((one.step or 0 for one in there if one.state == "committed"), default=0)
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+def test_a_job_of_slurm_saves_before_its_time_is_over_and_is_queued_again(
+    tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    command = [str(LAUNCH / "slurm.sbatch"), "--tp", "1", *TINY, "--save-every", "5", "--steps"]
+    with subprocess.Popen(["bash", *command, "1000000"], cwd=tmp_path, env=slurm) as job:
+        until = time.monotonic() + 60
+        while not newest_in(tmp_path / "runs" / "run"):
+            assert job.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)  # as `--signal=B:USR1@300` does
+        assert job.wait(60) == 0
+    assert (tmp_path / "requeued").read_text() == "requeue 42\n"
+    stopped_at = newest_in(tmp_path / "runs" / "run")
+    assert stopped_at > 5
+    done = subprocess.run(
+        ["bash", *command, str(stopped_at + 2)],
+        cwd=tmp_path,
+        env=slurm,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"goes on from step {stopped_at}: " in done.stdout
+    assert newest_in(tmp_path / "runs" / "run") == stopped_at + 2
+    assert (tmp_path / "requeued").read_text() == "requeue 42\n"  # it has come to its end
