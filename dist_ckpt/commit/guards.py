@@ -87,12 +87,18 @@ def newest_values(facts: Iterable[StoredFact], kind: str) -> _Newest:
 
 def tagged(facts: Iterable[StoredFact]) -> dict[str, Where]:
     """Return where each tag of a root is: where the newest fact about it puts it. Pure."""
+    newest = newest_of_tags(facts)
+    return {name: where for name, (where, value) in sorted(newest.items()) if _is_set(value)}
+
+
+def newest_of_tags(facts: Iterable[StoredFact]) -> dict[str, tuple[Where, Scalar]]:
+    """Return what the newest fact about each tag of a root says, also that nobody has it. Pure."""
     found: dict[str, tuple[Where, Scalar]] = {}
     for fact in sorted(facts, key=lambda one: one.name):
         if fact.name.kind == TAG:
             for name, value in fact.values.items():
                 found[name] = (fact.step, fact.attempt), value
-    return {name: where for name, (where, value) in sorted(found.items()) if _is_set(value)}
+    return found
 
 
 def marks_of(facts: Iterable[StoredFact], now: float) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from dist_ckpt.commit.guards import (
     Where,
     guards_of,
     marks_of,
-    tagged,
+    newest_of_tags,
 )
 from dist_ckpt.commit.root_records import (
     StoredFact,
@@ -267,11 +267,12 @@ def forget(storage: Storage, root: str, where: Where, facts: Sequence[StoredFact
 
 
 def _outdone(where: Where, facts: Sequence[StoredFact]) -> list[StoredFact]:
-    """Return the facts that have put elsewhere a tag that the checkpoint has: it goes with it.
+    """Return the facts that have put elsewhere a tag that the checkpoint has, or had last.
 
-    Without the newest fact about it, the one before would count again.
+    Without the newest fact about a tag, which goes with the checkpoint, the one before would count
+    again, and another checkpoint have the tag.
     """
-    names = {name for name, place in tagged(facts).items() if place == where}
+    names = {name for name, (place, _) in newest_of_tags(facts).items() if place == where}
     return [
         fact
         for fact in facts

@@ -254,3 +254,14 @@ TestRunModel = RunMachine.TestCase
 TestRunModel.settings = settings(
     max_examples=10_000 if IS_LONG else 25, stateful_step_count=30, deadline=None
 )
+
+
+def test_a_tag_that_was_taken_away_does_not_come_back_with_the_end_of_who_had_it_last() -> None:
+    run = RunMachine()
+    run.save(by=1, is_whole=True)
+    run.save(by=1, is_whole=True)
+    run.move_tag(number=0, name="release")
+    run.move_tag(number=1, name="release")
+    run.take_tag(name="release")
+    run.delete(number=1, force=True)
+    run.what_is_listed_is_there()
