@@ -55,10 +55,14 @@ class Hooks:
 
 @dataclass
 class SavesSoFar:
-    """What is known of this run's saves: the newest that is durable, and failures in a row."""
+    """What is known of this run's saves: the newest that is durable, and failures in a row.
+
+    `given_up` is the last step whose save has failed for good, and how.
+    """
 
     durable: str = "nothing is durable yet"
     num_failures: int = 0
+    given_up: tuple[int, str] | None = None
 
 
 @dataclass
@@ -124,6 +128,22 @@ class Keeper:
         if ask in self._asks:
             self._asks.remove(ask)
 
+    def became_of(self, step: int) -> Where | str | None:
+        """Return which checkpoint of this step or a newer one is durable, or why none will be.
+
+        None while that is open. Reads the storage for a step that was restored; its errors.
+        """
+        newest = self._newest_saved if self._newest_saved >= step else step
+        if (where := self._saved.get(step) or self._saved.get(newest)) is not None:
+            return where
+        if (given_up := self.told.given_up) is not None and given_up[0] >= step:
+            return given_up[1]
+        if step > max(self._restored, 0):
+            return None
+        return self._found(step) or (
+            f"the run has begun with step {step}, which is not durable, and no step was done since"
+        )
+
     def close(self, timeout_s: float | None) -> None:
         """Do what is left, for so long at most, and end. May be called again."""
         with self._changed:
@@ -187,10 +207,12 @@ class Keeper:
         else:
             self._asks.append(Ask(COORDINATOR, text, again=True))
 
-    def tell_failure(self, step: int | None, error: Exception) -> str:
-        """Tell that a save has failed, and what is safe; return it."""
+    def tell_failure(self, step: int | None, error: Exception, *, again: bool = False) -> str:
+        """Tell that a save has failed, and what is safe; return it. `again`: another is coming."""
         text = f"step {step} is not saved: {error} Safe is: {self.told.durable}"
         _log.warning("%s", text)
+        if step is not None and not again:
+            self.told.given_up = step, text
         if callable(hook := self._hooks.on_failure):
             self._guarded("on_failure", partial(hook, error))
         return text

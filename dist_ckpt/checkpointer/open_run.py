@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from dist_ckpt.background.async_saver import AsyncSaver
 from dist_ckpt.checkpointer.keeper import Keeper
 from dist_ckpt.checkpointer.options import AskedRun, RunOptions
+from dist_ckpt.checkpointer.outside import OutsideRequests
 from dist_ckpt.checkpointer.requests import SaveRequests
 from dist_ckpt.checkpointer.resume import Resume, Resumed
 from dist_ckpt.checkpointer.rounds import COORDINATOR, Ask, Boundary, Member, Rounds
@@ -38,6 +39,9 @@ REQUEUE = 75
 
 # For metrics, hooks and pruning at the end: of a run that is not pressed for time, and else.
 END_S, HURRIED_END_S = 300.0, 1.0
+
+# For answers to who has asked for a save: whoever hears nothing waits much longer.
+ANSWERS_END_S = 5.0
 
 # What a lone rank is told that it is doing.
 _THE_END = "end the run"
@@ -78,6 +82,8 @@ class OpenRun:
         """Fill the state with what the run goes on from, and begin to save. Collective."""
         if (keeper := self.requests.keeper) is not None:  # of a restore before
             keeper.close(END_S)
+        if (outside := self.requests.outside) is not None:
+            outside.close("the job has restored once more", ANSWERS_END_S)
         how = self.options.resume
         resumed = Resume(self.ranks, self.saver, self.root, how).run(state, at)
         self.stopped = None
@@ -94,6 +100,7 @@ class OpenRun:
             keeper = Keeper(storage, run, resumed.step, options.keep, options.hooks)
             keeper.told.durable = resumed.where or keeper.told.durable
             requests.keeper = keeper
+            requests.outside = OutsideRequests(storage, run, keeper)
         hook, config = options.hooks.on_failure, options.resume.config
         how = SavesOptions(
             options.resume.sharding,
@@ -114,9 +121,10 @@ class OpenRun:
                 saves.save(step, make(), turn.number)
             if ask is not None and ask.stops:
                 self._stop(turn, ask, step, make)
+            self.requests.taken(step, is_last=self.stopped is not None)
         finally:
-            self.rounds.leave()
             self.requests.served(ask)
+            self.rounds.leave()
 
     def _stop(self, turn: Boundary, ask: Ask, step: int, make: MakeState) -> None:
         """Have what is saved made durable in time."""
@@ -148,6 +156,8 @@ class OpenRun:
                         f"the last save, of step {step}, has failed twice: the log says of what. "
                         f"Older checkpoints are as they were"
                     )
+            if step == saves.last:
+                self.requests.taken(step, is_last=True)
         except RankError as error:
             if f"to {_THE_END}" not in str(error):
                 raise
@@ -178,6 +188,8 @@ class OpenRun:
         with ExitStack() as stack:
             # Last: torchrun sends SIGTERM to all ranks once the first of them has ended.
             stack.callback(self.requests.signals.close)
+            if (outside := self.requests.outside) is not None:  # once all saves are settled
+                stack.callback(outside.close, self._end_of(error), ANSWERS_END_S)
             if keeper is not None:
                 hurries = is_pressed or error is not None
                 stack.callback(keeper.close, HURRIED_END_S if hurries else END_S)
@@ -188,6 +200,14 @@ class OpenRun:
                     stack.callback(self.saver.close, keep=error is not None)
             stack.callback(self.rounds.close)
 
+    def _end_of(self, error: BaseException | None) -> str:
+        """Return how the run has ended, for who has asked for a save."""
+        if error is not None:
+            return f"the run has ended with {type(error).__name__}"
+        if self.stopped is not None and not self.stopped.is_durable:
+            return f"the run has stopped after step {self.stopped.step}, which is not durable yet"
+        return "the run has ended, and what it did last is not saved"
+
     def let_go(self) -> None:
         """Let go of a run that nobody has closed, and say so. Waits for nothing."""
         if os.getpid() != self.pid:  # a forked child has no part in it
@@ -196,6 +216,8 @@ class OpenRun:
         self.rounds.close()
         if self.requests.keeper is not None:
             self.requests.keeper.close(0.0)
+        if self.requests.outside is not None:
+            self.requests.outside.close("the run was dropped", 0.0)
         _log.warning(
             "a Checkpointer for %s is gone without close(): at_end has saved nothing, and what was "
             "measured last may be lost. Use it in a `with`",

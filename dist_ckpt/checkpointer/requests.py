@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from dist_ckpt.checkpointer.keeper import Keeper
+from dist_ckpt.checkpointer.outside import OutsideRequests
 from dist_ckpt.checkpointer.rounds import COORDINATOR, Ask
 from dist_ckpt.checkpointer.signals import Signals
 from dist_ckpt.checkpointer.when import When
@@ -13,8 +14,9 @@ from dist_ckpt.checkpointer.when import When
 
 @dataclass
 class SaveRequests:
-    """One rank's requests: signals on any rank, on rank 0 its clock and saves that have failed.
+    """One rank's requests: signals on any rank; on rank 0 also what only that knows.
 
+    That is its clock, saves that have failed, and what other processes ask for.
     Called in the thread of the rounds; waits for nothing.
     """
 
@@ -22,6 +24,7 @@ class SaveRequests:
     save: When
     signals: Signals
     keeper: Keeper | None = None
+    outside: OutsideRequests | None = None
     saved_at: float = field(default_factory=time.monotonic)
 
     def __call__(self) -> Ask | None:
@@ -30,8 +33,15 @@ class SaveRequests:
             return Ask(self.rank, f"{self.signals.got} on rank {self.rank}", stops=True)
         if self.keeper is not None and (ask := self.keeper.wants()) is not None:
             return ask
+        if self.outside is not None and (ask := self.outside.wants()) is not None:
+            return ask
         is_time = self.save.is_time(time.monotonic() - self.saved_at)
         return Ask(self.rank, "the time") if self.rank == COORDINATOR and is_time else None
+
+    def taken(self, step: int, *, is_last: bool) -> None:
+        """Take it as said that this step is saved, or begun to be; `is_last`: the run ends then."""
+        if self.outside is not None:
+            self.outside.taken(step, is_last=is_last)
 
     def served(self, ask: Ask | None) -> None:
         """Take what was asked for as done, and count the time from now."""

@@ -224,19 +224,23 @@ class Rounds:
         self._look_for_lone_turns(inside, turn)
         if is_go:  # until the training has come so far
             return self._pacing.poll_s
-        if not is_open and not self._look_for_ask():
+        if not is_open and not self._look_for_ask(asks=inside is None):
             self._look_s = time.monotonic() - began
             return self._pacing.poll_s
         if self._look_for_verdict():
             return self._pacing.poll_s
         return max(OPEN_POLL_S, self._world_size / MAX_OPEN_POLLS_PER_S)
 
-    def _look_for_ask(self) -> bool:
-        """Look for this round's ask, or put one; answer it. Return whether there is one."""
+    def _look_for_ask(self, *, asks: bool) -> bool:
+        """Look for this round's ask, or put one; answer it. Return whether there is one.
+
+        It does not put one within a turn: what it asks for may be done just now.
+        """
         self._see_pace()
         key, text = self._of_round("ask"), None
         now = time.monotonic()
-        if not self._is_over and now >= self._not_before and (ask := self._wants()) is not None:
+        may_ask = asks and not self._is_over and now >= self._not_before
+        if may_ask and (ask := self._wants()) is not None:
             text = self._notes.put_once(key, msgspec.json.encode(ask).decode())
         elif found := self._notes.read([key]):
             (text,) = found

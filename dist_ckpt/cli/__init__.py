@@ -1,4 +1,4 @@
-"""`dist-ckpt`: look at checkpoints, check them, rewrite and remove them.
+"""`dist-ckpt`: look at checkpoints, check them, rewrite and remove them; ask a run to save.
 
 One file a group of commands (`reading.py`, `changing.py`, `runs.py`); each parses, calls and
 prints. A new command is added to the group here.
@@ -61,7 +61,7 @@ def cli() -> None:
 
     \b
     Exit codes: 0 fine, 1 a finding (damage), 2 usage, 3 not found or not committed,
-    4 incompatible, 5 input/output or space, 6 refused without --yes.
+    4 incompatible, 5 input/output or space, 6 refused without --yes, or nobody has answered.
     """  # noqa: D301 - click knows the backspace
 
 
@@ -76,6 +76,7 @@ for _command in (
     runs.prune,
     runs.pin,
     runs.tag,
+    runs.request_save,
 ):
     cli.add_command(_command)
 

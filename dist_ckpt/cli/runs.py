@@ -1,4 +1,4 @@
-"""The commands about a run's checkpoints as a whole: prune, pin, tag."""
+"""The commands about a run's checkpoints as a whole: prune, pin, tag, request-save."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dist_ckpt.errors import NotFoundError
 from dist_ckpt.offline.run import Run
 from dist_ckpt.reports import size
 from dist_ckpt.runs import keep as policies
+from dist_ckpt.runs import requests as asking
 from dist_ckpt.runs.holding import subject_of
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.prune import Decision
@@ -23,6 +24,9 @@ from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.storage import open_storage
 
 _path = click.argument("path", type=click.Path())
+
+# How long who asks for a save waits for it: steps of minutes, and a large save, fit in.
+ANSWER_S = 600.0
 
 
 @click.command()
@@ -144,3 +148,49 @@ def _subject(path: str) -> Subject:
             return subject_of(storage, one)
     root = os.path.basename(where)
     raise NotFoundError(f"{path} is no checkpoint: name one, such as {root}@latest")
+
+
+@click.command("request-save")
+@click.argument("root", type=click.Path())
+@click.option("--stop", "stops", is_flag=True, help="End the run once it is saved.")
+@click.option("--wait", is_flag=True, help="Wait until it is durable, and say what happened.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    help=f"Seconds to wait for an answer.  [default: {ANSWER_S:g}]",
+)
+def request_save(root: str, *, stops: bool, wait: bool, timeout_s: float | None) -> None:
+    """Ask the job that writes into ROOT to save now.
+
+    It does so at its next step, or where it polls, on all ranks; with --stop it then ends as it
+    does on a signal. Nothing is asked of jobs that begin later. With --wait the exit code is 0 once
+    what was trained is durable, 1 if it cannot be, and 6 if nobody has answered: then the request
+    is taken back.
+
+    \b
+    dist-ckpt request-save runs/a --stop --wait --timeout 300
+    """  # noqa: D301 - click knows the backspace
+    if timeout_s is not None and not wait:
+        raise click.UsageError("--timeout says how long to wait: give --wait as well")
+    storage, where = open_storage(root)
+    request = asking.request_save(storage, where, stops=stops)
+    what = f"start {request.start} of the run in {where} to save{' and to end' * stops}"
+    click.echo(f"asked {output.printable(what)}")
+    if not wait:
+        return
+    timeout_s = ANSWER_S if timeout_s is None else timeout_s
+    answer = asking.wait_for_answer(storage, where, request, timeout_s=timeout_s)
+    if answer is None:
+        click.echo(
+            f"dist-ckpt: nobody has answered in {timeout_s:g} s, and the request is taken back: "
+            f"see whether the job is alive, and comes to a step or a poll() in that time",
+            err=True,
+        )
+        raise click.exceptions.Exit(output.REFUSED)
+    if answer.saved is None:
+        told = f"not saved, {answer.outcome}: {answer.why}"
+        click.echo(f"dist-ckpt: {output.printable(told)}", err=True)
+        raise click.exceptions.Exit(output.FINDING)
+    step, attempt = answer.saved
+    click.echo(f"saved: step {step}, attempt {attempt}")

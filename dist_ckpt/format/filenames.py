@@ -15,9 +15,12 @@ OBJECTS = "objects.msgpack"
 # In a folder of checkpoints, not in one of them: which folder it is.
 ROOT_ID = "DIST_CKPT_ROOT"
 
-# In a folder of checkpoints too: what became known of them after their commits; starts of runs.
+# In a folder of checkpoints too: what became known of them after their commits; starts of runs;
+# what others ask the newest start for.
 FACTS = ".facts"
 STARTS = ".starts"
+REQUESTS = ".requests"
+RECORDS = frozenset({FACTS, STARTS, REQUESTS})
 
 # A start's attempts have the numbers from 1000 times its own on.
 MAX_START = 999_999
@@ -33,6 +36,7 @@ _TEMPORARY_ROOT_ID = re.compile(rf"{ROOT_ID}\.[0-9a-f]{{16}}")
 _FACT = re.compile(r"([a-z]{1,16})-([1-9][0-9]{0,17})-([0-9a-f]{16})\.json")
 _STEP = re.compile(r"0|[1-9][0-9]{0,18}")
 _START = re.compile(r"([1-9][0-9]{0,5})\.json")
+_REQUEST = re.compile(r"(request|answer)-([0-9a-f]{16})\.json")
 _TEMPORARY_RECORD = re.compile(r"\.record-[0-9a-f]{16}\.tmp")
 _STEM = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _SHARD_FILE = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,9})\.safetensors")
@@ -136,13 +140,29 @@ def parse_start(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def request_file(own_id: str) -> str:
+    """Return the name of a request's record."""
+    return f"request-{own_id}.json"
+
+
+def answer_file(own_id: str) -> str:
+    """Return the name of the record that answers a request."""
+    return f"answer-{own_id}.json"
+
+
+def parse_request(name: str) -> tuple[str, str] | None:
+    """Return "request" or "answer" and the request's id, or None if the name is not ours."""
+    match = _REQUEST.fullmatch(name)
+    return (match[1], match[2]) if match else None
+
+
 def temporary_record(nonce: str) -> str:
-    """Return the name under which a fact or a start is written before it is renamed into place."""
+    """Return the name under which such a record is written before it is renamed into place."""
     return f".record-{nonce}.tmp"
 
 
 def is_temporary_record(name: str) -> bool:
-    """Say whether a file is a fact or a start that was never renamed into place."""
+    """Say whether a file is such a record that was never renamed into place."""
     return _TEMPORARY_RECORD.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""What lies in a root beside its checkpoints: facts about them that come later, and starts.
+"""What lies in a root beside its checkpoints: facts about them that come later, starts, requests.
 
 Each is one line of JSON that ends with its digest, as an index does, in a file that is created once
 and never changes. `docs/format.md` has the fields.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from dist_ckpt.format import strict_json
 from dist_ckpt.format.filenames import ID_LENGTH, MAX_START, Attempt, parse_attempt
@@ -32,6 +33,11 @@ MAX_NBYTES_OF_RECORD = 1 << 20
 
 _FACT_FIELDS = ("format", "step", "attempt", "kind", "values", "by", "at", "digest")
 _START_FIELDS = ("format", "start", "id", "restored", "why", "by", "at", "digest")
+_REQUEST_FIELDS = ("format", "request", "start", "stop", "by", "at", "digest")
+_ANSWER_FIELDS = ("format", "request", "outcome", "saved", "why", "by", "at", "digest")
+
+Outcome = Literal["saved", "failed", "ended"]
+_OUTCOMES: dict[str, Outcome] = {"saved": "saved", "failed": "failed", "ended": "ended"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,36 @@ class RunStart:
     number: int
     id: str
     restored: tuple[int, Attempt] | None
+    why: str
+    by: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """Somebody asks the start of this number to save now, and to end the run if it `stops`.
+
+    `id` is random, and in the names of both records.
+    """
+
+    id: str
+    start: int
+    stops: bool
+    by: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRecord:
+    """What became of a request: `saved` is the step and attempt that are durable, else None.
+
+    "saved": all that was trained when it was asked for is durable. "failed": that save has failed.
+    "ended": the run has ended, or was started again, without it. `why` says more, for people.
+    """
+
+    id: str
+    outcome: Outcome
+    saved: tuple[int, Attempt] | None
     why: str
     by: str
     at: float
@@ -95,15 +131,11 @@ def decode_fact(data: bytes, what: str) -> Fact:
 
 def encode_start(start: RunStart) -> bytes:
     """Return the document. ValueError if it holds what JSON cannot."""
-    restored: Json = None
-    if start.restored is not None:
-        step, attempt = start.restored
-        restored = [step, attempt.name]
     return _encode(
         {
             "start": start.number,
             "id": start.id,
-            "restored": restored,
+            "restored": _where(start.restored),
             "why": start.why,
             "by": start.by,
             "at": start.at,
@@ -115,18 +147,84 @@ def decode_start(data: bytes, what: str) -> RunStart:
     """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
     doc = _decode(data, what)
     _, start, own_id, restored, why, by, at, _ = fields(doc, _START_FIELDS, what)
-    where = None
-    if restored is not None:
-        step, attempt = row(restored, 2, f"{what}, restored")
-        where = integer(step, 0, MAX_STEP, f"{what}, restored"), _attempt(attempt, what)
     return RunStart(
         integer(start, 1, MAX_START, f"{what}, start"),
         hex_digits(own_id, ID_LENGTH, f"{what}, id"),
-        where,
+        _decoded_where(restored, f"{what}, restored"),
         string(why, f"{what}, why"),
         string(by, f"{what}, by"),
         number(at, f"{what}, at"),
     )
+
+
+def encode_request(request: RequestRecord) -> bytes:
+    """Return the document. ValueError if it holds what JSON cannot."""
+    return _encode(
+        {
+            "request": request.id,
+            "start": request.start,
+            "stop": request.stops,
+            "by": request.by,
+            "at": request.at,
+        }
+    )
+
+
+def decode_request(data: bytes, what: str) -> RequestRecord:
+    """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
+    doc = _decode(data, what)
+    _, own_id, start, stops, by, at, _ = fields(doc, _REQUEST_FIELDS, what)
+    if not isinstance(stops, bool):
+        raise corrupt(what, f"stop is {shown(stops)}")
+    return RequestRecord(
+        hex_digits(own_id, ID_LENGTH, f"{what}, request"),
+        integer(start, 1, MAX_START, f"{what}, start"),
+        stops,
+        string(by, f"{what}, by"),
+        number(at, f"{what}, at"),
+    )
+
+
+def encode_answer(answer: AnswerRecord) -> bytes:
+    """Return the document. ValueError if it holds what JSON cannot."""
+    return _encode(
+        {
+            "request": answer.id,
+            "outcome": answer.outcome,
+            "saved": _where(answer.saved),
+            "why": answer.why,
+            "by": answer.by,
+            "at": answer.at,
+        }
+    )
+
+
+def decode_answer(data: bytes, what: str) -> AnswerRecord:
+    """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
+    doc = _decode(data, what)
+    _, own_id, outcome, saved, why, by, at, _ = fields(doc, _ANSWER_FIELDS, what)
+    text = string(outcome, f"{what}, outcome")
+    if text not in _OUTCOMES or (text == "saved") != (saved is not None):
+        raise corrupt(what, f"the outcome is {shown(outcome)}, and saved is {shown(saved)}")
+    return AnswerRecord(
+        hex_digits(own_id, ID_LENGTH, f"{what}, request"),
+        _OUTCOMES[text],
+        _decoded_where(saved, f"{what}, saved"),
+        string(why, f"{what}, why"),
+        string(by, f"{what}, by"),
+        number(at, f"{what}, at"),
+    )
+
+
+def _where(where: tuple[int, Attempt] | None) -> Json:
+    return None if where is None else [where[0], where[1].name]
+
+
+def _decoded_where(value: Json, what: str) -> tuple[int, Attempt] | None:
+    if value is None:
+        return None
+    step, attempt = row(value, 2, what)
+    return integer(step, 0, MAX_STEP, what), _attempt(attempt, what)
 
 
 def _encode(doc: Mapping[str, Json]) -> bytes:

@@ -23,7 +23,7 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from dist_ckpt.format.filenames import FACTS, STARTS
+from dist_ckpt.format.filenames import RECORDS
 from dist_ckpt.runs.facts import keeps_records
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.storage import Storage, open_storage
@@ -159,7 +159,7 @@ def finish(storage: Storage, root: str, facts: Sequence[StoredFact]) -> None:
     there = {
         attempt
         for name in folders
-        if name not in (FACTS, STARTS)
+        if name not in RECORDS
         for attempt in attempts.list_attempts(storage, f"{root}/{name}")
     }
     gone = {where: told for where, told in about.items() if where[1] not in there}

@@ -130,6 +130,26 @@ def test_after_many_fast_boundaries_the_turn_is_not_far_ahead(stops):
     assert first < 30
 
 
+def test_what_is_asked_for_is_not_asked_again_while_it_is_done():
+    meeting = threading.Barrier(2)
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> int:
+        wanted = Wanted(*[Ask(0, "a request")] * (rank == 0))
+        num_turns = 0
+        with rounds_of(channel, wanted) as rounds:
+            for number in range(120):
+                meeting.wait(20)
+                if (turn := rounds.arrive(f"step {number}")) is not None:
+                    num_turns += 1
+                    time.sleep(0.2)  # the save, while the thread looks again and again
+                    wanted.take(turn)
+                    rounds.leave()
+                time.sleep(0.005)
+        return num_turns
+
+    assert run_ranks(2, run) == [1, 1]
+
+
 def test_what_several_ask_for_at_once_is_done_one_after_the_other():
     meeting = threading.Barrier(3)
 

@@ -96,3 +96,12 @@ def test_nothing_else_is_ours(name):
 def test_a_component_names_its_files_only_if_every_system_takes_the_name():
     assert all(map(filenames.is_stem, ("model", "optim_2", "a", "a" * 32)))
     assert not any(map(filenames.is_stem, ("Model", "2nd", "a.b", "a-b", "a" * 33, "a\n", "")))
+
+
+def test_requests_and_answers_are_named_by_their_id():
+    assert filenames.request_file(ATTEMPT.id) == f"request-{ATTEMPT.id}.json"
+    assert filenames.parse_request(f"request-{ATTEMPT.id}.json") == ("request", ATTEMPT.id)
+    name = filenames.answer_file(ATTEMPT.id)
+    assert filenames.parse_request(name) == ("answer", ATTEMPT.id)
+    for other in ("request-1.json", f"wish-{ATTEMPT.id}.json", f"{name}\n", f".{name}", "1.json"):
+        assert filenames.parse_request(other) is None

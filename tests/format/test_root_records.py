@@ -1,4 +1,4 @@
-"""Facts and starts as bytes: golden files, and what is refused."""
+"""Facts, starts, requests and their answers as bytes: golden files, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.format import strict_json
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.root_records import (
+    AnswerRecord,
     Fact,
+    RequestRecord,
     RunStart,
+    decode_answer,
     decode_fact,
+    decode_request,
     decode_start,
+    encode_answer,
     encode_fact,
+    encode_request,
     encode_start,
 )
 
@@ -31,6 +37,10 @@ FACT = Fact(
 )
 START = RunStart(2, "fedcba9876543210", (500, ATTEMPT), "the newest", "rank 0", 2.5)
 FRESH = replace(START, number=1, restored=None, why="there was none")
+ID = "00112233445566ff"
+REQUEST = RequestRecord(ID, 2, True, "somebody", 3.5)
+ANSWER = AnswerRecord(ID, "saved", (500, ATTEMPT), "it is durable", "rank 0", 4.5)
+FAILED = replace(ANSWER, id="ff" * 8, outcome="failed", saved=None, why="the disk is full")
 FACT_FILE = f".facts/500/{ATTEMPT}/metrics-1-0123456789abcdef.json"
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -41,12 +51,21 @@ def test_the_encoders_write_version_1_to_the_byte():
     assert encode_fact(FACT) == (GOLDEN / FACT_FILE).read_bytes()
     assert encode_start(START) == (GOLDEN / ".starts/2.json").read_bytes()
     assert encode_start(FRESH) == (GOLDEN / ".starts/1.json").read_bytes()
+    assert encode_request(REQUEST) == (GOLDEN / f".requests/request-{ID}.json").read_bytes()
+    assert encode_answer(ANSWER) == (GOLDEN / f".requests/answer-{ID}.json").read_bytes()
+    assert encode_answer(FAILED) == (GOLDEN / f".requests/answer-{FAILED.id}.json").read_bytes()
 
 
 def test_the_golden_files_decode_for_ever():
     assert decode_fact((GOLDEN / FACT_FILE).read_bytes(), "f") == FACT
     assert decode_start((GOLDEN / ".starts/2.json").read_bytes(), "s") == START
     assert decode_start((GOLDEN / ".starts/1.json").read_bytes(), "s") == FRESH
+    asked, *answers = [
+        (GOLDEN / f".requests/{name}.json").read_bytes()
+        for name in (f"request-{ID}", f"answer-{ID}", f"answer-{FAILED.id}")
+    ]
+    assert decode_request(asked, "r") == REQUEST
+    assert [decode_answer(answer, "a") for answer in answers] == [ANSWER, FAILED]
 
 
 @given(st.dictionaries(texts, scalars), texts, st.floats(0, 1e12))
@@ -55,9 +74,16 @@ def test_a_fact_decodes_to_what_was_encoded(values, by, at):
     assert decode_fact(encode_fact(fact), "f") == fact
 
 
-@pytest.mark.parametrize("encoded", [encode_fact(FACT), encode_start(START)])
-def test_every_flipped_or_lost_byte_is_damage(encoded):
-    decode = decode_fact if b'"kind"' in encoded else decode_start
+@pytest.mark.parametrize(
+    ("encoded", "decode"),
+    [
+        (encode_fact(FACT), decode_fact),
+        (encode_start(START), decode_start),
+        (encode_request(REQUEST), decode_request),
+        (encode_answer(ANSWER), decode_answer),
+    ],
+)
+def test_every_flipped_or_lost_byte_is_damage(encoded, decode):
     for place in range(len(encoded)):
         for changed in (
             encoded[:place] + bytes([encoded[place] ^ 1]) + encoded[place + 1 :],
@@ -108,6 +134,40 @@ def test_a_start_that_makes_no_sense_is_damaged(fields):
         decode_start(changed(encode_start(START), **fields), "it")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"request": own_id} for own_id in ("", "0" * 15, "A" * 16, 7)),
+        *({"start": number} for number in (0, 1_000_000, "1", None)),
+        *({"stop": stops} for stops in (0, None, "true")),
+        {"by": 1},
+        {"at": None},
+    ],
+)
+def test_a_request_that_makes_no_sense_is_damaged(fields):
+    with pytest.raises(CorruptError, match=r"^it[:,]"):
+        decode_request(changed(encode_request(REQUEST), **fields), "it")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"request": "x"},
+        *({"outcome": outcome} for outcome in ("", "done", "failed", None, ["saved"])),
+        *({"saved": where} for where in (None, [500], ["500", ATTEMPT.name], [500, "x"], 500)),
+        {"why": None},
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_damaged(fields):
+    with pytest.raises(CorruptError, match=r"^it[:,]"):
+        decode_answer(changed(encode_answer(ANSWER), **fields), "it")
+
+
+def test_only_what_is_saved_names_a_checkpoint():
+    with pytest.raises(CorruptError, match=r"the outcome is 'failed', and saved is \[500"):
+        decode_answer(encode_answer(replace(FAILED, saved=(500, ATTEMPT))), "it")
+
+
 def test_what_begins_with_x_is_free_for_others():
     assert decode_fact(changed(encode_fact(FACT), **{"x-mine": 1}), "it") == FACT
     assert decode_start(changed(encode_start(START), **{"x-mine": 1}), "it") == START
@@ -123,8 +183,16 @@ def test_a_newer_version_is_no_damage(newer):
 
 def test_what_is_written_and_what_is_said_of_it_have_the_same_fields():
     section = TEXT[TEXT.index("## 8.") : TEXT.index("## 9.")]
-    tables = re.split(r"^\| Field of a (?:fact|start) .*\n", section, flags=re.MULTILINE)[1:]
-    for table, encoded in zip(tables, (encode_fact(FACT), encode_start(START)), strict=True):
-        rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    tables = re.split(
+        r"^\| Field of an? (?:fact|start|request|answer) .*\n", section, flags=re.MULTILINE
+    )[1:]
+    written = (
+        encode_fact(FACT),
+        encode_start(START),
+        encode_request(REQUEST),
+        encode_answer(ANSWER),
+    )
+    for table, encoded in zip(tables, written, strict=True):
+        rows = re.findall(r"^\| (`.*?) \|", table.partition("\n\n")[0], re.MULTILINE)
         named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
         assert named == list(strict_json.mapping(strict_json.parse(encoded, "it"), "it"))
