@@ -17,13 +17,13 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer import keeper, run_saves
-from dist_ckpt.commit.starts import begin
+from dist_ckpt.commit.starts import OfRun, begin
 from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError, StorageError
 from dist_ckpt.runs.prune import prune as prune_run
 from dist_ckpt.saving.save import save_together
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.root_id import find_root_id, job_id
-from dist_ckpt.storage import open_storage
+from dist_ckpt.storage import Storage, open_storage
 from run_training import damage, fresh, keeper_of, steps_at, steps_in, train
 
 
@@ -378,6 +378,39 @@ def test_metrics_of_a_save_that_failed_are_those_of_no_checkpoint(
             train(state, step)
             ck.metrics(step, {"loss": step})
     assert metrics_of(tmp_path) == {1: {"loss": 1}, 3: {"loss": 3}}
+
+
+def test_a_keeper_whose_saves_were_left_ends_by_itself_and_uses_no_time(tmp_path: Path) -> None:
+    class Left:
+        """A save of a writer that was left."""
+
+        step, is_done, num_looks = 1, False, 0
+
+        def done(self) -> bool:
+            self.num_looks += 1
+            return self.is_done
+
+        def exception(self) -> None:
+            return None
+
+        def result(self) -> None:
+            return None
+
+    (tmp_path / "run").mkdir()
+    left: Any = Left()
+    beside = keeper.Keeper(*root_of(tmp_path / "run"), None, None, keeper.Hooks())
+    beside.follow(left)
+    beside.close(0.3)
+    assert beside._thread.is_alive()
+    assert left.num_looks < 10
+    left.is_done = True
+    beside._thread.join(30)
+    assert not beside._thread.is_alive()
+
+
+def root_of(root: Path) -> tuple[Storage, OfRun]:
+    storage, path = open_storage(root)
+    return storage, OfRun(path, 1)
 
 
 # --- pruning ------------------------------------------------------------------------------------
