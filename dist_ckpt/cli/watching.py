@@ -18,7 +18,7 @@ from dist_ckpt.cli import output
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.reports import size
 from dist_ckpt.runs import keep as policies
-from dist_ckpt.runs.changes import RunLook, changes, kept_by, look_at, told_metrics, told_start
+from dist_ckpt.runs.changes import SeenRun, changes, kept_by, look_at, told_metrics, told_start
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.storage import Storage, open_storage
 
@@ -66,7 +66,7 @@ def watch(root: str, *, interval_s: float, once: bool, policy: str | None) -> No
                     click.echo(line)
 
 
-def _show(looks: Iterator[tuple[RunLook | None, list[str]]], keep: Keep | None) -> None:
+def _show(looks: Iterator[tuple[SeenRun | None, list[str]]], keep: Keep | None) -> None:
     """Show the run on the terminal, and below it what changed last."""
     console, last = Console(), deque[str](maxlen=NUM_EVENTS)
     with Live(console=console, auto_refresh=False) as live:
@@ -80,9 +80,9 @@ def _show(looks: Iterator[tuple[RunLook | None, list[str]]], keep: Keep | None) 
 
 def _looks(
     storage: Storage, root: str, interval_s: float, keep: Keep | None
-) -> Iterator[tuple[RunLook | None, list[str]]]:
+) -> Iterator[tuple[SeenRun | None, list[str]]]:
     """Look again and again; yield what was seen last, if anything was, and what has changed."""
-    before: RunLook | None = None
+    before: SeenRun | None = None
     problem = ""
     while True:
         began = time.monotonic()
@@ -100,7 +100,7 @@ def _looks(
         time.sleep(max(interval_s, took_s / MOST_OF_TIME))
 
 
-def lines(look: RunLook, keep: Keep | None, height: int | None = None) -> list[str]:
+def lines(look: SeenRun, keep: Keep | None, height: int | None = None) -> list[str]:
     """Return what is to be shown of a run, in so many lines: of its checkpoints the newest."""
     told = [output.printable(look.listing.root)]
     if look.start is not None:
@@ -120,7 +120,7 @@ def lines(look: RunLook, keep: Keep | None, height: int | None = None) -> list[s
     return [*told, *_table(look, keep, most)]
 
 
-def _table(look: RunLook, keep: Keep | None, most: int | None) -> Sequence[str]:
+def _table(look: SeenRun, keep: Keep | None, most: int | None) -> Sequence[str]:
     there = look.listing.checkpoints
     if not there:
         return ["no checkpoints"]

@@ -19,7 +19,7 @@ from dist_ckpt.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
-class RunLook:
+class SeenRun:
     """A run as it was at a time of this host's clock.
 
     `start` is the newest, None if there is none or it cannot be read. `writing` are the attempts
@@ -38,7 +38,7 @@ class RunLook:
         return there[-1] if there else None
 
 
-def look_at(storage: Storage, root: str) -> RunLook:
+def look_at(storage: Storage, root: str) -> SeenRun:
     """Look at a run. NotFoundError if there is no such folder, ValueError if it is a checkpoint."""
     now = time.time()
     listing = list_run(storage, root, now=now)
@@ -54,10 +54,10 @@ def look_at(storage: Storage, root: str) -> RunLook:
             for status in statuses(storage, one.path):
                 if status.state == "open":  # the last counts
                     writing[one.path] = status
-    return RunLook(now, listing, start, writing)
+    return SeenRun(now, listing, start, writing)
 
 
-def kept_by(look: RunLook, keep: Keep | None) -> dict[str, tuple[str, ...]]:
+def kept_by(look: SeenRun, keep: Keep | None) -> dict[str, tuple[str, ...]]:
     """Return what keeps each checkpoint, by its path; without `keep` only what no rule says. Pure.
 
     Nothing while it is not known what is left behind.
@@ -67,7 +67,7 @@ def kept_by(look: RunLook, keep: Keep | None) -> dict[str, tuple[str, ...]]:
     return {one.path: told for one, told in plan_prune(look.listing, keep or Keep({}))}
 
 
-def changes(before: RunLook | None, after: RunLook, keep: Keep | None = None) -> Iterator[str]:
+def changes(before: SeenRun | None, after: SeenRun, keep: Keep | None = None) -> Iterator[str]:
     """Yield what has changed between two looks, in words; `keep` is what prunes the run. Pure."""
     old = {one.path: one for one in before.listing.checkpoints} if before else {}
     if after.start and (not before or before.start != after.start):
@@ -93,7 +93,7 @@ def told_start(start: RunStart) -> str:
     return f"start {start.number}, {start.by}, {done}: {start.why}"
 
 
-def _told_first(look: RunLook) -> str:
+def _told_first(look: SeenRun) -> str:
     count = sum(one.state == "committed" for one in look.listing.checkpoints)
     if not count:
         return "no checkpoints yet"
@@ -131,7 +131,7 @@ def told_metrics(one: RunCheckpoint) -> list[str]:
     return [f"{name}={value:g}" for name, value in one.metrics.items()]
 
 
-def _why_gone(one: RunCheckpoint, before: RunLook, after: RunLook, keep: Keep | None) -> str:
+def _why_gone(one: RunCheckpoint, before: SeenRun, after: SeenRun, keep: Keep | None) -> str:
     told = []
     if one.state != "committed":
         told.append("what was left of a save was removed")
@@ -147,7 +147,7 @@ def _why_gone(one: RunCheckpoint, before: RunLook, after: RunLook, keep: Keep | 
     return "; ".join(filter(None, told)) or "it was pruned or deleted"
 
 
-def _why_not_kept(one: RunCheckpoint, after: RunLook, keep: Keep) -> str:
+def _why_not_kept(one: RunCheckpoint, after: SeenRun, keep: Keep) -> str:
     """Say whether the rules would keep it beside what there is now."""
     there: Sequence[RunCheckpoint] = (*after.listing.checkpoints, one)
     listing = replace(after.listing, checkpoints=tuple(sorted(there, key=lambda x: x.step or 0)))

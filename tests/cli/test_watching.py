@@ -25,7 +25,7 @@ from dist_ckpt.cli import watching as watching_module
 from dist_ckpt.cli.watching import _looks, lines
 from dist_ckpt.commit.starts import begin
 from dist_ckpt.errors import StorageError
-from dist_ckpt.runs.changes import RunLook, look_at
+from dist_ckpt.runs.changes import SeenRun, look_at
 from dist_ckpt.storage.local import LocalStorage
 
 Result = tuple[int, str, str]
@@ -187,7 +187,7 @@ def test_a_storage_that_refuses_is_told_once(root: Path, monkeypatch: pytest.Mon
     first, told = next(looks)
     assert len(told) == 1
 
-    def refuse(*_: object) -> RunLook:
+    def refuse(*_: object) -> SeenRun:
         raise StorageError("planted")
 
     with monkeypatch.context() as patch:

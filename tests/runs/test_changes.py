@@ -13,7 +13,7 @@ from dist_ckpt.commit.order import claim
 from dist_ckpt.commit.starts import begin
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.runs import keep
-from dist_ckpt.runs.changes import RunLook, changes, kept_by, look_at
+from dist_ckpt.runs.changes import SeenRun, changes, kept_by, look_at
 from dist_ckpt.runs.facts import put_metrics, put_verified
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -26,7 +26,7 @@ class Watched:
     def __init__(self, policy: Keep | None = None) -> None:
         self.storage = MemoryStorage({ROOT: None})
         self.policy = policy
-        self.before: RunLook | None = None
+        self.before: SeenRun | None = None
 
     def told(self) -> list[str]:
         """Return what has changed since the last look."""
