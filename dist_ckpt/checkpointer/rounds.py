@@ -41,6 +41,9 @@ AHEAD_ROUNDS = 2
 LOOKS_OF_ROUND = 3
 MAX_AHEAD = 10_000
 
+# The pace of a job is one that it has kept for so long.
+STEADY_S = 60.0
+
 # After a round that came to nothing, and after a store that did not answer.
 AGAIN_S = 1.0
 
@@ -138,7 +141,7 @@ class Rounds:
         self._seen_at = 0.0
         self._not_before = 0.0
         self._is_over = False
-        self._paced_at, self._passed_then, self._ahead = time.monotonic(), 0, 0
+        self._paced_at, self._passed_then, self._pace = time.monotonic(), 0, 0.0
         self._look_s = 0.0
         self._thread = threading.Thread(target=self._run, name="dist_ckpt rounds", daemon=True)
         self._wake = threading.Event()
@@ -233,7 +236,7 @@ class Rounds:
 
         It does not put one within a turn: what it asks for may be done just now.
         """
-        self._pace()
+        self._see_pace()
         key, text = self._of_round("ask"), None
         now = time.monotonic()
         may_ask = asks and not self._is_over and now >= self._not_before
@@ -246,7 +249,7 @@ class Rounds:
         ask = self._decoded(text)
         with self._changed:
             self._ask = ask
-            boundary = self._line.draw(self._ahead)
+            boundary = self._line.draw(self._ahead(ask))
         self._seen_at = now
         # Only now: who has answered does not pass that boundary.
         self._notes.put(self._of_round(f"answer/{self._rank}"), str(boundary))
@@ -337,16 +340,26 @@ class Rounds:
 
     # --- keys ------------------------------------------------------------------------------------
 
-    def _pace(self) -> None:
-        """See how many boundaries come in a while."""
-        if self._pacing.ahead is not None:
-            self._ahead = self._pacing.ahead
-            return
+    def _see_pace(self) -> None:
+        """See how many boundaries come in a second.
+
+        The polls of an evaluation are many, and the steps after it few: what was drawn ahead at
+        the pace of the polls would be reached after hours. So a slower pace counts at once, a
+        faster one bit by bit; but the first one, of which nothing else is known.
+        """
         now, passed = time.monotonic(), self._line.passed
-        rate = (passed - self._passed_then) / max(now - self._paced_at, 1e-3)
+        past_s = max(now - self._paced_at, 1e-3)
+        pace = (passed - self._passed_then) / past_s
+        known = self._pace + pace * past_s / STEADY_S if self._passed_then else pace
+        self._pace = min(pace, known)
         self._paced_at, self._passed_then = now, passed
+
+    def _ahead(self, ask: Ask) -> int:
+        """Return how many boundaries ahead to draw the line: none to stop, as time is short."""
+        if self._pacing.ahead is not None:
+            return self._pacing.ahead
         round_s = self._pacing.poll_s + LOOKS_OF_ROUND * self._look_s
-        self._ahead = min(int(rate * AHEAD_ROUNDS * round_s), MAX_AHEAD)
+        return 0 if ask.stops else min(int(self._pace * AHEAD_ROUNDS * round_s), MAX_AHEAD)
 
     def _forget_earlier(self) -> None:
         """Remove the notes of the round before: who has answered this one reads them no more."""

@@ -103,6 +103,33 @@ def test_all_take_the_turn_that_one_asks_for_at_the_same_boundary(asking, ahead)
     assert [why for _, why in turns[0] or ()] == ["TERM"]
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_after_many_fast_boundaries_the_turn_is_not_far_ahead(stops):
+    """As after an evaluation that polls with every batch: the steps that follow are slow."""
+    meeting = threading.Barrier(2)
+    pacing = Pacing(poll_s=0.1)
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> int:
+        wanted = Wanted()
+        with rounds_of(channel, wanted, pacing) as rounds:
+            for number in range(1500):
+                time.sleep(0.0002 if number > 10 else 0.05)
+                assert rounds.arrive(f"poll {number}") is None
+            wanted.asks = [Ask(rank, "TERM", stops=stops)] * (rank == 0)
+            for number in range(100):
+                time.sleep(0.02)
+                meeting.wait(20)
+                if rounds.arrive(f"step {number}") is not None:
+                    rounds.leave()
+                    return number
+        return 100
+
+    first, second = run_ranks(2, run)
+    assert first == second
+    assert first is not None
+    assert first < 30
+
+
 def test_what_is_asked_for_is_not_asked_again_while_it_is_done():
     meeting = threading.Barrier(2)
 

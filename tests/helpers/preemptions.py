@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ JOB = Path(__file__).with_name("preempted_job.py")
 
 # torchrun kills 30 s after it was told to end; a job that has not ended by then hangs.
 GRACE_S, HANG_S = 30.0, 90.0
+
+# A request from outside is taken back after so long; then the launcher is told to end.
+ANSWER_S = 15
 
 # A part of a job, the event that tells of it, and how long it takes at most: in that time it is
 # preempted.
@@ -67,7 +71,7 @@ class Job:
     sent_at: float = 0.0
     ended_at: float = 0.0
     code: int | None = None
-    requests: list[str] = field(default_factory=list)
+    answer: tuple[int, str] | None = None
 
     def run(self) -> None:
         """Start the job, preempt it, and wait until it has ended."""
@@ -87,6 +91,9 @@ class Job:
                 time.sleep(self.plan.after_s)
                 self.sent_at = time.time()
                 HOW[self.plan.how](self, launcher)
+                if self.answer is not None and self.answer[0]:
+                    self.sent_at = time.time()
+                    launcher.send_signal(signal.SIGTERM)
                 self.code = launcher.wait(HANG_S)
             except subprocess.TimeoutExpired:
                 pass
@@ -117,7 +124,7 @@ class Job:
 
     def log(self) -> str:
         """Return all that the job has said."""
-        parts = [(self.folder / "log").read_text()[-20_000:]]
+        parts = [(self.folder / "log").read_text()[-20_000:], f"answer: {self.answer}"]
         for rank in range(self.plan.num_ranks):
             last = [json.dumps(one) for one in self.events(rank)[-6:]]
             parts.append(f"rank {rank}: " + "\n        ".join(last))
@@ -165,10 +172,26 @@ def to_rank(number: signal.Signals) -> Callable[[Job, subprocess.Popen[bytes]], 
     return send
 
 
+def request(job: Job, launcher: subprocess.Popen[bytes]) -> None:
+    """Ask the run to save and to end, and wait until it has answered."""
+    options = ["--stop", "--wait", f"--timeout={ANSWER_S}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_ckpt", "request-save", str(job.root), *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    job.answer = done.returncode, done.stdout
+
+
 HOW: dict[str, Callable[[Job, subprocess.Popen[bytes]], None]] = {
     "SIGTERM to the launcher": to_launcher,
     "SIGTERM to a rank": to_rank(signal.SIGTERM),
     "SIGUSR1 to a rank": to_rank(signal.SIGUSR1),
+    "request-save": request,
 }
 
 
@@ -204,6 +227,20 @@ def violations_of(job: Job, expected: set[int]) -> Iterator[str]:
             yield f"it says that {steps} is durable, and {durable} is the newest on disk"
     elif may_be_saved(job):
         yield "it was ended without a save although every rank had its handlers"
+    yield from wrong_answers_of(job)
+
+
+def wrong_answers_of(job: Job) -> Iterator[str]:
+    """Say what is wrong with the answer to a request."""
+    if job.answer is None:
+        return
+    code, text = job.answer
+    told = re.search(r"^saved: step (\d+),", text, flags=re.M)
+    steps = {one["step"] for one in job.of_all("stopped") if one is not None}
+    if code and job.plan.phase != "at start":
+        yield f"the request came to nothing, code {code}"
+    if not code and (told is None or {int(told[1])} != steps):
+        yield f"the answer is {text!r}, and the ranks stopped at {steps}"
 
 
 def may_be_saved(job: Job) -> bool:
