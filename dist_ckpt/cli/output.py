@@ -75,7 +75,15 @@ def age(seconds: float) -> str:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> None:
-    """Print columns as wide as they need to be; those in `right` are aligned to the right."""
+    """Print columns as `table_lines` lays them out."""
+    click.echo("\n".join(table_lines(heads, rows, right)))
+
+
+def table_lines(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]
+) -> list[str]:
+    """Lay out columns as wide as they need to be; those in `right` are aligned to the right."""
+    lines = []
     table = [list(heads), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
     for row in table:
@@ -83,7 +91,8 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: froz
             cell.rjust(width) if column in right else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        click.echo("  ".join(cells).rstrip())
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 @contextmanager

@@ -1,0 +1,242 @@
+"""`dist-ckpt watch` on a terminal, in a pipe, and once; `request-save` where nobody can answer."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import dist_ckpt as dc
+from dist_ckpt.cli import main
+from dist_ckpt.cli import watching as watching_module
+from dist_ckpt.cli.watching import _looks, lines
+from dist_ckpt.commit.starts import begin
+from dist_ckpt.errors import StorageError
+from dist_ckpt.runs.changes import SeenRun, look_at
+from dist_ckpt.storage.local import LocalStorage
+
+Result = tuple[int, str, str]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    def run(*arguments: object) -> Result:
+        with pytest.raises(SystemExit) as done:
+            main([str(one) for one in arguments])
+        out, err = capsys.readouterr()
+        return int(done.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "run"
+    for step in (1, 2, 3):
+        dc.save({"x": step}, root / f"s{step}", step=step)
+    dc.Run(root).metrics(1, {"loss": 0.5})
+    return root
+
+
+def start(root: Path) -> None:
+    """Begin to write into a root, and go on from the newest."""
+    there = dc.checkpoints(root) if root.exists() else ()
+    restored = there[-1].where if there else None
+    begin(LocalStorage(), str(root), restored=restored, why="a test", by="job 7")
+
+
+@contextmanager
+def watching(root: Path, stdout: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "dist_ckpt", "watch", str(root), "--interval", "0.1"]
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen([*command, *options], stdout=stdout, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Shown:
+    """What has come out of a file descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.text = ""
+
+    def until(self, *wanted: str) -> None:
+        """Read until all of these were shown, in any order."""
+        deadline = time.monotonic() + 30
+        while not all(text in self.text for text in wanted):
+            assert select.select([self.fd], [], [], deadline - time.monotonic())[0], self.text
+            data = os.read(self.fd, 1 << 16)
+            assert data, self.text
+            self.text += data.decode()
+
+
+def interrupted(process: subprocess.Popen[bytes]) -> int:
+    process.send_signal(signal.SIGINT)
+    return process.wait(30)
+
+
+def test_in_a_pipe_each_change_is_a_line(root: Path) -> None:
+    with watching(root, subprocess.PIPE, "--keep", "last(2)") as process:
+        assert process.stdout is not None
+        shown = Shown(process.stdout.fileno())
+        shown.until("3 checkpoints: the newest is of step 3\n")
+        dc.save({"x": 4}, root / "s4", step=4)
+        shown.until("step 4 is durable: ")
+        dc.Run(root).metrics(4, {"loss": 0.25})
+        shown.until("step 4: loss=0.25\n")
+        dc.delete(root / "s1")
+        shown.until("step 1 is gone: no rule keeps it")
+        start(root)
+        shown.until("start 1, job 7, goes on from step 4: a test\n")
+        assert interrupted(process) == 0
+    assert "\x1b" not in shown.text
+    assert all(re.match(r"\d\d:\d\d:\d\d  \S", line) for line in shown.text.splitlines())
+
+
+def test_on_a_terminal_the_run_is_shown_as_it_is(root: Path) -> None:
+    control, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 16, 100, 0, 0))
+    with watching(root, terminal) as process:
+        os.close(terminal)
+        shown = Shown(control)
+        shown.until("newest: step 3, saved ", "loss=0.5", "the newest", "3 checkpoints")
+        dc.save({"x": 4}, root / "s4", step=4)
+        shown.until("newest: step 4, saved ", "step 4 is durable: ")
+        for step in range(5, 9):
+            dc.save({"x": step}, root / f"s{step}", step=step)
+        shown.until("newest: step 8, saved ", " before these")  # there are only 16 lines
+        assert interrupted(process) == 0
+        shown.until("\x1b[?25h")  # the cursor is there again
+    os.close(control)
+
+
+def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+    root = tmp_path / "later"
+    with watching(root, subprocess.PIPE) as process:
+        assert process.stdout is not None
+        shown = Shown(process.stdout.fileno())
+        shown.until(f"{root} is not there yet\n")
+        dc.save({"x": 1}, root / "s1", step=1)
+        shown.until("step 1")
+        assert interrupted(process) == 0
+    assert shown.text.count("is not there yet") == 1
+
+
+def test_who_reads_no_more_ends_it(root: Path) -> None:
+    with watching(root, subprocess.PIPE) as process:
+        assert process.stdout is not None
+        Shown(process.stdout.fileno()).until("3 checkpoints")
+        process.stdout.close()
+        dc.save({"x": 4}, root / "s4", step=4)
+        assert process.wait(30) == 0
+
+
+def test_once_prints_what_there_is(run: Callable[..., Result], root: Path) -> None:
+    start(root)
+    code, out, _ = run(
+        "watch", root, "--once", "--keep", "last(1) | best(1, min='loss', unmeasured=0)"
+    )
+    assert code == 0
+    head, begun, newest, heads, *rows = out.splitlines()
+    assert head == str(root)
+    assert begun.startswith("start 1, job 7, goes on from step 3: a test (")
+    assert newest.startswith("newest: step 3, saved ")
+    assert heads.split() == ["STEP", "STATE", "SIZE", "AGE", "METRICS", "KEPT", "BY"]
+    assert [row.split()[:2] for row in rows] == [[n, "committed"] for n in ("1", "2", "3")]
+    assert rows[0].endswith("loss=0.5  best(1, min='loss', unmeasured=0)")
+    assert rows[2].endswith("last(1); the newest")
+    assert run("watch", root / "s1", "--once")[0] == 2
+    assert run("watch", root / "nowhere", "--once")[0] == 3
+    assert run("watch", root, "--once", "--keep", "latest(3)")[0] == 2
+    assert run("watch", root, "--interval", "0")[0] == 2
+
+
+def test_an_empty_folder_is_shown_and_text_of_others_cannot_steer_the_terminal(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
+    assert run("watch", tmp_path, "--once")[1] == f"{tmp_path}\nno checkpoints\n"
+    begin(LocalStorage(), str(tmp_path), restored=None, why="\x1b[2J", by="\x1b]0;x")
+    assert "\x1b" not in run("watch", tmp_path, "--once")[1]
+
+
+def test_of_many_the_newest_are_shown(root: Path) -> None:
+    look = look_at(LocalStorage(), str(root))
+    shown = lines(look, None, height=6)
+    assert shown[-3] == "... and 1 before these"
+    assert [line.split()[0] for line in shown[-2:]] == ["2", "3"]
+
+
+def test_a_storage_that_refuses_is_told_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = _looks(LocalStorage(), str(root), 0.0, None)
+    first, told = next(looks)
+    assert len(told) == 1
+
+    def refuse(*_: object) -> SeenRun:
+        raise StorageError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watching_module, "look_at", refuse)
+        look, told = next(looks)
+        assert look is first  # what was seen last stays on the terminal
+        assert told[0].endswith("it cannot be read now: planted")
+        assert next(looks)[1] == []
+    dc.save({"x": 4}, root / "s4", step=4)
+    assert "step 4 is durable" in next(looks)[1][0]
+
+
+# --- request-save ------------------------------------------------------------------------------
+
+
+def test_a_request_needs_a_run(run: Callable[..., Result], root: Path, tmp_path: Path) -> None:
+    for where in (tmp_path, tmp_path / "nowhere", root / "s1"):
+        code, _, err = run("request-save", where)
+        assert code == 3
+        assert "no job is writing here" in err
+    assert not (tmp_path / "nowhere").exists()
+    code, _, err = run("request-save", root, "--timeout", "3")
+    assert code == 2
+    assert "give --wait as well" in err
+    assert run("request-save", root, "--wait", "--timeout", "-1")[0] == 2
+    assert not (root / ".requests").exists()
+
+
+def test_a_request_that_nobody_answers_is_taken_back(
+    run: Callable[..., Result], root: Path
+) -> None:
+    start(root)
+    code, out, err = run("request-save", root, "--wait", "--timeout", "0.1")
+    assert code == 6
+    assert out == f"asked start 1 of the run in {root} to save\n"
+    assert "nobody has answered in 0.1 s, and the request is taken back" in err
+    assert [*(root / ".requests").iterdir()] == []
+    assert run("request-save", root, "--stop")[:2] == (
+        0,
+        f"asked start 1 of the run in {root} to save and to end\n",
+    )
+    assert len([*(root / ".requests").iterdir()]) == 1
+
+
+def test_no_command_takes_requests_for_a_checkpoint(run: Callable[..., Result], root: Path) -> None:
+    start(root)
+    assert run("request-save", root)[0] == 0
+    assert ".requests" not in run("ls", root)[1]
+    assert run("gc", root, "--grace", "0")[:2] == (0, "0 removed\n")
+    assert run("prune", root, "--keep", "last(1)", "--yes")[0] == 0
+    assert run("verify", root)[0] == 0
+    assert len([*(root / ".requests").iterdir()]) == 1
