@@ -56,9 +56,10 @@ class Checkpointer:
     With `background` a process of its own writes, see `dc.AsyncSaver`. A save that fails is told
     once, with what is safe, and tried again; `on_failure` is "warn", "raise" or a function that is
     called as well, and after `max_failures` in a row the error is raised on all ranks all the same.
-    `on_commit` is called with each new checkpoint, on rank 0, in a thread beside the training, as
-    `on_failure` is. On a signal the run is to stop: it is saved, and has `stop_within_s` seconds
-    for that. With `root=None` there are no checkpoints, and nothing else changes.
+    `on_commit` is called with each new checkpoint, on rank 0, in a thread beside the training;
+    `on_failure` is as well, for a save in the background. On a signal the run is to stop: it is
+    saved, and has `stop_within_s` seconds for that. With `root=None` there are no checkpoints, and
+    nothing else changes.
     """
 
     def __init__(  # noqa: PLR0913 - each is a policy of its own

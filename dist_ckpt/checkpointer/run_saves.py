@@ -52,6 +52,7 @@ class RunSaves:
     options: SavesOptions
     last: int = 0
     _handle: SaveHandle | None = None
+    _earlier: list[SaveHandle] = field(default_factory=list)
     # The last save has failed, as far as it was not left to a writer.
     _has_failed: bool = False
     _num_failures: int = 0
@@ -102,6 +103,8 @@ class RunSaves:
         )
         path = f"{self.run.root.rstrip('/')}/{FOLDER.format(step)}"
         self._begun = {step}
+        if self._handle is not None:
+            self._earlier = [one for one in (*self._earlier, self._handle) if not one.done()]
         self._handle, self._has_failed = None, True
         if self.saver is not None:
             self._handle = self.saver.save_with(state, path, options)
@@ -133,4 +136,6 @@ class RunSaves:
             error = self._handle.exception(left_s)
         except TimeoutError:
             return STAGED
+        for one in self._earlier:  # settled before this one, and told by rank 0's keeper
+            one.exception()
         return DURABLE if error is None else FAILED

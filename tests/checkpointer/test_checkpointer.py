@@ -169,6 +169,7 @@ def test_a_signal_saves_the_step_and_ends_the_run_in_time(tmp_path: Path) -> Non
 
 
 def test_a_signal_is_seen_by_poll_in_a_long_evaluation(tmp_path: Path) -> None:
+    """goodfire-ai/spd #677: none of six jobs had saved when its time was over."""
     state = fresh()
     with checkpointer(tmp_path, dc.on_signal("USR1")) as ck:
         ck.restore(state)
