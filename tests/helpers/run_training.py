@@ -12,13 +12,15 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.checkpointer.keeper import Keeper
 
-NUM_ROWS = 100
+# Of all ranks together.
+NUM_ROWS = 120
 
 
 def fresh(rank: int = 0, world_size: int = 1) -> dict[str, Any]:
     """Return the state of a rank before its first step: -1 everywhere."""
-    rows = torch.full((NUM_ROWS, 4), -1.0)
-    shard = dc.LocalShard(rows, (world_size * NUM_ROWS, 4), (rank * NUM_ROWS, 0))
+    num_rows = NUM_ROWS // world_size
+    rows = torch.full((num_rows, 4), -1.0)
+    shard = dc.LocalShard(rows, (NUM_ROWS, 4), (rank * num_rows, 0))
     return {"model": {"rows": shard, "small": torch.full((3,), -1.0)}, "progress": {"step": -1}}
 
 

@@ -89,6 +89,10 @@ def test_all_ranks_save_alike_and_any_number_of_them_goes_on(background: bool, r
     assert run_ranks(2, go_on, str(root), 7, background, environ=CALM) == [(0, {-1.0})] * 2
     assert steps_at(root) == [5, 6, 7]
     assert [one.metrics for one in dc.checkpoints(root)] == [{"loss": n} for n in (5, 6, 7)]
+    for world_size, step in ((3, 8), (1, 9)):
+        found = run_ranks(world_size, go_on, str(root), step, background, environ=CALM)
+        assert found == [(step - 1, {float(step - 1)})] * world_size
+    assert steps_at(root)[-3:] == [7, 8, 9]
 
 
 def save_components(rank: int, root: str, background: bool) -> float:
