@@ -1,0 +1,76 @@
+"""An end that the training did not want, while a save is under way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import dist_ckpt as dc
+from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.storage import open_storage
+from run_training import fresh, keeper_of, steps_at, train
+
+pytestmark = pytest.mark.multi_process
+
+
+def writer_of(root: Path) -> int:
+    """Return the process that writes what this one has staged."""
+    root_id = find_root_id(*open_storage(root))
+    owner = JobFolder(job_id(str(root), root_id or "")).rank(0).owner("writer")
+    assert owner is not None
+    return owner.pid
+
+
+def test_an_error_of_the_training_is_raised_and_that_of_a_save_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    state = fresh()
+
+    def run() -> None:
+        with dc.Checkpointer(tmp_path, save=dc.every(steps=1)) as ck:
+            for step in ck.steps(state, until=3):
+                if step == 2:
+                    until = time.monotonic() + 30
+                    while not keeper_of(ck).told.durable.startswith("step 1,"):
+                        assert time.monotonic() < until
+                        time.sleep(0.01)
+                    os.kill(writer_of(tmp_path), signal.SIGSTOP)
+                if step == 3:
+                    os.kill(writer_of(tmp_path), signal.SIGKILL)
+                    raise ArithmeticError("the loss is nan")
+                train(state, step)
+
+    caplog.set_level(logging.INFO, logger="dist_ckpt")
+    with pytest.raises(ArithmeticError, match="the loss is nan"):
+        run()
+    assert "a save has failed as well: " in caplog.text
+    assert "the run ends with ArithmeticError. Safe is: step 1, " in caplog.text
+    assert steps_at(tmp_path) == [1]
+
+
+def test_signals_are_taken_until_the_last_commit_is_put_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun sends SIGTERM to rank 0 once another rank has ended, which has less to do."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    before, seen = signal.getsignal(signal.SIGUSR1), []
+
+    def put_down(checkpoint: dc.Checkpoint) -> None:
+        time.sleep(1.0)  # meanwhile the run is closed
+        seen.append(signal.getsignal(signal.SIGUSR1))
+
+    save = dc.at_end | dc.on_signal("USR1")
+    state = fresh()
+    with dc.Checkpointer(tmp_path, save=save, on_commit=put_down) as ck:
+        for step in ck.steps(state, until=1):
+            train(state, step)
+    assert len(seen) == 1
+    assert seen[0] != before
+    assert signal.getsignal(signal.SIGUSR1) == before
