@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import dist_ckpt as dc
 from dist_ckpt.checkpointer import outside
 from dist_ckpt.checkpointer.keeper import SavesSoFar
 from dist_ckpt.checkpointer.outside import OutsideRequests
@@ -20,6 +23,7 @@ from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.root_records import AnswerRecord, RequestRecord
 from dist_ckpt.runs.requests import list_requests, read_answer, remove_file, request_save
 from dist_ckpt.storage import Entry
+from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
 ROOT = "/runs"
@@ -299,3 +303,93 @@ def test_an_answer_that_could_not_be_put_is_put_later(
 def test_a_folder_that_is_not_there_costs_a_listing(job: Job) -> None:
     looks(job)
     assert FOLDER not in job.storage.tree()
+
+
+# --- with a real run of one process -------------------------------------------------------------
+
+
+@contextmanager
+def open_run(root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Any]:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(outside, "LOOK_S", 0.01)
+    with dc.Checkpointer(root, **{"save": dc.at(99), "background": False, **options}) as ck:
+        yield ck
+
+
+def asked_while_it_polls(ck: dc.Checkpointer, root: Path, *, stops: bool = False) -> AnswerRecord:
+    storage = LocalStorage()
+    request = request_save(storage, str(root), stops=stops)
+    deadline = time.monotonic() + 20
+    while (answer := read_answer(storage, str(root), request.id)) is None:
+        assert time.monotonic() < deadline
+        ck.poll()
+        time.sleep(0.01)
+    return answer
+
+
+def test_a_run_that_has_done_no_step_since_answers_with_what_it_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_run(tmp_path, monkeypatch) as ck:
+        assert ck.restore({"x": 1}) is None
+        nothing = asked_while_it_polls(ck, tmp_path)
+        assert (nothing.outcome, nothing.saved) == ("failed", None)
+        assert "no step was done since" in nothing.why
+        ck.step(1)
+        first, again = (asked_while_it_polls(ck, tmp_path) for _ in range(2))
+    (saved,) = dc.checkpoints(tmp_path)
+    assert first.saved == again.saved == saved.where
+    with open_run(tmp_path, monkeypatch) as ck:
+        assert ck.restore({"x": 1}) == 1
+        answer = asked_while_it_polls(ck, tmp_path, stops=True)
+        assert (answer.outcome, answer.saved) == ("saved", saved.where)
+        assert ck.stopped.step == 1
+    assert dc.checkpoints(tmp_path)[-1].attempt == saved.attempt
+
+
+def test_a_save_that_is_given_up_is_told_and_the_next_one_counts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_run(tmp_path, monkeypatch) as ck:
+        ck.restore({"x": 1})
+        (tmp_path / "step-00000001").write_text("in the way")
+        ck.step(1)
+        told = [asked_while_it_polls(ck, tmp_path) for _ in range(2)]
+        assert [one.outcome for one in told] == ["failed", "failed"]
+        assert "step 1 is not saved: " in told[0].why
+        ck.step(2)
+        answer = asked_while_it_polls(ck, tmp_path)
+        assert answer.saved is not None
+        assert answer.saved[0] == 2
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("planted")])
+def test_how_a_run_ends_without_the_save_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    with suppress(RuntimeError), open_run(tmp_path, monkeypatch) as ck:
+        ck.restore({"x": 1})
+        ck.step(1)
+        request = request_save(LocalStorage(), str(tmp_path), stops=False)
+        if error is not None:
+            raise error
+    answer = read_answer(LocalStorage(), str(tmp_path), request.id)
+    assert answer is not None
+    how = "and what it did last is not saved" if error is None else "with RuntimeError"
+    assert answer.outcome == "ended"
+    assert f"the run has ended{',' if error is None else ''} {how}. Safe is: nothing" in answer.why
+
+
+def test_who_only_reads_looks_for_no_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_run(tmp_path, monkeypatch) as ck:
+        ck.restore({"x": 1})
+        ck.step(99)
+    with open_run(tmp_path, monkeypatch, read_only=True) as ck:
+        ck.restore({"x": 1})
+        request = request_save(LocalStorage(), str(tmp_path), stops=True)
+        time.sleep(0.1)
+        ck.poll()
+        assert not ck.should_stop
+    assert read_answer(LocalStorage(), str(tmp_path), request.id) is None
