@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,20 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer.when import When
-from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.root_id import find_root_id, job_id
-from dist_ckpt.storage import open_storage
-from run_training import fresh, steps_at, steps_in, train
+from run_training import clear_memory, fresh, steps_at, steps_in, train
 
 OFTEN = dc.every(steps=1)
 
 
 @pytest.fixture(autouse=True)
-def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Run as one process, whose log is seen, and leave nothing in memory."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     caplog.set_level(logging.INFO, logger="dist_ckpt")
+    yield
+    clear_memory(tmp_path)
 
 
 def checkpointer(root: str | Path | None, save: When = OFTEN, **options: Any) -> dc.Checkpointer:
@@ -93,15 +95,6 @@ def test_a_run_saves_after_minutes_at_a_boundary(tmp_path: Path) -> None:
             if len(saved) == 3:
                 break
     assert 3 <= len(steps_at(tmp_path)) < step / 4
-
-
-def clear_memory(root: Path) -> None:
-    """Remove what a run has left in memory."""
-    root_id = find_root_id(*open_storage(root))
-    folder = JobFolder(job_id(str(root), root_id or ""))
-    for one in folder.present():
-        one.remove()
-    folder.discard()
 
 
 def is_stopped(ck: dc.Checkpointer) -> bool:
@@ -257,7 +250,6 @@ def test_an_error_of_the_body_is_not_hidden_by_a_save_that_failed(
     with pytest.raises(KeyError, match="mine"):
         run(tmp_path, 9, background=True, body=body)
     assert "step-00000001" in caplog.text
-    clear_memory(tmp_path)
 
 
 def test_a_loop_that_ends_before_the_restored_step_does_nothing(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,19 @@ from dist_ckpt.commit.starts import OfRun, begin
 from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError, StorageError
 from dist_ckpt.runs.prune import prune as prune_run
 from dist_ckpt.saving.save import save_together
-from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.root_id import find_root_id, job_id
 from dist_ckpt.storage import Storage, open_storage
-from run_training import damage, fresh, keeper_of, steps_at, steps_in, train
+from run_training import clear_memory, damage, fresh, keeper_of, steps_at, steps_in, train
 
 
 @pytest.fixture(autouse=True)
-def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Run as one process, whose log is seen, and leave nothing in memory."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     caplog.set_level(logging.INFO, logger="dist_ckpt")
+    yield
+    clear_memory(tmp_path)
 
 
 def checkpointer(root: str | Path, **options: Any) -> dc.Checkpointer:
@@ -78,14 +81,6 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Refusing]:
         return refusing
 
     return plant
-
-
-def clear_memory(root: Path) -> None:
-    """Remove what a run has left in memory."""
-    folder = JobFolder(job_id(str(root), find_root_id(*open_storage(root)) or ""))
-    for one in folder.present():
-        one.remove()
-    folder.discard()
 
 
 # --- saves that fail ----------------------------------------------------------------------------
@@ -215,7 +210,6 @@ def test_a_background_save_that_fails_is_raised_where_that_is_asked_for(
     options = {"on_failure": on_failure, "max_failures": max_failures, "background": True}
     with pytest.raises(ExistsError, match="Safe is: nothing is durable yet"):
         train_into_a_file(tmp_path, **options)
-    clear_memory(tmp_path)
 
 
 def train_into_a_file(root: Path, **options: Any) -> None:
@@ -236,7 +230,6 @@ def test_a_background_save_that_fails_at_the_end_is_an_error(tmp_path: Path) -> 
 
     with pytest.raises(CheckpointError, match="the last save, of step 1, has failed twice"):
         run(tmp_path, 1, body, background=True)
-    clear_memory(tmp_path)
 
 
 # --- hooks --------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,10 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer.keeper import Keeper
+from dist_ckpt.format.filenames import ROOT_ID
+from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.storage import open_storage
 
 # Of all ranks together.
 NUM_ROWS = 120
@@ -54,6 +60,18 @@ def damage(root: str | Path, step: int, name: str = "model-00000.safetensors") -
     data[-1] ^= 0xFF
     file.write_bytes(bytes(data))
     return file
+
+
+def clear_memory(folder: Path) -> None:
+    """Remove what the runs whose roots lie in a folder have left in memory; end their writers."""
+    for marker in folder.rglob(ROOT_ID):
+        root_id = find_root_id(*open_storage(marker.parent))
+        job = JobFolder(job_id(str(marker.parent), root_id or ""))
+        for one in job.present():
+            if (owner := one.owner("writer")) is not None:
+                os.kill(owner.pid, signal.SIGKILL)
+            one.remove()
+        job.discard()
 
 
 def keeper_of(checkpointer: dc.Checkpointer) -> Keeper:

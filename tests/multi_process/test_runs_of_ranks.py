@@ -22,7 +22,7 @@ from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.root_id import find_root_id, job_id
 from dist_ckpt.storage import open_storage
 from ranks import Options, Outcome, run_ranks, try_ranks
-from run_training import Told, fresh, keeper_of, steps_at, steps_in, train
+from run_training import Told, clear_memory, fresh, keeper_of, steps_at, steps_in, train
 from tests.multi_process.test_background_saves import CALM
 
 pytestmark = pytest.mark.multi_process
@@ -35,14 +35,7 @@ SOON_S = 10.0
 def root(tmp_path: Path) -> Iterator[Path]:
     """A root; whatever is left of it in memory is removed."""
     yield tmp_path / "run"
-    if not (tmp_path / "run").exists():
-        return
-    folder = JobFolder(job_of(tmp_path / "run"))
-    for one in folder.present():
-        if (owner := one.owner("writer")) is not None:
-            os.kill(owner.pid, signal.SIGKILL)
-        one.remove()
-    folder.discard()
+    clear_memory(tmp_path)
 
 
 def job_of(root: str | Path) -> str:
