@@ -381,10 +381,12 @@ def test_a_slow_store_only_makes_it_take_longer():
 def test_a_store_that_is_gone_stops_who_waits_at_a_line_and_nobody_else():
     store = SlowStore(0.0)
     members = channels(store, 2)
+    are_open = threading.Barrier(2)
 
     def run(rank: int) -> object:
         wanted = Wanted()
         with rounds_of(members[rank], wanted) as rounds:
+            are_open.wait(20)
             for _ in range(5):
                 rounds.arrive("step")
             if rank == 0:
