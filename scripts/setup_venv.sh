@@ -35,6 +35,13 @@ constraints() {
 python=$(find_python)
 venv=.venv${TORCH:+-torch-$TORCH}
 
+# Made anew, it would be emptied where the link leads to: in another project's folder.
+if [ -L "$venv" ]; then
+    echo "setup: $venv is a link to $(readlink "$venv"), which this would change or empty." >&2
+    echo "Remove the link, and run this again: it makes a folder of its own." >&2
+    exit 1
+fi
+
 # Whatever changes what has to be installed changes this.
 wanted=$({ "$python" --version; cat pyproject.toml; constraints; } | cksum)
 complete=$(cat "$venv/complete" 2>/dev/null || true)

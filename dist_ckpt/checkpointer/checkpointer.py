@@ -19,6 +19,7 @@ from dist_ckpt.checkpointer.resume import Init, ResumeOptions, init_of
 from dist_ckpt.checkpointer.when import When
 from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.runs.facts import checked_metrics
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.state.containers import MutableState
 
@@ -192,7 +193,7 @@ class Checkpointer:
         if self._state is None:
             raise ValueError(_RESTORE_FIRST)
         if (keeper := run.requests.keeper) is not None:
-            keeper.measured(step, {_name(name): _number(name, of) for name, of in values.items()})
+            keeper.measured(step, checked_metrics(values))
 
     @property
     def stopped(self) -> Stopped | None:
@@ -330,15 +331,3 @@ def _open_roots() -> list[str]:
 
 def _made(state: StateOrMaker) -> MutableState:
     return state() if callable(state) else state
-
-
-def _name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"{name!r} is no name of a metric: give a text")
-    return name
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"metric {name!r} is {value!r}: give a number")
-    return float(value)

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Literal
 
 from dist_ckpt.background.handle import SaveHandle
-from dist_ckpt.checkpointer.rounds import COORDINATOR, Ask
+from dist_ckpt.checkpointer.rounds import Ask
+from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.messages import failure_of
 from dist_ckpt.commit.guards import Where
 from dist_ckpt.commit.starts import OfRun

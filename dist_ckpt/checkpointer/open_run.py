@@ -20,10 +20,10 @@ from dist_ckpt.checkpointer.options import AskedRun, RunOptions
 from dist_ckpt.checkpointer.outside import OutsideRequests
 from dist_ckpt.checkpointer.requests import SaveRequests
 from dist_ckpt.checkpointer.resume import Resume, Resumed
-from dist_ckpt.checkpointer.rounds import COORDINATOR, Ask, Boundary, Member, Rounds
-from dist_ckpt.checkpointer.run_saves import DURABLE, FAILED, RunSaves, SavesOptions
+from dist_ckpt.checkpointer.rounds import Ask, Boundary, Member, Rounds
+from dist_ckpt.checkpointer.run_saves import DURABLE, FAILED, RunSaves
 from dist_ckpt.checkpointer.signals import Signals
-from dist_ckpt.comm.exchange import check_alike
+from dist_ckpt.comm.exchange import COORDINATOR, check_alike
 from dist_ckpt.comm.messages import Failure, error_of
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
@@ -101,15 +101,8 @@ class OpenRun:
             keeper.told.durable = resumed.where or keeper.told.durable
             requests.keeper = keeper
             requests.outside = OutsideRequests(storage, run, keeper)
-        hook, config = options.hooks.on_failure, options.resume.config
-        how = SavesOptions(
-            options.resume.sharding,
-            None if config is None else dict(config),
-            hook if isinstance(hook, str) else "warn",
-            options.hooks.max_failures,
-        )
         last = resumed.step or 0
-        self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, how, last)
+        self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, options, last)
 
     def take(self, turn: Boundary, step: int, make: MakeState) -> None:
         """Do what all ranks do at a boundary, of a step that is done."""

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dist_ckpt.checkpointer.keeper import Keeper
-from dist_ckpt.checkpointer.rounds import COORDINATOR, Ask
+from dist_ckpt.checkpointer.rounds import Ask
+from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.commit.guards import Where
 from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from dist_ckpt.checkpointer.keeper import Keeper
 from dist_ckpt.checkpointer.outside import OutsideRequests
-from dist_ckpt.checkpointer.rounds import COORDINATOR, Ask
+from dist_ckpt.checkpointer.rounds import Ask
 from dist_ckpt.checkpointer.signals import Signals
 from dist_ckpt.checkpointer.when import When
+from dist_ckpt.comm.exchange import COORDINATOR
 
 
 @dataclass

@@ -12,14 +12,14 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from dist_ckpt.background.async_saver import AsyncSaver
 from dist_ckpt.checkpointer.run_config import CONFIG, check_same
 from dist_ckpt.comm.exchange import COORDINATOR, Exchange
 from dist_ckpt.comm.session import Session
-from dist_ckpt.commit.holds import Hold, Subject
+from dist_ckpt.commit.holds import Subject
 from dist_ckpt.commit.starts import OfRun, begin, newest_start, secure
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.format.filenames import Attempt, parse_attempt
@@ -28,6 +28,7 @@ from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
 from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.runs.holding import holding
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.snapshots.kept_files import KeptFiles, kept_on_host
@@ -36,9 +37,6 @@ from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.page_cache import drop_cached
 
 _log = logging.getLogger("dist_ckpt")
-
-# While a checkpoint is loaded it is held for so long, and then again.
-HOLD_S = 3600.0
 
 FOLDER = "step-{:08d}"
 
@@ -109,7 +107,7 @@ class Resume:
     storage: Storage = field(init=False)
     # Of rank 0: the newest start when the root was looked at, and what keeps what is restored.
     _after: int = 0
-    _hold: Hold | None = None
+    _held: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self.storage = open_storage(self.root)[0]
@@ -126,7 +124,7 @@ class Resume:
                 why = self._fresh(state, look)
             start = 0 if self.options.read_only else self._record(restored, why, at)
         finally:
-            self._release()
+            self._held.close()
         if self.ranks.channel.rank == COORDINATOR:
             done = "begins anew" if restored is None else f"goes on from step {restored.step}"
             _log.info("%s: start %d %s: %s", self.root, start, done, why)
@@ -260,18 +258,12 @@ class Resume:
         if not self.options.read_only:
             with self._exchange("hold"):
                 if self.ranks.channel.rank == COORDINATOR:
-                    self._release()
+                    self._held.close()
                     where = one.step, _parsed(one.attempt)
-                    hold = Hold(Subject(self.storage, self.root, one.path, where), HOLD_S)
-                    hold.take()
-                    self._hold = hold
+                    subject = Subject(self.storage, self.root, one.path, where)
+                    self._held.enter_context(holding(subject))
         options = LoadOptions(self.options.sharding, notes=not self.options.read_only)
         load_together(self.ranks, state, one.path, options, kept=KeptFiles(kept_on_host))
-
-    def _release(self) -> None:
-        if self._hold is not None:
-            self._hold.release()
-            self._hold = None
 
     def _fresh(self, state: MutableState, look: _RunLook) -> str:
         """Fill the state with what a fresh run begins with; raise if this is to be no fresh one."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dist_ckpt.checkpointer.line import Line
-from dist_ckpt.comm.exchange import Notes
+from dist_ckpt.comm.exchange import COORDINATOR, Notes
 from dist_ckpt.comm.messages import NoAnswerError
 from dist_ckpt.errors import RankError
 
@@ -46,8 +46,6 @@ STEADY_S = 60.0
 
 # After a round that came to nothing, and after a store that did not answer.
 AGAIN_S = 1.0
-
-COORDINATOR = 0
 
 _VERDICT = re.compile(r"go ([1-9][0-9]{0,18})|(void|closed): .*", re.DOTALL)
 
@@ -131,7 +129,6 @@ class Rounds:
         self._line = Line()
         self._ask: Ask | None = None
         self._failure: Exception | None = None
-        self._is_closed = False
         # How many turns this rank has taken, and the boundary of the one that it is in, with what
         # it does there.
         self._num_turns = 0
@@ -164,7 +161,7 @@ class Rounds:
                 raise self._failure
             if arrival != "save" and not is_due:
                 return None
-            ask, self._ask = (self._ask, None) if arrival == "save" else (None, self._ask)
+            ask = self._ask if arrival == "save" else None
             self._num_turns += 1
             self._has_told = False
             self._inside = self._line.passed, f"{what} (step {step})"
@@ -180,8 +177,6 @@ class Rounds:
 
         May be called again.
         """
-        with self._changed:
-            self._is_closed = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(self._pacing.poll_s + AGAIN_S)

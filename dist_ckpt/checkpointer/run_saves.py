@@ -9,14 +9,14 @@ from math import inf
 
 from dist_ckpt.background.async_saver import AsyncSaver
 from dist_ckpt.background.handle import SaveHandle
-from dist_ckpt.checkpointer.keeper import Keeper, OnFailure
+from dist_ckpt.checkpointer.keeper import Keeper
+from dist_ckpt.checkpointer.options import RunOptions
 from dist_ckpt.checkpointer.resume import FOLDER
 from dist_ckpt.checkpointer.run_config import CONFIG
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError
-from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.state.containers import State
 
@@ -26,16 +26,6 @@ _log = logging.getLogger("dist_ckpt")
 WORD_S = 1.0
 
 DURABLE, STAGED, FAILED = "durable", "staged", "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class SavesOptions:
-    """How a run saves; what is in `config` goes into each checkpoint."""
-
-    sharding: ShardingConfig | None = None
-    config: dict[str, object] | None = None
-    on_failure: OnFailure = "warn"
-    max_failures: int = 0
 
 
 @dataclass
@@ -49,7 +39,7 @@ class RunSaves:
     run: OfRun
     saver: AsyncSaver | None
     keeper: Keeper | None
-    options: SavesOptions
+    options: RunOptions
     last: int = 0
     _handle: SaveHandle | None = None
     _earlier: list[SaveHandle] = field(default_factory=list)
@@ -88,16 +78,17 @@ class RunSaves:
             self._num_failures += 1
             if self.keeper is not None:
                 self.keeper.tell_failure(step, error)
-            is_enough = self._num_failures > self.options.max_failures
-            if self.options.on_failure == "raise" or is_enough:
+            hooks = self.options.hooks
+            if hooks.on_failure == "raise" or self._num_failures > hooks.max_failures:
                 raise
 
     def _try(self, step: int, state: State, boundary: int) -> None:
+        config = self.options.resume.config
         options = SaveOptions(
             step,
-            self.options.sharding,
+            self.options.resume.sharding,
             overwrite=step in self._begun,
-            metadata=None if self.options.config is None else {CONFIG: self.options.config},
+            metadata=None if config is None else {CONFIG: dict(config)},
             run=self.run,
             boundary=boundary,
         )

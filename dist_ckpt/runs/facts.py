@@ -56,7 +56,8 @@ def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, 
 
     ValueError or TypeError for what is no number, or no name.
     """
-    told = {_name(name): _told(name, value) for name, value in values.items()}
+    numbers = checked_metrics(values)
+    told = {name: of if isfinite(of) else str(of) for name, of in numbers.items()}
     put_fact(storage, root, fact_about(*where, METRICS, told))
 
 
@@ -83,17 +84,21 @@ def keeps_records(storage: Storage, root: str) -> bool:
     return any(entry.name in (FACTS, STARTS) for entry in entries_at(storage, root))
 
 
+def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as numbers. TypeError for what is no number, or no name."""
+    return {_name(name): _measured(name, value) for name, value in values.items()}
+
+
 def _name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise TypeError(f"{name!r} is no name of a metric: give a text")
     return name
 
 
-def _told(name: str, value: object) -> Scalar:
+def _measured(name: str, value: object) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"metric {name!r} is {value!r}: give a number")
-    number = float(value)
-    return number if isfinite(number) else str(number)
+    return float(value)
 
 
 def _number(value: Scalar) -> float | None:
