@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from dist_ckpt.commit import removal
 from dist_ckpt.commit.guards import HOLD
-from dist_ckpt.commit.starts import OfRun
+from dist_ckpt.commit.starts import OfRun, newest_start
+from dist_ckpt.errors import ConflictError
 from dist_ckpt.format.filenames import ATTEMPTS_OF_START
 from dist_ckpt.runs.keep import Candidate, Keep
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
@@ -86,8 +87,9 @@ def prune(
 
     First what an earlier call left half done is finished. `is_whole` is a quick check, of the
     newest one and of older ones until one passes. With `run`, a start of a run, nothing is removed
-    once a newer start has begun: ConflictError. A `dry_run` changes nothing. NotFoundError if there
-    is no such folder, ValueError if it is a checkpoint.
+    once a newer start has begun: ConflictError; so it is without, if a start has begun meanwhile. A
+    `dry_run` changes nothing. NotFoundError if there is no such folder, ValueError if it is a
+    checkpoint.
     """
     listing = list_run(storage, root, now=time.time())
     if not dry_run and any(fact.name.kind == HOLD for fact in listing.facts):
@@ -135,8 +137,20 @@ def _remove(
     def check() -> None:
         if run is not None:
             run.check(storage)
+        else:
+            _check_no_start_since(storage, listing)
 
     told = remove_at(storage, listing.root, one.path, one.where, facts=listing.facts, check=check)
     if not told:
         _log.info("pruned %s, step %s", one.path, one.step)
     return told
+
+
+def _check_no_start_since(storage: Storage, listing: Listing) -> None:
+    """Look for a start that may have left behind what is kept, and go on from what is not."""
+    newest = newest_start(storage, listing.root)
+    if newest is not None and newest.number > listing.newest_start:
+        raise ConflictError(
+            f"{listing.root}: start {newest.number} of this run, {newest.by}, has begun while it "
+            f"was pruned, so that other checkpoints matter now: prune it again"
+        )

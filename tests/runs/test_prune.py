@@ -18,6 +18,7 @@ from dist_ckpt.commit.starts import OfRun, begin
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.runs.keep import Keep, best, last
+from dist_ckpt.runs.listing import RunCheckpoint
 from dist_ckpt.runs.prune import NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, prune
 from dist_ckpt.runs.removing import ORPHAN_S, delete_at
 from dist_ckpt.storage import Storage
@@ -167,6 +168,21 @@ def test_once_a_newer_start_has_begun_an_older_one_prunes_nothing(storage: Memor
     with pytest.raises(ConflictError, match="start 2 of this run, b, has taken over"):
         prune(storage, ROOT, last(1), is_whole=lambda _: True, run=run)
     assert {p: d for p, d in storage.tree().items() if ".facts" not in p} == before
+
+
+def test_what_a_start_goes_back_to_during_a_prune_is_not_removed(storage: MemoryStorage) -> None:
+    """Else all that is left would be what that start has left behind."""
+    first = committed(storage, 1, start=1)
+    committed(storage, 2, start=1)
+    begin(storage, ROOT, restored=None, why="", by="a")
+
+    def goes_back(_: RunCheckpoint) -> bool:
+        begin(storage, ROOT, restored=first, why="", by="b")
+        return True
+
+    with pytest.raises(ConflictError, match="start 2 of this run, b, has begun while it was prun"):
+        prune(storage, ROOT, last(1), is_whole=goes_back)
+    assert steps(storage) == [1, 2]
 
 
 def test_what_a_newer_start_has_saved_is_left(storage: MemoryStorage) -> None:
