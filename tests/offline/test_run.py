@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.commit import guards
+from dist_ckpt.commit.holds import Subject
 from dist_ckpt.commit.root_records import read_facts
 from dist_ckpt.errors import ConflictError, NotFoundError
+from dist_ckpt.format.filenames import parse_attempt
 from dist_ckpt.storage.local import LocalStorage
 from run_folders import committed
 
@@ -61,6 +64,28 @@ def test_a_hold_is_renewed_as_long_as_it_lasts(run: dc.Run) -> None:
             waited.wait(0.01)
         assert num_facts() > 2
     assert found(run)[2].holds == ()
+
+
+def test_a_hold_outlives_a_prune_that_has_seen_it(
+    run: dc.Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A renewal finds the mark of who would remove the checkpoint, and who takes it back."""
+    one, waited = run.find(2), threading.Event()
+    subject = Subject(LocalStorage(), run.root, one.path, (2, parse_attempt(str(one.attempt))))
+
+    def wait_until(is_so: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            if is_so():
+                return
+            waited.wait(0.01)
+        raise AssertionError
+
+    with run.hold(2, ttl_s=0.6):
+        mark = subject.put(guards.MARK, {"0" * 16: "step-2"})
+        wait_until(lambda: "the hold could not be renewed" in caplog.text)
+        subject.take_back(mark)
+        wait_until(lambda: any(fact.name.number > 1 for fact in subject.facts()))
+        assert len(run.find(2).holds) == 1
 
 
 def test_metrics_pins_and_tags_are_put(run: dc.Run) -> None:
