@@ -140,7 +140,16 @@ def _remove(
         else:
             _check_no_start_since(storage, listing)
 
-    told = remove_at(storage, listing.root, one.path, one.where, facts=listing.facts, check=check)
+    copies = [o.path for o in listing.checkpoints if o.where == one.where and o.path != one.path]
+    told = remove_at(
+        storage,
+        listing.root,
+        one.path,
+        one.where,
+        facts=listing.facts,
+        copies=copies,
+        check=check,
+    )
     if not told:
         _log.info("pruned %s, step %s", one.path, one.step)
     return told

@@ -65,9 +65,10 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
 
         if told := remove_unless_kept(subject, remove, others=facts, force=force):
             raise _refused(path, told)
+    others = [f"{root}/{name}" for name in _folders(storage, root)]
     for gone in {(fact.step, fact.attempt) for fact in read_facts(storage, root)}:
         if gone[1] in own:
-            forget(storage, root, gone, facts)
+            _forget(Subject(storage, root, path, gone), facts, others)
 
 
 def _where(storage: Storage, path: str) -> Where | None:
@@ -103,11 +104,13 @@ def remove_at(
     where: Where,
     *,
     facts: Sequence[StoredFact],
+    copies: Sequence[str] = (),
     check: Callable[[], None],
 ) -> tuple[str, ...]:
     """Remove one checkpoint of a run that nothing keeps; return what does, or () if it is gone.
 
-    `facts` are those of the root, as they were listed; `check` raises what forbids it.
+    `facts` are those of the root, as they were listed; `copies` are paths of folders in it that
+    somebody has made of this one; `check` raises what forbids it.
     """
     attempt = where[1]
     removal.collect(storage, path, grace_s=inf)  # what it has superseded
@@ -120,7 +123,7 @@ def remove_at(
     )
     if not told:
         _clear(storage, root, path)
-        forget(storage, root, where, facts)
+        _forget(subject, facts, copies)
     return told
 
 
@@ -128,6 +131,23 @@ _UNDER_WAY = (
     "another attempt is there: what it replaced is kept, or a save over it is under way, or died "
     '("dist-ckpt gc" then removes what that left)'
 )
+
+
+def _forget(subject: Subject, facts: Sequence[StoredFact], others: Sequence[str]) -> None:
+    """Remove what is known of what is gone; of what one of the others has as well, the marks."""
+    storage, (_, attempt) = subject.storage, subject.where
+    if not any(attempt in attempts.list_attempts(storage, path) for path in others):
+        forget(storage, subject.root, subject.where, facts)
+        return
+    name = subject.path.rpartition("/")[2]
+    for fact in subject.facts():
+        if fact.name.kind == MARK and name in fact.values.values():
+            subject.take_back(fact.name)
+
+
+def _folders(storage: Storage, root: str) -> list[str]:
+    entries = attempts.entries_at(storage, root)
+    return [one.name for one in entries if one.kind == "folder" and one.name not in RECORDS]
 
 
 def _clear(storage: Storage, root: str, path: str) -> None:
@@ -155,11 +175,10 @@ def finish(storage: Storage, root: str, facts: Sequence[StoredFact]) -> None:
         about[fact.step, fact.attempt].append(fact)
     if not about:
         return
-    folders = [e.name for e in attempts.entries_at(storage, root) if e.kind == "folder"]
+    folders = _folders(storage, root)
     there = {
         attempt
         for name in folders
-        if name not in RECORDS
         for attempt in attempts.list_attempts(storage, f"{root}/{name}")
     }
     gone = {where: told for where, told in about.items() if where[1] not in there}

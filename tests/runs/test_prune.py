@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +19,13 @@ from dist_ckpt.commit.root_records import read_facts
 from dist_ckpt.commit.starts import OfRun, begin
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.format.filenames import Attempt
+from dist_ckpt.runs.facts import put_metrics
 from dist_ckpt.runs.keep import Keep, best, last
-from dist_ckpt.runs.listing import RunCheckpoint
+from dist_ckpt.runs.listing import RunCheckpoint, list_run
 from dist_ckpt.runs.prune import NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, prune
 from dist_ckpt.runs.removing import ORPHAN_S, delete_at
 from dist_ckpt.storage import Storage
+from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.storage.wrapping import T
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
@@ -222,6 +226,25 @@ def test_with_a_deleted_checkpoint_its_tag_goes_and_does_not_fall_back(storage) 
     delete_at(storage, f"{ROOT}/step-2", force=True)
     assert read_facts(storage, ROOT) == ()
     assert steps(storage) == [1]
+
+
+@pytest.mark.parametrize("prunes", [False, True])
+def test_what_is_known_of_a_checkpoint_outlives_a_copy_of_it(tmp_path: Path, prunes: bool) -> None:
+    """They are of one attempt, and so are the facts."""
+    storage, root = LocalStorage(), str(tmp_path)
+    where = committed(storage, 1, root=root)
+    put_metrics(storage, root, where, {"loss": 0.5})
+    shutil.copytree(tmp_path / "step-1", tmp_path / "step-1-copy")
+    before = read_facts(storage, root)
+    if prunes:  # the copy is the newest, and no rule keeps the step
+        prune(storage, root, best(1, min="accuracy", unmeasured=0), is_whole=lambda _: True)
+    else:
+        delete_at(storage, f"{root}/step-1-copy", force=False)
+    (left,) = list_run(storage, root, now=0.0).checkpoints
+    assert left.metrics == {"loss": 0.5}
+    assert read_facts(storage, root) == before
+    delete_at(storage, left.path, force=False)
+    assert read_facts(storage, root) == ()
 
 
 def test_what_is_held_is_not_deleted(storage: MemoryStorage) -> None:
