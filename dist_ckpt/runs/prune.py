@@ -34,6 +34,7 @@ def plan_prune(listing: Listing, keep: Keep) -> list[Decision]:
     only. CorruptError if it is not known what is left behind.
     """
     alive = listing.alive
+    paths = {one.path for one in alive}
     of_step = {one.step: one for one in alive}  # by step and attempt: the last is the highest
     chosen = keep.reasons([_candidate(one) for one in of_step.values()])
     kept = dict(zip(of_step, chosen, strict=True))
@@ -42,7 +43,7 @@ def plan_prune(listing: Listing, keep: Keep) -> list[Decision]:
     decisions = []
     for one in listing.checkpoints:
         told = [*_never(one)]
-        if one in alive:
+        if one.path in paths:
             told += kept[one.step]
             told += [NEWEST] * (one.path == newest)
             told += [NEWEST_CHECKED] * (one.path == checked)
