@@ -107,12 +107,16 @@ class History:
 
         Not if that is its own, or a still newer one's. If starts only ever go on from what is not
         left behind, that is: if a later start than the attempt's restored a step below this one.
+        Of a start that has no record, as in a copy of a root, it is not known what it went on from:
+        what is not above that may be all that there is.
         """
         number, until = self.newest, step
         while attempt.start < number:
             start = self.starts.get(number)
-            if start is None or start.restored is None or start.restored[1].start >= number:
-                return True  # it began anew, or what it went on from is not known any more
+            if start is None:
+                return step > until
+            if start.restored is None or start.restored[1].start >= number:
+                return True  # it began anew
             until, number = start.restored[0], start.restored[1].start
         if attempt.start > self.newest:
             return False

@@ -30,8 +30,8 @@ def plan_prune(listing: Listing, keep: Keep) -> list[Decision]:
     """Return of each checkpoint of a run what keeps it. Pure.
 
     Rules look at steps that a run may go on from: of one step at the highest attempt, and what they
-    keep of it they keep of all its attempts. What is left behind is kept by pins, tags and holds
-    only. CorruptError if it is not known what is left behind.
+    keep of it they keep of all its attempts. What a start of the run has left behind is kept by
+    pins, tags and holds only. CorruptError if it is not known what is left behind.
     """
     alive = listing.alive
     paths = {one.path for one in alive}
@@ -57,6 +57,9 @@ def _never(one: RunCheckpoint) -> list[str]:
         return [f"it is {one.state}: that is for dist-ckpt gc, or rm"]
     if one.where is None:
         return ["it has no step"]
+    if one.is_left_behind and one.where[1].start == 0:
+        # A save of its own, say of the final model: to a run it is what it does not go on from.
+        return ["no start of the run has saved it: that is for dist-ckpt rm"]
     return ["a save over it is under way, or died"] * one.is_being_replaced
 
 

@@ -166,6 +166,10 @@ def test_a_start_is_above_that_of_what_it_restored() -> None:
     history = read_history(storage, ROOT)
     assert not history.is_left_behind(500, copied)
     assert history.is_left_behind(501, copied)
+    # What the starts before have saved, of which nothing is known, may be all that there is.
+    assert not history.is_left_behind(400, Attempt(2001, ATTEMPT.id))
+    assert not history.is_left_behind(400, Attempt(1, ATTEMPT.id))
+    assert history.is_left_behind(501, Attempt(2001, ATTEMPT.id))
 
 
 def test_a_start_is_refused_that_chose_before_another_began() -> None:

@@ -137,6 +137,19 @@ def test_what_is_left_behind_is_kept_by_pins_only(storage: MemoryStorage) -> Non
     assert told == {1: "last(5)", 2: f"last(5); {NEWEST}; {NEWEST_WHOLE}", 8: "", 9: "pinned"}
 
 
+def test_what_was_saved_beside_a_run_is_no_matter_of_its_rules(storage: MemoryStorage) -> None:
+    """A save of the final model into the run's folder, for one."""
+    begin(storage, ROOT, restored=None, why="", by="")
+    for step in (1, 2):
+        committed(storage, step, start=1)
+    committed(storage, 3, name="final")
+    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=OfRun(ROOT, 1))
+    told = {one.name: reasons for one, reasons in found}
+    assert told["final"] == ("no start of the run has saved it: that is for dist-ckpt rm",)
+    assert told["step-1"] == ()
+    assert step_at(storage, f"{ROOT}/final") == 3
+
+
 def test_of_one_step_the_highest_attempt_counts_and_all_are_kept(storage: MemoryStorage) -> None:
     committed(storage, 1)
     committed(storage, 5, start=1)
