@@ -107,6 +107,16 @@ def test_metrics_pins_and_tags_are_put(run: dc.Run) -> None:
         run.untag("best")
 
 
+def test_facts_go_to_the_root_also_from_a_run_that_was_given_one_of_its_checkpoints(
+    run: dc.Run,
+) -> None:
+    one = dc.Run(run.find(2).path)
+    one.metrics(2, {"acc": 1.0})
+    one.tag(2, "best")
+    assert (found(run)[2].metrics, found(run)[2].tags) == ({"acc": 1.0}, ("best",))
+    assert not Path(run.find(2).path, ".facts").exists()
+
+
 def test_a_prune_by_a_metric_that_nobody_gave_removes_nothing(run: dc.Run) -> None:
     run.metrics(2, {"val/loss": 1})
     with pytest.raises(
