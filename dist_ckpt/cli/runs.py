@@ -20,7 +20,7 @@ from dist_ckpt.runs import requests as asking
 from dist_ckpt.runs.holding import subject_of
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.prune import Decision
-from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.storage import open_storage
 
 _path = click.argument("path", type=click.Path())
@@ -142,7 +142,7 @@ def _check_tagged(subject: Subject, name: str) -> None:
 
 def _subject(path: str) -> Subject:
     """Return the one checkpoint at a path, or that a selector names. NotFoundError."""
-    storage, where = open_storage(resolve(path))
+    storage, where = open_resolved(path)
     for one in list_run(storage, where, now=time.time()).checkpoints:
         if one.path == where:
             return subject_of(storage, one)

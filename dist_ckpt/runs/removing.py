@@ -25,8 +25,8 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.format.filenames import RECORDS
 from dist_ckpt.runs.facts import keeps_records
-from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.runs.selectors import open_resolved
+from dist_ckpt.storage import Storage
 
 # Facts about what is gone are kept for so long: the attempt may be one that this host sees late.
 ORPHAN_S = 24 * 3600.0
@@ -38,7 +38,7 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> None:
     On return nothing of it shows any more, on any host. Raises NotFoundError if there is none, and
     ConflictError if it is pinned, tagged or held, unless `force`.
     """
-    storage, folder = open_storage(resolve(path))
+    storage, folder = open_resolved(path)
     delete_at(storage, folder, force=force)
 
 
