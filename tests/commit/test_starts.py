@@ -12,7 +12,7 @@ from dist_ckpt.commit import starts
 from dist_ckpt.commit.starts import History, OfRun, begin, newest_start, read_history
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError, StorageError
 from dist_ckpt.format.filenames import Attempt
-from dist_ckpt.format.root_records import RunStart
+from dist_ckpt.format.root_records import RunStart, decode_start, encode_start
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.crash_storage import CrashStorage, states
@@ -93,6 +93,13 @@ def test_a_newest_start_that_cannot_be_read_is_never_passed_over(tmp_path: Path)
     (tmp_path / ".starts" / "5.json").write_bytes(b'{"format":{"version":2,"requires":[]}}')
     with pytest.raises(IncompatibleError):
         start(LocalStorage(), str(tmp_path))
+
+
+@pytest.mark.parametrize("at", [1e18, 1e300, -1.0])
+def test_a_start_of_no_date_is_damaged(at: float) -> None:
+    data = encode_start(RunStart(7, ATTEMPT.id, None, "", "somebody", at))
+    with pytest.raises(CorruptError, match=r"7\.json, at: .* is no time that has a date"):
+        decode_start(data, "7.json")
 
 
 def test_no_start_has_a_number_beyond_the_attempts(tmp_path: Path) -> None:
