@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from dist_ckpt.commit import removal
 from dist_ckpt.commit.guards import HOLD
+from dist_ckpt.commit.holds import Subject
 from dist_ckpt.commit.starts import OfRun, newest_start
 from dist_ckpt.errors import ConflictError
 from dist_ckpt.format.filenames import ATTEMPTS_OF_START
@@ -145,15 +146,8 @@ def _remove(
             _check_no_start_since(storage, listing)
 
     copies = [o.path for o in listing.checkpoints if o.where == one.where and o.path != one.path]
-    told = remove_at(
-        storage,
-        listing.root,
-        one.path,
-        one.where,
-        facts=listing.facts,
-        copies=copies,
-        check=check,
-    )
+    subject = Subject(storage, listing.root, one.path, one.where)
+    told = remove_at(subject, facts=listing.facts, copies=copies, check=check)
     if not told:
         _log.info("pruned %s, step %s", one.path, one.step)
     return told

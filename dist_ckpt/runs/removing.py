@@ -98,10 +98,7 @@ def _refused(path: str, told: Iterable[str]) -> ConflictError:
 
 
 def remove_at(
-    storage: Storage,
-    root: str,
-    path: str,
-    where: Where,
+    subject: Subject,
     *,
     facts: Sequence[StoredFact],
     copies: Sequence[str] = (),
@@ -112,17 +109,16 @@ def remove_at(
     `facts` are those of the root, as they were listed; `copies` are paths of folders in it that
     somebody has made of this one; `check` raises what forbids it.
     """
-    attempt = where[1]
+    storage, path, attempt = subject.storage, subject.path, subject.where[1]
     removal.collect(storage, path, grace_s=inf)  # what it has superseded
     there = attempts.list_attempts(storage, path)
     if attempt in there and there != [attempt]:
         return (_UNDER_WAY,)
-    subject = Subject(storage, root, path, where)
     told = remove_unless_kept(
         subject, lambda: removal.remove(storage, path, attempt), others=facts, check=check
     )
     if not told:
-        _clear(storage, root, path)
+        _clear(storage, subject.root, path)
         _forget(subject, facts, copies)
     return told
 
@@ -177,9 +173,7 @@ def finish(storage: Storage, root: str, facts: Sequence[StoredFact]) -> None:
         return
     folders = _folders(storage, root)
     there = {
-        attempt
-        for name in folders
-        for attempt in attempts.list_attempts(storage, f"{root}/{name}")
+        attempt for name in folders for attempt in attempts.list_attempts(storage, f"{root}/{name}")
     }
     gone = {where: told for where, told in about.items() if where[1] not in there}
     if not gone:

@@ -10,10 +10,9 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.commit import guards
-from dist_ckpt.commit.holds import Subject
 from dist_ckpt.commit.root_records import read_facts
 from dist_ckpt.errors import ConflictError, NotFoundError
-from dist_ckpt.format.filenames import parse_attempt
+from dist_ckpt.runs.holding import subject_of
 from dist_ckpt.storage.local import LocalStorage
 from run_folders import committed
 
@@ -70,8 +69,7 @@ def test_a_hold_outlives_a_prune_that_has_seen_it(
     run: dc.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A renewal finds the mark of who would remove the checkpoint, and who takes it back."""
-    one, waited = run.find(2), threading.Event()
-    subject = Subject(LocalStorage(), run.root, one.path, (2, parse_attempt(str(one.attempt))))
+    subject, waited = subject_of(LocalStorage(), run.find(2)), threading.Event()
 
     def wait_until(is_so: Callable[[], bool]) -> None:
         for _ in range(1000):
