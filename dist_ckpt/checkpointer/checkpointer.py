@@ -215,8 +215,8 @@ class Checkpointer:
         self._open_run()
         if self._is_in_loop:
             raise ValueError(
-                "this Checkpointer is in a loop of its steps already: end that first, by "
-                "`break` or close()"
+                "this Checkpointer is in a loop of its steps already: end that first, by `break`, "
+                "and by close() of its iterator if a variable or a progress bar still has it"
             )
         self._is_in_loop = True
         try:
@@ -235,13 +235,17 @@ class Checkpointer:
             try:
                 yield step
             except GeneratorExit:
-                if step != self._step:
-                    self._count(step, state)
+                self._count_body()
                 raise
             finally:
                 self._body_of = None
             if step != self._step:
                 self.step(step, state)
+
+    def _count_body(self) -> None:
+        """Count the step whose body the loop was left in."""
+        if self._body_of is not None and self._body_of > self._step:
+            self._step = self._body_of
 
     def _count(self, step: int, state: StateOrMaker | None) -> None:
         if type(step) is not int:
@@ -301,6 +305,8 @@ class Checkpointer:
             return
         try:
             if error is None:
+                # After `break` a variable, or a progress bar, may still have the loop's iterator.
+                self._count_body()
                 run.finish(self._step, self._made_state)
         except BaseException as failure:
             error = failure
@@ -326,7 +332,8 @@ def _check_alone() -> None:
 
 
 def _open_roots() -> list[str]:
-    return [one._run.root for one in _live if not one._is_closed and one._run is not None]
+    own = [one for one in _live if one._pid == os.getpid()]  # and not of who forked this one
+    return [one._run.root for one in own if not one._is_closed and one._run is not None]
 
 
 def _made(state: StateOrMaker) -> MutableState:
