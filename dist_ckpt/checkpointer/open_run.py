@@ -101,8 +101,8 @@ class OpenRun:
             keeper.told.durable = resumed.where or keeper.told.durable
             requests.keeper = keeper
             requests.outside = OutsideRequests(storage, run, keeper)
-        last = resumed.step or 0
-        self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, options, last)
+        last, kept = resumed.step or 0, resumed.in_memory_only
+        self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, options, last, kept)
 
     def take(self, turn: Boundary, step: int, make: MakeState) -> None:
         """Do what all ranks do at a boundary, of a step that is done."""
@@ -110,7 +110,7 @@ class OpenRun:
         try:
             if ask is not None and ask.raises:
                 raise error_of(Failure(ask.raises, ask.why, None, None))
-            if saves is not None and (step != saves.last or (ask is not None and ask.again)):
+            if saves is not None and (saves.lacks(step) or (ask is not None and ask.again)):
                 saves.save(step, make(), turn.number)
             if ask is not None and ask.stops:
                 self._stop(turn, ask, step, make)
@@ -140,7 +140,7 @@ class OpenRun:
         turn = self.rounds.arrive(_THE_END, is_due=True)
         assert turn is not None
         try:
-            if self.options.save.at_end and step != saves.last:
+            if self.options.save.at_end and saves.lacks(step):
                 saves.save(step, make(), turn.number)
             if saves.settle(inf) == FAILED:
                 saves.save(step, make(), turn.number)

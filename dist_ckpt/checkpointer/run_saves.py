@@ -32,6 +32,7 @@ DURABLE, STAGED, FAILED = "durable", "staged", "failed"
 class RunSaves:
     """One rank's side. `last` is the step that was last begun to be saved, or restored.
 
+    `in_memory_only`: it was restored from memory, and has not been begun to be saved since.
     All ranks call each method alike, and decide alike: what is told here is told to all.
     """
 
@@ -41,12 +42,21 @@ class RunSaves:
     keeper: Keeper | None
     options: RunOptions
     last: int = 0
+    in_memory_only: bool = False
     _handle: SaveHandle | None = None
     _earlier: list[SaveHandle] = field(default_factory=list)
     # The last save has failed, as far as it was not left to a writer.
     _has_failed: bool = False
     _num_failures: int = 0
     _begun: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.in_memory_only:  # maybe it was to replace what is committed there
+            self._begun = {self.last}
+
+    def lacks(self, step: int) -> bool:
+        """Say whether a step that is done is neither durable nor begun to be saved."""
+        return step != self.last or self.in_memory_only
 
     def save(self, step: int, state: State, boundary: int) -> None:
         """Save a step. Collective.
@@ -93,7 +103,7 @@ class RunSaves:
             boundary=boundary,
         )
         path = f"{self.run.root.rstrip('/')}/{FOLDER.format(step)}"
-        self._begun = {step}
+        self._begun, self.in_memory_only = {step}, False
         if self._handle is not None:
             self._earlier = [one for one in (*self._earlier, self._handle) if not one.done()]
         self._handle, self._has_failed = None, True

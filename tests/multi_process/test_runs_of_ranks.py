@@ -271,6 +271,27 @@ def test_what_a_killed_job_has_left_in_memory_is_gone_on_from(root: Path) -> Non
     assert found == [(2, {2.0})] * 2
 
 
+def end_at_once(rank: int, root: str, how: str) -> bool | None:
+    """Go on from memory, and come to the end, or to a stop, before the first step."""
+    state = state_of_rank()
+    with checkpointer(root, save=dc.at_end | dc.on_signal("USR1"), background=True) as ck:
+        assert ck.restore(state) == 2
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_for(lambda: ck.poll() or ck.should_stop)
+    return ck.stopped and ck.stopped.is_durable
+
+
+@pytest.mark.parametrize("how", ["end", "stop"])
+def test_what_was_in_memory_alone_is_saved_by_a_run_that_ends_before_its_first_step(
+    how: str, root: Path
+) -> None:
+    tried(2, stage_and_die, str(root))
+    found = run_ranks(2, end_at_once, str(root), how, environ=CALM)
+    assert found == [True if how == "stop" else None] * 2
+    assert steps_at(root) == [1, 2]
+
+
 def test_what_is_left_behind_is_not_taken_from_memory(root: Path) -> None:
     tried(2, stage_and_die, str(root))
     found = run_ranks(2, restore_as_asked, str(root), "@1", environ=CALM)
