@@ -54,7 +54,8 @@ class Ask(msgspec.Struct, frozen=True):
     """What a round is opened for: a save; `why` is for people.
 
     `stops`: then the run ends. `again`: also if this step was begun to be saved before. `raises`:
-    instead of a save all ranks raise an error of this class.
+    instead of a save all ranks raise an error of this class. `waited_s` is how long it was wanted
+    when the round was opened: a rank may have been in a save.
     """
 
     rank: int
@@ -62,13 +63,14 @@ class Ask(msgspec.Struct, frozen=True):
     stops: bool = False
     again: bool = False
     raises: str = ""
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
     """A boundary at which all ranks are to do something; `ask` is what the round was for, if any.
 
-    `number` counts the boundaries from 1. `asked_at` is when this rank saw the ask, by its
+    `number` counts the boundaries from 1. `asked_at` is since when it is wanted, by this rank's
     monotonic clock.
     """
 
@@ -165,7 +167,8 @@ class Rounds:
             self._num_turns += 1
             self._has_told = False
             self._inside = self._line.passed, f"{what} (step {step})"
-            return Boundary(self._line.passed, ask, self._seen_at)
+            asked_at = self._seen_at - (0.0 if ask is None else ask.waited_s)
+            return Boundary(self._line.passed, ask, asked_at)
 
     def leave(self) -> None:
         """End a turn."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -25,7 +26,7 @@ _log = logging.getLogger("dist_ckpt")
 # What ranks wait beyond the time to stop, for each other's word of how the last save stands.
 WORD_S = 1.0
 
-DURABLE, STAGED, FAILED = "durable", "staged", "failed"
+DURABLE, STAGED, FAILED, TOO_LATE = "durable", "staged", "failed", "failed in the end"
 
 
 @dataclass
@@ -47,6 +48,7 @@ class RunSaves:
     _earlier: list[SaveHandle] = field(default_factory=list)
     # The last save has failed, as far as it was not left to a writer.
     _has_failed: bool = False
+    _hurries: Callable[[], bool] = bool
     _num_failures: int = 0
     _begun: set[int] = field(default_factory=set)
 
@@ -58,14 +60,18 @@ class RunSaves:
         """Say whether a step that is done is neither durable nor begun to be saved."""
         return step != self.last or self.in_memory_only
 
-    def save(self, step: int, state: State, boundary: int) -> None:
+    def save(
+        self, step: int, state: State, boundary: int, hurries: Callable[[], bool] = bool
+    ) -> None:
         """Save a step. Collective.
 
+        `hurries` says, also while it waits for an older save, whether there is no time for that:
+        then it takes the place of one that no writer has begun.
         What fails is tried again at once; then it counts as failed, which is told as `on_failure`
         says. Raises what no other try can mend: a state that cannot be saved, a lost rank, a newer
         start that has taken over.
         """
-        self.last = step
+        self.last, self._hurries = step, hurries
         try:
             self._try(step, state, boundary)
         except (RankError, ConflictError):
@@ -101,6 +107,7 @@ class RunSaves:
             metadata=None if config is None else {CONFIG: dict(config)},
             run=self.run,
             boundary=boundary,
+            hurries=self._hurries,
         )
         path = f"{self.run.root.rstrip('/')}/{FOLDER.format(step)}"
         self._begun, self.in_memory_only = {step}, False
@@ -121,12 +128,15 @@ class RunSaves:
     def settle(self, until: float) -> str:
         """Wait, until a time of the monotonic clock, for the last save. Collective.
 
-        Returns what all ranks then know of it: "durable", "staged" in memory, or "failed".
+        Returns what all ranks then know of it: "durable", "staged" in memory, "failed", or failed
+        when there was no time left, by rank 0's clock: ranks must not disagree on another try.
         """
         own = self._status(until)
         with self.ranks.operation("stop of the run"), self.ranks.channel.exchange("stop") as word:
             if told := word.gather(own):
-                word.decide(next((one for one in (FAILED, STAGED) if one in told), DURABLE))
+                worst = next((one for one in (FAILED, STAGED) if one in told), DURABLE)
+                is_late = worst == FAILED and time.monotonic() >= until
+                word.decide(TOO_LATE if is_late else worst)
         return word.result(str)
 
     def _status(self, until: float) -> str:

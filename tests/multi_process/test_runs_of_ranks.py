@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 import dist_ckpt as dc
+from dist_ckpt.checkpointer import open_run
+from dist_ckpt.checkpointer.rounds import Boundary
 from dist_ckpt.runtime.lock_files import Owner
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.root_id import find_root_id, job_id
@@ -224,6 +228,79 @@ def test_what_is_not_durable_in_time_is_left_in_memory_and_said_so(root: Path) -
     assert writer is not None
     os.kill(writer.pid, signal.SIGCONT)
     assert run_ranks(2, go_on, str(root), 1, True, environ=CALM) == [(2, {2.0})] * 2
+
+
+def stop_while_both_arenas_are_written(rank: int, root: str, then: str) -> tuple[bool, float]:
+    """Have a storage so slow that a third save would wait for the first; then rank 0 is to stop."""
+    open_run.AsyncSaver = functools.partial(  # type: ignore[misc, assignment]
+        dc.AsyncSaver, max_bytes_per_s=20_000
+    )
+    state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(25_000)}}
+    save = dc.at(1, 2, *[3] * (then == "save")) | dc.on_signal("USR1")
+    with checkpointer(root, save=save, background=True, stop_within_s=1.5) as ck:
+        ck.restore(state)
+        for step in (1, 2):
+            state["model"][f"w{rank}"].fill_(step)
+            ck.step(step)
+        if rank == 0 or then == "save":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        began = time.monotonic()
+        state["model"][f"w{rank}"].fill_(3)
+        ck.step(3)
+        while not ck.should_stop:
+            ck.poll()
+            time.sleep(0.01)
+        seconds = time.monotonic() - began
+    assert ck.stopped is not None
+    return ck.stopped.is_durable, seconds
+
+
+def restored(rank: int, root: str) -> tuple[int | None, float]:
+    state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(25_000)}}
+    with checkpointer(root, save=dc.at(10**6), background=True) as ck:
+        return ck.restore(state), float(state["model"][f"w{rank}"][0])
+
+
+@pytest.mark.parametrize("then", ["stop", "save"])
+def test_a_stop_waits_for_no_older_save_and_leaves_the_newest_in_memory(
+    then: str, root: Path
+) -> None:
+    """Also if the signals come when a save that a policy asks for would wait."""
+    found = run_ranks(2, stop_while_both_arenas_are_written, str(root), then, environ=CALM)
+    assert [is_durable for is_durable, _ in found] == [False, False]
+    assert max(seconds for _, seconds in found) < 4  # one save takes 5
+    assert run_ranks(2, restored, str(root), environ=CALM) == [(3, 3.0)] * 2
+
+
+def stop_with_clocks_apart(rank: int, root: str) -> tuple[bool, str]:
+    """Have a save fail when the time to stop is over for rank 1, and for rank 0 not yet."""
+    state, told = state_of_rank(), Told()
+    save = dc.on_signal("USR1")
+    with checkpointer(root, save=save, stop_within_s=20.0, max_failures=100) as ck:
+        ck.restore(state)
+        assert ck._run is not None
+        arrive = ck._run.rounds.arrive
+
+        def late(*args: Any, **options: Any) -> Boundary | None:
+            turn = arrive(*args, **options)
+            return turn and replace(turn, asked_at=turn.asked_at - 100 * rank)
+
+        ck._run.rounds.arrive = late  # type: ignore[method-assign]
+        if rank == 0:
+            Path(root, "step-00000001").write_text("a file where a folder should be")
+            os.kill(os.getpid(), signal.SIGUSR1)
+        dist.barrier()
+        train(state, 1)
+        ck.step(1)
+        wait_for(lambda: ck.poll() or ck.should_stop)
+    assert ck.stopped is not None
+    return ck.stopped.is_durable, "".join(told.of("stopped by"))
+
+
+def test_ranks_agree_whether_there_is_time_for_another_try(root: Path) -> None:
+    found = run_ranks(2, stop_with_clocks_apart, str(root), environ=CALM)
+    assert [is_durable for is_durable, _ in found] == [False, False]
+    assert "after step 1, which is failed: older" in found[0][1]
 
 
 # --- memory --------------------------------------------------------------------------------------
