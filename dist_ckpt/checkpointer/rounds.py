@@ -110,7 +110,7 @@ class Rounds:
 
     `wants` says, without waiting for anything, what this rank asks for now, if anything: again and
     again, until that was done at a `Boundary`. `alone` is called, in the thread, if others have
-    passed the boundary at which this rank is in a save: it says how.
+    passed the boundary at which this rank is in a save, or have left: it says how.
     """
 
     def __init__(
@@ -313,8 +313,10 @@ class Rounds:
             if not self._has_told:
                 self._notes.put_once(self._key(f"turn/{turn}"), own)
                 self._has_told = True
-            if passed := self._notes.read([self._key(f"passed/{turn}")]):
-                self._alone(passed[0])
+            if why := self._why_alone(turn):
+                with self._changed:  # not in what this rank does after the turn
+                    if self._inside == inside:
+                        self._alone(why)
         elif found := self._notes.read([self._key(f"turn/{turn + 1}")]):
             rank, boundary, what = found[0].split(" ", 2)
             if self._has_passed(int(boundary), turn):
@@ -325,6 +327,17 @@ class Rounds:
                     f"poll and save, with the same steps. Look for a condition like "
                     f"`if rank == 0:` around one of these",
                 )
+
+    def _why_alone(self, turn: int) -> str:
+        """Say why ranks that are not in this turn will not come; "" if they may."""
+        if passed := self._notes.read([self._key(f"passed/{turn}")]):
+            return passed[0]
+        if closed := self._notes.read([self._key("closed")]):
+            return (
+                f"rank {closed[0]} has left the run, by an error or by `break`, while this rank is "
+                f"to save: look into the log of that rank"
+            )
+        return ""
 
     def _has_passed(self, boundary: int, turn: int) -> bool:
         with self._changed:

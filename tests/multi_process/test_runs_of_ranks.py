@@ -483,6 +483,34 @@ def test_an_error_of_one_rank_waits_for_nobody_and_the_others_are_told(
     assert steps_at(root) == [2]
 
 
+def fail_to_make_the_state(rank: int, root: str) -> tuple[str, float]:
+    """Have rank 1 raise in its `state`, before the save, and live on."""
+    state, text, began = state_of_rank(), "", 0.0
+
+    def make() -> dict[str, Any]:
+        if rank == 1 and state["progress"]["step"] == 2:
+            raise KeyError("no such wrapper")
+        return state
+
+    try:
+        with checkpointer(root, save=dc.every(steps=2)) as ck:
+            for step in ck.steps(make, until=4):
+                train(state, step)
+                began = time.monotonic()
+    except (KeyError, dc.RankError) as error:
+        text = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - began
+    dist.barrier()
+    return text, seconds
+
+
+def test_who_has_left_with_an_error_and_lives_on_is_waited_for_no_more(root: Path) -> None:
+    (lone, seconds), (own, _) = run_ranks(2, fail_to_make_the_state, str(root), environ=CALM)
+    assert own == "KeyError: 'no such wrapper'"
+    assert lone.startswith("RankError: rank 1 has left the run, by an error or by `break`")
+    assert seconds < SOON_S
+
+
 def save_alone(rank: int, root: str, what: str) -> tuple[str, str, float]:
     state = state_of_rank()
     name, text, began = "", "", 0.0
