@@ -59,7 +59,8 @@ class Checkpointer:
     called as well, and after `max_failures` in a row the error is raised on all ranks all the same.
     `on_commit` is called with each new checkpoint, on rank 0, in a thread beside the training;
     `on_failure` is as well, for a save in the background. On a signal the run is to stop: it is
-    saved, and has `stop_within_s` seconds for that. With `root=None` there are no checkpoints, and
+    saved, and has `stop_within_s` seconds for that, from the signal on; it waits for no older save,
+    and takes the place of one that is not begun. With `root=None` there are no checkpoints, and
     nothing else changes.
     """
 
@@ -209,7 +210,8 @@ class Checkpointer:
         """Restore, then yield each step to be done, up to `until`; save when it is time to.
 
         Steps are counted from 1. What the body of the loop has done counts as the step, also when
-        it ends with `continue` or `break`. It ends early when the run is to stop. The body may call
+        it ends with `continue` or `break`; so in a `zip` these steps stand last, or the one that
+        has no batch any more would count. It ends early when the run is to stop. The body may call
         `step(step)` or `save(step)` by itself, once the optimizer has stepped.
         """
         self._open_run()

@@ -61,6 +61,14 @@ def wait_for(is_so: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+def poll_until_stopped(ck: dc.Checkpointer) -> None:
+    until = time.monotonic() + 30
+    while not ck.should_stop:
+        assert time.monotonic() < until, "it does not stop"
+        ck.poll()
+        time.sleep(0.01)
+
+
 def tried(world_size: int, function: Callable[..., Any], *args: Any) -> list[Outcome]:
     return try_ranks(world_size, function, *args, options=Options(environ=CALM))
 
@@ -232,9 +240,8 @@ def test_what_is_not_durable_in_time_is_left_in_memory_and_said_so(root: Path) -
 
 def stop_while_both_arenas_are_written(rank: int, root: str, then: str) -> tuple[bool, float]:
     """Have a storage so slow that a third save would wait for the first; then rank 0 is to stop."""
-    open_run.AsyncSaver = functools.partial(  # type: ignore[misc, assignment]
-        dc.AsyncSaver, max_bytes_per_s=20_000
-    )
+    slow = functools.partial(dc.AsyncSaver, max_bytes_per_s=20_000)
+    pytest.MonkeyPatch().setattr(open_run, "AsyncSaver", slow)
     state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(25_000)}}
     save = dc.at(1, 2, *[3] * (then == "save")) | dc.on_signal("USR1")
     with checkpointer(root, save=save, background=True, stop_within_s=1.5) as ck:
@@ -247,9 +254,7 @@ def stop_while_both_arenas_are_written(rank: int, root: str, then: str) -> tuple
         began = time.monotonic()
         state["model"][f"w{rank}"].fill_(3)
         ck.step(3)
-        while not ck.should_stop:
-            ck.poll()
-            time.sleep(0.01)
+        poll_until_stopped(ck)
         seconds = time.monotonic() - began
     assert ck.stopped is not None
     return ck.stopped.is_durable, seconds
@@ -292,7 +297,7 @@ def stop_with_clocks_apart(rank: int, root: str) -> tuple[bool, str]:
         dist.barrier()
         train(state, 1)
         ck.step(1)
-        wait_for(lambda: ck.poll() or ck.should_stop)
+        poll_until_stopped(ck)
     assert ck.stopped is not None
     return ck.stopped.is_durable, "".join(told.of("stopped by"))
 
@@ -355,8 +360,8 @@ def end_at_once(rank: int, root: str, how: str) -> bool | None:
         assert ck.restore(state) == 2
         if how == "stop":
             os.kill(os.getpid(), signal.SIGUSR1)
-            wait_for(lambda: ck.poll() or ck.should_stop)
-    return ck.stopped and ck.stopped.is_durable
+            poll_until_stopped(ck)
+    return None if ck.stopped is None else ck.stopped.is_durable
 
 
 @pytest.mark.parametrize("how", ["end", "stop"])
