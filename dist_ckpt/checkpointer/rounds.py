@@ -271,6 +271,12 @@ class Rounds:
             _log.info("a request to save came to nothing for now: %s", text)
             self._not_before = time.monotonic() + AGAIN_S
             self._is_over = match[2] == "closed"
+            if self._is_over and self._ask is not None and self._ask.stops:
+                raise RankError(  # else the signal would be swallowed, now and ever after
+                    f"{self._ask.why} asks the run to save and stop, and it cannot: "
+                    f"{text.removeprefix('closed: ')}. It has ended, by an error or by `break`; "
+                    f"older checkpoints are as they were"
+                )
         with self._changed:
             self._line.learn(int(match[1]) if match[1] else None)
             self._changed.notify_all()
