@@ -52,8 +52,9 @@ MakeState = Callable[[], MutableState]
 class Stopped:
     """Why a run is to stop, and the step at which it did; `is_durable`: that step is.
 
-    If it is not, it is staged in memory, and a later start on these hosts goes on from there; not
-    so for saves that are not in the background, and those that failed before they were staged.
+    If it is not, it is staged in memory, and the writers that outlive the job go on to write it; a
+    later start on these hosts goes on from it, unless the writers were killed before they had it
+    digested. Not so for saves that are not in the background, and what failed before it was staged.
     `exit_code` is what to exit with so that a scheduler starts the job again: it has to be told
     that code.
     """
