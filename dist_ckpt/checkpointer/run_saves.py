@@ -41,6 +41,7 @@ class RunSaves:
     keeper: Keeper | None
     options: RunOptions
     last: int = 0
+    num_begun: int = 0
     _handle: SaveHandle | None = None
     _earlier: list[SaveHandle] = field(default_factory=list)
     # The last save has failed, as far as it was not left to a writer.
@@ -56,6 +57,7 @@ class RunSaves:
         start that has taken over.
         """
         self.last = step
+        self.num_begun += 1
         try:
             self._try(step, state, boundary)
         except (RankError, ConflictError):
