@@ -19,6 +19,7 @@ from dist_ckpt.background.async_saver import AsyncSaver
 from dist_ckpt.checkpointer.run_config import CONFIG, check_same
 from dist_ckpt.comm.exchange import COORDINATOR, Exchange
 from dist_ckpt.comm.session import Session
+from dist_ckpt.commit.alive import told_sign
 from dist_ckpt.commit.holds import Subject
 from dist_ckpt.commit.starts import OfRun, begin, newest_start, secure
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
@@ -298,6 +299,13 @@ class Resume:
     def _begun(self, restored: _RestorePoint | None, why: str, at: str | None) -> RunStart:
         """Record the start. Rank 0 only."""
         by = f"process {os.getpid()} on {self.ranks.channel.host}"
+        if alive := told_sign(self.storage, self.root, self._after):
+            _log.info(
+                "%s: start %d has not ended by itself%s. If it still runs, it saves nothing more",
+                self.root,
+                self._after,
+                alive,
+            )
         where = None if restored is None else (restored.step, _parsed(restored.attempt))
         start = begin(
             self.storage, self.root, restored=where, why=why[:1000], by=by, after=self._after
