@@ -148,7 +148,8 @@ class Checkpointer:
         If a save was asked for, the state is saved as that of `step`, None for the last one. A step
         that is new is done with this, as with `step`. In the body of a loop over `steps` it has to
         be said: `poll(step)` once the optimizer has changed the state, and `poll(step - 1)` before,
-        as between the parts of a batch. ValueError if it is not.
+        as between the parts of a batch, if nothing else in the state has changed: a data loader
+        and generators would go on after these parts. ValueError if it is not.
         """
         if step is None and self._body_of not in (None, self._step):
             raise ValueError(

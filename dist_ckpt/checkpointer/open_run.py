@@ -159,6 +159,14 @@ class OpenRun:
                     )
             if step == saves.last:
                 self.requests.taken(step, is_last=True)
+            elif saves.num_begun == 0 and self.ranks.channel.rank == COORDINATOR:
+                _log.warning(
+                    "the run ends, and none of steps %d to %d was saved: save=%s did not come to "
+                    "it. Join dc.at_end to it with | to save the last one",
+                    saves.last + 1,
+                    step,
+                    self.options.save,
+                )
         except RankError as error:
             if f"to {_THE_END}" not in str(error):
                 raise

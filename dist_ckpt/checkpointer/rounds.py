@@ -32,8 +32,10 @@ MAX_POLLS_PER_S = 2_000
 OPEN_POLL_S = 0.01
 MAX_OPEN_POLLS_PER_S = 20_000
 
-# A rank that has not answered by then is dead, frozen, or in a call that lets no thread run.
-ANSWER_S = 30.0
+# A rank that has not answered by then is dead, frozen, or in a call that lets no thread run: the
+# request is put again later. When a rank dies torchrun sends SIGTERM to the others, which is such a
+# request, and SIGKILL 30 s later: before that their training has to come to an error that tells.
+ANSWER_S = 20.0
 
 # A line that is drawn so far ahead is reached after the verdict, mostly: twice the time of a round,
 # which is a pause and so many looks at the store.

@@ -34,6 +34,7 @@ class RunSaves:
     """One rank's side. `last` is the step that was last begun to be saved, or restored.
 
     `in_memory_only`: it was restored from memory, and has not been begun to be saved since.
+    `num_begun` are the saves of this start.
     All ranks call each method alike, and decide alike: what is told here is told to all.
     """
 
@@ -44,6 +45,7 @@ class RunSaves:
     options: RunOptions
     last: int = 0
     in_memory_only: bool = False
+    num_begun: int = 0
     _handle: SaveHandle | None = None
     _earlier: list[SaveHandle] = field(default_factory=list)
     # The last save has failed, as far as it was not left to a writer.
@@ -72,6 +74,7 @@ class RunSaves:
         start that has taken over.
         """
         self.last, self._hurries = step, hurries
+        self.num_begun += 1
         try:
             self._try(step, state, boundary)
         except (RankError, ConflictError):

@@ -55,6 +55,10 @@ class Status:
     nbytes: int
 
 
+# Of a folder that is no checkpoint, so many names are looked into for a message.
+LOOKED_INTO = 16
+
+
 def new_id() -> str:
     """Return a random id, for an attempt or a temporary file."""
     return secrets.token_hex(8)
@@ -232,8 +236,14 @@ def _what_is_at(storage: Storage, path: str) -> str:
         return f"its attempts are {', '.join(told)}. Use another checkpoint, or save again"
     if not entries:
         return "the folder is empty. Check the path"
+    if any(_is_checkpoint(storage, f"{path}/{entry.name}") for entry in entries[:LOOKED_INTO]):
+        return f"it is the folder of a run. Name one of its checkpoints, such as {path}@latest"
     names = ", ".join(entry.name for entry in entries[:5]) + ", ..." * (len(entries) > 5)
     return f"the folder holds {names}. Pass the folder that was given to save"
+
+
+def _is_checkpoint(storage: Storage, path: str) -> bool:
+    return any(has_index(storage, path, attempt) for attempt in list_attempts(storage, path))
 
 
 def _status(storage: Storage, path: str, attempt: Attempt, made_at: float) -> Status:

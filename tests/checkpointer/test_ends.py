@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
+from dist_ckpt.checkpointer.when import When
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.root_id import find_root_id, job_id
 from dist_ckpt.storage import open_storage
@@ -50,7 +51,8 @@ def test_an_error_of_the_training_is_raised_and_that_of_a_save_is_logged(
     caplog.set_level(logging.INFO, logger="dist_ckpt")
     with pytest.raises(ArithmeticError, match="the loss is nan"):
         run()
-    assert "a save has failed as well: " in caplog.text
+    # By whom it is told: by who waits for the save at the end, or before that by the keeper.
+    assert "a save has failed as well: " in caplog.text or "step 2 is not saved: " in caplog.text
     assert "the run ends with ArithmeticError. Safe is: step 1, " in caplog.text
     assert steps_at(tmp_path) == [1]
 
@@ -74,3 +76,16 @@ def test_signals_are_taken_until_the_last_commit_is_put_down(
     assert len(seen) == 1
     assert seen[0] != before
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize(
+    ("save", "until", "is_told"),
+    [(dc.at(100), 3, True), (dc.at(2), 3, False), (dc.at_end, 3, False), (dc.at(100), 0, False)],
+)
+def test_a_run_that_has_saved_nothing_says_so(
+    save: When, until: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dc.Checkpointer(tmp_path, save=save, background=False) as ck:
+        for step in ck.steps({"step": 0}, until=until):
+            assert step <= until
+    assert ("none of steps 1 to 3 was saved: save=at(100)" in caplog.text) == is_told

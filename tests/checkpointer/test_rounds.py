@@ -27,6 +27,12 @@ from exchanges import exchange
 FAST = Pacing(poll_s=0.01, answer_s=20.0, ahead=0)
 
 
+def test_a_rank_that_died_is_waited_for_less_long_than_launchers_give() -> None:
+    # torchrun sends SIGTERM to the ranks that live, which is a request to save, and SIGKILL 30 s
+    # later. Between these an exception has to come, and to be told.
+    assert Pacing.of(2).answer_s <= 20
+
+
 class Wanted:
     """What a rank asks for: `ask` until it was served."""
 

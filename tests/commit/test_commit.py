@@ -634,6 +634,13 @@ def test_an_index_that_is_a_folder_is_damage():
         attempts.find(storage, PATH)
 
 
+def test_the_folder_of_a_run_is_told_from_a_checkpoint_and_the_error_names_its_newest():
+    storage = MemoryStorage()
+    save(storage, 1)
+    with pytest.raises(NotFoundError, match=r"of a run.*such as /runs@latest"):
+        attempts.find(storage, "/runs")
+
+
 def test_where_nothing_is_found_the_error_says_what_is_there():
     storage = MemoryStorage()
     with pytest.raises(NotFoundError, match="no such folder"):
@@ -645,6 +652,8 @@ def test_where_nothing_is_found_the_error_says_what_is_there():
     with pytest.raises(NotFoundError, match=r"holds file\. Pass the folder"):
         attempts.find(storage, "/runs")
     storage.make_folder(PATH)
+    with pytest.raises(NotFoundError, match=r"holds ck, file\. Pass the folder"):
+        attempts.find(storage, "/runs")
     with pytest.raises(NotFoundError, match="folder is empty"):
         attempts.find(storage, PATH)
     storage.make_folder(f"{PATH}/{Attempt(1, '0' * 16)}")
