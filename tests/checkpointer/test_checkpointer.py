@@ -424,6 +424,8 @@ def test_a_forked_process_has_neither_its_handlers_nor_its_saves(tmp_path: Path)
         ({"stop_within_s": 0}, ValueError, "stop_within_s=0: give a number"),
         ({"stop_within_s": "1"}, TypeError, "stop_within_s='1': give a number"),
         ({"stop_within_s": float("inf")}, ValueError, "stop_within_s=inf: give a number"),
+        ({"stop_within_s": 1e300}, ValueError, "stop_within_s=1e.300: give a number"),
+        ({"stop_within_s": 10**400}, ValueError, "stop_within_s=1000.*: give a number"),
         ({"root": 5}, TypeError, "root=5"),
         ({"root": ""}, ValueError, "root=''"),
         ({"root": "s3://bucket/run"}, ValueError, "root='s3://bucket/run'"),
