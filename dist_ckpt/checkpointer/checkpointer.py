@@ -213,6 +213,8 @@ class Checkpointer:
         `step(step)` or `save(step)` by itself, once the optimizer has stepped.
         """
         self._open_run()
+        if type(until) is not int:
+            raise TypeError(f"until={until!r}: give a whole number")
         if self._is_in_loop:
             raise ValueError(
                 "this Checkpointer is in a loop of its steps already: end that first, by "
@@ -330,4 +332,7 @@ def _open_roots() -> list[str]:
 
 
 def _made(state: StateOrMaker) -> MutableState:
-    return state() if callable(state) else state
+    made = state() if callable(state) else state
+    if not isinstance(made, Mapping):  # a fresh run would see it hours later, at its first save
+        raise TypeError(f"the state is a {type(made).__name__}: give a mapping, or what makes one")
+    return made

@@ -491,6 +491,8 @@ def test_steps_only_grow_and_each_is_saved_once(tmp_path: Path) -> None:
         ({"loss": None}, TypeError, "metric 'loss' is None: give a number"),
         ({"": 1}, TypeError, "is no name of a metric"),
         ({3: 1}, TypeError, "3 is no name of a metric"),
+        ({"\ud800": 1}, ValueError, "is no name of a metric: .*surrogates"),
+        ({"loss": 10**400}, ValueError, "metric 'loss': int too large .*: give one number"),
     ],
 )
 def test_a_metric_that_is_none_is_named(
@@ -502,6 +504,24 @@ def test_a_metric_that_is_none_is_named(
             ck.metrics(1, values)
         with pytest.raises(TypeError, match="step='1': give a whole number"):
             ck.metrics("1", {"loss": 1.0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("state", [None, [], lambda: None])
+def test_what_is_no_state_is_an_error_before_the_first_step(state: Any, tmp_path: Path) -> None:
+    with (
+        checkpointer(tmp_path) as ck,
+        pytest.raises(TypeError, match=r"the state is a (NoneType|list): give a mapping"),
+    ):
+        next(ck.steps(state, until=3))
+
+
+@pytest.mark.parametrize("until", [None, "3", 1.5, True])
+def test_the_last_step_is_a_whole_number(until: Any, tmp_path: Path) -> None:
+    with (
+        checkpointer(tmp_path) as ck,
+        pytest.raises(TypeError, match=f"until={until!r}: give a whole number"),
+    ):
+        next(ck.steps(fresh(), until=until))
 
 
 def test_a_state_that_cannot_be_saved_is_an_error_at_once(tmp_path: Path) -> None:
