@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -337,6 +339,26 @@ def test_a_second_one_of_a_process_is_an_error(tmp_path: Path) -> None:
             checkpointer(tmp_path / "b")
         checkpointer(None).close()  # it is none
     checkpointer(tmp_path / "b").close()
+
+
+FORGETFUL = """
+import sys, dist_ckpt as dc
+ck = dc.Checkpointer(sys.argv[1], background=False)
+for step in ck.steps({"step": 0}, until=2):
+    pass
+"""
+
+
+def test_a_process_that_ends_with_an_open_one_says_so(tmp_path: Path) -> None:
+    """A script's global is dropped by nobody, so `at_end` was forgotten without a word."""
+    told = subprocess.run(
+        [sys.executable, "-c", FORGETFUL, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"ends with a Checkpointer for {tmp_path} open: at_end has saved" in told.stderr
 
 
 def test_one_that_is_dropped_in_a_cycle_is_no_second_one(tmp_path: Path) -> None:
