@@ -114,7 +114,9 @@ class RunSaves:
         Returns what all ranks then know of it: "durable", "staged" in memory, or "failed".
         """
         own = self._status(until)
-        with self.ranks.operation("stop of the run"), self.ranks.channel.exchange("stop") as word:
+        # Who is alone reads it: of a run that comes to its end nobody has asked for a stop.
+        what = "end" if until == inf else "stop"
+        with self.ranks.operation(f"{what} of the run"), self.ranks.channel.exchange(what) as word:
             if told := word.gather(own):
                 word.decide(next((one for one in (FAILED, STAGED) if one in told), DURABLE))
         return word.result(str)
