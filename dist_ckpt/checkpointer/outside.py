@@ -1,7 +1,7 @@
 """What other processes ask a run for, as rank 0 sees it: `dist-ckpt request-save`.
 
 A thread of its own looks for requests and answers them: the rounds must not wait for the storage,
-and the keeper may be busy with pruning for minutes.
+and the keeper may be busy with pruning for minutes. It shows as well that the run is alive.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from dist_ckpt.checkpointer.keeper import Keeper
 from dist_ckpt.checkpointer.rounds import Ask
 from dist_ckpt.comm.exchange import COORDINATOR
+from dist_ckpt.commit.alive import SIGN_S, SignOfLife
 from dist_ckpt.commit.guards import Where
 from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
@@ -117,9 +118,13 @@ class OutsideRequests:
     # --- the thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        next_look = 0.0
+        next_look, next_sign = 0.0, 0.0
+        sign = SignOfLife(self._storage, self._run.root, self._run.start)
         while self._asked.end is None:
             is_fine = True
+            if time.monotonic() >= next_sign:
+                self._tried(sign.renew)
+                next_sign = time.monotonic() + SIGN_S
             if time.monotonic() >= next_look:
                 is_fine = self._tried(self._look)
                 next_look = time.monotonic() + LOOK_S
@@ -127,7 +132,7 @@ class OutsideRequests:
             with self._changed:
                 if self._asked.end is None:
                     self._changed.wait(SETTLE_S if self._asked.taken and is_fine else LOOK_S)
-        for act in (self._look, self._answer_taken, self._answer_open):
+        for act in (self._look, self._answer_taken, self._answer_open, sign.end):
             self._tried(act)
 
     def _tried(self, act: Callable[[], None]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from dist_ckpt.background.async_saver import AsyncSaver
 from dist_ckpt.checkpointer.run_config import CONFIG, check_same
 from dist_ckpt.comm.exchange import COORDINATOR, Exchange
 from dist_ckpt.comm.session import Session
+from dist_ckpt.commit.alive import told_sign
 from dist_ckpt.commit.holds import Subject
 from dist_ckpt.commit.starts import OfRun, begin, newest_start, secure
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
@@ -30,6 +32,7 @@ from dist_ckpt.offline.checkpoint import open as open_checkpoint
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runs.holding import holding
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
+from dist_ckpt.runs.selectors import select
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.snapshots.kept_files import KeptFiles, kept_on_host
 from dist_ckpt.state.containers import MutableState
@@ -39,6 +42,7 @@ from dist_ckpt.storage.page_cache import drop_cached
 _log = logging.getLogger("dist_ckpt")
 
 FOLDER = "step-{:08d}"
+_FOLDER = re.compile(r"step-([0-9]{8,19})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +172,7 @@ class Resume:
             raise ValueError(
                 f"{self.root} is a checkpoint: give the folder that it is in, {listing.root}"
             )
-        alive = listing.alive if at is None else (self._asked_for(listing, at),)
+        alive = listing.alive if at is None else (select(listing, at),)
         skipped = self._unreadable(listing, alive) if at is None else ()
         found = tuple(
             _RestorePoint(one.step, one.path, one.attempt)
@@ -179,18 +183,10 @@ class Resume:
             self._check_config(found[0])
         return _RunLook(found, skipped)
 
-    def _asked_for(self, listing: Listing, at: str) -> RunCheckpoint:
-        step = at.removeprefix("@")
-        found = [one for one in listing.checkpoints if one.where and str(one.step) == step]
-        if not found:
-            there = ", ".join(str(one.step) for one in listing.checkpoints if one.where) or "none"
-            raise NotFoundError(f"{self.root}: there is no step {step} to go on from, but {there}")
-        return max(found, key=lambda one: one.where or (0, Attempt(0, "")))
-
     def _unreadable(self, listing: Listing, alive: Sequence[RunCheckpoint]) -> tuple[str, ...]:
         """Return what is damaged above the newest. IncompatibleError for a newer version's."""
-        newest = alive[-1].name if alive else ""
-        above = [one for one in listing.checkpoints if one.name > newest]
+        newest = alive[-1].step or 0 if alive else -1
+        above = [one for one in listing.checkpoints if _step_named(one.name) > newest]
         for one in above:
             if one.state == "incompatible":
                 raise IncompatibleError(
@@ -298,6 +294,13 @@ class Resume:
     def _begun(self, restored: _RestorePoint | None, why: str, at: str | None) -> RunStart:
         """Record the start. Rank 0 only."""
         by = f"process {os.getpid()} on {self.ranks.channel.host}"
+        if alive := told_sign(self.storage, self.root, self._after):
+            _log.info(
+                "%s: start %d has not ended by itself%s. If it still runs, it saves nothing more",
+                self.root,
+                self._after,
+                alive,
+            )
         where = None if restored is None else (restored.step, _parsed(restored.attempt))
         start = begin(
             self.storage, self.root, restored=where, why=why[:1000], by=by, after=self._after
@@ -305,6 +308,12 @@ class Resume:
         if at is not None and restored is not None and where is not None:
             secure(self.storage, restored.path, where[1], OfRun(self.root, start.number), by=by)
         return start
+
+
+def _step_named(name: str) -> int:
+    """Return the step that a folder's name says; of one that no run names so it is 0."""
+    match = _FOLDER.fullmatch(name)
+    return int(match[1]) if match else 0
 
 
 def _parsed(name: str) -> Attempt:

@@ -21,7 +21,7 @@ from dist_ckpt.offline.reshard import reshard as rewrite
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import size
 from dist_ckpt.runs.removing import delete_at
-from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.storage import open_storage
 
 _path = click.argument("path", type=click.Path())
@@ -105,7 +105,7 @@ def rm(path: str, *, yes: bool, force: bool) -> None:
 
     One that is pinned, tagged or held is not deleted without --force.
     """
-    storage, where = open_storage(resolve(path))
+    storage, where = open_resolved(path)
     removal.check_deletable(storage, where)
     if not yes:
         if not sys.stdin.isatty():

@@ -11,6 +11,7 @@ import click
 
 from dist_ckpt.cli import output
 from dist_ckpt.commit import holds
+from dist_ckpt.commit.alive import NO_SIGN, SIGN_S, last_sign, utc
 from dist_ckpt.commit.holds import Subject
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.offline.run import Run
@@ -20,7 +21,7 @@ from dist_ckpt.runs import requests as asking
 from dist_ckpt.runs.holding import subject_of
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.prune import Decision
-from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.storage import open_storage
 
 _path = click.argument("path", type=click.Path())
@@ -142,7 +143,7 @@ def _check_tagged(subject: Subject, name: str) -> None:
 
 def _subject(path: str) -> Subject:
     """Return the one checkpoint at a path, or that a selector names. NotFoundError."""
-    storage, where = open_storage(resolve(path))
+    storage, where = open_resolved(path)
     for one in list_run(storage, where, now=time.time()).checkpoints:
         if one.path == where:
             return subject_of(storage, one)
@@ -175,16 +176,20 @@ def request_save(root: str, *, stops: bool, wait: bool, timeout_s: float | None)
         raise click.UsageError("--timeout says how long to wait: give --wait as well")
     storage, where = open_storage(root)
     request = asking.request_save(storage, where, stops=stops)
+    before = last_sign(storage, where, request.start)
     what = f"start {request.start} of the run in {where} to save{' and to end' * stops}"
     click.echo(f"asked {output.printable(what)}")
+    if before is None:
+        click.echo(NO_SIGN, err=True)
     if not wait:
         return
     timeout_s = ANSWER_S if timeout_s is None else timeout_s
     answer = asking.wait_for_answer(storage, where, request, timeout_s=timeout_s)
     if answer is None:
+        after = last_sign(storage, where, request.start)
         click.echo(
             f"dist-ckpt: nobody has answered in {timeout_s:g} s, and the request is taken back: "
-            f"see whether the job is alive, and comes to a step or a poll() in that time",
+            f"{_told_life(before, after, timeout_s)}",
             err=True,
         )
         raise click.exceptions.Exit(output.REFUSED)
@@ -194,3 +199,17 @@ def request_save(root: str, *, stops: bool, wait: bool, timeout_s: float | None)
         raise click.exceptions.Exit(output.FINDING)
     step, attempt = answer.saved
     click.echo(f"saved: step {step}, attempt {attempt}")
+
+
+def _told_life(before: float | None, after: float | None, waited_s: float) -> str:
+    """Say what the last signs of life before and after waiting tell of a job."""
+    if after is None:
+        return "the job has ended, or has died as it began"
+    if after != before:
+        return "the job is alive, but has come to no step and no poll() in that time"
+    if waited_s > 2 * SIGN_S:
+        return (
+            f"the job has shown no sign of life since {utc(after)}: it was killed, stands still, "
+            f"or cannot write into the root"
+        )
+    return "see whether the job is alive, and comes to a step or a poll() in that time"

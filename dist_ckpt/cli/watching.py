@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dist_ckpt.cli import output
+from dist_ckpt.commit.alive import NO_SIGN
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.reports import size
 from dist_ckpt.runs import keep as policies
@@ -106,6 +107,10 @@ def lines(look: SeenRun, keep: Keep | None, height: int | None = None) -> list[s
     if look.start is not None:
         began = output.age(look.at - look.start.at)
         told.append(output.printable(f"{told_start(look.start)} ({began} ago)"))
+        sign = NO_SIGN
+        if look.last_sign is not None:
+            sign = f"last sign of life: {output.age(look.at - look.last_sign)} ago"
+        told.append(sign)
     if (newest := look.newest) is not None:
         saved = output.age(look.at - (newest.saved_at or 0.0))
         told.append(f"newest: step {newest.step}, saved {saved} ago")

@@ -78,10 +78,9 @@ def guards_of(facts: Iterable[StoredFact], now: float) -> Guards:
 def newest_values(facts: Iterable[StoredFact], kind: str) -> _Newest:
     """Return the value of each name of each checkpoint; that of the newest fact counts. Pure."""
     found: dict[tuple[Where, str], tuple[Scalar, StoredFact]] = {}
-    for fact in sorted(facts, key=lambda one: one.name):
-        if fact.name.kind == kind:
-            for name, value in fact.values.items():
-                found[(fact.step, fact.attempt), name] = value, fact
+    for fact in _of_kind(facts, kind):
+        for name, value in fact.values.items():
+            found[(fact.step, fact.attempt), name] = value, fact
     return found
 
 
@@ -94,11 +93,16 @@ def tagged(facts: Iterable[StoredFact]) -> dict[str, Where]:
 def newest_of_tags(facts: Iterable[StoredFact]) -> dict[str, tuple[Where, Scalar]]:
     """Return what the newest fact about each tag of a root says, also that nobody has it. Pure."""
     found: dict[str, tuple[Where, Scalar]] = {}
-    for fact in sorted(facts, key=lambda one: one.name):
-        if fact.name.kind == TAG:
-            for name, value in fact.values.items():
-                found[name] = (fact.step, fact.attempt), value
+    for fact in _of_kind(facts, TAG):
+        for name, value in fact.values.items():
+            found[name] = (fact.step, fact.attempt), value
     return found
+
+
+def _of_kind(facts: Iterable[StoredFact], kind: str) -> list[StoredFact]:
+    """Return the facts of a kind, the newest last."""
+    own = [fact for fact in facts if fact.name.kind == kind]
+    return sorted(own, key=lambda fact: (fact.name.number, fact.name.id))
 
 
 def marks_of(facts: Iterable[StoredFact], now: float) -> tuple[str, ...]:

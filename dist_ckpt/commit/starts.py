@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from dist_ckpt.commit.alive import told_sign, utc
 from dist_ckpt.commit.attempts import (
     ROUNDS,
     abandon,
@@ -64,11 +65,11 @@ class OfRun(Message, frozen=True):
         """Raise ConflictError if a newer start writes into the root."""
         newest = newest_start(storage, self.root)
         if newest is not None and newest.number > self.start:
-            at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(newest.at))
+            alive = told_sign(storage, self.root, newest.number)
             raise ConflictError(
                 f"{self.root}: start {newest.number} of this run, {newest.by}, has taken over at "
-                f"{at}, and this is start {self.start}: it saves and removes nothing more here. "
-                f"End this job; if it is the one to go on, start it again"
+                f"{utc(newest.at)}, and this is start {self.start}: it saves and removes nothing "
+                f"more here. End this job; if it is the one to go on, start it again{alive}"
             )
 
     def next_attempt(self, highest: int, path: str) -> int:
@@ -107,12 +108,16 @@ class History:
 
         Not if that is its own, or a still newer one's. If starts only ever go on from what is not
         left behind, that is: if a later start than the attempt's restored a step below this one.
+        Of a start that has no record, as in a copy of a root, it is not known what it went on from:
+        what is not above that may be all that there is.
         """
         number, until = self.newest, step
         while attempt.start < number:
             start = self.starts.get(number)
-            if start is None or start.restored is None or start.restored[1].start >= number:
-                return True  # it began anew, or what it went on from is not known any more
+            if start is None:
+                return step > until
+            if start.restored is None or start.restored[1].start >= number:
+                return True  # it began anew
             until, number = start.restored[0], start.restored[1].start
         if attempt.start > self.newest:
             return False

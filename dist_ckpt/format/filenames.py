@@ -36,6 +36,7 @@ _TEMPORARY_ROOT_ID = re.compile(rf"{ROOT_ID}\.[0-9a-f]{{16}}")
 _FACT = re.compile(r"([a-z]{1,16})-([1-9][0-9]{0,17})-([0-9a-f]{16})\.json")
 _STEP = re.compile(r"0|[1-9][0-9]{0,18}")
 _START = re.compile(r"([1-9][0-9]{0,5})\.json")
+_SIGN = re.compile(r"([1-9][0-9]{0,5})\.alive-[0-9a-f]{16}")
 _REQUEST = re.compile(r"(request|answer)-([0-9a-f]{16})\.json")
 _TEMPORARY_RECORD = re.compile(r"\.record-[0-9a-f]{16}\.tmp")
 _STEM = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -137,6 +138,17 @@ def start_file(number: int) -> str:
 def parse_start(name: str) -> int | None:
     """Return the number of a start, or None if the name is not that of its record."""
     match = _START.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def sign_file(number: int, nonce: str) -> str:
+    """Return the name of a start's sign of life."""
+    return f"{number}.alive-{nonce}"
+
+
+def parse_sign(name: str) -> int | None:
+    """Return the number of the start that is alive, or None if the name is not that of a sign."""
+    match = _SIGN.fullmatch(name)
     return int(match[1]) if match else None
 
 

@@ -31,6 +31,9 @@ from dist_ckpt.format.strict_json import (
 
 MAX_NBYTES_OF_RECORD = 1 << 20
 
+# The year 10,000, in seconds since 1970: no calendar goes on.
+_END_OF_TIME = 253_402_300_800
+
 _FACT_FIELDS = ("format", "step", "attempt", "kind", "values", "by", "at", "digest")
 _START_FIELDS = ("format", "start", "id", "restored", "why", "by", "at", "digest")
 _REQUEST_FIELDS = ("format", "request", "start", "stop", "by", "at", "digest")
@@ -125,7 +128,7 @@ def decode_fact(data: bytes, what: str) -> Fact:
         string(kind, f"{what}, kind"),
         {name: _scalar(value, f"{what}, values") for name, value in mapping(values, what).items()},
         string(by, f"{what}, by"),
-        number(at, f"{what}, at"),
+        _time(at, f"{what}, at"),
     )
 
 
@@ -153,7 +156,7 @@ def decode_start(data: bytes, what: str) -> RunStart:
         _decoded_where(restored, f"{what}, restored"),
         string(why, f"{what}, why"),
         string(by, f"{what}, by"),
-        number(at, f"{what}, at"),
+        _time(at, f"{what}, at"),
     )
 
 
@@ -181,7 +184,7 @@ def decode_request(data: bytes, what: str) -> RequestRecord:
         integer(start, 1, MAX_START, f"{what}, start"),
         stops,
         string(by, f"{what}, by"),
-        number(at, f"{what}, at"),
+        _time(at, f"{what}, at"),
     )
 
 
@@ -212,7 +215,7 @@ def decode_answer(data: bytes, what: str) -> AnswerRecord:
         _decoded_where(saved, f"{what}, saved"),
         string(why, f"{what}, why"),
         string(by, f"{what}, by"),
-        number(at, f"{what}, at"),
+        _time(at, f"{what}, at"),
     )
 
 
@@ -225,6 +228,13 @@ def _decoded_where(value: Json, what: str) -> tuple[int, Attempt] | None:
         return None
     step, attempt = row(value, 2, what)
     return integer(step, 0, MAX_STEP, what), _attempt(attempt, what)
+
+
+def _time(value: Json, what: str) -> float:
+    at = number(value, what)
+    if not 0 <= at < _END_OF_TIME:
+        raise corrupt(what, f"{shown(value)} is no time that has a date")
+    return at
 
 
 def _encode(doc: Mapping[str, Json]) -> bytes:

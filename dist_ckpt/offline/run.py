@@ -94,7 +94,7 @@ class Run:
         A later value of a name counts. nan and infinities are taken, and nan is never the best.
         """
         subject = self._subject(which)
-        put_metrics(self._storage, self._root, subject.where, values)
+        put_metrics(self._storage, subject.root, subject.where, values)
 
     def pin(self, which: int | str, why: str = "") -> None:
         """Keep a checkpoint until it is unpinned, whatever the rules say; durable on return."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dist_ckpt.commit.alive import last_sign
 from dist_ckpt.commit.attempts import Status, statuses
 from dist_ckpt.commit.guards import MARK
 from dist_ckpt.commit.starts import newest_start
@@ -22,14 +23,16 @@ from dist_ckpt.storage import Storage
 class SeenRun:
     """A run as it was at a time of this host's clock.
 
-    `start` is the newest, None if there is none or it cannot be read. `writing` are the attempts
-    that are being written, or were left by a crash, by the path of their checkpoint.
+    `start` is the newest, None if there is none or it cannot be read; `last_sign` when it was last
+    alive, by the storage's clock, None once it has ended. `writing` are the attempts that are being
+    written, or were left by a crash, by the path of their checkpoint.
     """
 
     at: float
     listing: Listing
     start: RunStart | None = None
     writing: Mapping[str, Status] = field(default_factory=dict)
+    last_sign: float | None = None
 
     @property
     def newest(self) -> RunCheckpoint | None:
@@ -54,7 +57,8 @@ def look_at(storage: Storage, root: str) -> SeenRun:
             for status in statuses(storage, one.path):
                 if status.state == "open":  # the last counts
                     writing[one.path] = status
-    return SeenRun(now, listing, start, writing)
+    alive_at = None if start is None else last_sign(storage, root, start.number)
+    return SeenRun(now, listing, start, writing, alive_at)
 
 
 def kept_by(look: SeenRun, keep: Keep | None) -> dict[str, tuple[str, ...]]:
@@ -72,6 +76,8 @@ def changes(before: SeenRun | None, after: SeenRun, keep: Keep | None = None) ->
     old = {one.path: one for one in before.listing.checkpoints} if before else {}
     if after.start and (not before or before.start != after.start):
         yield told_start(after.start)
+    elif after.start and before and before.last_sign and not after.last_sign:
+        yield f"start {after.start.number} has ended"
     if before is None:
         yield _told_first(after)
         yield from (f"{_named_at(path)} is being written" for path in after.writing)

@@ -51,8 +51,16 @@ def _renew(hold: Hold, ended: threading.Event) -> None:
             hold.take()
         except (NotFoundError, StorageError) as error:
             _log.warning("%s: the hold could not be renewed: %s", hold.subject.path, error)
-            if isinstance(error, NotFoundError):
+            # A mark alone is no reason to end: who put it sees the hold, and takes it back.
+            if isinstance(error, NotFoundError) and _is_gone(hold.subject):
                 return
+
+
+def _is_gone(subject: Subject) -> bool:
+    try:
+        return not subject.is_there()
+    except StorageError:
+        return False
 
 
 def hold_chosen(

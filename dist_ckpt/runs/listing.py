@@ -72,14 +72,16 @@ class RunCheckpoint:
 class Listing:
     """A run's checkpoints by step, and the facts about them.
 
-    `problems` are facts that cannot be read. `history_problem` says why it is not known what is
-    left behind; "" if it is.
+    `problems` are facts that cannot be read. `newest_start` is the number of the run's newest
+    start, 0 if none is recorded. `history_problem` says why it is not known what is left behind; ""
+    if it is.
     """
 
     root: str
     checkpoints: tuple[RunCheckpoint, ...]
     facts: tuple[StoredFact, ...]
     problems: tuple[str, ...] = ()
+    newest_start: int = 0
     history_problem: str = ""
 
     @property
@@ -113,7 +115,8 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
     known = known_of(facts, now)
     history, problem = _history(storage, root)
     told = [_with_facts(one, known, history) for one in found]
-    return Listing(root, tuple(sorted(told, key=_by_step)), facts, known.problems, problem)
+    by_step = tuple(sorted(told, key=_by_step))
+    return Listing(root, by_step, facts, known.problems, history.newest, problem)
 
 
 def _by_step(one: RunCheckpoint) -> tuple[bool, int, Where, str]:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 from dist_ckpt.commit import removal
 from dist_ckpt.commit.guards import HOLD
-from dist_ckpt.commit.starts import OfRun
+from dist_ckpt.commit.holds import Subject
+from dist_ckpt.commit.starts import OfRun, newest_start
+from dist_ckpt.errors import ConflictError
 from dist_ckpt.format.filenames import ATTEMPTS_OF_START
 from dist_ckpt.runs.keep import Candidate, Keep
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
@@ -29,10 +31,11 @@ def plan_prune(listing: Listing, keep: Keep) -> list[Decision]:
     """Return of each checkpoint of a run what keeps it. Pure.
 
     Rules look at steps that a run may go on from: of one step at the highest attempt, and what they
-    keep of it they keep of all its attempts. What is left behind is kept by pins, tags and holds
-    only. CorruptError if it is not known what is left behind.
+    keep of it they keep of all its attempts. What a start of the run has left behind is kept by
+    pins, tags and holds only. CorruptError if it is not known what is left behind.
     """
     alive = listing.alive
+    paths = {one.path for one in alive}
     of_step = {one.step: one for one in alive}  # by step and attempt: the last is the highest
     chosen = keep.reasons([_candidate(one) for one in of_step.values()])
     kept = dict(zip(of_step, chosen, strict=True))
@@ -41,7 +44,7 @@ def plan_prune(listing: Listing, keep: Keep) -> list[Decision]:
     decisions = []
     for one in listing.checkpoints:
         told = [*_never(one)]
-        if one in alive:
+        if one.path in paths:
             told += kept[one.step]
             told += [NEWEST] * (one.path == newest)
             told += [NEWEST_CHECKED] * (one.path == checked)
@@ -55,6 +58,9 @@ def _never(one: RunCheckpoint) -> list[str]:
         return [f"it is {one.state}: that is for dist-ckpt gc, or rm"]
     if one.where is None:
         return ["it has no step"]
+    if one.is_left_behind and one.where[1].start == 0:
+        # A save of its own, say of the final model: to a run it is what it does not go on from.
+        return ["no start of the run has saved it: that is for dist-ckpt rm"]
     return ["a save over it is under way, or died"] * one.is_being_replaced
 
 
@@ -86,8 +92,9 @@ def prune(
 
     First what an earlier call left half done is finished. `is_whole` is a quick check, of the
     newest one and of older ones until one passes. With `run`, a start of a run, nothing is removed
-    once a newer start has begun: ConflictError. A `dry_run` changes nothing. NotFoundError if there
-    is no such folder, ValueError if it is a checkpoint.
+    once a newer start has begun: ConflictError; so it is without, if a start has begun meanwhile. A
+    `dry_run` changes nothing. NotFoundError if there is no such folder, ValueError if it is a
+    checkpoint.
     """
     listing = list_run(storage, root, now=time.time())
     if not dry_run and any(fact.name.kind == HOLD for fact in listing.facts):
@@ -135,8 +142,22 @@ def _remove(
     def check() -> None:
         if run is not None:
             run.check(storage)
+        else:
+            _check_no_start_since(storage, listing)
 
-    told = remove_at(storage, listing.root, one.path, one.where, facts=listing.facts, check=check)
+    copies = [o.path for o in listing.checkpoints if o.where == one.where and o.path != one.path]
+    subject = Subject(storage, listing.root, one.path, one.where)
+    told = remove_at(subject, facts=listing.facts, copies=copies, check=check)
     if not told:
         _log.info("pruned %s, step %s", one.path, one.step)
     return told
+
+
+def _check_no_start_since(storage: Storage, listing: Listing) -> None:
+    """Look for a start that may have left behind what is kept, and go on from what is not."""
+    newest = newest_start(storage, listing.root)
+    if newest is not None and newest.number > listing.newest_start:
+        raise ConflictError(
+            f"{listing.root}: start {newest.number} of this run, {newest.by}, has begun while it "
+            f"was pruned, so that other checkpoints matter now: prune it again"
+        )

@@ -25,8 +25,8 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.format.filenames import RECORDS
 from dist_ckpt.runs.facts import keeps_records
-from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.runs.selectors import open_resolved
+from dist_ckpt.storage import Storage
 
 # Facts about what is gone are kept for so long: the attempt may be one that this host sees late.
 ORPHAN_S = 24 * 3600.0
@@ -38,7 +38,7 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> None:
     On return nothing of it shows any more, on any host. Raises NotFoundError if there is none, and
     ConflictError if it is pinned, tagged or held, unless `force`.
     """
-    storage, folder = open_storage(resolve(path))
+    storage, folder = open_resolved(path)
     delete_at(storage, folder, force=force)
 
 
@@ -65,9 +65,10 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
 
         if told := remove_unless_kept(subject, remove, others=facts, force=force):
             raise _refused(path, told)
+    others = [f"{root}/{name}" for name in _folders(storage, root)]
     for gone in {(fact.step, fact.attempt) for fact in read_facts(storage, root)}:
         if gone[1] in own:
-            forget(storage, root, gone, facts)
+            _forget(Subject(storage, root, path, gone), facts, others)
 
 
 def _where(storage: Storage, path: str) -> Where | None:
@@ -97,30 +98,28 @@ def _refused(path: str, told: Iterable[str]) -> ConflictError:
 
 
 def remove_at(
-    storage: Storage,
-    root: str,
-    path: str,
-    where: Where,
+    subject: Subject,
     *,
     facts: Sequence[StoredFact],
+    copies: Sequence[str] = (),
     check: Callable[[], None],
 ) -> tuple[str, ...]:
     """Remove one checkpoint of a run that nothing keeps; return what does, or () if it is gone.
 
-    `facts` are those of the root, as they were listed; `check` raises what forbids it.
+    `facts` are those of the root, as they were listed; `copies` are paths of folders in it that
+    somebody has made of this one; `check` raises what forbids it.
     """
-    attempt = where[1]
+    storage, path, attempt = subject.storage, subject.path, subject.where[1]
     removal.collect(storage, path, grace_s=inf)  # what it has superseded
     there = attempts.list_attempts(storage, path)
     if attempt in there and there != [attempt]:
         return (_UNDER_WAY,)
-    subject = Subject(storage, root, path, where)
     told = remove_unless_kept(
         subject, lambda: removal.remove(storage, path, attempt), others=facts, check=check
     )
     if not told:
-        _clear(storage, root, path)
-        forget(storage, root, where, facts)
+        _clear(storage, subject.root, path)
+        _forget(subject, facts, copies)
     return told
 
 
@@ -128,6 +127,23 @@ _UNDER_WAY = (
     "another attempt is there: what it replaced is kept, or a save over it is under way, or died "
     '("dist-ckpt gc" then removes what that left)'
 )
+
+
+def _forget(subject: Subject, facts: Sequence[StoredFact], others: Sequence[str]) -> None:
+    """Remove what is known of what is gone; of what one of the others has as well, the marks."""
+    storage, (_, attempt) = subject.storage, subject.where
+    if not any(attempt in attempts.list_attempts(storage, path) for path in others):
+        forget(storage, subject.root, subject.where, facts)
+        return
+    name = subject.path.rpartition("/")[2]
+    for fact in subject.facts():
+        if fact.name.kind == MARK and name in fact.values.values():
+            subject.take_back(fact.name)
+
+
+def _folders(storage: Storage, root: str) -> list[str]:
+    entries = attempts.entries_at(storage, root)
+    return [one.name for one in entries if one.kind == "folder" and one.name not in RECORDS]
 
 
 def _clear(storage: Storage, root: str, path: str) -> None:
@@ -155,12 +171,9 @@ def finish(storage: Storage, root: str, facts: Sequence[StoredFact]) -> None:
         about[fact.step, fact.attempt].append(fact)
     if not about:
         return
-    folders = [e.name for e in attempts.entries_at(storage, root) if e.kind == "folder"]
+    folders = _folders(storage, root)
     there = {
-        attempt
-        for name in folders
-        if name not in RECORDS
-        for attempt in attempts.list_attempts(storage, f"{root}/{name}")
+        attempt for name in folders for attempt in attempts.list_attempts(storage, f"{root}/{name}")
     }
     gone = {where: told for where, told in about.items() if where[1] not in there}
     if not gone:

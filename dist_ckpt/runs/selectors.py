@@ -43,6 +43,16 @@ def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return path if found is None else found.path
 
 
+def open_resolved(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """Return the storage and the folder of the checkpoint that `path` names, with links followed.
+
+    For who removes or keeps it: what is known of a checkpoint lies beside its folder, not beside a
+    link that leads there.
+    """
+    _, folder = open_storage(resolve(path))
+    return open_storage(os.path.realpath(folder))
+
+
 def resolve_at(storage: Storage, path: str) -> RunCheckpoint | None:
     """Return the checkpoint that a storage's path names by a selector; None if it has none."""
     if "@" not in path or _exists(storage, path):

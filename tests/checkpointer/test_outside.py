@@ -16,6 +16,7 @@ import dist_ckpt as dc
 from dist_ckpt.checkpointer import outside
 from dist_ckpt.checkpointer.keeper import SavesSoFar
 from dist_ckpt.checkpointer.outside import OutsideRequests
+from dist_ckpt.commit.alive import SignOfLife, last_sign
 from dist_ckpt.commit.guards import Where
 from dist_ckpt.commit.starts import OfRun, begin
 from dist_ckpt.errors import StorageError
@@ -305,6 +306,17 @@ def test_a_folder_that_is_not_there_costs_a_listing(job: Job) -> None:
     assert FOLDER not in job.storage.tree()
 
 
+def test_a_run_shows_that_it_lives_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside, "LOOK_S", 0.01)
+    monkeypatch.setattr(outside, "SIGN_S", 0.01)
+    job = make_job(FlakyStorage({ROOT: None}))
+    wait_until(lambda: last_sign(job.storage, ROOT, 2) is not None)
+    first = last_sign(job.storage, ROOT, 2)
+    wait_until(lambda: last_sign(job.storage, ROOT, 2) not in (None, first))
+    job.requests.close(END, 5.0)
+    assert last_sign(job.storage, ROOT, 2) is None
+
+
 # --- with a real run of one process -------------------------------------------------------------
 
 
@@ -378,6 +390,20 @@ def test_how_a_run_ends_without_the_save_is_told(
     how = "and what it did last is not saved" if error is None else "with RuntimeError"
     assert answer.outcome == "ended"
     assert f"the run has ended{',' if error is None else ''} {how}. Safe is: nothing" in answer.why
+
+
+def test_a_start_after_one_that_did_not_end_says_when_that_was_last_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="dist_ckpt")
+    for _ in range(2):
+        with open_run(tmp_path, monkeypatch) as ck:
+            ck.restore({"x": 1})
+    assert "has not ended by itself" not in caplog.text
+    SignOfLife(LocalStorage(), str(tmp_path), 2).renew()
+    with open_run(tmp_path, monkeypatch) as ck:
+        ck.restore({"x": 1})
+    assert "start 2 has not ended by itself; its last sign of life was at 2" in caplog.text
 
 
 def test_who_only_reads_looks_for_no_requests(

@@ -119,7 +119,7 @@ def test_a_step_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path
     with pytest.raises(NotFoundError):
         restored(tmp_path / "nothing", at="@3")
     run(tmp_path, 2)
-    with pytest.raises(NotFoundError, match="no step 3 to go on from, but 1, 2"):
+    with pytest.raises(NotFoundError, match="no checkpoint of step 3; the steps there are: 1, 2"):
         restored(tmp_path, at="@3")
     assert why(tmp_path) == "there was nothing to go on from"  # no start was recorded
 
@@ -385,6 +385,35 @@ def test_one_of_a_newer_version_stops_a_resume(tmp_path: Path) -> None:
     file.write_text(json.dumps(document))
     with pytest.raises(IncompatibleError, match="may be the newest, so nothing older is taken"):
         restored(tmp_path)
+
+
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_a_step_of_more_digits_is_above_one_of_fewer(is_newer: bool, tmp_path: Path) -> None:
+    """Not by name, in which step-100000000 comes before step-99999999."""
+    state = fresh()
+    for step in (99_999_999, 100_000_000):
+        train(state, step)
+        dc.save(state, tmp_path / f"step-{step:08}", step=step)
+    (file,) = tmp_path.glob("step-100000000/a*/index.json")
+    file.write_text('{"format": {"version": 99, "requires": []}}' if is_newer else "{}")
+    if is_newer:
+        with pytest.raises(IncompatibleError, match="may be the newest"):
+            restored(tmp_path)
+    else:
+        with checkpointer(tmp_path) as ck:
+            assert ck.restore(fresh()) == 99_999_999
+        assert "step-100000000 is damaged" in why(tmp_path)
+
+
+def test_a_damaged_folder_that_no_run_has_named_so_is_none_that_is_stepped_over(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, 2)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "the-best")
+    (file,) = tmp_path.glob("the-best/a*/index.json")
+    file.write_text("{}")
+    assert restored(tmp_path) == 2
+    assert why(tmp_path) == "the newest"
 
 
 def test_a_state_that_does_not_fit_stops_a_resume(tmp_path: Path) -> None:

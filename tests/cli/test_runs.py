@@ -10,6 +10,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.cli import main
+from dist_ckpt.errors import ConflictError
 
 Result = tuple[int, str, str]
 
@@ -110,6 +111,20 @@ def test_tags_and_pins_are_put_shown_and_taken_away(run, root):
     run("pin", root / "s2")
     assert run("rm", root / "s2", "--yes", "--force")[0] == 0
     assert steps(root) == [3, 4]
+
+
+def test_a_link_to_a_checkpoint_stands_for_it(run, root, tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).symlink_to(root / "s1", target_is_directory=True)
+    assert run("pin", tmp_path / "first")[0] == 0
+    assert dc.checkpoints(root)[0].is_pinned
+    assert not (tmp_path / ".facts").exists()
+    code, _, err = run("rm", tmp_path / "second", "--yes")
+    assert code == 5
+    assert "is kept: pinned" in err
+    with pytest.raises(ConflictError, match="is kept: pinned"):
+        dc.delete(tmp_path / "second")
+    assert steps(root) == [1, 2, 3, 4]
 
 
 def test_nan_is_text_in_json(run, root):

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.cli import main
+from dist_ckpt.cli import runs as runs_module
 from dist_ckpt.cli import watching as watching_module
 from dist_ckpt.cli.watching import _looks, lines
+from dist_ckpt.commit.alive import SignOfLife
 from dist_ckpt.commit.starts import begin
 from dist_ckpt.errors import StorageError
 from dist_ckpt.runs.changes import SeenRun, look_at
@@ -153,14 +156,17 @@ def test_once_prints_what_there_is(run: Callable[..., Result], root: Path) -> No
         "watch", root, "--once", "--keep", "last(1) | best(1, min='loss', unmeasured=0)"
     )
     assert code == 0
-    head, begun, newest, heads, *rows = out.splitlines()
+    head, begun, alive, newest, heads, *rows = out.splitlines()
     assert head == str(root)
     assert begun.startswith("start 1, job 7, goes on from step 3: a test (")
+    assert alive == "no sign of life: it has ended, or has only just begun"
     assert newest.startswith("newest: step 3, saved ")
     assert heads.split() == ["STEP", "STATE", "SIZE", "AGE", "METRICS", "KEPT", "BY"]
     assert [row.split()[:2] for row in rows] == [[n, "committed"] for n in ("1", "2", "3")]
     assert rows[0].endswith("loss=0.5  best(1, min='loss', unmeasured=0)")
     assert rows[2].endswith("last(1); the newest")
+    SignOfLife(LocalStorage(), str(root), 1).renew()
+    assert re.search(r"(?m)^last sign of life: \d s ago$", run("watch", root, "--once")[1])
     assert run("watch", root / "s1", "--once")[0] == 2
     assert run("watch", root / "nowhere", "--once")[0] == 3
     assert run("watch", root, "--once", "--keep", "latest(3)")[0] == 2
@@ -224,13 +230,46 @@ def test_a_request_that_nobody_answers_is_taken_back(
     code, out, err = run("request-save", root, "--wait", "--timeout", "0.1")
     assert code == 6
     assert out == f"asked start 1 of the run in {root} to save\n"
-    assert "nobody has answered in 0.1 s, and the request is taken back" in err
+    first, second = err.splitlines()
+    assert first == "no sign of life: it has ended, or has only just begun"
+    assert "nobody has answered in 0.1 s, and the request is taken back: the job has e" in second
     assert [*(root / ".requests").iterdir()] == []
     assert run("request-save", root, "--stop")[:2] == (
         0,
         f"asked start 1 of the run in {root} to save and to end\n",
     )
     assert len([*(root / ".requests").iterdir()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("sign_s", "shows", "told"),
+    [
+        (60.0, "nothing", "see whether the job is alive, and comes to a step"),
+        (0.01, "nothing", "no sign of life since 2"),
+        (0.01, "a sign", "alive, but has come to no step and no poll"),
+        (0.01, "its end", "the job has ended"),
+    ],
+)
+def test_who_asks_is_told_whether_the_job_lives(
+    run: Callable[..., Result],
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sign_s: float,
+    shows: str,
+    told: str,
+) -> None:
+    start(root)
+    monkeypatch.setattr(runs_module, "SIGN_S", sign_s)
+    sign = SignOfLife(LocalStorage(), str(root), 1)
+    sign.renew()
+    act = {"nothing": lambda: None, "a sign": sign.renew, "its end": sign.end}[shows]
+    later = threading.Timer(0.2, act)
+    later.start()
+    code, _, err = run("request-save", root, "--wait", "--timeout", "0.6")
+    later.join()
+    assert code == 6
+    assert err.count("\n") == 1
+    assert told in err
 
 
 def test_no_command_takes_requests_for_a_checkpoint(run: Callable[..., Result], root: Path) -> None:

@@ -12,7 +12,7 @@ from dist_ckpt.commit import starts
 from dist_ckpt.commit.starts import History, OfRun, begin, newest_start, read_history
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError, StorageError
 from dist_ckpt.format.filenames import Attempt
-from dist_ckpt.format.root_records import RunStart
+from dist_ckpt.format.root_records import RunStart, decode_start, encode_start
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.crash_storage import CrashStorage, states
@@ -95,6 +95,13 @@ def test_a_newest_start_that_cannot_be_read_is_never_passed_over(tmp_path: Path)
         start(LocalStorage(), str(tmp_path))
 
 
+@pytest.mark.parametrize("at", [1e18, 1e300, -1.0])
+def test_a_start_of_no_date_is_damaged(at: float) -> None:
+    data = encode_start(RunStart(7, ATTEMPT.id, None, "", "somebody", at))
+    with pytest.raises(CorruptError, match=r"7\.json, at: .* is no time that has a date"):
+        decode_start(data, "7.json")
+
+
 def test_no_start_has_a_number_beyond_the_attempts(tmp_path: Path) -> None:
     start(LocalStorage(), str(tmp_path))
     data = (tmp_path / ".starts" / "1.json").read_bytes()
@@ -166,6 +173,10 @@ def test_a_start_is_above_that_of_what_it_restored() -> None:
     history = read_history(storage, ROOT)
     assert not history.is_left_behind(500, copied)
     assert history.is_left_behind(501, copied)
+    # What the starts before have saved, of which nothing is known, may be all that there is.
+    assert not history.is_left_behind(400, Attempt(2001, ATTEMPT.id))
+    assert not history.is_left_behind(400, Attempt(1, ATTEMPT.id))
+    assert history.is_left_behind(501, Attempt(2001, ATTEMPT.id))
 
 
 def test_a_start_is_refused_that_chose_before_another_began() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import dist_ckpt as dc
 from dist_ckpt.commit import guards
 from dist_ckpt.commit.root_records import read_facts
 from dist_ckpt.errors import ConflictError, NotFoundError
+from dist_ckpt.runs.holding import subject_of
 from dist_ckpt.storage.local import LocalStorage
 from run_folders import committed
 
@@ -63,6 +65,27 @@ def test_a_hold_is_renewed_as_long_as_it_lasts(run: dc.Run) -> None:
     assert found(run)[2].holds == ()
 
 
+def test_a_hold_outlives_a_prune_that_has_seen_it(
+    run: dc.Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A renewal finds the mark of who would remove the checkpoint, and who takes it back."""
+    subject, waited = subject_of(LocalStorage(), run.find(2)), threading.Event()
+
+    def wait_until(is_so: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            if is_so():
+                return
+            waited.wait(0.01)
+        raise AssertionError
+
+    with run.hold(2, ttl_s=0.6):
+        mark = subject.put(guards.MARK, {"0" * 16: "step-2"})
+        wait_until(lambda: "the hold could not be renewed" in caplog.text)
+        subject.take_back(mark)
+        wait_until(lambda: any(fact.name.number > 1 for fact in subject.facts()))
+        assert len(run.find(2).holds) == 1
+
+
 def test_metrics_pins_and_tags_are_put(run: dc.Run) -> None:
     run.metrics(1, {"val/loss": 0.5})
     run.metrics("@1", {"val/loss": float("inf"), "acc": 1})
@@ -80,6 +103,16 @@ def test_metrics_pins_and_tags_are_put(run: dc.Run) -> None:
     assert (found(run)[1].is_pinned, found(run)[2].tags) == (False, ())
     with pytest.raises(NotFoundError, match="no checkpoint has the tag 'best'"):
         run.untag("best")
+
+
+def test_facts_go_to_the_root_also_from_a_run_that_was_given_one_of_its_checkpoints(
+    run: dc.Run,
+) -> None:
+    one = dc.Run(run.find(2).path)
+    one.metrics(2, {"acc": 1.0})
+    one.tag(2, "best")
+    assert (found(run)[2].metrics, found(run)[2].tags) == ({"acc": 1.0}, ("best",))
+    assert not Path(run.find(2).path, ".facts").exists()
 
 
 def test_a_prune_by_a_metric_that_nobody_gave_removes_nothing(run: dc.Run) -> None:

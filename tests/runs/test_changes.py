@@ -7,6 +7,7 @@ from math import nan
 import pytest
 
 from dist_ckpt.commit import removal
+from dist_ckpt.commit.alive import SignOfLife
 from dist_ckpt.commit.attempts import abandon
 from dist_ckpt.commit.guards import Where
 from dist_ckpt.commit.order import claim
@@ -57,6 +58,11 @@ def test_a_run_is_told_from_its_start() -> None:
         "step 6 is durable: 4.12 kB by 1 rank",
         "step 6 is left behind: the run does not go on from it",
     ]
+    sign = SignOfLife(run.storage, ROOT, 2)
+    sign.renew()
+    assert run.told() == []
+    sign.end()
+    assert run.told() == ["start 2 has ended"]
     fresh = [*changes(None, look_at(run.storage, ROOT))]
     assert fresh[1:] == ["2 checkpoints: the newest is of step 5"]
 

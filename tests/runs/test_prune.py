@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +19,13 @@ from dist_ckpt.commit.root_records import read_facts
 from dist_ckpt.commit.starts import OfRun, begin
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.format.filenames import Attempt
+from dist_ckpt.runs.facts import put_metrics
 from dist_ckpt.runs.keep import Keep, best, last
+from dist_ckpt.runs.listing import RunCheckpoint, list_run
 from dist_ckpt.runs.prune import NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, prune
 from dist_ckpt.runs.removing import ORPHAN_S, delete_at
 from dist_ckpt.storage import Storage
+from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.storage.wrapping import T
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
@@ -132,6 +137,19 @@ def test_what_is_left_behind_is_kept_by_pins_only(storage: MemoryStorage) -> Non
     assert told == {1: "last(5)", 2: f"last(5); {NEWEST}; {NEWEST_WHOLE}", 8: "", 9: "pinned"}
 
 
+def test_what_was_saved_beside_a_run_is_no_matter_of_its_rules(storage: MemoryStorage) -> None:
+    """A save of the final model into the run's folder, for one."""
+    begin(storage, ROOT, restored=None, why="", by="")
+    for step in (1, 2):
+        committed(storage, step, start=1)
+    committed(storage, 3, name="final")
+    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=OfRun(ROOT, 1))
+    told = {one.name: reasons for one, reasons in found}
+    assert told["final"] == ("no start of the run has saved it: that is for dist-ckpt rm",)
+    assert told["step-1"] == ()
+    assert step_at(storage, f"{ROOT}/final") == 3
+
+
 def test_of_one_step_the_highest_attempt_counts_and_all_are_kept(storage: MemoryStorage) -> None:
     committed(storage, 1)
     committed(storage, 5, start=1)
@@ -167,6 +185,21 @@ def test_once_a_newer_start_has_begun_an_older_one_prunes_nothing(storage: Memor
     with pytest.raises(ConflictError, match="start 2 of this run, b, has taken over"):
         prune(storage, ROOT, last(1), is_whole=lambda _: True, run=run)
     assert {p: d for p, d in storage.tree().items() if ".facts" not in p} == before
+
+
+def test_what_a_start_goes_back_to_during_a_prune_is_not_removed(storage: MemoryStorage) -> None:
+    """Else all that is left would be what that start has left behind."""
+    first = committed(storage, 1, start=1)
+    committed(storage, 2, start=1)
+    begin(storage, ROOT, restored=None, why="", by="a")
+
+    def goes_back(_: RunCheckpoint) -> bool:
+        begin(storage, ROOT, restored=first, why="", by="b")
+        return True
+
+    with pytest.raises(ConflictError, match="start 2 of this run, b, has begun while it was prun"):
+        prune(storage, ROOT, last(1), is_whole=goes_back)
+    assert steps(storage) == [1, 2]
 
 
 def test_what_a_newer_start_has_saved_is_left(storage: MemoryStorage) -> None:
@@ -206,6 +239,25 @@ def test_with_a_deleted_checkpoint_its_tag_goes_and_does_not_fall_back(storage) 
     delete_at(storage, f"{ROOT}/step-2", force=True)
     assert read_facts(storage, ROOT) == ()
     assert steps(storage) == [1]
+
+
+@pytest.mark.parametrize("prunes", [False, True])
+def test_what_is_known_of_a_checkpoint_outlives_a_copy_of_it(tmp_path: Path, prunes: bool) -> None:
+    """They are of one attempt, and so are the facts."""
+    storage, root = LocalStorage(), str(tmp_path)
+    where = committed(storage, 1, root=root)
+    put_metrics(storage, root, where, {"loss": 0.5})
+    shutil.copytree(tmp_path / "step-1", tmp_path / "step-1-copy")
+    before = read_facts(storage, root)
+    if prunes:  # the copy is the newest, and no rule keeps the step
+        prune(storage, root, best(1, min="accuracy", unmeasured=0), is_whole=lambda _: True)
+    else:
+        delete_at(storage, f"{root}/step-1-copy", force=False)
+    (left,) = list_run(storage, root, now=0.0).checkpoints
+    assert left.metrics == {"loss": 0.5}
+    assert read_facts(storage, root) == before
+    delete_at(storage, left.path, force=False)
+    assert read_facts(storage, root) == ()
 
 
 def test_what_is_held_is_not_deleted(storage: MemoryStorage) -> None:

@@ -230,7 +230,9 @@ class RunMachine(RuleBasedStateMachine):
         checked = [one for one in alive if one.is_verified]
         rules = [*alive[-n:], *ranked[:top], *unknown[max(0, len(unknown) - waiting) :]]
         guards = [one for one in self.there.values() if self.is_guarded(one)]
-        kept = [*rules, *guards, *alive[-1:], *whole[-1:], *checked[-1:]]
+        # Left behind, but no start's: the rules of the run are not about it.
+        others = [o for o in self.there.values() if not o.is_alive and o.where[1].start == 0]
+        kept = [*rules, *guards, *others, *alive[-1:], *whole[-1:], *checked[-1:]]
         return {one.name for one in kept}
 
     def is_guarded(self, one: Kept) -> bool:
