@@ -82,11 +82,17 @@ class Start(Message, frozen=True):
     began_at: float
 
 
-def agree_on_start(ranks: Session, begin: Callable[[], OwnWriter], saver: Saver) -> Start | None:
+def agree_on_start(
+    ranks: Session,
+    begin: Callable[[], OwnWriter],
+    saver: Saver,
+    hurries: Callable[[], bool] = bool,
+) -> Start | None:
     """Return how a save begins, or None if it is skipped. Collective: every rank calls this.
 
-    `begin` returns this rank's writer, which may be dead. Raises, on all ranks, what an earlier
-    save has failed of on any of them, once.
+    `begin` returns this rank's writer, which may be dead. `hurries` says, also while it waits,
+    whether this save is to supersede another rather than to wait. Raises, on all ranks, what an
+    earlier save has failed of on any of them, once.
     """
     channel = ranks.channel
     writer: OwnWriter | None = None
@@ -95,11 +101,12 @@ def agree_on_start(ranks: Session, begin: Callable[[], OwnWriter], saver: Saver)
     try:
         with channel.exchange("ready") as readying:
             writer = begin()
-            _await_readiness(writer, ranks, saver)
+            _await_readiness(writer, ranks, saver, hurries)
             failed = {order.snapshot: _failure_of(order, channel) for order in writer.failed}
             if not failed:
                 writer.ensure()
-                paused = _paused(writer, saver)
+                supersedes = saver.when_busy == "supersede" or (_is_busy(writer) and hurries())
+                paused = _paused(writer) if supersedes else ""
             own = _WriterState(
                 saver=saver,
                 failed=failed,
@@ -119,24 +126,26 @@ def agree_on_start(ranks: Session, begin: Callable[[], OwnWriter], saver: Saver)
     return start
 
 
-def _await_readiness(writer: OwnWriter, ranks: Session, saver: Saver) -> None:
+def _await_readiness(
+    writer: OwnWriter, ranks: Session, saver: Saver, hurries: Callable[[], bool]
+) -> None:
     # What failed elsewhere is about to fail here: before it has, nobody can go on.
     told = [order for order in writer.unsettled if order.is_told]
     settled_s = 2 * ranks.config.silence_s + ranks.config.arrive_s
     writer.wait_for(lambda: all(order.is_settled for order in told), settled_s)
     writer.look()
     if saver.when_busy == "wait":
-        writer.wait_for(lambda: not _is_busy(writer) or bool(writer.failed), None)
+        writer.wait_for(lambda: not _is_busy(writer) or bool(writer.failed) or hurries(), None)
 
 
 def _is_busy(writer: OwnWriter) -> bool:
     return len(writer.unsettled) >= NUM_ARENAS
 
 
-def _paused(writer: OwnWriter, saver: Saver) -> str:
+def _paused(writer: OwnWriter) -> str:
     """Pause the save that may be superseded; return its name, "" if there is none."""
     unsettled = [order.snapshot for order in writer.unsettled]
-    if saver.when_busy == "supersede" and unsettled and writer.pause(unsettled[-1]):
+    if unsettled and writer.pause(unsettled[-1]):
         return unsettled[-1]
     return ""
 

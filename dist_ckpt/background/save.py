@@ -64,7 +64,7 @@ def save_in_background(
         return job.writer
 
     with phases.phase("ready"):
-        start = agree_on_start(ranks, begin, saver)
+        start = agree_on_start(ranks, begin, saver, options.hurries)
     if start is None:
         return SaveHandle(str(path), options.step)
     job, is_agreed = job_of(), False

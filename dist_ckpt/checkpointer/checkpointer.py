@@ -63,7 +63,8 @@ class Checkpointer:
     called as well, and after `max_failures` in a row the error is raised on all ranks all the same.
     `on_commit` is called with each new checkpoint, on rank 0, in a thread beside the training;
     `on_failure` is as well, for a save in the background. On a signal the run is to stop: it is
-    saved, and has `stop_within_s` seconds for that. With `root=None` there are no checkpoints, and
+    saved, and has `stop_within_s` seconds for that, from the signal on; it waits for no older save,
+    and takes the place of one that is not begun. With `root=None` there are no checkpoints, and
     nothing else changes.
     """
 
@@ -213,7 +214,8 @@ class Checkpointer:
         """Restore, then yield each step to be done, up to `until`; save when it is time to.
 
         Steps are counted from 1. What the body of the loop has done counts as the step, also when
-        it ends with `continue` or `break`. It ends early when the run is to stop. The body may call
+        it ends with `continue` or `break`; so in a `zip` these steps stand last, or the one that
+        has no batch any more would count. It ends early when the run is to stop. The body may call
         `step(step)` or `save(step)` by itself, once the optimizer has stepped.
         """
         self._open_run()
@@ -221,8 +223,8 @@ class Checkpointer:
             raise TypeError(f"until={until!r}: give a whole number")
         if self._is_in_loop:
             raise ValueError(
-                "this Checkpointer is in a loop of its steps already: end that first, by "
-                "`break` or close()"
+                "this Checkpointer is in a loop of its steps already: end that first, by `break`, "
+                "and by close() of its iterator if a variable or a progress bar still has it"
             )
         self._is_in_loop = True
         try:
@@ -241,13 +243,17 @@ class Checkpointer:
             try:
                 yield step
             except GeneratorExit:
-                if step != self._step:
-                    self._count(step, state)
+                self._count_body()
                 raise
             finally:
                 self._body_of = None
             if step != self._step:
                 self.step(step, state)
+
+    def _count_body(self) -> None:
+        """Count the step whose body the loop was left in."""
+        if self._body_of is not None and self._body_of > self._step:
+            self._step = self._body_of
 
     def _count(self, step: int, state: StateOrMaker | None) -> None:
         if type(step) is not int:
@@ -307,6 +313,8 @@ class Checkpointer:
             return
         try:
             if error is None:
+                # After `break` a variable, or a progress bar, may still have the loop's iterator.
+                self._count_body()
                 run.finish(self._step, self._made_state)
         except BaseException as failure:
             error = failure
@@ -332,7 +340,8 @@ def _check_alone() -> None:
 
 
 def _open_roots() -> list[str]:
-    return [one._run.root for one in _live if not one._is_closed and one._run is not None]
+    own = [one for one in _live if one._pid == os.getpid()]  # and not of who forked this one
+    return [one._run.root for one in own if not one._is_closed and one._run is not None]
 
 
 def _tell_open() -> None:

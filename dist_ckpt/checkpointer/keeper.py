@@ -139,7 +139,8 @@ class Keeper:
             return where
         if (given_up := self.told.given_up) is not None and given_up[0] >= step:
             return given_up[1]
-        if step > max(self._restored, 0):
+        # What was restored from memory may be under way as well.
+        if step > max(self._restored, 0) or any(one.step == step for one in self._todo.handles):
             return None
         return self._found(step) or (
             f"the run has begun with step {step}, which is not durable, and no step was done since"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -53,7 +52,9 @@ MakeState = Callable[[], MutableState]
 class Stopped:
     """Why a run is to stop, and the step at which it did; `is_durable`: that step is.
 
-    If it is not, it is staged in memory, and a later start on these hosts goes on from there.
+    If it is not, it is staged in memory, and the writers that outlive the job go on to write it; a
+    later start on these hosts goes on from it, unless the writers were killed before they had it
+    digested. Not so for saves that are not in the background, and what failed before it was staged.
     `exit_code` is what to exit with so that a scheduler starts the job again: it has to be told
     that code.
     """
@@ -101,8 +102,8 @@ class OpenRun:
             keeper.told.durable = resumed.where or keeper.told.durable
             requests.keeper = keeper
             requests.outside = OutsideRequests(storage, run, keeper)
-        last = resumed.step or 0
-        self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, options, last)
+        last, kept = resumed.step or 0, resumed.in_memory_only
+        self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, options, last, kept)
 
     def take(self, turn: Boundary, step: int, make: MakeState) -> None:
         """Do what all ranks do at a boundary, of a step that is done."""
@@ -110,8 +111,8 @@ class OpenRun:
         try:
             if ask is not None and ask.raises:
                 raise error_of(Failure(ask.raises, ask.why, None, None))
-            if saves is not None and (step != saves.last or (ask is not None and ask.again)):
-                saves.save(step, make(), turn.number)
+            if saves is not None and (saves.lacks(step) or (ask is not None and ask.again)):
+                self._save(turn, step, make)
             if ask is not None and ask.stops:
                 self._stop(turn, ask, step, make)
             self.requests.taken(step, is_last=self.stopped is not None)
@@ -119,17 +120,24 @@ class OpenRun:
             self.requests.served(ask)
             self.rounds.leave()
 
+    def _save(self, turn: Boundary, step: int, make: MakeState) -> None:
+        assert self.saves is not None
+        stops = turn.ask is not None and turn.ask.stops
+        signals = self.requests.signals
+        self.saves.save(step, make(), turn.number, lambda: stops or signals.got is not None)
+
     def _stop(self, turn: Boundary, ask: Ask, step: int, make: MakeState) -> None:
         """Have what is saved made durable in time."""
         status, until = DURABLE, turn.asked_at + self.options.stop_within_s
         if (saves := self.saves) is not None:
             status = saves.settle(until)
-            if status == FAILED and time.monotonic() < until:
-                saves.save(step, make(), turn.number)
+            if status == FAILED:
+                self._save(turn, step, make)
                 status = saves.settle(until)
         self.stopped = Stopped(ask.why, step, status == DURABLE)
         if self.ranks.channel.rank == COORDINATOR:
-            told = "durable" if status == DURABLE else f"{status}: it is left in memory"
+            kept = "it is left in memory" if self.saver else "older checkpoints are as they were"
+            told = "durable" if status == DURABLE else f"{status}: {kept}"
             _log.warning("stopped by %s after step %d, which is %s", ask.why, step, told)
 
     def finish(self, step: int, make: MakeState) -> None:
@@ -140,10 +148,10 @@ class OpenRun:
         turn = self.rounds.arrive(_THE_END, is_due=True)
         assert turn is not None
         try:
-            if self.options.save.at_end and step != saves.last:
-                saves.save(step, make(), turn.number)
+            if self.options.save.at_end and saves.lacks(step):
+                self._save(turn, step, make)
             if saves.settle(inf) == FAILED:
-                saves.save(step, make(), turn.number)
+                self._save(turn, step, make)
                 if saves.settle(inf) == FAILED:
                     raise CheckpointError(
                         f"the last save, of step {step}, has failed twice: the log says of what. "

@@ -31,7 +31,9 @@ class SaveRequests:
     def __call__(self) -> Ask | None:
         """Return what is asked for now."""
         if self.signals.got is not None:
-            return Ask(self.rank, f"{self.signals.got} on rank {self.rank}", stops=True)
+            why = f"{self.signals.got} on rank {self.rank}"
+            waited_s = time.monotonic() - self.signals.got_at
+            return Ask(self.rank, why, stops=True, waited_s=waited_s)
         if self.keeper is not None and (ask := self.keeper.wants()) is not None:
             return ask
         if self.outside is not None and (ask := self.outside.wants()) is not None:

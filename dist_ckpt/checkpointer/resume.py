@@ -76,13 +76,14 @@ class Resumed:
     """What a run goes on from: the step, None if it begins anew.
 
     `start` is the number of this start, 0 of one that only reads. `where` says in words where that
-    step is.
+    step is; `in_memory_only`: it is no checkpoint yet.
     """
 
     step: int | None
     start: int
     why: str
     where: str = ""
+    in_memory_only: bool = False
 
 
 class _RestorePoint(Message, frozen=True):
@@ -134,8 +135,9 @@ class Resume:
             _log.info("%s: start %d %s: %s", self.root, start, done, why)
         if restored is None:
             return Resumed(None, start, why)
-        where = f"at {restored.path}" if restored in look.candidates else "from memory"
-        return Resumed(restored.step, start, why, f"step {restored.step}, {where}")
+        is_durable = restored in look.candidates
+        where = f"step {restored.step}, {f'at {restored.path}' if is_durable else 'from memory'}"
+        return Resumed(restored.step, start, why, where, in_memory_only=not is_durable)
 
     # --- what there is ---------------------------------------------------------------------------
 

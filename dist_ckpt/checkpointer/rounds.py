@@ -54,7 +54,8 @@ class Ask(msgspec.Struct, frozen=True):
     """What a round is opened for: a save; `why` is for people.
 
     `stops`: then the run ends. `again`: also if this step was begun to be saved before. `raises`:
-    instead of a save all ranks raise an error of this class.
+    instead of a save all ranks raise an error of this class. `waited_s` is how long it was wanted
+    when the round was opened: a rank may have been in a save.
     """
 
     rank: int
@@ -62,13 +63,14 @@ class Ask(msgspec.Struct, frozen=True):
     stops: bool = False
     again: bool = False
     raises: str = ""
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
     """A boundary at which all ranks are to do something; `ask` is what the round was for, if any.
 
-    `number` counts the boundaries from 1. `asked_at` is when this rank saw the ask, by its
+    `number` counts the boundaries from 1. `asked_at` is since when it is wanted, by this rank's
     monotonic clock.
     """
 
@@ -108,7 +110,7 @@ class Rounds:
 
     `wants` says, without waiting for anything, what this rank asks for now, if anything: again and
     again, until that was done at a `Boundary`. `alone` is called, in the thread, if others have
-    passed the boundary at which this rank is in a save: it says how.
+    passed the boundary at which this rank is in a save, or have left: it says how.
     """
 
     def __init__(
@@ -165,7 +167,8 @@ class Rounds:
             self._num_turns += 1
             self._has_told = False
             self._inside = self._line.passed, f"{what} (step {step})"
-            return Boundary(self._line.passed, ask, self._seen_at)
+            asked_at = self._seen_at - (0.0 if ask is None else ask.waited_s)
+            return Boundary(self._line.passed, ask, asked_at)
 
     def leave(self) -> None:
         """End a turn."""
@@ -268,6 +271,12 @@ class Rounds:
             _log.info("a request to save came to nothing for now: %s", text)
             self._not_before = time.monotonic() + AGAIN_S
             self._is_over = match[2] == "closed"
+            if self._is_over and self._ask is not None and self._ask.stops:
+                raise RankError(  # else the signal would be swallowed, now and ever after
+                    f"{self._ask.why} asks the run to save and stop, and it cannot: "
+                    f"{text.removeprefix('closed: ')}. It has ended, by an error or by `break`; "
+                    f"older checkpoints are as they were"
+                )
         with self._changed:
             self._line.learn(int(match[1]) if match[1] else None)
             self._changed.notify_all()
@@ -310,8 +319,10 @@ class Rounds:
             if not self._has_told:
                 self._notes.put_once(self._key(f"turn/{turn}"), own)
                 self._has_told = True
-            if passed := self._notes.read([self._key(f"passed/{turn}")]):
-                self._alone(passed[0])
+            if why := self._why_alone(turn):
+                with self._changed:  # not in what this rank does after the turn
+                    if self._inside == inside:
+                        self._alone(why)
         elif found := self._notes.read([self._key(f"turn/{turn + 1}")]):
             rank, boundary, what = found[0].split(" ", 2)
             if self._has_passed(int(boundary), turn):
@@ -322,6 +333,17 @@ class Rounds:
                     f"poll and save, with the same steps. Look for a condition like "
                     f"`if rank == 0:` around one of these",
                 )
+
+    def _why_alone(self, turn: int) -> str:
+        """Say why ranks that are not in this turn will not come; "" if they may."""
+        if passed := self._notes.read([self._key(f"passed/{turn}")]):
+            return passed[0]
+        if closed := self._notes.read([self._key("closed")]):
+            return (
+                f"rank {closed[0]} has left the run, by an error or by `break`, while this rank is "
+                f"to save: look into the log of that rank"
+            )
+        return ""
 
     def _has_passed(self, boundary: int, turn: int) -> bool:
         with self._changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -25,13 +26,14 @@ _log = logging.getLogger("dist_ckpt")
 # What ranks wait beyond the time to stop, for each other's word of how the last save stands.
 WORD_S = 1.0
 
-DURABLE, STAGED, FAILED = "durable", "staged", "failed"
+DURABLE, STAGED, FAILED, TOO_LATE = "durable", "staged", "failed", "failed in the end"
 
 
 @dataclass
 class RunSaves:
     """One rank's side. `last` is the step that was last begun to be saved, or restored.
 
+    `in_memory_only`: it was restored from memory, and has not been begun to be saved since.
     All ranks call each method alike, and decide alike: what is told here is told to all.
     """
 
@@ -41,21 +43,35 @@ class RunSaves:
     keeper: Keeper | None
     options: RunOptions
     last: int = 0
+    in_memory_only: bool = False
     _handle: SaveHandle | None = None
     _earlier: list[SaveHandle] = field(default_factory=list)
     # The last save has failed, as far as it was not left to a writer.
     _has_failed: bool = False
+    _hurries: Callable[[], bool] = bool
     _num_failures: int = 0
     _begun: set[int] = field(default_factory=set)
 
-    def save(self, step: int, state: State, boundary: int) -> None:
+    def __post_init__(self) -> None:
+        if self.in_memory_only:  # maybe it was to replace what is committed there
+            self._begun = {self.last}
+
+    def lacks(self, step: int) -> bool:
+        """Say whether a step that is done is neither durable nor begun to be saved."""
+        return step != self.last or self.in_memory_only
+
+    def save(
+        self, step: int, state: State, boundary: int, hurries: Callable[[], bool] = bool
+    ) -> None:
         """Save a step. Collective.
 
+        `hurries` says, also while it waits for an older save, whether there is no time for that:
+        then it takes the place of one that no writer has begun.
         What fails is tried again at once; then it counts as failed, which is told as `on_failure`
         says. Raises what no other try can mend: a state that cannot be saved, a lost rank, a newer
         start that has taken over.
         """
-        self.last = step
+        self.last, self._hurries = step, hurries
         try:
             self._try(step, state, boundary)
         except (RankError, ConflictError):
@@ -91,9 +107,10 @@ class RunSaves:
             metadata=None if config is None else {CONFIG: dict(config)},
             run=self.run,
             boundary=boundary,
+            hurries=self._hurries,
         )
         path = f"{self.run.root.rstrip('/')}/{FOLDER.format(step)}"
-        self._begun = {step}
+        self._begun, self.in_memory_only = {step}, False
         if self._handle is not None:
             self._earlier = [one for one in (*self._earlier, self._handle) if not one.done()]
         self._handle, self._has_failed = None, True
@@ -111,14 +128,17 @@ class RunSaves:
     def settle(self, until: float) -> str:
         """Wait, until a time of the monotonic clock, for the last save. Collective.
 
-        Returns what all ranks then know of it: "durable", "staged" in memory, or "failed".
+        Returns what all ranks then know of it: "durable", "staged" in memory, "failed", or failed
+        when there was no time left, by rank 0's clock: ranks must not disagree on another try.
         """
         own = self._status(until)
         # Who is alone reads it: of a run that comes to its end nobody has asked for a stop.
         what = "end" if until == inf else "stop"
         with self.ranks.operation(f"{what} of the run"), self.ranks.channel.exchange(what) as word:
             if told := word.gather(own):
-                word.decide(next((one for one in (FAILED, STAGED) if one in told), DURABLE))
+                worst = next((one for one in (FAILED, STAGED) if one in told), DURABLE)
+                is_late = worst == FAILED and time.monotonic() >= until
+                word.decide(TOO_LATE if is_late else worst)
         return word.result(str)
 
     def _status(self, until: float) -> str:

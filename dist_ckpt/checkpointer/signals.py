@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from types import FrameType
@@ -12,8 +13,9 @@ from typing import Any
 
 
 class Signals:
-    """Handlers for some signals, from construction until `close`. `got` is what came first.
+    """Handlers for some signals, from construction until `close`.
 
+    `got` is what came first, and `got_at` when, by the monotonic clock.
     A handler that was there is called as well, but for Python's own for Ctrl-C. A forked child,
     such as a worker of a data loader, has what was there before. ValueError outside of the main
     thread, where no handler can be set.
@@ -21,6 +23,7 @@ class Signals:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.got: str | None = None
+        self.got_at = 0.0
         self._is_over = False
         self._before: dict[int, Any] = {}
         names = tuple(names)
@@ -59,6 +62,7 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # No lock and no log: the main thread may be anywhere.
         if self.got is None:
+            self.got_at = time.monotonic()
             self.got = signal.Signals(number).name
         before = self._before.get(number)
         if self._is_over and before in (None, signal.SIG_DFL):

@@ -70,7 +70,7 @@ def every(*, steps: int | None = None, minutes: float | None = None) -> When:
     if (steps is None) == (minutes is None):
         raise TypeError("every(): give steps= or minutes=, and for both every(...) | every(...)")
     if steps is not None:
-        return When(steps=frozenset({_count(steps, "steps", 1)}))
+        return When(steps=frozenset({_count(steps, "steps")}))
     if not isinstance(minutes, int | float) or isinstance(minutes, bool):
         raise TypeError(f"minutes={minutes!r}: give a number")
     if not 0 < minutes <= _MOST_MINUTES:
@@ -82,7 +82,7 @@ def at(*steps: int) -> When:
     """Save at these steps."""
     if not steps:
         raise TypeError("at(): give the steps at which to save")
-    return When(at=frozenset(_count(step, "at", 0) for step in steps))
+    return When(at=frozenset(_count(step, "at") for step in steps))
 
 
 at_end = When(at_end=True)
@@ -123,9 +123,9 @@ def parse(text: str) -> When:
     return found
 
 
-def _count(value: object, name: str, least: int) -> int:
+def _count(value: object, name: str) -> int:
     if type(value) is not int:
         raise TypeError(f"{name}={value!r}: give a whole number")
-    if not least <= value < 1 << 63:
-        raise ValueError(f"{name}={value}: give a number from {least} to 2**63 - 1")
+    if not 1 <= value < 1 << 63:
+        raise ValueError(f"{name}={value}: give a number from 1 to 2**63 - 1")
     return value

@@ -40,7 +40,7 @@ from dist_ckpt.commit.root_records import (
 from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.format.filenames import FACTS, Attempt, FactName, is_temporary_record, parse_fact
 from dist_ckpt.format.strict_json import Scalar
-from dist_ckpt.storage import Storage
+from dist_ckpt.storage import Storage, real_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,10 @@ def kept_at(
     `clock` tells the storage's time at a folder. Where a run keeps no facts that costs one listing,
     and none if there are no such attempts.
     """
-    root = posixpath.dirname(path)
-    if not those or all(entry.name != FACTS for entry in entries_at(storage, root)):
+    if not those:
+        return {}
+    root = posixpath.dirname(real_path(path))
+    if all(entry.name != FACTS for entry in entries_at(storage, root)):
         return {}
     facts = read_facts(storage, root)
     places = {

@@ -20,7 +20,10 @@ ROOT_ID = "DIST_CKPT_ROOT"
 FACTS = ".facts"
 STARTS = ".starts"
 REQUESTS = ".requests"
-RECORDS = frozenset({FACTS, STARTS, REQUESTS})
+
+# What in such a folder never is a checkpoint. The last one is a file system's own, where it is
+# mounted, and mostly nobody may read it.
+NO_CHECKPOINTS = frozenset({FACTS, STARTS, REQUESTS, "lost+found"})
 
 # A start's attempts have the numbers from 1000 times its own on.
 MAX_START = 999_999

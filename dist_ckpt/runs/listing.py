@@ -14,7 +14,7 @@ from dist_ckpt.commit.root_records import StoredFact, read_facts
 from dist_ckpt.commit.starts import History, read_history
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.format.filenames import RECORDS, Attempt, parse_attempt
+from dist_ckpt.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
 from dist_ckpt.format.strict_json import Json
 from dist_ckpt.runs.facts import KnownFacts, known_of
 from dist_ckpt.runtime.threads import each
@@ -132,7 +132,7 @@ def _all_in(storage: Storage, root: str) -> Sequence[RunCheckpoint]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFoundError(f"{root} is no folder; choose another path") from error
     names = [one.name for one in entries if one.kind == "folder"]
-    paths = [f"{root.rstrip('/')}/{name}" for name in names if name not in RECORDS]
+    paths = [f"{root.rstrip('/')}/{name}" for name in names if name not in NO_CHECKPOINTS]
     threads = Config.from_environment().threads
     found = each(lambda path: _look(storage, path), paths, threads=threads)
     return [one for one in found if one is not None]

@@ -23,7 +23,7 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from dist_ckpt.format.filenames import RECORDS
+from dist_ckpt.format.filenames import NO_CHECKPOINTS
 from dist_ckpt.runs.facts import keeps_records
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.storage import Storage
@@ -143,7 +143,7 @@ def _forget(subject: Subject, facts: Sequence[StoredFact], others: Sequence[str]
 
 def _folders(storage: Storage, root: str) -> list[str]:
     entries = attempts.entries_at(storage, root)
-    return [one.name for one in entries if one.kind == "folder" and one.name not in RECORDS]
+    return [one.name for one in entries if one.kind == "folder" and one.name not in NO_CHECKPOINTS]
 
 
 def _clear(storage: Storage, root: str, path: str) -> None:

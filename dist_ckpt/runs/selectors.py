@@ -21,7 +21,7 @@ from math import isnan
 from dist_ckpt.commit.attempts import entries_at
 from dist_ckpt.errors import NotFoundError, listed
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.storage import Storage, open_storage, real_path
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -44,13 +44,9 @@ def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def open_resolved(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Return the storage and the folder of the checkpoint that `path` names, with links followed.
-
-    For who removes or keeps it: what is known of a checkpoint lies beside its folder, not beside a
-    link that leads there.
-    """
-    _, folder = open_storage(resolve(path))
-    return open_storage(os.path.realpath(folder))
+    """Return the storage and the `real_path` of a checkpoint, for who removes or keeps it."""
+    storage, folder = open_storage(resolve(path))
+    return storage, real_path(folder)
 
 
 def resolve_at(storage: Storage, path: str) -> RunCheckpoint | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -47,7 +47,8 @@ MAX_MIRRORED_CHARS = 1024
 class SaveOptions:
     """The options of `save`, checked by `check` once a rank's error can reach the others.
 
-    Not of users are the last two: the start of a run that saves, and at which of its boundaries.
+    Not of users are the last three: the start of a run that saves, at which of its boundaries, and
+    whether time is short just now, so that a save in the background must not wait for another.
     """
 
     step: int | None = None
@@ -56,6 +57,7 @@ class SaveOptions:
     metadata: Mapping[str, object] | None = None
     run: OfRun | None = None
     boundary: int | None = None
+    hurries: Callable[[], bool] = bool
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""

@@ -17,7 +17,7 @@ from dist_ckpt.storage.deadline import DeadlineStorage
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
 
-__all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage"]
+__all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage", "real_path"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
@@ -48,3 +48,11 @@ def open_storage(
             f"rename the folder, or choose another path"
         )
     return DeadlineStorage(LocalStorage(direct_reads=direct_reads)), absolute
+
+
+def real_path(path: str) -> str:
+    """Return a storage's path with links followed; where there are no links it is the same.
+
+    What is known of a checkpoint lies beside its folder, not beside a link that leads there.
+    """
+    return os.path.realpath(path).replace(os.sep, "/")

@@ -212,6 +212,22 @@ def test_a_loop_that_is_left_by_break_saves_what_it_has_done(tmp_path: Path) -> 
     assert steps_at(tmp_path) == [4]
 
 
+def test_a_loop_that_is_left_by_break_counts_its_step_though_its_iterator_is_still_there(
+    tmp_path: Path,
+) -> None:
+    """As that of a progress bar is, which has a name."""
+    state = fresh()
+    with checkpointer(tmp_path, dc.at_end) as ck:
+        bar = ck.steps(state, until=9)
+        for step in bar:
+            train(state, step)
+            if step == 4:
+                break
+        with pytest.raises(ValueError, match=r"close\(\) of its iterator"):
+            next(iter(ck.steps(state, until=9)))
+    assert steps_at(tmp_path) == [4]
+
+
 def test_the_body_may_save_its_step_by_itself(tmp_path: Path) -> None:
     state = fresh()
     with checkpointer(tmp_path, dc.every(steps=3)) as ck:
@@ -415,6 +431,17 @@ def test_a_forked_process_has_neither_its_handlers_nor_its_saves(tmp_path: Path)
         train(state, 1)
         ck.step(1)
     assert steps_at(tmp_path) == [1]
+
+
+def test_a_forked_process_may_make_one_of_its_own(tmp_path: Path) -> None:
+    with checkpointer(tmp_path / "parent"):
+        if (pid := os.fork()) == 0:
+            try:
+                run(tmp_path / "child", 2)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+    assert steps_at(tmp_path / "child") == [1, 2]
 
 
 # --- what makes no sense --------------------------------------------------------------------------

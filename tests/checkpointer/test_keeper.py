@@ -156,7 +156,7 @@ def test_what_failed_before_the_end_is_saved_as_the_step_that_was_done_last(
 
 
 def test_a_stop_whose_save_failed_says_that_it_is_not_durable(
-    tmp_path: Path, refuse: Callable[..., Refusing]
+    tmp_path: Path, refuse: Callable[..., Refusing], caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse(*range(1, 100))
     state = fresh()
@@ -172,6 +172,7 @@ def test_a_stop_whose_save_failed_says_that_it_is_not_durable(
         wait_for(is_stopped)
     assert ck.stopped is not None
     assert not ck.stopped.is_durable
+    assert "after step 1, which is failed: older checkpoints are as they were" in caplog.text
 
 
 def test_a_background_save_that_fails_is_told_and_tried_again(

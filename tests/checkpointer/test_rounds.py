@@ -309,6 +309,30 @@ def test_once_a_rank_takes_no_part_any_more_requests_come_to_nothing():
     assert [outcomes[rank].value for rank in (0, 2)] == [2, 2]
 
 
+def test_who_is_to_stop_after_another_has_left_is_ended_by_an_error():
+    """Else the signal would be swallowed: nobody can save any more."""
+    ended = threading.Event()
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> None:
+        wanted = Wanted()
+        with rounds_of(channel, wanted) as rounds:
+            if rank == 1:
+                rounds.close()
+                ended.set()
+                return
+            ended.wait(20)
+            wanted.asks.append(Ask(rank, "TERM", stops=True))
+            until = time.monotonic() + 20
+            while time.monotonic() < until:
+                assert rounds.arrive("step") is None
+                time.sleep(0.001)
+
+    outcomes = try_ranks(2, run)
+    assert isinstance(outcomes[0].error, RankError)
+    assert "TERM asks the run to save and stop, and it cannot: rank 1" in str(outcomes[0].error)
+    assert outcomes[1].error is None
+
+
 class SlowStore(ThreadStore):
     """A store that takes its time, or is gone."""
 

@@ -113,6 +113,13 @@ def test_tags_and_pins_are_put_shown_and_taken_away(run, root):
     assert steps(root) == [3, 4]
 
 
+def test_what_is_pinned_is_not_saved_over_through_a_link(root, tmp_path):
+    dc.Run(root).pin(1, "the paper")
+    (tmp_path / "link").symlink_to(root / "s1", target_is_directory=True)
+    with pytest.raises(dc.ExistsError, match="the paper"):
+        dc.save({"x": 9}, tmp_path / "link", step=1, overwrite=True)
+
+
 def test_a_link_to_a_checkpoint_stands_for_it(run, root, tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).symlink_to(root / "s1", target_is_directory=True)

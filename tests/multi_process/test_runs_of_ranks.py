@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 import dist_ckpt as dc
+from dist_ckpt.checkpointer import open_run
+from dist_ckpt.checkpointer.rounds import Boundary
 from dist_ckpt.runtime.lock_files import Owner
 from dist_ckpt.snapshots.job_folder import JobFolder
 from dist_ckpt.snapshots.root_id import find_root_id, job_id
@@ -55,6 +59,14 @@ def wait_for(is_so: Callable[[], object]) -> None:
     while not is_so():
         assert time.monotonic() < until, "it does not come"
         time.sleep(0.005)
+
+
+def poll_until_stopped(ck: dc.Checkpointer) -> None:
+    until = time.monotonic() + 30
+    while not ck.should_stop:
+        assert time.monotonic() < until, "it does not stop"
+        ck.poll()
+        time.sleep(0.01)
 
 
 def tried(world_size: int, function: Callable[..., Any], *args: Any) -> list[Outcome]:
@@ -226,6 +238,76 @@ def test_what_is_not_durable_in_time_is_left_in_memory_and_said_so(root: Path) -
     assert run_ranks(2, go_on, str(root), 1, True, environ=CALM) == [(2, {2.0})] * 2
 
 
+def stop_while_both_arenas_are_written(rank: int, root: str, then: str) -> tuple[bool, float]:
+    """Have a storage so slow that a third save would wait for the first; then rank 0 is to stop."""
+    slow = functools.partial(dc.AsyncSaver, max_bytes_per_s=20_000)
+    pytest.MonkeyPatch().setattr(open_run, "AsyncSaver", slow)
+    state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(25_000)}}
+    save = dc.at(1, 2, *[3] * (then == "save")) | dc.on_signal("USR1")
+    with checkpointer(root, save=save, background=True, stop_within_s=1.5) as ck:
+        ck.restore(state)
+        for step in (1, 2):
+            state["model"][f"w{rank}"].fill_(step)
+            ck.step(step)
+        if rank == 0 or then == "save":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        began = time.monotonic()
+        state["model"][f"w{rank}"].fill_(3)
+        ck.step(3)
+        poll_until_stopped(ck)
+        seconds = time.monotonic() - began
+    assert ck.stopped is not None
+    return ck.stopped.is_durable, seconds
+
+
+def restored(rank: int, root: str) -> tuple[int | None, float]:
+    state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(25_000)}}
+    with checkpointer(root, save=dc.at(10**6), background=True) as ck:
+        return ck.restore(state), float(state["model"][f"w{rank}"][0])
+
+
+@pytest.mark.parametrize("then", ["stop", "save"])
+def test_a_stop_waits_for_no_older_save_and_leaves_the_newest_in_memory(
+    then: str, root: Path
+) -> None:
+    """Also if the signals come when a save that a policy asks for would wait."""
+    found = run_ranks(2, stop_while_both_arenas_are_written, str(root), then, environ=CALM)
+    assert [is_durable for is_durable, _ in found] == [False, False]
+    assert max(seconds for _, seconds in found) < 4  # one save takes 5
+    assert run_ranks(2, restored, str(root), environ=CALM) == [(3, 3.0)] * 2
+
+
+def stop_with_clocks_apart(rank: int, root: str) -> tuple[bool, str]:
+    """Have a save fail when the time to stop is over for rank 1, and for rank 0 not yet."""
+    state, told = state_of_rank(), Told()
+    save = dc.on_signal("USR1")
+    with checkpointer(root, save=save, stop_within_s=20.0, max_failures=100) as ck:
+        ck.restore(state)
+        assert ck._run is not None
+        arrive = ck._run.rounds.arrive
+
+        def late(*args: Any, **options: Any) -> Boundary | None:
+            turn = arrive(*args, **options)
+            return turn and replace(turn, asked_at=turn.asked_at - 100 * rank)
+
+        ck._run.rounds.arrive = late  # type: ignore[method-assign]
+        if rank == 0:
+            Path(root, "step-00000001").write_text("a file where a folder should be")
+            os.kill(os.getpid(), signal.SIGUSR1)
+        dist.barrier()
+        train(state, 1)
+        ck.step(1)
+        poll_until_stopped(ck)
+    assert ck.stopped is not None
+    return ck.stopped.is_durable, "".join(told.of("stopped by"))
+
+
+def test_ranks_agree_whether_there_is_time_for_another_try(root: Path) -> None:
+    found = run_ranks(2, stop_with_clocks_apart, str(root), environ=CALM)
+    assert [is_durable for is_durable, _ in found] == [False, False]
+    assert "after step 1, which is failed: older" in found[0][1]
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
@@ -269,6 +351,27 @@ def test_what_a_killed_job_has_left_in_memory_is_gone_on_from(root: Path) -> Non
     # It is durable nowhere: it stays there.
     found = run_ranks(2, restore_as_asked, str(root), None, environ=CALM)
     assert found == [(2, {2.0})] * 2
+
+
+def end_at_once(rank: int, root: str, how: str) -> bool | None:
+    """Go on from memory, and come to the end, or to a stop, before the first step."""
+    state = state_of_rank()
+    with checkpointer(root, save=dc.at_end | dc.on_signal("USR1"), background=True) as ck:
+        assert ck.restore(state) == 2
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGUSR1)
+            poll_until_stopped(ck)
+    return None if ck.stopped is None else ck.stopped.is_durable
+
+
+@pytest.mark.parametrize("how", ["end", "stop"])
+def test_what_was_in_memory_alone_is_saved_by_a_run_that_ends_before_its_first_step(
+    how: str, root: Path
+) -> None:
+    tried(2, stage_and_die, str(root))
+    found = run_ranks(2, end_at_once, str(root), how, environ=CALM)
+    assert found == [True if how == "stop" else None] * 2
+    assert steps_at(root) == [1, 2]
 
 
 def test_what_is_left_behind_is_not_taken_from_memory(root: Path) -> None:
@@ -383,6 +486,34 @@ def test_an_error_of_one_rank_waits_for_nobody_and_the_others_are_told(
     assert "rank 1" in text
     assert any("Safe is: step 2, at" in line for line in told)
     assert steps_at(root) == [2]
+
+
+def fail_to_make_the_state(rank: int, root: str) -> tuple[str, float]:
+    """Have rank 1 raise in its `state`, before the save, and live on."""
+    state, text, began = state_of_rank(), "", 0.0
+
+    def make() -> dict[str, Any]:
+        if rank == 1 and state["progress"]["step"] == 2:
+            raise KeyError("no such wrapper")
+        return state
+
+    try:
+        with checkpointer(root, save=dc.every(steps=2)) as ck:
+            for step in ck.steps(make, until=4):
+                train(state, step)
+                began = time.monotonic()
+    except (KeyError, dc.RankError) as error:
+        text = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - began
+    dist.barrier()
+    return text, seconds
+
+
+def test_who_has_left_with_an_error_and_lives_on_is_waited_for_no_more(root: Path) -> None:
+    (lone, seconds), (own, _) = run_ranks(2, fail_to_make_the_state, str(root), environ=CALM)
+    assert own == "KeyError: 'no such wrapper'"
+    assert lone.startswith("RankError: rank 1 has left the run, by an error or by `break`")
+    assert seconds < SOON_S
 
 
 def save_alone(rank: int, root: str, what: str) -> tuple[str, str, float]:

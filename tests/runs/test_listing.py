@@ -10,8 +10,9 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.commit.order import claim
 from dist_ckpt.commit.starts import begin
-from dist_ckpt.errors import CorruptError, NotFoundError
+from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
+from dist_ckpt.storage import Entry
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from run_folders import ROOT, committed, put
@@ -165,3 +166,15 @@ def test_a_save_over_a_checkpoint_is_told(storage: MemoryStorage) -> None:
     committed(storage, 5)
     claim(storage, f"{ROOT}/step-5", overwrite=True, by="a test")
     assert by_step(storage)[5].is_being_replaced
+
+
+def test_the_lost_and_found_of_a_file_system_is_no_checkpoint() -> None:
+    class Mounted(MemoryStorage):
+        def list(self, folder: str, *, follow: bool = True) -> list[Entry]:
+            if folder.endswith("lost+found"):
+                raise StorageError("permission denied")
+            return [*super().list(folder, follow=follow)]
+
+    storage = Mounted({ROOT: None, f"{ROOT}/lost+found": None})
+    committed(storage, 1)
+    assert [one.step for one in list_run(storage, ROOT, now=0.0).checkpoints] == [1]
