@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,8 @@ from dist_ckpt.runs.keep import Keep
 from dist_ckpt.state.containers import MutableState
 
 DEFAULT_SAVE = when.every(minutes=30) | when.at_end | when.on_signal("TERM")
+
+_log = logging.getLogger("dist_ckpt")
 
 _RESTORE_FIRST = "call restore(state) first: it returns None if the run is fresh"
 
@@ -216,6 +220,8 @@ class Checkpointer:
         `step(step)` or `save(step)` by itself, once the optimizer has stepped.
         """
         self._open_run()
+        if type(until) is not int:
+            raise TypeError(f"until={until!r}: give a whole number")
         if self._is_in_loop:
             raise ValueError(
                 "this Checkpointer is in a loop of its steps already: end that first, by `break`, "
@@ -339,5 +345,22 @@ def _open_roots() -> list[str]:
     return [one._run.root for one in own if not one._is_closed and one._run is not None]
 
 
+def _tell_open() -> None:
+    """Say what was not closed when the process ends: what is a global is not dropped before."""
+    for one in _live:
+        if one._run is not None and not one._is_closed and one._pid == os.getpid():
+            _log.warning(
+                "the process ends with a Checkpointer for %s open: at_end has saved nothing, and "
+                "what was measured last may be lost. Use it in a `with`",
+                one._run.root,
+            )
+
+
+atexit.register(_tell_open)
+
+
 def _made(state: StateOrMaker) -> MutableState:
-    return state() if callable(state) else state
+    made = state() if callable(state) else state
+    if not isinstance(made, Mapping):  # a fresh run would see it hours later, at its first save
+        raise TypeError(f"the state is a {type(made).__name__}: give a mapping, or what makes one")
+    return made

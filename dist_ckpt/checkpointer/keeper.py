@@ -241,7 +241,8 @@ class Keeper:
     def _guarded(self, what: str, act: Callable[[], object]) -> None:
         try:
             act()
-        except Exception:  # noqa: BLE001 - the user's code: no save is lost for it
+        except (Exception, SystemExit):  # noqa: BLE001 - the user's code: no save is lost for it
+            # SystemExit as well: it would end this thread without a word.
             _log.exception("%s of the run in %s has failed", what, self._root)
 
     def _late_metrics(self) -> bool:

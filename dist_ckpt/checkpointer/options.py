@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 
 from dist_ckpt.checkpointer.keeper import Hooks
 from dist_ckpt.checkpointer.resume import ResumeOptions
@@ -14,6 +13,9 @@ from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.storage import open_storage
+
+# A lock takes no wait that is much longer: it would be known only when the run is to stop.
+_MOST_STOP_S = 1e9
 
 
 class AskedRun(Message, frozen=True):
@@ -82,8 +84,9 @@ class RunOptions:
         seconds = self.stop_within_s
         if not isinstance(seconds, int | float) or isinstance(seconds, bool):
             raise TypeError(f"stop_within_s={seconds!r}: give a number of seconds")
-        if not (isfinite(seconds) and seconds > 0):
-            raise ValueError(f"stop_within_s={seconds}: give a number of seconds above 0")
+        if not 0 < seconds <= _MOST_STOP_S:
+            wanted = f"a number of seconds above 0, up to {_MOST_STOP_S:g}"
+            raise ValueError(f"stop_within_s={seconds}: give {wanted}")
 
     def _check_config(self) -> None:
         config, same = self.resume.config, self.resume.same

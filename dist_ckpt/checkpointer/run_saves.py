@@ -135,7 +135,9 @@ class RunSaves:
         when there was no time left, by rank 0's clock: ranks must not disagree on another try.
         """
         own = self._status(until)
-        with self.ranks.operation("stop of the run"), self.ranks.channel.exchange("stop") as word:
+        # Who is alone reads it: of a run that comes to its end nobody has asked for a stop.
+        what = "end" if until == inf else "stop"
+        with self.ranks.operation(f"{what} of the run"), self.ranks.channel.exchange(what) as word:
             if told := word.gather(own):
                 worst = next((one for one in (FAILED, STAGED) if one in told), DURABLE)
                 is_late = worst == FAILED and time.monotonic() >= until

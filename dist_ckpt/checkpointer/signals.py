@@ -75,9 +75,27 @@ class Signals:
 _closed_in_children: weakref.WeakSet[Signals] = weakref.WeakSet()
 
 
-def _close_all() -> None:
+# What the thread that forks lets through, as it was before.
+_forking = threading.local()
+
+
+def _hold_back() -> None:
+    """Let none of the signals through: what came now to the child would only set our flag in it.
+
+    So `terminate()` of a worker that was just started would be lost, and its `join()` hang.
+    """
+    numbers = {number for one in tuple(_closed_in_children) for number in one._before}
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _close_in_child() -> None:
     for one in tuple(_closed_in_children):
         one.close()
+    _let_through()
 
 
-os.register_at_fork(after_in_child=_close_all)
+os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_close_in_child)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isfinite
 
 from dist_ckpt.runs.policy_text import made_of, text_of
 
 # These cannot be caught, or are no request: a process that goes on after them is damaged.
 _NOT_FOR_US = frozenset({"KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT", "CHLD"})
+
+# Of a longer wait nobody sees the end, and a float may not take it.
+_MOST_MINUTES = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,8 @@ def every(*, steps: int | None = None, minutes: float | None = None) -> When:
         return When(steps=frozenset({_count(steps, "steps")}))
     if not isinstance(minutes, int | float) or isinstance(minutes, bool):
         raise TypeError(f"minutes={minutes!r}: give a number")
-    if not (isfinite(minutes) and minutes > 0):
-        raise ValueError(f"minutes={minutes}: give a number above 0")
+    if not 0 < minutes <= _MOST_MINUTES:
+        raise ValueError(f"minutes={minutes}: give a number above 0, up to {_MOST_MINUTES:g}")
     return When(seconds=frozenset({60 * float(minutes)}))
 
 

@@ -122,7 +122,7 @@ def rm(path: str, *, yes: bool, force: bool) -> None:
 @click.option(
     "--grace",
     "grace_s",
-    type=click.FloatRange(min=0),
+    type=output.Seconds(min=0),
     default=3600.0,
     show_default=True,
     help="Seconds for which nothing was written, after which an open attempt counts as dead.",

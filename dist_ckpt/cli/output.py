@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import click
 from rich.console import Console
@@ -26,8 +27,25 @@ INTERRUPTED = 130
 
 # A wait shorter than this needs no progress.
 QUIET_S = 1.0
+# No wait is longer: it is 30 years, and the system's clocks do not take much more.
+MOST_SECONDS = 1e9
 # Where there is no terminal, a log gets this many lines at most.
 LOG_LINES = 10
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds that can be waited for; click's own range takes nan and 1e300 as well."""
+
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number of seconds; what is none is a usage error."""
+        seconds = float(super().convert(value, param, ctx))
+        if not seconds <= MOST_SECONDS:
+            self.fail(f"give a number of seconds, up to {MOST_SECONDS:g}", param, ctx)
+        return seconds
 
 
 def exit_code(error: Exception) -> int:

@@ -158,7 +158,7 @@ def _subject(path: str) -> Subject:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0),
+    type=output.Seconds(min=0),
     help=f"Seconds to wait for an answer.  [default: {ANSWER_S:g}]",
 )
 def request_save(root: str, *, stops: bool, wait: bool, timeout_s: float | None) -> None:

@@ -36,7 +36,7 @@ MOST_OF_TIME = 0.2
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.1),
+    type=output.Seconds(min=0.1),
     default=2.0,
     show_default=True,
     help="Seconds between two looks; more where a look takes long.",

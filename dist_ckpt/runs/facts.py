@@ -85,20 +85,27 @@ def keeps_records(storage: Storage, root: str) -> bool:
 
 
 def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as numbers. TypeError for what is no number, or no name."""
+    """Return metrics as numbers. TypeError or ValueError for what is no number, or no name."""
     return {_name(name): _measured(name, value) for name, value in values.items()}
 
 
 def _name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise TypeError(f"{name!r} is no name of a metric: give a text")
+    try:
+        name.encode()
+    except UnicodeError as error:
+        raise ValueError(f"{name!r} is no name of a metric: {error}") from None
     return name
 
 
 def _measured(name: str, value: object) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"metric {name!r} is {value!r}: give a number")
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"metric {name!r}: {error}: give one number") from None
 
 
 def _number(value: Scalar) -> float | None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor, isfinite, isnan
+from math import floor, isnan
 
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.runs.policy_text import made_of, text_of
 
 _HOUR_S = 3600.0
 _DAY_S = 24 * _HOUR_S
+
+# What makes sense in a rule: beyond these a time divided by an interval is no number any more.
+_MOST_STEPS = (1 << 63) - 1
+_LEAST_TIME, _MOST_TIME = 1e-6, 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +186,15 @@ def _count(value: object, name: str, least: int = 1) -> int:
         raise TypeError(f"{name}={value!r}: give a whole number")
     if value < least:
         raise ValueError(f"{name}={value}: give a number from {least} on")
+    if value > _MOST_STEPS:  # no step is above, and a float does not take them all
+        raise ValueError(f"{name} is too large: give a number up to 2**63 - 1")
     return value
 
 
 def _positive(value: object, name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: give a number")
-    if not (isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value}: give a number above 0")
+    if not _LEAST_TIME <= value <= _MOST_TIME:
+        wanted = f"a number above 0, from {_LEAST_TIME:g} to {_MOST_TIME:g}"
+        raise ValueError(f"{name}={value}: give {wanted}")
     return float(value)

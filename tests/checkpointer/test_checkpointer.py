@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -355,6 +357,26 @@ def test_a_second_one_of_a_process_is_an_error(tmp_path: Path) -> None:
     checkpointer(tmp_path / "b").close()
 
 
+FORGETFUL = """
+import sys, dist_ckpt as dc
+ck = dc.Checkpointer(sys.argv[1], background=False)
+for step in ck.steps({"step": 0}, until=2):
+    pass
+"""
+
+
+def test_a_process_that_ends_with_an_open_one_says_so(tmp_path: Path) -> None:
+    """A script's global is dropped by nobody, so `at_end` was forgotten without a word."""
+    told = subprocess.run(
+        [sys.executable, "-c", FORGETFUL, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"ends with a Checkpointer for {tmp_path} open: at_end has saved" in told.stderr
+
+
 def test_one_that_is_dropped_in_a_cycle_is_no_second_one(tmp_path: Path) -> None:
     gc.disable()
     try:
@@ -451,6 +473,8 @@ def test_a_forked_process_may_make_one_of_its_own(tmp_path: Path) -> None:
         ({"stop_within_s": 0}, ValueError, "stop_within_s=0: give a number"),
         ({"stop_within_s": "1"}, TypeError, "stop_within_s='1': give a number"),
         ({"stop_within_s": float("inf")}, ValueError, "stop_within_s=inf: give a number"),
+        ({"stop_within_s": 1e300}, ValueError, "stop_within_s=1e.300: give a number"),
+        ({"stop_within_s": 10**400}, ValueError, "stop_within_s=1000.*: give a number"),
         ({"root": 5}, TypeError, "root=5"),
         ({"root": ""}, ValueError, "root=''"),
         ({"root": "s3://bucket/run"}, ValueError, "root='s3://bucket/run'"),
@@ -516,6 +540,8 @@ def test_steps_only_grow_and_each_is_saved_once(tmp_path: Path) -> None:
         ({"loss": None}, TypeError, "metric 'loss' is None: give a number"),
         ({"": 1}, TypeError, "is no name of a metric"),
         ({3: 1}, TypeError, "3 is no name of a metric"),
+        ({"\ud800": 1}, ValueError, "is no name of a metric: .*surrogates"),
+        ({"loss": 10**400}, ValueError, "metric 'loss': int too large .*: give one number"),
     ],
 )
 def test_a_metric_that_is_none_is_named(
@@ -527,6 +553,24 @@ def test_a_metric_that_is_none_is_named(
             ck.metrics(1, values)
         with pytest.raises(TypeError, match="step='1': give a whole number"):
             ck.metrics("1", {"loss": 1.0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("state", [None, [], lambda: None])
+def test_what_is_no_state_is_an_error_before_the_first_step(state: Any, tmp_path: Path) -> None:
+    with (
+        checkpointer(tmp_path) as ck,
+        pytest.raises(TypeError, match=r"the state is a (NoneType|list): give a mapping"),
+    ):
+        next(ck.steps(state, until=3))
+
+
+@pytest.mark.parametrize("until", [None, "3", 1.5, True])
+def test_the_last_step_is_a_whole_number(until: Any, tmp_path: Path) -> None:
+    with (
+        checkpointer(tmp_path) as ck,
+        pytest.raises(TypeError, match=f"until={until!r}: give a whole number"),
+    ):
+        next(ck.steps(fresh(), until=until))
 
 
 def test_a_state_that_cannot_be_saved_is_an_error_at_once(tmp_path: Path) -> None:

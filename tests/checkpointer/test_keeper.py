@@ -252,11 +252,15 @@ def test_on_commit_is_called_with_each_checkpoint_beside_the_training(
     assert threading.main_thread() not in threads
 
 
+@pytest.mark.parametrize("mine", [KeyError, SystemExit])
 def test_a_hook_that_raises_stops_nothing(
-    tmp_path: Path, refuse: Callable[..., Refusing], caplog: pytest.LogCaptureFixture
+    mine: type[BaseException],
+    tmp_path: Path,
+    refuse: Callable[..., Refusing],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(_: object) -> None:
-        raise KeyError("mine")
+        raise mine("mine")
 
     refuse(2, 3)
     run(tmp_path, 3, on_commit=fail, on_failure=fail, keep=dc.keep.last(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -114,6 +115,24 @@ def test_a_forked_child_has_what_was_there_before() -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGUSR1
     assert signals.got is None
+    signals.close()
+
+
+def test_a_signal_at_once_after_a_fork_ends_the_child() -> None:
+    """Else `start()`, `terminate()` and `join()` of a worker hang."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signals = Signals(("USR1",))
+    ends = []
+    for _ in range(20):
+        if (pid := os.fork()) == 0:
+            with suppress(BaseException):
+                time.sleep(1)
+            os._exit(0)
+        os.kill(pid, signal.SIGUSR1)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    assert ends == [-signal.SIGUSR1] * 20
+    send(signal.SIGUSR1)  # here it still comes
+    assert signals.got == "SIGUSR1"
     signals.close()
 
 

@@ -79,6 +79,7 @@ def test_a_text_is_short_and_the_same_for_equal_policies():
         (lambda: every(steps=cast("int", 1.5)), "steps=1.5: give a whole number"),
         (lambda: every(minutes=0), "minutes=0: give a number above 0"),
         (lambda: every(minutes=float("nan")), "minutes=nan"),
+        (lambda: every(minutes=10**400), "minutes=1000.*: give a number above 0, up to"),
         (lambda: every(minutes=cast("float", "5")), "minutes='5': give a number"),
         (at, "give the steps"),
         (lambda: at(5, 0), "at=0: give a number from 1"),  # steps count from 1: it never fires

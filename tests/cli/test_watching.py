@@ -170,7 +170,8 @@ def test_once_prints_what_there_is(run: Callable[..., Result], root: Path) -> No
     assert run("watch", root / "s1", "--once")[0] == 2
     assert run("watch", root / "nowhere", "--once")[0] == 3
     assert run("watch", root, "--once", "--keep", "latest(3)")[0] == 2
-    assert run("watch", root, "--interval", "0")[0] == 2
+    for interval in ("0", "nan", "1e300"):
+        assert run("watch", root, "--interval", interval)[0] == 2
 
 
 def test_an_empty_folder_is_shown_and_text_of_others_cannot_steer_the_terminal(

@@ -522,7 +522,7 @@ def save_alone(rank: int, root: str, what: str) -> tuple[str, str, float]:
     try:
         save = dc.every(steps=10**6 if what == "save" else 4)
         with checkpointer(root, save=save, background=True) as ck:
-            for step in ck.steps(state, until=20):
+            for step in ck.steps(state, until=3 if what == "end" and rank else 20):
                 train(state, step)
                 began = time.monotonic()
                 time.sleep(0.1)
@@ -544,6 +544,15 @@ def test_a_rank_that_saves_alone_is_told_at_once_and_by_name(root: Path) -> None
     assert "save (step 2)" in text
     assert "if rank == 0:" in text
     assert seconds < 5
+
+
+def test_a_rank_that_ends_alone_is_told_by_what_it_does(root: Path) -> None:
+    """`stop` would be read as a signal, and there was none."""
+    found = run_ranks(2, save_alone, str(root), "end", environ=CALM)
+    assert [name for name, _, _ in found] == ["RankError"] * 2
+    assert all(
+        "rank 1 (host" in text and "): end of the run, phase" in text for _, text, _ in found
+    )
 
 
 def test_steps_that_differ_between_ranks_are_an_error(root: Path) -> None:
