@@ -58,8 +58,8 @@ def settle_former_writers(folder: JobFolder, settle_s: float) -> None:
     for one in left.values():
         raise StorageError(
             f"the background writer of rank {one.rank} ({_left_writer(one)}) does not end though "
-            f"it was killed: it waits for its storage. Mend that, or pass another "
-            f"AsyncSaver(job=...)",
+            f"it was killed: it waits for its storage. Mend that, or use another root, "
+            f"or another AsyncSaver(job=...)",
             rank=one.rank,
         )
 
@@ -108,7 +108,7 @@ def _end(folder: RankFolder, number: signal.Signals) -> bool:
     raise ConflictError(
         f"{folder.path}: the lock of the writer of rank {folder.rank} is held by {owner}, which is "
         f"no background writer that this process can see (it may be in another container): stop "
-        f"it, or pass another AsyncSaver(job=...)",
+        f"it, or use another root, or another AsyncSaver(job=...)",
         rank=folder.rank,
     )
 

@@ -186,8 +186,8 @@ def _trainer_lock(own: RankFolder) -> LockFile:
         return own.lock("trainer")
     except ConflictError as error:
         raise ConflictError(
-            f"another AsyncSaver of job {own.job!r} is open in this process: close it, or give "
-            f"this one another job: AsyncSaver(job=...)",
+            f"another AsyncSaver of job {own.job!r} is open in this process: close it, use "
+            f"another root, or give this one another job: AsyncSaver(job=...)",
             rank=own.rank,
         ) from error
 

@@ -19,7 +19,7 @@ from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.messages import failure_of
 from dist_ckpt.commit.guards import Where
 from dist_ckpt.commit.starts import OfRun
-from dist_ckpt.errors import CheckpointError, ConflictError
+from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.format.filenames import parse_attempt
 from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
@@ -73,6 +73,7 @@ class _Todo:
     handles: list[SaveHandle] = field(default_factory=list)
     committed: list[SaveReport] = field(default_factory=list)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    may_lack_room: bool = False
     is_closed: bool = False
 
 
@@ -161,9 +162,10 @@ class Keeper:
         todo, was_closed = self._todo, False
         while not (was_closed and not (todo.handles or todo.committed)):
             with self._changed:
-                if not (todo.is_closed or todo.committed or todo.handles or self._late_metrics()):
+                is_due = todo.committed or todo.may_lack_room
+                if not (todo.is_closed or is_due or todo.handles or self._late_metrics()):
                     self._changed.wait()
-                elif todo.handles and not todo.committed and was_closed == todo.is_closed:
+                elif todo.handles and not is_due and was_closed == todo.is_closed:
                     self._changed.wait(LOOK_S)
                 was_closed = todo.is_closed
             try:
@@ -179,10 +181,11 @@ class Keeper:
                 self._settle(handle)
         with self._changed:
             committed, todo.committed = todo.committed, []
+            may_lack_room, todo.may_lack_room = todo.may_lack_room, False
         for report in committed:
             self._after_commit(report)
         self._put_metrics()
-        if committed:
+        if committed or may_lack_room:
             self._prune()
 
     def _settle(self, handle: SaveHandle) -> None:
@@ -215,6 +218,10 @@ class Keeper:
         _log.warning("%s", text)
         if step is not None and not again:
             self.told.given_up = step, text
+        if isinstance(error, StorageError):  # rules that are new here may free a full disk
+            with self._changed:
+                self._todo.may_lack_room = True
+                self._changed.notify()
         if callable(hook := self._hooks.on_failure):
             self._guarded("on_failure", partial(hook, error))
         return text

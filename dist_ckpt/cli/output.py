@@ -70,13 +70,17 @@ def errors_as_exit_codes() -> Iterator[None]:
     except (CheckpointError, ValueError, TypeError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        click.echo(f"dist-ckpt: {printable(str(error))}", err=True)
+        told = printable(str(error), allowed="\n")
+        click.echo(f"dist-ckpt: {told}", err=True)
         raise click.exceptions.Exit(exit_code(error)) from error
 
 
-def printable(text: str) -> str:
-    """Escape what could steer a terminal: names in a checkpoint are somebody else's text."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+def printable(text: str, *, allowed: str = "") -> str:
+    """Escape what could steer a terminal: names in a checkpoint are somebody else's text.
+
+    Also line feeds, unless they are `allowed`: a name must not look like a line of ours.
+    """
+    return "".join(c if c.isprintable() or c in allowed else repr(c)[1:-1] for c in text)
 
 
 def print_json(schema: str, facts: Mapping[str, object]) -> None:

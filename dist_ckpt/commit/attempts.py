@@ -7,6 +7,7 @@ that is committed.
 
 from __future__ import annotations
 
+import posixpath
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,6 +24,7 @@ from dist_ckpt.errors import (
 from dist_ckpt.format import index_json
 from dist_ckpt.format.filenames import (
     CLAIM,
+    FACTS,
     INDEX,
     Attempt,
     parse_attempt,
@@ -92,7 +94,7 @@ def find(storage: Storage, path: str) -> tuple[Attempt, Index]:
 def statuses(storage: Storage, path: str) -> tuple[Status, ...]:
     """Return what every attempt at `path` is, lowest first; none if there is no such folder."""
     found = []
-    for entry in entries_at(storage, path):
+    for entry in _entries_of_attempts(storage, path):
         for attempt in attempts_in([entry]):
             with suppress(FileNotFoundError, NotADirectoryError):  # removed since it was listed
                 found.append(_status(storage, path, attempt, entry.modified_at))
@@ -101,7 +103,13 @@ def statuses(storage: Storage, path: str) -> tuple[Status, ...]:
 
 def list_attempts(storage: Storage, path: str) -> list[Attempt]:
     """Return the attempts at `path`, lowest first; none if there is no such folder."""
-    return sorted(attempts_in(entries_at(storage, path)))
+    return sorted(attempts_in(_entries_of_attempts(storage, path)))
+
+
+def _entries_of_attempts(storage: Storage, path: str) -> Sequence[Entry]:
+    # Facts lie in folders of the names of attempts, and nobody is to remove a pin as a dead save.
+    is_of_facts = posixpath.basename(posixpath.dirname(path)) == FACTS
+    return [] if is_of_facts else entries_at(storage, path)
 
 
 def entries_at(storage: Storage, path: str) -> Sequence[Entry]:

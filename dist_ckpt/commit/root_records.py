@@ -23,6 +23,7 @@ from dist_ckpt.commit.folders import make_folders
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, StorageError
 from dist_ckpt.format.filenames import (
     FACTS,
+    MAX_FACT,
     Attempt,
     FactName,
     parse_fact,
@@ -70,7 +71,10 @@ def put_fact(storage: Storage, root: str, fact: Fact, *, above: int = 0) -> Fact
         make_record_folders(storage, root, folder)
         there = (parse_fact(entry.name) for entry in entries_at(storage, folder))
         numbers = [name.number for name in there if name is not None and name.kind == fact.kind]
-        name = FactName(fact.kind, 1 + max([above, *numbers]), new_id())
+        number = 1 + max([above, *numbers])
+        if number > MAX_FACT:
+            raise StorageError(f"{folder}: no number is left above {number - 1}: who wrote that?")
+        name = FactName(fact.kind, number, new_id())
         # Who prunes what is known of checkpoints that are gone may have taken the folder.
         with suppress(FileNotFoundError):
             put_record(storage, folder, str(name), data)

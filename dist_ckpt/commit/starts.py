@@ -46,6 +46,7 @@ from dist_ckpt.format.root_records import (
     decode_start,
     encode_start,
 )
+from dist_ckpt.format.strict_json import REMEDY
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.storage import Storage
 
@@ -212,6 +213,13 @@ def _read(storage: Storage, root: str, number: int) -> RunStart:
         start = decode_start(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
     except FileNotFoundError:
         raise StorageError(f"{file} was removed while it was read: try again") from None
+    except CorruptError as error:
+        raise CorruptError(
+            f"{str(error).removesuffix(REMEDY)}: what start {number} of this run went on from is "
+            f"not known. Restore the file from a copy; if there is none, end the job of that "
+            f"start, remove the file, and start again, with restore(at=...) if that start was to "
+            f"go back to an older step"
+        ) from error
     if start.number != number:
         raise CorruptError(f"{file}: it is the record of start {start.number}; remove it")
     return start

@@ -29,6 +29,9 @@ NO_CHECKPOINTS = frozenset({FACTS, STARTS, REQUESTS, "lost+found"})
 MAX_START = 999_999
 ATTEMPTS_OF_START = 1000
 
+# The number of a fact has at most 18 digits.
+MAX_FACT = 10**18 - 1
+
 # Of the random part of a name: hexadecimal digits.
 ID_LENGTH = 16
 

@@ -63,9 +63,13 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
+# What is to be done about a damaged document; of one that is no checkpoint's, something else.
+REMEDY = "; restore it from a copy, or load another checkpoint"
+
+
 def corrupt(what: str, fact: str) -> CorruptError:
     """Return the error for a damaged document."""
-    return CorruptError(f"{what}: {fact}; restore it from a copy, or load another checkpoint")
+    return CorruptError(f"{what}: {fact}{REMEDY}")
 
 
 def parse(data: bytes, what: str) -> Json:

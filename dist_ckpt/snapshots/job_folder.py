@@ -45,7 +45,7 @@ _OURS = re.compile(r"writer\.log|arena-[0-9]+(\.new|\.(trainer|writer)(\.[0-9a-f
 _PLACE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _MAX_PLACE_NBYTES = 64
 
-_OTHER_JOB = ", or pass another AsyncSaver(job=...)"
+_OTHER_JOB = ", or use another root, or another AsyncSaver(job=...)"
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -91,8 +91,8 @@ def check_file(path: str) -> None:
     if not stat.S_ISREG(mode):
         raise StorageError(
             f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, and a file of background "
-            f"saves belongs there: it is left as it is; remove it, or pass another "
-            f"AsyncSaver(job=...)"
+            f"saves belongs there: it is left as it is; remove it, or use another root, "
+            f"or another AsyncSaver(job=...)"
         )
 
 
@@ -206,7 +206,7 @@ class RankFolder:
             except ConflictError as error:
                 raise ConflictError(
                     f"job {self.job!r} has a living {role} of rank {self.rank} on this host: "
-                    f"{error}. Stop it, or pass another AsyncSaver(job=...)",
+                    f"{error}. Stop it, or use another root, or another AsyncSaver(job=...)",
                     rank=self.rank,
                 ) from None
         raise StorageError(f"{self.path} is removed again and again: look who does that")

@@ -47,7 +47,7 @@ def find_root_id(storage: Storage, root: str) -> str | None:
         return None
     except CorruptError as error:
         raise CorruptError(
-            f"{file} is no regular file: remove it, or pass AsyncSaver(job=...)"
+            f"{file} is no regular file: remove it, or use another root, or AsyncSaver(job=...)"
         ) from error
     data = bytearray(_NBYTES + 1)
     try:
@@ -57,7 +57,8 @@ def find_root_id(storage: Storage, root: str) -> str | None:
     if (found := _CONTENT.fullmatch(data[:count])) is None:
         raise CorruptError(
             f"{file} is not what dist_ckpt writes there: remove it, then what background saves "
-            f"have left in memory of this folder is not found again; or pass AsyncSaver(job=...)"
+            f"have left in memory of this folder is not found again; or use another root, or "
+            f"AsyncSaver(job=...)"
         )
     return found[1].decode()
 
@@ -91,7 +92,7 @@ def _put(storage: Storage, root: str) -> None:
     except StorageError as error:
         raise StorageError(
             f"{root} gets no file that tells it from another folder of this name ({error}): "
-            f"make it writable, or pass AsyncSaver(job=...)"
+            f"make it writable, or use another root, or AsyncSaver(job=...)"
         ) from error
 
 

@@ -120,6 +120,20 @@ def test_what_is_pinned_is_not_saved_over_through_a_link(root, tmp_path):
         dc.save({"x": 9}, tmp_path / "link", step=1, overwrite=True)
 
 
+def test_a_name_cannot_look_like_a_line_of_ours(run, root):
+    dc.Run(root).metrics(1, {"x\nstep-00000009  9  committed": 1.0})
+    assert len(run("ls", root)[1].splitlines()) == 5
+    assert len(run("watch", root, "--once")[1].splitlines()) == 7
+
+
+def test_facts_are_no_attempts_of_dead_saves(run, root):
+    dc.Run(root).pin(1, "the paper")
+    for path in (root / ".facts", root / ".facts" / "1"):
+        assert run("gc", path, "--grace", "0")[:2] == (0, "0 removed\n")
+        assert run("rm", path, "--yes", "--force")[0] == 3
+    assert dc.checkpoints(root)[0].is_pinned
+
+
 def test_a_link_to_a_checkpoint_stands_for_it(run, root, tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).symlink_to(root / "s1", target_is_directory=True)

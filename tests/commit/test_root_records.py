@@ -155,3 +155,10 @@ def test_a_fact_that_no_file_can_hold_is_refused_and_nothing_made(tmp_path: Path
         with pytest.raises(ValueError, match=r"JSON compliant|the limit is|surrogates"):
             put_fact(LocalStorage(), str(tmp_path), replace(FACT, values=wrong))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_number_is_left_nothing_is_put_that_nobody_would_see() -> None:
+    storage = MemoryStorage()
+    with pytest.raises(StorageError, match="no number is left above 999999999999999999"):
+        put_fact(storage, ROOT, FACT, above=10**18 - 1)
+    assert read_facts(storage, ROOT) == ()

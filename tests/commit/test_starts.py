@@ -203,6 +203,8 @@ def test_a_history_with_a_start_that_cannot_be_read_is_no_history(tmp_path: Path
     for _ in range(2):
         start(LocalStorage(), str(tmp_path))
     (tmp_path / ".starts" / "1.json").write_bytes(b"{}")
-    with pytest.raises((CorruptError, IncompatibleError), match=r"1\.json"):
+    with pytest.raises(
+        (CorruptError, IncompatibleError), match=r"1\.json.*what start 1 of this run"
+    ):
         read_history(LocalStorage(), str(tmp_path))
     newest_start(LocalStorage(), str(tmp_path))

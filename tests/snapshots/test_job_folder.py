@@ -68,7 +68,8 @@ def test_a_link_in_the_place_of_a_folder_is_refused(level, tmp_path):
         parent.mkdir(mode=0o700)
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
-        StorageError, match=r"is no folder: remove it, or pass another AsyncSaver\(job="
+        StorageError,
+        match=r"is no folder: remove it, or use another root, or another AsyncSaver\(job=",
     ):
         JobFolder("job", roots=[str(tmp_path)]).rank(0)
 
