@@ -17,7 +17,7 @@ from dist_ckpt.storage.deadline import DeadlineStorage
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.storage.protocol import Entry, ReadableFile, Storage, WritableFile
 
-__all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage", "real_path"]
+__all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
