@@ -32,7 +32,7 @@ class Signals:
                 "on_signal() needs the main thread, as only there a handler can be set: make the "
                 "Checkpointer there, or leave on_signal() out"
             )
-        _closed_in_children.add(self)
+        _living.add(self)
         try:
             for name in names:
                 number = signal.Signals[f"SIG{name}"]
@@ -72,8 +72,7 @@ class Signals:
             before(number, frame)
 
 
-_closed_in_children: weakref.WeakSet[Signals] = weakref.WeakSet()
-
+_living: weakref.WeakSet[Signals] = weakref.WeakSet()
 
 # What the thread that forks lets through, as it was before.
 _forking = threading.local()
@@ -84,7 +83,7 @@ def _hold_back() -> None:
 
     So `terminate()` of a worker that was just started would be lost, and its `join()` hang.
     """
-    numbers = {number for one in tuple(_closed_in_children) for number in one._before}
+    numbers = {number for one in tuple(_living) for number in one._before}
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
@@ -93,7 +92,7 @@ def _let_through() -> None:
 
 
 def _close_in_child() -> None:
-    for one in tuple(_closed_in_children):
+    for one in tuple(_living):
         one.close()
     _let_through()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,12 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer.when import When
-from run_training import clear_memory, fresh, steps_at, steps_in, train
+from run_training import fresh, steps_at, steps_in, train
 
 OFTEN = dc.every(steps=1)
 
 
-@pytest.fixture(autouse=True)
-def alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Run as one process, whose log is seen, and leave nothing in memory."""
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    caplog.set_level(logging.INFO, logger="dist_ckpt")
-    yield
-    clear_memory(tmp_path)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def checkpointer(root: str | Path | None, save: When = OFTEN, **options: Any) -> dc.Checkpointer:

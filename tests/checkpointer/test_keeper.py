@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,9 @@ from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError, Storag
 from dist_ckpt.runs.prune import prune as prune_run
 from dist_ckpt.saving.save import save_together
 from dist_ckpt.storage import Storage, open_storage
-from run_training import clear_memory, damage, fresh, keeper_of, steps_at, steps_in, train
+from run_training import damage, fresh, keeper_of, steps_at, steps_in, train
 
-
-@pytest.fixture(autouse=True)
-def alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Run as one process, whose log is seen, and leave nothing in memory."""
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    caplog.set_level(logging.INFO, logger="dist_ckpt")
-    yield
-    clear_memory(tmp_path)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def checkpointer(root: str | Path, **options: Any) -> dc.Checkpointer:

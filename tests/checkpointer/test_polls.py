@@ -18,9 +18,7 @@ from run_training import fresh, steps_at, steps_in, train
 STOP = dc.on_signal("USR1")
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def body_of(root: Path, step: int, save: When = STOP) -> Iterator[Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,9 @@ from dist_ckpt.commit.starts import read_history
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.storage import open_storage
-from run_training import clear_memory, damage, fresh, steps_at, steps_in, train
+from run_training import damage, fresh, steps_at, steps_in, train
 
-
-@pytest.fixture(autouse=True)
-def alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Run as one process, whose log is seen, and leave nothing in memory."""
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    caplog.set_level(logging.INFO, logger="dist_ckpt")
-    yield
-    clear_memory(tmp_path)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def checkpointer(root: str | Path, **options: Any) -> dc.Checkpointer:

@@ -11,26 +11,11 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt import cli
 from dist_ckpt.cli import changing
 
 pytest.importorskip("torch")
 
 import torch
-
-
-@pytest.fixture
-def run(capsys):
-    """Run a command; return its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        assert isinstance(exit_.value.code, int)
-        return exit_.value.code, out, err
-
-    return run
 
 
 @pytest.fixture

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.cli import main
 from dist_ckpt.errors import ConflictError
-
-Result = tuple[int, str, str]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    def run(*arguments: object) -> Result:
-        with pytest.raises(SystemExit) as done:
-            main([str(one) for one in arguments])
-        out, err = capsys.readouterr()
-        return int(done.value.code or 0), out, err
-
-    return run
 
 
 @pytest.fixture

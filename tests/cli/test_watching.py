@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.cli import main
 from dist_ckpt.cli import runs as runs_module
 from dist_ckpt.cli import watching as watching_module
 from dist_ckpt.cli.watching import _looks, lines
@@ -32,17 +31,6 @@ from dist_ckpt.runs.changes import SeenRun, look_at
 from dist_ckpt.storage.local import LocalStorage
 
 Result = tuple[int, str, str]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    def run(*arguments: object) -> Result:
-        with pytest.raises(SystemExit) as done:
-            main([str(one) for one in arguments])
-        out, err = capsys.readouterr()
-        return int(done.value.code or 0), out, err
-
-    return run
 
 
 @pytest.fixture
