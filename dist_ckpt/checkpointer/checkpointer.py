@@ -216,8 +216,10 @@ class Checkpointer:
 
         Steps are counted from 1. What the body of the loop has done counts as the step, also when
         it ends with `continue` or `break`; so in a `zip` these steps stand last, or the one that
-        has no batch any more would count. It ends early when the run is to stop. The body may call
-        `step(step)` or `save(step)` by itself, once the optimizer has stepped.
+        has no batch any more would count. So does a step whose error is caught around the loop and
+        inside the `with`: let it out of that, and the step does not count. It ends early when the
+        run is to stop. The body may call `step(step)` or `save(step)` by itself, once the optimizer
+        has stepped.
         """
         self._open_run()
         if type(until) is not int:
