@@ -23,7 +23,7 @@ from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.format.filenames import parse_attempt
 from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
-from dist_ckpt.offline.verify import verify
+from dist_ckpt.offline.run import is_whole
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.runs.facts import put_metrics
 from dist_ckpt.runs.keep import Keep
@@ -280,7 +280,7 @@ class Keeper:
             return
         try:
             decisions = prune(
-                self._storage, self._root, self._keep, is_whole=_is_whole, run=self._run
+                self._storage, self._root, self._keep, is_whole=is_whole, run=self._run
             )
         except ConflictError as error:
             self._warn_once("a newer start", str(error))
@@ -305,10 +305,3 @@ class Keeper:
         if what not in self._has_warned:
             self._has_warned.add(what)
             _log.warning("%s", text)
-
-
-def _is_whole(one: RunCheckpoint) -> bool:
-    try:
-        return verify(one.path, level="quick").ok
-    except CheckpointError:
-        return False

@@ -50,7 +50,6 @@ class RunSaves:
     _earlier: list[SaveHandle] = field(default_factory=list)
     # The last save has failed, as far as it was not left to a writer.
     _has_failed: bool = False
-    _hurries: Callable[[], bool] = bool
     _num_failures: int = 0
     _begun: set[int] = field(default_factory=set)
 
@@ -73,23 +72,25 @@ class RunSaves:
         says. Raises what no other try can mend: a state that cannot be saved, a lost rank, a newer
         start that has taken over.
         """
-        self.last, self._hurries = step, hurries
+        self.last = step
         self.num_begun += 1
         try:
-            self._try(step, state, boundary)
+            self._try(step, state, boundary, hurries)
         except (RankError, ConflictError):
             raise
         except CheckpointError as error:
             # In the background: maybe of an earlier save, which rank 0's keeper tells as well.
             if self.ranks.channel.rank == COORDINATOR:
                 _log.warning("step %d: %s. It is saved again", step, error)
-            self._try_again(step, state, boundary)
+            self._try_again(step, state, boundary, hurries)
         else:
             self._num_failures = 0
 
-    def _try_again(self, step: int, state: State, boundary: int) -> None:
+    def _try_again(
+        self, step: int, state: State, boundary: int, hurries: Callable[[], bool]
+    ) -> None:
         try:
-            self._try(step, state, boundary)
+            self._try(step, state, boundary, hurries)
             self._num_failures = 0
         except (RankError, ConflictError):
             raise
@@ -101,7 +102,7 @@ class RunSaves:
             if hooks.on_failure == "raise" or self._num_failures > hooks.max_failures:
                 raise
 
-    def _try(self, step: int, state: State, boundary: int) -> None:
+    def _try(self, step: int, state: State, boundary: int, hurries: Callable[[], bool]) -> None:
         config = self.options.resume.config
         options = SaveOptions(
             step,
@@ -110,7 +111,7 @@ class RunSaves:
             metadata=None if config is None else {CONFIG: dict(config)},
             run=self.run,
             boundary=boundary,
-            hurries=self._hurries,
+            hurries=hurries,
         )
         path = f"{self.run.root.rstrip('/')}/{FOLDER.format(step)}"
         self._begun, self.in_memory_only = {step}, False

@@ -113,8 +113,12 @@ def read_facts_of(
 
 def fact_about(step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]) -> Fact:
     """Return a fact of this process."""
-    by = f"process {os.getpid()} on {socket.gethostname()}"
-    return Fact(step, attempt, kind, values, by, time.time())
+    return Fact(step, attempt, kind, values, this_process(), time.time())
+
+
+def this_process() -> str:
+    """Return who puts a record, for people."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def facts_folder(root: str, step: int, attempt: Attempt) -> str:

@@ -10,15 +10,13 @@ nobody else has.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
 from dist_ckpt.commit.attempts import ROUNDS, entries_at, new_id, read_document
 from dist_ckpt.commit.guards import Where
-from dist_ckpt.commit.root_records import make_record_folders, put_record
+from dist_ckpt.commit.root_records import make_record_folders, put_record, this_process
 from dist_ckpt.commit.starts import newest_start
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 from dist_ckpt.format.filenames import (
@@ -73,7 +71,7 @@ def request_save(storage: Storage, root: str, *, stops: bool) -> RequestRecord:
             f"{root}: no job is writing here, as no start of a run is recorded: give the root of a "
             f"dist_ckpt.Checkpointer"
         )
-    request = RequestRecord(new_id(), newest.number, stops, _by(), time.time())
+    request = RequestRecord(new_id(), newest.number, stops, this_process(), time.time())
     folder = f"{root}/{REQUESTS}"
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)
@@ -145,7 +143,7 @@ def put_answer(
     saved: Where | None = None,
 ) -> None:
     """Answer a request, unless somebody has; durable on return. The first answer stands."""
-    answer = AnswerRecord(own_id, outcome, saved, why, _by(), time.time())
+    answer = AnswerRecord(own_id, outcome, saved, why, this_process(), time.time())
     with suppress(FileExistsError, FileNotFoundError):  # or somebody has removed the folder
         put_record(storage, f"{root}/{REQUESTS}", answer_file(own_id), encode_answer(answer))
 
@@ -159,7 +157,3 @@ def remove_file(storage: Storage, root: str, name: str) -> None:
 def _check_name(file: str, found: str, own_id: str) -> None:
     if found != own_id:
         raise CorruptError(f"{file}: it is the record of request {found}; remove it")
-
-
-def _by() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
