@@ -184,12 +184,14 @@ def request_save(root: str, *, stops: bool, wait: bool, timeout_s: float | None)
     if not wait:
         return
     timeout_s = ANSWER_S if timeout_s is None else timeout_s
+    began = time.monotonic()
     answer = asking.wait_for_answer(storage, where, request, timeout_s=timeout_s)
     if answer is None:
+        waited_s = min(timeout_s, round(time.monotonic() - began, 1))
         after = last_sign(storage, where, request.start)
         click.echo(
-            f"dist-ckpt: nobody has answered in {timeout_s:g} s, and the request is taken back: "
-            f"{_told_life(before, after, timeout_s)}",
+            f"dist-ckpt: nobody has answered in {waited_s:g} s, and the request is taken back: "
+            f"{_told_life(before, after, waited_s)}",
             err=True,
         )
         raise click.exceptions.Exit(output.REFUSED)

@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from dist_ckpt.commit.alive import last_sign
 from dist_ckpt.commit.attempts import ROUNDS, entries_at, new_id, read_document
 from dist_ckpt.commit.guards import Where
 from dist_ckpt.commit.root_records import make_record_folders, put_record, this_process
@@ -40,6 +41,9 @@ from dist_ckpt.storage import Storage
 
 # How often somebody looks who waits for an answer.
 POLL_S = 0.5
+
+# A start that shows no sign of life for so long has ended by itself, or died before its first one.
+GONE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +90,16 @@ def wait_for_answer(
 ) -> AnswerRecord | None:
     """Return what became of a request; None if nobody has answered it after `timeout_s`.
 
-    Then it is taken back: a job that wakes up later does not obey it, unless it has begun to.
+    Sooner if the start it asks has ended: one that takes away its sign of life has answered all it
+    saw. Then the request is taken back: a job that wakes up later does not obey it, unless it has
+    begun to.
     """
-    deadline = time.monotonic() + timeout_s
+    began = seen_alive = time.monotonic()
     while (answer := read_answer(storage, root, request.id)) is None:
-        if (left_s := deadline - time.monotonic()) <= 0:
+        now = time.monotonic()
+        if last_sign(storage, root, request.start) is not None:
+            seen_alive = now
+        if (left_s := min(began + timeout_s, seen_alive + GONE_S) - now) <= 0:
             remove_file(storage, root, request_file(request.id))
             return read_answer(storage, root, request.id)
         time.sleep(min(poll_s, left_s))

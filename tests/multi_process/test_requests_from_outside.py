@@ -27,7 +27,7 @@ NEVER = dc.every(minutes=600)
 def train(rank: int, root: str, num_steps: int, how: str = "") -> tuple[int, str]:
     """Train; return the last step that was done, and why the run has stopped.
 
-    `how`: "lingers" until something is asked for, between its last step and the end; "saves" then;
+    `how`: "asked twice" waits in its first step until two have asked; "lingers" until something is asked for, between its last step and the end; "saves" then;
     "dies" at its last step; "cannot": no step can be saved.
     """
     outside.LOOK_S = 0.05
@@ -43,6 +43,8 @@ def train(rank: int, root: str, num_steps: int, how: str = "") -> tuple[int, str
             dist.all_reduce(torch.ones(1))
             time.sleep(0.01)
             done = state["step"] = step
+            if how == "asked twice" and step == 1:
+                wait_for(path / ".requests", num_requests=2)
             if how == "dies" and step == num_steps:
                 os.kill(os.getpid(), signal.SIGKILL)
         if how.startswith("lingers"):
@@ -50,9 +52,9 @@ def train(rank: int, root: str, num_steps: int, how: str = "") -> tuple[int, str
         return done, ck.stopped.why if ck.stopped else ""
 
 
-def wait_for(path: Path) -> None:
+def wait_for(path: Path, *, num_requests: int = 0) -> None:
     deadline = time.monotonic() + 30
-    while not path.exists():
+    while not path.exists() or len([*path.glob("request-*.json")]) < num_requests:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -114,7 +116,7 @@ def test_two_requests_at_once_stop_it_at_one_step(tmp_path: Path) -> None:
             return [*map(saved, pool.map(lambda _: ask(root, "--wait", "--stop"), range(2)))]
 
     with beside(requests) as asked:
-        ends = run_ranks(2, train, str(root), 10_000)
+        ends = run_ranks(2, train, str(root), 10_000, "asked twice")
     assert {*asked.result(timeout=60)} == {ends[0][0]} == {ends[1][0]}
     assert steps_of(root)[-1] == ends[0][0]
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from dist_ckpt.commit.alive import SignOfLife
 from dist_ckpt.commit.starts import begin
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
 from dist_ckpt.format.filenames import Attempt
+from dist_ckpt.runs import requests
 from dist_ckpt.runs.requests import (
     RequestNames,
     list_requests,
@@ -105,6 +108,23 @@ def test_what_nobody_answers_is_taken_back() -> None:
     assert wait_for_answer(storage, ROOT, mine, timeout_s=0.05, poll_s=0.01) is None
     assert list_requests(storage, ROOT).requests == (other.id,)
     assert read_request(storage, ROOT, mine.id) is None
+
+
+def test_who_asks_a_start_that_has_ended_does_not_wait_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requests, "GONE_S", 0.2)
+    storage = run_of(MemoryStorage({ROOT: None}))
+    sign = SignOfLife(storage, ROOT, 1)
+    sign.renew()
+    ends = threading.Timer(0.5, sign.end)
+    ends.start()
+    asked, began = request_save(storage, ROOT, stops=True), time.monotonic()
+    assert wait_for_answer(storage, ROOT, asked, timeout_s=60, poll_s=0.01) is None
+    waited_s = time.monotonic() - began
+    ends.join()
+    assert 0.5 <= waited_s < 30  # not before it has ended
+    assert list_requests(storage, ROOT).requests == ()
 
 
 def test_an_answer_that_comes_as_it_is_taken_back_counts() -> None:
