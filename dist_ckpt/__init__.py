@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpointer.resume import Init
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
     from dist_ckpt.loading.load import load
+    from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
     from dist_ckpt.offline.run import Run
@@ -65,6 +66,7 @@ _MODULES = {
     "verify": "offline.verify",
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
+    "backup": "offline.backup",
     "Run": "offline.run",
     "delete": "runs.removing",
     "checkpoints": "runs.listing",
@@ -110,6 +112,7 @@ __all__ = [
     "VerifyReport",
     "at",
     "at_end",
+    "backup",
     "checkpoints",
     "delete",
     "every",

@@ -71,6 +71,7 @@ for _command in (
     reading.tree,
     reading.verify,
     changing.reshard,
+    changing.backup,
     changing.rm,
     changing.gc,
     runs.prune,

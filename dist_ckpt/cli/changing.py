@@ -1,4 +1,4 @@
-"""The commands that write or remove: reshard, rm, gc."""
+"""The commands that write or remove: reshard, backup, rm, gc."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dist_ckpt.cli import output
 from dist_ckpt.commit import removal
 from dist_ckpt.errors import StorageError
 from dist_ckpt.format.checksums import document_digest
+from dist_ckpt.offline.backup import backup as keep_beside
 from dist_ckpt.offline.reshard import reshard as rewrite
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import size
@@ -94,6 +95,21 @@ def reshard(
         f"{report.path}: {report.num_tensors} tensors, {size(report.nbytes)} "
         f"in {report.num_files} files"
     )
+
+
+@click.command()
+@_path
+@click.option("--overwrite", is_flag=True, help="Replace the backup of another save of the step.")
+def backup(path: str, *, overwrite: bool) -> None:
+    """Keep the checkpoint at PATH in the folder backup beside it as well, out of prune's reach.
+
+    Its files are hard links where that is possible, which take no space; else they are copied, and
+    every byte is checked.
+
+    \b
+    dist-ckpt backup runs/a@latest
+    """  # noqa: D301 - click knows the backspace
+    click.echo(output.printable(keep_beside(path, overwrite=overwrite)))
 
 
 @click.command()

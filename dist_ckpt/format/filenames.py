@@ -21,6 +21,9 @@ FACTS = ".facts"
 STARTS = ".starts"
 REQUESTS = ".requests"
 
+# In it as well: the folder of checkpoints that no rule removes.
+BACKUP = "backup"
+
 # What in such a folder never is a checkpoint. The last one is a file system's own, where it is
 # mounted, and mostly nobody may read it.
 NO_CHECKPOINTS = frozenset({FACTS, STARTS, REQUESTS, "lost+found"})
