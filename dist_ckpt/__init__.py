@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
     from dist_ckpt.offline.run import Run
+    from dist_ckpt.offline.strip import strip
     from dist_ckpt.offline.verify import VerifyReport, verify
     from dist_ckpt.planning.sharding_config import ShardingConfig
     from dist_ckpt.reports import LoadReport, SaveReport
@@ -67,6 +68,7 @@ _MODULES = {
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
     "backup": "offline.backup",
+    "strip": "offline.strip",
     "Run": "offline.run",
     "delete": "runs.removing",
     "checkpoints": "runs.listing",
@@ -122,6 +124,7 @@ __all__ = [
     "open",
     "reshard",
     "save",
+    "strip",
     "verify",
 ]
 

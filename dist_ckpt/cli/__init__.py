@@ -72,6 +72,7 @@ for _command in (
     reading.verify,
     changing.reshard,
     changing.backup,
+    changing.strip,
     changing.rm,
     changing.gc,
     runs.prune,

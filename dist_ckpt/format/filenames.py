@@ -91,6 +91,14 @@ def parse_trash(name: str) -> Attempt | None:
     return parse_attempt(match[1]) if match else None
 
 
+def is_beside_attempts(name: str) -> bool:
+    """Say whether a name is ours beside the attempts of a checkpoint.
+
+    A saver whose root is the checkpoint's own folder puts the root's id there.
+    """
+    return parse_trash(name) is not None or name == ROOT_ID
+
+
 def temporary_index(nonce: str) -> str:
     """Return the name under which an index is written before it is renamed into place."""
     return f".index-{nonce}.tmp"

@@ -19,7 +19,7 @@ from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE, runs_of
 from dist_ckpt.format.checksums import BLOCK_NBYTES
 from dist_ckpt.format.index import Index
 from dist_ckpt.offline.read_windows import Stored, Windows
-from dist_ckpt.offline.rewriting import new_attempt
+from dist_ckpt.offline.rewriting import new_attempt, report_of
 from dist_ckpt.planning.plan import (
     FilePlan,
     FileReceipt,
@@ -32,7 +32,7 @@ from dist_ckpt.planning.plan import (
 from dist_ckpt.planning.save_planner import items_of_ranks, plan_save, stored_nbytes
 from dist_ckpt.planning.sharded_views import target_views
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
+from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import open_storage
@@ -163,8 +163,10 @@ class _Reshard:
                 receipts = self._write(claim.folder)
             with self._phases.phase("commit"):
                 order.check_files(self._storage, claim.folder, sizes_of(receipts))
-                order.commit(self._storage, claim, self._index(claim.attempt.name, receipts))
-        report = self._report(claim.attempt.name, receipts)
+                index = self._index(claim.attempt.name, receipts)
+                order.commit(self._storage, claim, index)
+        reads, writes = self._stored.storage.reads, self._storage.writes
+        report = report_of(self._path, index, self._phases.seconds, reads, writes)
         self._phases.done(report)
         return report
 
@@ -219,24 +221,4 @@ class _Reshard:
             objects=objects_files,
             saved_by={**self._stored.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
             saved_at=time.time(),
-        )
-
-    def _report(self, attempt: str, receipts: Sequence[Receipt]) -> SaveReport:
-        sizes = sizes_of(receipts)
-        return SaveReport(
-            path=self._path,
-            step=self._stored.index.step,
-            attempt=attempt,
-            world_size=1,  # one process writes for all ranks, one after another
-            nbytes=sum(sizes.values()),
-            num_tensors=len(self._plan.catalog.tensors),
-            num_files=len(sizes),
-            seconds=self._phases.seconds,
-            slowest_rank=0,
-            slowest_s=self._phases.seconds["write"],
-            exchanges=Tally(),
-            collectives=Tally(),
-            nbytes_receipt=0,
-            storage_reads=self._stored.storage.reads,
-            storage_writes=self._storage.writes,
         )

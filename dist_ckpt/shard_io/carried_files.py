@@ -43,9 +43,9 @@ def carry_files(
     """Have files of an attempt in another one's folder as well; return what was linked of them.
 
     `index` is that of `source`, which has the `files`; both are folders. On return the files are
-    durable, with their names. What cannot be linked is copied, and every byte of it checked: CorruptError if the source
-    is damaged. Of what is linked nothing is read. ConflictError if `target` is gone, or has such a
-    file already.
+    durable, with their names. What cannot be linked is copied, and every byte of it checked:
+    CorruptError if the source is damaged. Of what is linked nothing is read. ConflictError if
+    `target` is gone, or has such a file already.
     """
 
     def carry(name: str) -> int:

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("background", [False, True])
 def test_a_step_is_kept_out_of_reach_once_it_is_durable(tmp_path: Path, background: bool) -> None:
     root = tmp_path / "run"
-    options = {"save": dc.every(steps=1), "keep": dc.keep.last(1), "background": background}
-    with dc.Checkpointer(root, **options) as ck:
+    often, newest = dc.every(steps=1), dc.keep.last(1)
+    with dc.Checkpointer(root, save=often, keep=newest, background=background) as ck:
         state = fresh()
         for step in ck.steps(state, until=4):
             train(state, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from linking import PATH, ROOT, NoLinks, inodes, number_at, save, state
+from long_mode import IS_LONG
 
 torch = pytest.importorskip("torch")
 
@@ -123,15 +125,14 @@ def test_what_cannot_be_kept_is_refused_by_name(root: Path) -> None:
         dc.backup(root.parent / "odd" / "s1")
 
 
-def test_a_held_source_is_kept_and_held_while_it_is(root: Path) -> None:
+def test_the_source_cannot_be_deleted_while_it_is_kept(root: Path) -> None:
     class Deleting(LocalStorage):
         def link(self, old: str, new: str) -> None:
             with pytest.raises(ConflictError, match="held by"):
                 dc.delete(root / "s1")
             super().link(old, new)
 
-    with dc.Run(root).hold(1):
-        backup_at(Deleting(), f"{root}/s1", overwrite=False)
+    backup_at(Deleting(), f"{root}/s1", overwrite=False)
     assert dc.checkpoints(root)[0].holds == ()
     assert number_at(LocalStorage(), f"{root}/backup/s1") == 1
 
@@ -266,7 +267,7 @@ def test_of_two_backups_at_once_one_is_told_of_the_other_and_one_is_there() -> N
     save(storage, 1)
 
     class Meeting(FaultyStorage):
-        def call(self, what: str, act: object) -> T:  # type: ignore[override,type-var]
+        def call(self, what: str, act: object) -> T:  # type: ignore[type-var]
             if what.startswith("link") and not self.failed:
                 self.failed = "met"
                 kept(storage)
@@ -275,3 +276,21 @@ def test_of_two_backups_at_once_one_is_told_of_the_other_and_one_is_there() -> N
     with pytest.raises((ConflictError, StorageError)):
         kept(Meeting(storage))
     assert number_at(storage, BACKUP) == 1
+
+
+def test_a_backup_after_one_that_died_anywhere_outlives_a_power_cut() -> None:
+    number, calls = 0, 1
+    while number < calls:
+        number += 1 if IS_LONG else 3
+        disk = CrashStorage()
+        disk.make_folder(ROOT)
+        disk.sync("/")
+        save(disk, 1, step=None)
+        dying = FaultyStorage(disk, fail_at_call=number, sticky=True)
+        with suppress(CheckpointError):
+            kept(dying)
+        calls = dying.calls
+        kept(disk)
+        disk.mark("kept")
+        for point, storage in states(disk.log, since="kept", limit=5):
+            assert number_at(storage, BACKUP) == 1, (point, dying.failed)
