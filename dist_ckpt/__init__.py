@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpointer.resume import Init
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
     from dist_ckpt.loading.load import load
+    from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
     from dist_ckpt.offline.run import Run
+    from dist_ckpt.offline.strip import strip
     from dist_ckpt.offline.verify import VerifyReport, verify
     from dist_ckpt.planning.sharding_config import ShardingConfig
     from dist_ckpt.reports import LoadReport, SaveReport
@@ -65,6 +67,8 @@ _MODULES = {
     "verify": "offline.verify",
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
+    "backup": "offline.backup",
+    "strip": "offline.strip",
     "Run": "offline.run",
     "delete": "runs.removing",
     "checkpoints": "runs.listing",
@@ -110,6 +114,7 @@ __all__ = [
     "VerifyReport",
     "at",
     "at_end",
+    "backup",
     "checkpoints",
     "delete",
     "every",
@@ -119,6 +124,7 @@ __all__ = [
     "open",
     "reshard",
     "save",
+    "strip",
     "verify",
 ]
 
