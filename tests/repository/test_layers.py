@@ -30,6 +30,7 @@ ORDER = (
     "saving",
     "snapshots",
     "binding",
+    "data",
     "runs",
     "commit",
     "state",
