@@ -17,6 +17,8 @@ _ONE_BY_ONE = (
     "map-style dataset with a dc.ElasticSampler"
 )
 
+_MAX_EPOCH: Final = 1 << 62  # with a seed added to it, torch's generators still take it
+
 # What is stored, and of which class each is.
 _FIELDS: Final[Mapping[str, type]] = {
     "length": int,
@@ -63,9 +65,9 @@ class DataPosition:
         epoch, consumed = self._position()
         return {
             "length": sampler.length,
-            "shuffle": sampler.shuffle,
-            "seed": sampler.seed,
-            "epoch": epoch,
+            "shuffle": bool(sampler.shuffle),
+            "seed": int(sampler.seed),
+            "epoch": int(epoch),
             "consumed": consumed,
             "first_samples": sampler.first_samples(epoch) if consumed else [],
         }
@@ -88,13 +90,14 @@ class DataPosition:
                     f"saved with {name} {state[name]}, now it is {now}, and the position has no "
                     f"meaning there: {remedy}, or exclude it and begin the epoch anew"
                 )
-        if not 0 <= state["consumed"] <= state["length"]:
+        epoch, consumed = state["epoch"], state["consumed"]
+        if not 0 <= consumed <= state["length"] or abs(epoch) >= _MAX_EPOCH:
             raise IncompatibleError(
-                f"{state['consumed']} of {state['length']} samples were consumed: load an older "
-                "checkpoint"
+                f"it is at {consumed} of {state['length']} samples of epoch {epoch}, which cannot "
+                "be: load an older checkpoint"
             )
-        if state["consumed"]:
-            self._sampler.check_order(state["epoch"], state["first_samples"])
+        if consumed:
+            self._sampler.check_order(epoch, state["first_samples"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass over the loader begin at a position. Raises what `check` raises."""
@@ -152,7 +155,7 @@ def _known(loader: Any) -> Any:
             f"DataPosition: {_name(loader.dataset)} has a state_dict: each worker holds a state "
             f"that has no meaning on other ranks: {_ONE_BY_ONE}"
         )
-    if type(loader.sampler) is not ElasticSampler or _has_own_batches(loader):
+    if type(loader.sampler) is not ElasticSampler:
         what = loader.batch_sampler if _has_own_batches(loader) else loader.sampler
         raise TypeError(
             f"DataPosition: nobody knows which samples a {_name(what)} yields on other ranks: give "
@@ -184,10 +187,7 @@ def _refuse_class(loader: object) -> Never:
 def _has_own_batches(loader: Any) -> bool:
     """Say whether a loader's batches are not simply the next samples of its sampler."""
     batches = loader.batch_sampler
-    return batches is not None and (
-        type(batches).__module__ != "torchdata.stateful_dataloader.sampler"
-        or batches.sampler is not loader.sampler
-    )
+    return batches is not None and getattr(batches, "sampler", None) is not loader.sampler
 
 
 def _name(value: object) -> str:

@@ -108,10 +108,11 @@ def test_each_sample_is_seen_once_by_whatever_ranks(
 
 
 def test_it_counts_what_the_loop_has_got(tmp_path: Path) -> None:
-    """Workers fetch ahead; snapshots of theirs are rare here."""
-    options = {"num_workers": 2, "snapshot_every_n_steps": 3}
+    """Workers fetch ahead, and live on from pass to pass; snapshots of theirs are rare here."""
+    options = {"num_workers": 2, "snapshot_every_n_steps": 3, "persistent_workers": True}
     job = Job(1, 23, **options)
     whole = Job(1, 23).epoch()
+    assert job.epoch() == whole
     steps = iter(job.loaders[0])
     for done, batch in enumerate(whole[:5]):
         assert job.state()["consumed"] == 2 * done
@@ -120,7 +121,9 @@ def test_it_counts_what_the_loop_has_got(tmp_path: Path) -> None:
     other = Job(1, 23, **options)
     dc.load({"data": other.positions[0]}, tmp_path / "step")
     assert other.state() == job.state()  # saved again before a batch was taken
-    assert other.epoch() == whole[5:]
+    batches = iter(other.loaders[0])
+    assert other.state() == job.state()  # and before one was got of those that workers fetch
+    assert [batch.tolist() for batch in batches] == whole[5:]
     assert [batch.tolist() for batch in steps] == whole[5:]
     assert other.state()["consumed"] == 0  # it was told that there are no more
 
@@ -158,6 +161,29 @@ def test_the_epoch_comes_back() -> None:
     assert other.state()["epoch"] == 2
 
 
+def test_a_pass_that_has_not_begun_is_the_next_one() -> None:
+    job = Job(1)
+    job.epoch(2)  # given up
+    job.samplers[0].set_epoch(1)
+    batches = iter(job.loaders[0])
+    state = job.state()
+    assert (state["epoch"], state["consumed"]) == (1, 0)
+    assert Job(1).load(state).epoch() == [batch.tolist() for batch in batches]
+
+
+def test_a_load_takes_the_place_of_what_the_loader_was_about_to_do() -> None:
+    whole = Job(1).epoch()
+    ahead, job = Job(1), Job(1)
+    ahead.epoch(5)
+    job.epoch(2)
+    for asked in (False, True):
+        other = Job(1)
+        other.loaders[0].load_state_dict(ahead.loaders[0].state_dict())
+        if asked:
+            other.loaders[0].state_dict()  # makes the iterator of the next pass
+        assert other.load(job.state()).epoch() == whole[2:]
+
+
 def test_a_save_moves_nothing() -> None:
     """Asked for its own state, a loader that waits would start an iterator, and draw."""
     job = Job(1)
@@ -193,8 +219,9 @@ def test_another_order_is_refused_before_anything_is_loaded(
     ("changes", "message"),
     [
         ({"first_samples": [0] * 8}, r"another order: this torch .* shuffles otherwise"),
-        ({"consumed": 24}, r"24 of 23 samples were consumed"),
-        ({"consumed": -1}, r"-1 of 23 samples"),
+        ({"consumed": 24}, r"at 24 of 23 samples"),
+        ({"consumed": -1}, r"at -1 of 23 samples"),
+        ({"consumed": 0, "epoch": 1 << 64}, r"of epoch 1844"),
         ({"seed": False}, r"`seed` is False, no int"),
         ({"more": 1}, r"no position of a dc.DataPosition"),
     ],
