@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpointer.open_run import Stopped
     from dist_ckpt.checkpointer.resume import Init
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
+    from dist_ckpt.data.data_position import DataPosition
+    from dist_ckpt.data.elastic_sampler import ElasticSampler
     from dist_ckpt.loading.load import load
     from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
@@ -81,6 +83,8 @@ _MODULES = {
     "PerRank": "state.wrappers",
     "RNG": "state.wrappers",
     "Named": "state.wrappers",
+    "DataPosition": "data.data_position",
+    "ElasticSampler": "data.elastic_sampler",
 }
 
 # Public modules, imported when first used as well.
@@ -94,6 +98,8 @@ __all__ = [
     "Checkpointer",
     "ConflictError",
     "CorruptError",
+    "DataPosition",
+    "ElasticSampler",
     "ExistsError",
     "FlatShard",
     "IncompatibleError",

@@ -30,6 +30,7 @@ ORDER = (
     "saving",
     "snapshots",
     "binding",
+    "data",
     "runs",
     "commit",
     "state",
@@ -44,7 +45,7 @@ ORDER = (
 )
 
 # What a reader can take in: `dist_ckpt` itself, one folder of it, one module.
-MOST_FOLDERS = 20
+MOST_FOLDERS = 23
 MOST_FILES_BESIDE_THEM = 6
 MOST_MODULES = 16
 MOST_LINES = 400
