@@ -25,6 +25,7 @@ from dist_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
+    from dist_ckpt.averaging.average import average
     from dist_ckpt.background.async_saver import AsyncSaver
     from dist_ckpt.background.handle import SaveHandle
     from dist_ckpt.checkpointer.checkpointer import Checkpointer
@@ -65,6 +66,7 @@ _MODULES = {
     "verify": "offline.verify",
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
+    "average": "averaging.average",
     "Run": "offline.run",
     "delete": "runs.removing",
     "checkpoints": "runs.listing",
@@ -110,6 +112,7 @@ __all__ = [
     "VerifyReport",
     "at",
     "at_end",
+    "average",
     "checkpoints",
     "delete",
     "every",
