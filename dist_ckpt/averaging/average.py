@@ -24,10 +24,12 @@ from dist_ckpt.averaging.options import AverageOptions
 from dist_ckpt.averaging.sharing import RankShare, receipts_by_rank, share_of
 from dist_ckpt.averaging.structure import averaged_names
 from dist_ckpt.binding.selection import selection_of
-from dist_ckpt.comm.exchange import COORDINATOR, check_alike
+from dist_ckpt.comm.collective import AloneCollective
+from dist_ckpt.comm.exchange import COORDINATOR, Alone, check_alike
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit import attempts
+from dist_ckpt.config import Config
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import parse_attempt
@@ -79,10 +81,11 @@ def average(
 
     The average is uniform, or `weights` has a number for each source, in their order (of a run,
     oldest first); or, with `decay` d, a source that has k newer ones has the weight d**k: an
-    exponential moving average, corrected for its start. Weights are scaled so that the largest is
-    1 (or -1). Of each element `w * x` is added up from the oldest source to the newest, in float64
-    for float64 and complex128, else in float32, each step rounded; the sum is divided by the sum
-    of the weights and rounded to the tensor's dtype. nan in a source makes nan.
+    exponential moving average, corrected for its start. Weights are scaled by a power of two, so
+    that the largest is from 1 to 2. Of each element `w * x` is added up from the oldest source to
+    the newest, in float64 for float64 and complex128, else in float32, each step rounded; the sum
+    is divided by the sum of the weights and rounded to the tensor's dtype. nan in a source makes
+    nan.
 
     One window of the tensors is in memory at a time, about 200 MB in all, and what is not a tensor
     one file at a time. In a job every rank of `group` calls this (collective), each writes some of
@@ -121,7 +124,18 @@ class AverageCall:
     target_storage: Storage | None = None
 
 
-class _Request(Message, frozen=True):
+def average_alone(
+    sources: PathLike | Sequence[PathLike],
+    to: PathLike,
+    options: AverageOptions,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Average in this process alone, also where a launcher says that there are other ranks."""
+    alone = Session(Alone(), AloneCollective(), Config.from_environment())
+    return average_together(alone, AverageCall(sources, to, options, progress))
+
+
+class _AverageRequest(Message, frozen=True):
     """What a rank asks for: the same on all."""
 
     sources: tuple[str, ...]
@@ -129,7 +143,7 @@ class _Request(Message, frozen=True):
     options: str
 
 
-class _Agreed(Message, frozen=True):
+class _AgreedSources(Message, frozen=True):
     """What is averaged: path, attempt and weight of each source, oldest first."""
 
     sources: tuple[tuple[str, str, float], ...]
@@ -197,7 +211,7 @@ def average_together(ranks: Session, call: AverageCall) -> SaveReport:
 
 def _agree(
     ranks: Session, storages: _Storages, held: ExitStack
-) -> tuple[tuple[Chosen, ...], _Agreed]:
+) -> tuple[tuple[Chosen, ...], _AgreedSources]:
     """Agree on what is averaged: rank 0 chooses, and holds what it has chosen of a run.
 
     Only that rank has it with the indexes then.
@@ -210,15 +224,15 @@ def _agree(
         given = [call.sources] if isinstance(call.sources, str | os.PathLike) else call.sources
         sources = [storages.source(path) for path in given]
         target_storage, target = storages.target()
-        asked = _Request(tuple(path for _, path in sources), target, repr(call.options))
+        asked = _AverageRequest(tuple(path for _, path in sources), target, repr(call.options))
         if told := agreeing.gather(asked):
-            check_alike("average", told, _Request.__struct_fields__)
+            check_alike("average", told, _AverageRequest.__struct_fields__)
             chosen = choose(sources, call.options, held, of_run=of_run)
             check_target(chosen, target_storage, target, sources[0][1] if of_run else None)
             agreeing.decide(
-                _Agreed(tuple((one.path, one.attempt.name, one.weight) for one in chosen))
+                _AgreedSources(tuple((one.path, one.attempt.name, one.weight) for one in chosen))
             )
-    return chosen, agreeing.result(_Agreed)
+    return chosen, agreeing.result(_AgreedSources)
 
 
 def _found(storages: _Storages, path: str, name: str, weight: float) -> Chosen:
@@ -249,7 +263,7 @@ class _Claimed:
 
 
 def _plan_and_claim(
-    ranks: Session, storages: _Storages, chosen: tuple[Chosen, ...], agreed: _Agreed
+    ranks: Session, storages: _Storages, chosen: tuple[Chosen, ...], agreed: _AgreedSources
 ) -> _Claimed:
     """Check that the sources fit, plan, and claim: until then nothing on disk has changed."""
     options, channel = storages.call.options, ranks.channel

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from dist_ckpt.averaging.choosing import Chosen
-from dist_ckpt.averaging.mean import Mean, Run, runs_of
+from dist_ckpt.averaging.mean import Mean, Stretch, stretches_of
 from dist_ckpt.commit.attempts import while_it_is_there
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.shard_table import StoredShard
@@ -25,12 +25,12 @@ _MOST_OPEN = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _SourcePart:
     """One source's part of a window; the newest's, which is `last`, is all of it."""
 
     window: Window
     averaged: tuple[Wanted, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[Stretch, ...]
     number: int
     last: bool
 
@@ -67,7 +67,7 @@ class AveragedTensors:
         nbytes = min(sum(file.nbytes for file in files), WINDOW_NBYTES)
         slots, mean = Slots(max(nbytes, 1)), Mean([one.weight for one in self._chosen], nbytes)
 
-        def read(piece: _Piece) -> tuple[_Piece, memoryview, ExitStack]:
+        def read(piece: _SourcePart) -> tuple[_SourcePart, memoryview, ExitStack]:
             lent = ExitStack()
             memory = lent.enter_context(slots.one())
             self._fetch(piece, memory)
@@ -89,16 +89,16 @@ class AveragedTensors:
         itemsize = DTYPES[item.dtype].itemsize
         return item.fqn not in self._averaged, -itemsize, item.dtype, item.fqn
 
-    def _pieces(self, windows: Iterator[Window]) -> Iterator[_Piece]:
+    def _pieces(self, windows: Iterator[Window]) -> Iterator[_SourcePart]:
         newest = len(self._chosen) - 1
         for window in windows:
             averaged = tuple(want for want in window.wanted if want.fqn in self._averaged)
-            runs = runs_of(averaged)
+            runs = stretches_of(averaged)
             for number in range(newest if averaged else 0):
-                yield _Piece(window, averaged, runs, number, last=False)
-            yield _Piece(window, averaged, runs, newest, last=True)
+                yield _SourcePart(window, averaged, runs, number, last=False)
+            yield _SourcePart(window, averaged, runs, newest, last=True)
 
-    def _fetch(self, piece: _Piece, memory: memoryview) -> None:
+    def _fetch(self, piece: _SourcePart, memory: memoryview) -> None:
         one = self._chosen[piece.number]
         with while_it_is_there(one.storage, one.path, one.attempt):
             self._tensors[piece.number].fetch(piece.wanted, memory)

@@ -27,7 +27,7 @@ _NUMEL = (1 << 15) - 64
 _MOST_GROWTH = 4
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """Elements of one dtype that follow one another in a window."""
 
     dtype: str
@@ -36,9 +36,9 @@ class Run(NamedTuple):
     numel: int
 
 
-def runs_of(wanted: Sequence[Wanted]) -> tuple[Run, ...]:
+def stretches_of(wanted: Sequence[Wanted]) -> tuple[Stretch, ...]:
     """Return the elements of wanted tensors that lie one after another, by dtype."""
-    runs: list[Run] = []
+    runs: list[Stretch] = []
     start = 0
     for want in wanted:
         nbytes = sum(cell.numel for cell in want.cells) * DTYPES[want.dtype].itemsize
@@ -47,7 +47,7 @@ def runs_of(wanted: Sequence[Wanted]) -> tuple[Run, ...]:
         if runs and runs[-1].dtype == dtype:
             runs[-1] = runs[-1]._replace(numel=runs[-1].numel + numel)
         elif numel:
-            runs.append(Run(dtype, sum_dtype, start, numel))
+            runs.append(Stretch(dtype, sum_dtype, start, numel))
         start += nbytes
     return tuple(runs)
 
@@ -60,7 +60,7 @@ class Mean:
         self._sum = fsum(weights)
         self._totals = scratch(window_nbytes * _MOST_GROWTH)
 
-    def add(self, number: int, runs: Sequence[Run], memory: memoryview) -> None:
+    def add(self, number: int, runs: Sequence[Stretch], memory: memoryview) -> None:
         """Add what checkpoint `number` has in a window; the first one begins a new sum."""
         weight = self._weights[number]
         for values, totals in self._parts(runs, memory):
@@ -72,13 +72,13 @@ class Mean:
             else:
                 totals.copy_(term)
 
-    def take(self, runs: Sequence[Run], memory: memoryview) -> None:
+    def take(self, runs: Sequence[Stretch], memory: memoryview) -> None:
         """Put the mean into the window, in the place of what the newest has."""
         for values, totals in self._parts(runs, memory):
             values.copy_(totals / self._sum)
 
     def _parts(
-        self, runs: Sequence[Run], memory: memoryview
+        self, runs: Sequence[Stretch], memory: memoryview
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the elements in a window with their sums, some at a time."""
         start = 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import fsum, isfinite
+from math import frexp, fsum, ldexp
 
 from dist_ckpt.binding.selection import selection_of
+
+_MOST = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +73,25 @@ class AverageOptions:
             raise TypeError(f"weights={self.weights!r}: give a list of numbers")
         for weight in self.weights:
             _check_number(weight, "weights")
-            if not isfinite(weight):
-                raise ValueError(f"weights has {weight}: give finite numbers")
-        if fsum(self.weights) == 0:
+        if fsum(_scaled(self.weights)) == 0:
             raise ValueError("the weights sum to 0: give others")
 
 
 def _check_number(value: object, name: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: {value!r} is no number")
+    if not -_MOST <= value <= _MOST:
+        raise ValueError(f"{name} has {value}: give finite numbers")
+
+
+def _scaled(weights: Sequence[float]) -> tuple[float, ...]:
+    """Scale by a power of two, so that the largest is from 1 to 2: float32 can add them up then."""
+    exponent = frexp(max((abs(weight) for weight in weights), default=1))[1] - 1
+    return tuple(ldexp(weight, -exponent) for weight in weights)
 
 
 def weights_of(options: AverageOptions, count: int) -> tuple[float, ...]:
-    """Return the weight of each of so many checkpoints, the largest 1 or -1.
+    """Return the weight of each of so many checkpoints.
 
     `weights` are in the order in which they were given; those of a `decay` are for the oldest
     first. ValueError if the number does not fit.
@@ -95,8 +104,4 @@ def weights_of(options: AverageOptions, count: int) -> tuple[float, ...]:
         raise ValueError(
             f"{len(options.weights)} weights for {count} checkpoints: give one for each"
         )
-    largest = max(abs(weight) for weight in options.weights)
-    scaled = tuple(weight / largest for weight in options.weights)
-    if fsum(scaled) == 0:
-        raise ValueError("the weights sum to 0: give others")
-    return scaled
+    return _scaled(options.weights)

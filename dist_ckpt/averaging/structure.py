@@ -58,13 +58,13 @@ def _chosen(path: str, catalog: Catalog, selection: Selection) -> set[str]:
     """Return what one checkpoint would have averaged, under the names of its tensors."""
     floating = {name for name in catalog.tensors if _is_floating(catalog, name)}
     if floating and selection.include is None:
-        if not (parameters := _parameters(catalog)):
+        if not catalog.parameters:
             raise ValueError(
                 f"{path} does not say which tensors are trainable, as it was saved from a plain "
                 f'state_dict or by an older dist_ckpt: choose them, such as include="model.*"'
             )
         # Parts of compounds are none that could be averaged, whatever their dtype: to be refused.
-        trainable = {name for name, is_trainable in parameters.items() if is_trainable}
+        trainable = {name for name, is_trainable in catalog.parameters.items() if is_trainable}
         parts = {name for name in trainable if _whole_of(catalog, name)}
         floating = floating & trainable | parts & catalog.tensors.keys()
     names = {name: [name] for name in floating}
@@ -133,7 +133,3 @@ def _differences(
         if {name, newest.aliases.get(name), tied_to.get(name)}.isdisjoint(chosen):
             where = "is averaged only there" if name in newest.tensors else "is only there"
             yield f"{name} {where}"
-
-
-def _parameters(catalog: Catalog) -> Mapping[str, bool]:
-    return getattr(catalog, "parameters", {})

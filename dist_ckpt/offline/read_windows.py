@@ -129,7 +129,7 @@ class Window:
 
 
 # By what the tensors in a window are sorted; the last of it is the name.
-Order = Callable[[StoredShard], tuple[object, ...]]
+SortKey = Callable[[StoredShard], tuple[object, ...]]
 
 
 def by_name(item: StoredShard) -> tuple[object, ...]:
@@ -138,7 +138,7 @@ def by_name(item: StoredShard) -> tuple[object, ...]:
 
 
 def windows_of(
-    files: Sequence[FilePlan], window_nbytes: int, order: Order = by_name
+    files: Sequence[FilePlan], window_nbytes: int, order: SortKey = by_name
 ) -> Iterator[Window]:
     """Cut files into windows of at most `window_nbytes`, which is a multiple of a block."""
     for parts in _cut(files, window_nbytes):

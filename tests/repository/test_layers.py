@@ -45,7 +45,7 @@ ORDER = (
 )
 
 # What a reader can take in: `dist_ckpt` itself, one folder of it, one module.
-MOST_FOLDERS = 20
+MOST_FOLDERS = 22
 MOST_FILES_BESIDE_THEM = 6
 MOST_MODULES = 16
 MOST_LINES = 400
