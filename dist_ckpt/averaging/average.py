@@ -23,7 +23,6 @@ from dist_ckpt.averaging.choosing import Chosen, check_target, choose
 from dist_ckpt.averaging.options import AverageOptions
 from dist_ckpt.averaging.sharing import RankShare, receipts_by_rank, share_of
 from dist_ckpt.averaging.structure import averaged_names
-from dist_ckpt.binding.selection import selection_of
 from dist_ckpt.comm.collective import AloneCollective
 from dist_ckpt.comm.exchange import COORDINATOR, Alone, check_alike
 from dist_ckpt.comm.process_group import session_of
@@ -36,6 +35,7 @@ from dist_ckpt.format.filenames import parse_attempt
 from dist_ckpt.format.index import Index
 from dist_ckpt.offline.read_windows import Windows
 from dist_ckpt.planning.plan import FileReceipt
+from dist_ckpt.planning.selection import selection_of
 from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import frexp, fsum, ldexp
 
-from dist_ckpt.binding.selection import selection_of
+from dist_ckpt.planning.selection import selection_of
 
 _MOST = sys.float_info.max
 

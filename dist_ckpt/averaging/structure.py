@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 
-from dist_ckpt.binding.selection import Selection
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.format.index import Catalog
-from dist_ckpt.state.containers import RECORD, names_above
+from dist_ckpt.planning.selection import Selection, names_above
+from dist_ckpt.state.containers import RECORD
 
 # What is averaged: the dtype of its elements, and that of their sum. A complex number is two of
 # them.
@@ -86,14 +85,11 @@ def _whole_of(catalog: Catalog, name: str) -> str | None:
 def _check_matched(path: str, catalog: Catalog, selection: Selection) -> None:
     names = [name for name in catalog.tensors if _is_floating(catalog, name)]
     names += [alias for alias, name in catalog.aliases.items() if _is_floating(catalog, name)]
-    above = {part for name in names for part in names_above(name)}
-    for option in ("include", "exclude"):
-        for pattern in getattr(selection, option) or ():
-            if not any(fnmatchcase(name, pattern) for name in above):
-                raise ValueError(
-                    f"{option}={pattern!r} matches no floating-point tensor of {path}: see "
-                    f"`dist-ckpt tree` for their names"
-                )
+    if problems := selection.unmatched(names):
+        raise ValueError(
+            f"among the floating-point tensors of {path}: {listed(problems, '; ')} "
+            f"(`dist-ckpt tree` shows the names)"
+        )
 
 
 def _check_parts(path: str, catalog: Catalog, chosen: set[str]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dist_ckpt.averaging.structure import averaged_names
-from dist_ckpt.binding.selection import selection_of
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format.index import Catalog
+from dist_ckpt.planning.selection import selection_of
 from written import catalog_of, one_cell, random_tensor
 
 
