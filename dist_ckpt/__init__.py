@@ -25,6 +25,7 @@ from dist_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
+    from dist_ckpt.averaging.average import average
     from dist_ckpt.background.async_saver import AsyncSaver
     from dist_ckpt.background.handle import SaveHandle
     from dist_ckpt.checkpointer.checkpointer import Checkpointer
@@ -71,6 +72,7 @@ _MODULES = {
     "reshard": "offline.reshard",
     "backup": "offline.backup",
     "strip": "offline.strip",
+    "average": "averaging.average",
     "Run": "offline.run",
     "delete": "runs.removing",
     "checkpoints": "runs.listing",
@@ -120,6 +122,7 @@ __all__ = [
     "VerifyReport",
     "at",
     "at_end",
+    "average",
     "backup",
     "checkpoints",
     "delete",

@@ -129,12 +129,11 @@ def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
     return tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
 
 
-def items_of_ranks(plan: SavePlan) -> Iterator[tuple[FilePlan, ...]]:
+def items_of_ranks(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
     """Yield `items_of` one rank after another, for what the items cost.
 
     `items_of` looks through the whole plan, so that to call it for every rank is quadratic.
     """
-    catalog = plan.catalog
     for rank, cells in enumerate(cells_of_ranks(catalog)):
         yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
 

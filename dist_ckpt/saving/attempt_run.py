@@ -107,13 +107,22 @@ class AttemptRun:
     """One attempt in progress, as one rank sees it: rank 0 claims it, all write and commit.
 
     `nbytes_receipt` is the size of the receipt that it has sent; the coordinator sends none.
+    `by_writers` makes of the receipts of those who write one for each rank of the plan: what ranks
+    of a save have is that already.
     """
 
-    def __init__(self, channel: Channel, config: Config, request: SaveRequest) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        config: Config,
+        request: SaveRequest,
+        by_writers: Callable[[Sequence[Receipt]], Sequence[Receipt]] = list,
+    ) -> None:
         self.nbytes_receipt = 0
         self._channel = channel
         self._config = config
         self._request = request
+        self._by_writers = by_writers
         self._storage, self._path = request.storage, request.path
         self._claim: order.Claim | None = None
 
@@ -175,7 +184,7 @@ class AttemptRun:
         if differing := differing_groups(receipts):
             writing.decide(Written(tuple(differing), None))
             return
-        files, objects = check_receipts(text.catalog, receipts)
+        files, objects = check_receipts(text.catalog, self._by_writers(receipts))
         sizes = sizes_of(receipts)
         appear_s = self._config.appear_s
         order.check_files(self._storage, self._claim.folder, sizes, timeout_s=appear_s)

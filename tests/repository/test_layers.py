@@ -24,6 +24,7 @@ ORDER = (
     "integrations",
     "background",
     "writer",
+    "averaging",
     "offline",
     "interop",
     "loading",
