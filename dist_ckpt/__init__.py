@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from dist_ckpt.data.data_position import DataPosition
     from dist_ckpt.data.elastic_sampler import ElasticSampler
     from dist_ckpt.loading.load import load
+    from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
     from dist_ckpt.offline.run import Run
+    from dist_ckpt.offline.strip import strip
     from dist_ckpt.offline.verify import VerifyReport, verify
     from dist_ckpt.planning.sharding_config import ShardingConfig
     from dist_ckpt.reports import LoadReport, SaveReport
@@ -67,6 +69,8 @@ _MODULES = {
     "verify": "offline.verify",
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
+    "backup": "offline.backup",
+    "strip": "offline.strip",
     "Run": "offline.run",
     "delete": "runs.removing",
     "checkpoints": "runs.listing",
@@ -116,6 +120,7 @@ __all__ = [
     "VerifyReport",
     "at",
     "at_end",
+    "backup",
     "checkpoints",
     "delete",
     "every",
@@ -125,6 +130,7 @@ __all__ = [
     "open",
     "reshard",
     "save",
+    "strip",
     "verify",
 ]
 
