@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpointer.open_run import Stopped
     from dist_ckpt.checkpointer.resume import Init
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
+    from dist_ckpt.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.loading.load import load
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
     from dist_ckpt.runs.removing import delete
     from dist_ckpt.saving.save import save
+    from dist_ckpt.saving.to_bytes import to_bytes
     from dist_ckpt.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
 
 __version__ = "0.1.0"
@@ -60,6 +62,9 @@ _MODULES = {
     "at_end": "checkpointer.when",
     "on_signal": "checkpointer.when",
     "load": "loading.load",
+    "to_bytes": "saving.to_bytes",
+    "from_bytes": "loading.from_bytes",
+    "load_bytes": "loading.from_bytes",
     "open": "offline.checkpoint",
     "Checkpoint": "offline.checkpoint",
     "verify": "offline.verify",
@@ -113,12 +118,15 @@ __all__ = [
     "checkpoints",
     "delete",
     "every",
+    "from_bytes",
     "keep",
     "load",
+    "load_bytes",
     "on_signal",
     "open",
     "reshard",
     "save",
+    "to_bytes",
     "verify",
 ]
 

@@ -34,9 +34,10 @@ __all__ = ["export_file", "import_file", "read", "write"]
 def read(source: str | os.PathLike[str] | Buffer) -> dict[str, object]:
     """Return what a `.shrew` file, or its bytes, hold: dicts of tensors and plain values.
 
-    A tensor is an `Array`, as `dc.open` gives them: a copy, with its bytes in `.data`. Nothing is allocated that the file is too short for. Errors say at which byte what was found:
-    CorruptError for what is no whole `.shrew` file, also if something follows its end,
-    IncompatibleError for other versions, unknown dtypes and what no checkpoint can hold.
+    A tensor is an `Array`, as `dc.open` gives them: a copy, with its bytes in `.data`. Nothing is
+    allocated that the file is too short for. Errors say at which byte what was found: CorruptError
+    for what is no whole `.shrew` file, also if something follows its end, IncompatibleError for
+    other versions, unknown dtypes and what no checkpoint can hold.
     """
     if isinstance(source, str | os.PathLike):
         with closing(LocalFile(source)) as file:
