@@ -7,7 +7,7 @@ layout tiles the tensors that have it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
@@ -34,7 +34,7 @@ from dist_ckpt.format.strict_json import (
 
 CATALOG_FIELDS = (
     *("world_size", "mesh", "components", "holders", "layouts"),
-    *("tensors", "aliases", "values", "per_rank"),
+    *("tensors", "aliases", "values", "per_rank", "parameters"),
 )
 
 MAX_WORLD_SIZE = 1_000_000
@@ -94,7 +94,26 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
             fqn: [[_encode_key(key), rank] for key, rank in keys]
             for fqn, keys in catalog.per_rank.items()
         },
+        "parameters": [
+            [first, count, trainable]
+            for first, count, trainable in runs_of(catalog.tensors, catalog.parameters)
+        ],
     }
+
+
+def runs_of(
+    names: Iterable[str], parameters: Mapping[str, bool]
+) -> tuple[tuple[int, int, bool], ...]:
+    """Return (first, count, trainable) of each run of names, in order, that are parameters."""
+    runs: list[tuple[int, int, bool]] = []
+    for number, name in enumerate(names if parameters else ()):
+        if (trainable := parameters.get(name)) is None:
+            continue
+        if runs and runs[-1][0] + runs[-1][1] == number and runs[-1][2] is trainable:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1, trainable
+        else:
+            runs.append((number, 1, trainable))
+    return tuple(runs)
 
 
 def _encode_cut(cut: Cut) -> dict[str, Json]:
@@ -147,8 +166,17 @@ def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, what: str) -> C
     for fqn, target in aliases.items():
         if target not in tensors:
             raise corrupt(what, f"{fqn!r} is an alias of {target!r}, which is no tensor")
-    mesh = _decode_mesh(doc["mesh"], f"{what}, mesh")
-    return Catalog(world_size, mesh, components, layouts, tensors, aliases, values, per_rank)
+    return Catalog(
+        world_size=world_size,
+        mesh=_decode_mesh(doc["mesh"], f"{what}, mesh"),
+        components=components,
+        layouts=layouts,
+        tensors=tensors,
+        aliases=aliases,
+        values=values,
+        per_rank=per_rank,
+        parameters=_decode_parameters(doc.get("parameters", []), [*tensors], f"{what}, parameters"),
+    )
 
 
 def _check_names(tables: Sequence[Mapping[str, object]], what: str) -> None:
@@ -231,6 +259,19 @@ def _decode_cut(kind: str, value: list[Json], what: str) -> Cut:
     if kind == "flat":
         return Flat(integers(value, what))
     return Regions(tuple(decode_region(region, what) for region in value))
+
+
+def _decode_parameters(value: Json, names: Sequence[str], what: str) -> dict[str, bool]:
+    parameters: dict[str, bool] = {}
+    free = 0
+    for run in array(value, what):
+        start, count, trainable = row(run, 3, what)
+        first = integer(start, free, len(names) - 1, what)
+        free = first + integer(count, 1, len(names) - first, what)
+        if type(trainable) is not bool:
+            raise corrupt(what, f"{shown(trainable)} is not true or false")
+        parameters.update(dict.fromkeys(names[first:free], trainable))
+    return parameters
 
 
 def _decode_per_rank(value: Json, world_size: int, what: str) -> tuple[tuple[Key, int], ...]:

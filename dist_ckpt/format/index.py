@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dist_ckpt.format import filenames
@@ -60,7 +60,9 @@ class Catalog:
 
     The mappings keep the order of the state and are never changed. `values` names the rank that
     stores each value that is not a tensor; `per_rank` the keys and the rank that stores each.
-    `mesh` is the names and sizes of the job's mesh, slowest axis first.
+    `mesh` is the names and sizes of the job's mesh, slowest axis first. `parameters` are the
+    tensors that were parameters when they were saved, and whether they required a gradient; empty
+    where that is not known, as of a plain state dict.
     """
 
     world_size: int
@@ -71,6 +73,7 @@ class Catalog:
     aliases: Mapping[str, str]
     values: Mapping[str, int]
     per_rank: Mapping[str, tuple[tuple[Key, int], ...]]
+    parameters: Mapping[str, bool] = field(default_factory=dict)
 
     def counts(self) -> list[tuple[TensorRecord, int]]:
         """Return the tensors' records, and of how many tensors each is.

@@ -152,8 +152,8 @@ def decode(
         return Abandoned(_attempt(attempt, what), string(by, what), string(reason, what))
     if state != "committed":
         raise corrupt(what, f"state {shown(state)} is neither committed nor abandoned")
-    # Before 2026-12 there was no `save`.
-    fields({"save": None, **doc}, _INDEX_FIELDS, what)
+    # Before 2026-12 there was no `save`, and no `parameters`.
+    fields({"save": None, "parameters": [], **doc}, _INDEX_FIELDS, what)
     catalog = known.catalog if known and around else decode_catalog(doc, tensors, what)
     return _decode_index(doc, catalog, what)
 

@@ -18,7 +18,7 @@ from dist_ckpt.commit import attempts, order, removal
 from dist_ckpt.commit.receipts import check_receipts, sizes_of
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format import filenames, objects_file
-from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
+from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE, runs_of
 from dist_ckpt.format.checksums import BLOCK_NBYTES
 from dist_ckpt.format.index import Index
 from dist_ckpt.offline.read_windows import Stored, Windows
@@ -127,6 +127,7 @@ def plan_target(index: Index, main: objects_file.ObjectsFile, config: ShardingCo
         tree=main.tree,
         name_lists=(),
         numpy=main.numpy,
+        parameters=runs_of((entry.fqn for entry in tensors), catalog.parameters),
     )
     plan = plan_save([(inventory, tuple(range(config.world_size)))], config.world_size)
     # The keys mean what they meant to the ranks that saved, so the mesh stays theirs as well. They

@@ -177,6 +177,20 @@ def merged_numpy(bodies: Sequence[Body]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(fqn for body in bodies for fqn in body.inventory.numpy))
 
 
+def merged_parameters(bodies: Sequence[Body]) -> dict[str, bool]:
+    """Return the tensors that are parameters on some rank, and whether one is trained on any."""
+    found: dict[str, bool] = {}
+    for body in bodies:
+        inventory = body.inventory
+        for first, count, trainable in inventory.parameters:
+            for entry in inventory.tensors[first : first + count]:
+                found[entry.fqn] = trainable or found.get(entry.fqn, False)
+        for fqn, canonical in inventory.aliases if inventory.parameters else ():
+            if canonical in found:  # other ranks may store it by itself
+                found[fqn] = found[canonical] or found.get(fqn, False)
+    return found
+
+
 def merged_mesh(bodies: Sequence[Body]) -> tuple[tuple[str, int], ...]:
     """Return the mesh of the lowest rank that has one."""
     return next((body.inventory.mesh for body in bodies if body.inventory.mesh), ())

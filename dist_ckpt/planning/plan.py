@@ -118,7 +118,7 @@ class Inventory(Message, frozen=True):
     `aliases` are (fqn, fqn of the tensor that it is tied to); `values` are the fqns of the values
     that are not tensors; `per_rank` are (fqn, key), where None stands for the rank itself, so that
     ranks that differ in nothing else send the same; `numpy` are the fqns of the tensors that are
-    numpy arrays in the state.
+    numpy arrays in the state. `parameters` are (first, count, trainable) of runs of `tensors`.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -131,6 +131,7 @@ class Inventory(Message, frozen=True):
     tree: tuple[Node, ...]
     name_lists: tuple[NameList, ...]
     numpy: tuple[str, ...]
+    parameters: tuple[tuple[int, int, bool], ...] = ()
 
 
 # --- saving ----------------------------------------------------------------------------------

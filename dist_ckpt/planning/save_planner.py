@@ -31,6 +31,7 @@ from dist_ckpt.planning.inventories import (
     merged_mesh,
     merged_names,
     merged_numpy,
+    merged_parameters,
     merged_tree,
     untied,
     value_holders,
@@ -98,6 +99,7 @@ def plan_save(
         )
         records[fqn] = alike.setdefault(record, record)
     values, keys = value_holders(bodies), key_holders(bodies)
+    found = merged_parameters(bodies)
     catalog = Catalog(
         world_size=world_size,
         mesh=merged_mesh(bodies),
@@ -107,6 +109,7 @@ def plan_save(
         aliases=aliases,
         values={fqn: ranks[0] for fqn, ranks in values.items()},
         per_rank={fqn: tuple((key, who[0]) for key, who in keys[fqn]) for fqn in keys},
+        parameters={fqn: found[fqn] for fqn in records if fqn in found} if found else {},
     )
     split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
     names, numpy = merged_names(bodies), merged_numpy(bodies)

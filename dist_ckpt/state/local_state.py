@@ -8,7 +8,7 @@ from typing import assert_never
 
 import torch
 
-from dist_ckpt.format.catalog_json import MAX_FQN_CHARS
+from dist_ckpt.format.catalog_json import MAX_FQN_CHARS, runs_of
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.index import Key, Node
 from dist_ckpt.format.plain_encoder import check_plain
@@ -159,6 +159,7 @@ class _Taker:
         self._per_rank: dict[str, tuple[Key, object]] = {}
         self._wrappers: dict[str, PerRank | RNG] = {}
         self._owners: list[tuple[str, ModuleLeaf | OptimizerLeaf]] = []
+        self._parameters: dict[str, bool] = {}
 
     def add_root(self, root: Branch) -> None:
         self._tree.append(Node("", root.kind, tuple(root.children)))
@@ -181,6 +182,7 @@ class _Taker:
             tree=tuple(self._tree),
             name_lists=tuple(self._name_lists),
             numpy=tuple(self._numpy),
+            parameters=runs_of((entry.fqn for entry in self._tensors), self._parameters),
         )
         return LocalState(inventory, self._parts, self._values, self._per_rank, self._owners)
 
@@ -193,9 +195,14 @@ class _Taker:
             case CompoundLeaf():
                 if self._rules is not None:
                     self._rules.check_whole(fqn, tree)
+                if (trainable := self._parameters.get(fqn)) is not None:
+                    names = (join(fqn, name) for name in tree.inner)
+                    self._parameters.update(dict.fromkeys(names, trainable))
                 self._add_branch(fqn, "dict", children_of(tree))
             case ModuleLeaf():
                 self._owners.append((fqn, tree))
+                named = tree.state.parameters()
+                self._parameters.update((join(fqn, name), named[name]) for name in named)
                 self._add_branch(fqn, "dict", children_of(tree))
             case OptimizerLeaf():
                 self._owners.append((fqn, tree))
@@ -257,6 +264,9 @@ class _Taker:
     def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
         self._claim(fqn)
         value = leaf.value
+        # To look for a parameter takes long, and most tensors are of the plain class.
+        if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
+            self._parameters[fqn] = value.requires_grad
         kind = None
         if self._rules is None and is_ordinary(value):
             kind = value.dtype, value.shape
@@ -271,17 +281,22 @@ class _Taker:
         self._parts[fqn] = held.parts
         if not held.parts and self._nothing.setdefault(id(value), fqn) != fqn:
             # One object under two names: tied, on the ranks as well that hold nothing of it.
-            self._aliases.append((fqn, self._nothing[id(value)]))
+            self._tie(fqn, self._nothing[id(value)])
             return
         if held.parts and not self._is_first(fqn, leaf, held.parts[0]):
             first = self._tied(fqn, held.parts[0])
             if first != fqn:
-                self._aliases.append((fqn, first))
+                self._tie(fqn, first)
                 return
         number = self._views.setdefault(view, len(self._views))
         self._enter(fqn, held.dtype, shape, number)
         if kind is not None:
             self._kinds[kind] = held.dtype, shape, number
+
+    def _tie(self, fqn: str, first: str) -> None:
+        self._aliases.append((fqn, first))
+        if fqn in self._parameters:
+            self._parameters.setdefault(first, self._parameters[fqn])
 
     def _enter(self, fqn: str, dtype: str, shape: Shape, view: int) -> None:
         component = self._components.setdefault(self._component, len(self._components))

@@ -75,6 +75,14 @@ class ModuleState:
     live: Mapping[str, torch.Tensor | ParameterPart]
     left_out: Mapping[str, torch.Tensor]
 
+    def parameters(self) -> dict[str, bool]:
+        """Return by name whether each parameter requires a gradient."""
+        return {
+            name: tensor.requires_grad
+            for name, tensor in self.live.items()
+            if isinstance(tensor, nn.Parameter | ParameterPart)
+        }
+
     def names_of_parameters(self) -> dict[int, str]:
         """Return the name of each parameter by its id(): of tied ones, the first."""
         names: dict[int, str] = {}

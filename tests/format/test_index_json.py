@@ -121,6 +121,7 @@ def catalogs(draw):
         {fqn: draw(st.sampled_from(list(tensors))) for fqn in fqns[1::4] if tensors},
         {fqn: draw(ranks) for fqn in fqns[2::4]},
         per_rank,
+        {fqn: draw(st.booleans()) for fqn in tensors if draw(st.booleans())},
     )
 
 
@@ -277,6 +278,7 @@ def small():
         aliases={"tied": "w"},
         values={"lr": 0, "mine": 1},
         per_rank={"rng": ((("dp", 0), 0), (("dp", 1), 1))},
+        parameters={"w": True, "b": False},
     )
     return index_of(catalog, metadata={"loss": 0.5}, saved_by={"host": "n1"})
 
@@ -549,6 +551,14 @@ CORRUPTIONS = {
     "a key that is too deep": put("per_rank", "rng", 1, 0, [[[[[[[[[1]]]]]]]]]),
     "a per-rank value of no rank": put("per_rank", "rng", 1, 1, 2),
     "a per-rank value that is a path": put("per_rank", "rng", "../x"),
+    # parameters
+    "parameters that are no list": put("parameters", {}),
+    "a parameter that is no tensor": put("parameters", [[3, 1, True]]),
+    "more parameters than tensors": put("parameters", [[0, 4, True]]),
+    "a run of no parameter": put("parameters", 0, 1, 0),
+    "a parameter twice": put("parameters", 1, 0, 0),
+    "parameters that descend": put("parameters", [[1, 1, True], [0, 1, True]]),
+    "a parameter that is trained by a number": put("parameters", 0, 2, 1),
 }
 
 

@@ -43,6 +43,22 @@ def test_each_key_of_a_value_per_rank_is_stored_by_its_lowest_rank() -> None:
     assert replica_groups_of(plan, 3) == (ReplicaGroup((1, 3), (), ("loader",)),)
 
 
+def test_what_is_a_parameter_on_one_rank_is_one_and_trained_if_it_is_on_any() -> None:
+    tilings = {name: WHOLE for name in ("a", "b", "c")}
+    first = replace(inventory_of(tilings, 0), parameters=((0, 1, False), (1, 1, True)))
+    second = replace(inventory_of(tilings, 0), parameters=((1, 1, False),))
+    plan = plan_save([(first, (0,)), (second, (1,))], 2)
+    assert plan.catalog.parameters == {"a": False, "b": True}
+
+
+def test_a_parameter_that_is_tied_on_some_ranks_only_is_one_by_both_names() -> None:
+    both = inventory_of({"a": WHOLE, "b": WHOLE}, 0)
+    tied = replace(inventory_of({"a": WHOLE}, 0), parameters=((0, 1, True),))
+    tied = replace(tied, aliases=(("b", "a"),))
+    plan = plan_save([(both, (0,)), (tied, (1,))], 2)
+    assert plan.catalog.parameters == {"a": True, "b": True}
+
+
 def test_keys_are_in_the_order_of_the_ranks_that_store_them() -> None:
     first, second = (inventory_of({}, 0, per_rank=(("loader", key),)) for key in ("b", "a"))
     plan = plan_save([(second, (1,)), (first, (0,))], 2)

@@ -194,6 +194,25 @@ def test_a_module_is_stored_as_its_state_dict() -> None:
     assert part.calls == 1
 
 
+def test_parameters_are_known_and_whether_they_are_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    model[0].requires_grad_(False)
+    model[2].weight = model[0].weight
+    state = {"loose": nn.Parameter(torch.ones(2)), "model": model, "plain": model.state_dict()}
+    inventory = taken(state).inventory
+    assert [e.fqn for e in inventory.tensors[:6]] == [
+        *("loose", "model.0.weight", "model.0.bias"),
+        *("model.1.weight", "model.1.bias", "model.1.running_mean"),
+    ]
+    assert inventory.parameters == ((0, 1, True), (1, 2, False), (3, 2, True))
+    # Of a tied tensor, whatever name it is stored under.
+    assert taken({"a": {"w": model[1].weight.detach()}, "m": model}).inventory.parameters == (
+        *((0, 1, True), (1, 2, False), (3, 1, True)),
+    )
+    model[0].requires_grad_(True)
+    assert taken(state).inventory != inventory
+
+
 def test_prefixes_of_wrappers_are_stripped(mesh: Any) -> None:
     model = torch.compile(nn.Linear(2, 2), backend="eager")
     assert names(taken({"m": model})) == ["m.weight", "m.bias"]
