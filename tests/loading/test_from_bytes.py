@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import array
+import json
 import mmap
 import time
 import tracemalloc
+from base64 import b64decode
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from bytes_fuzz import BytesCorpus, run_bytes, run_shrew
 from compound_tensors import Quantized
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.format import state_bytes
+from dist_ckpt.format.checksums import document_digest
 from document_fuzz import flat, state, with_digest
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +133,30 @@ def test_the_golden_bytes_are_read_for_ever() -> None:
     assert flat(dc.from_bytes(GOLDEN.read_bytes())) == flat(
         {"model": {"w": torch.arange(6.0).view(2, 3)}, "step": 7, "own": dc.PerRank({"a": (1,)})}
     )
+
+
+def test_the_bytes_are_as_the_page_of_the_format_says() -> None:
+    data = dc.to_bytes({**small(), "own": dc.PerRank(1), "é": "ü"})
+    end = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:end])
+    fields = entries["__metadata__"]
+    assert [*fields][:4] == [
+        *("dist_ckpt_index", "dist_ckpt_objects", "dist_ckpt_per_rank"),
+        "format",
+    ]
+    text = fields.pop("dist_ckpt_index")
+    body, digest = text.encode()[:-46], text[-35:-3]
+    assert document_digest(body) == digest
+    index = json.loads(text)
+    for name, _, digest in index["objects"]:
+        field = "dist_ckpt_per_rank" if "-" in name else "dist_ckpt_objects"
+        assert document_digest(b64decode(fields.pop(field))) == digest
+    (_, _, nbytes, header_nbytes, digest) = index["files"][0]
+    header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    header = (header_nbytes - 8).to_bytes(8, "little") + header.ljust(header_nbytes - 8)
+    assert document_digest(header) == digest
+    assert nbytes == header_nbytes + len(data) - end
+    assert index["components"] == [["state", "state"]]
 
 
 def test_anything_like_bytes_is_read_and_let_go(tmp_path: Path) -> None:
