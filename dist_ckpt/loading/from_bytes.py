@@ -11,12 +11,13 @@ from typing import Any
 
 from dist_ckpt.comm.process_group import session_alone
 from dist_ckpt.errors import IncompatibleError, StorageError, listed
-from dist_ckpt.format import filenames, state_bytes
+from dist_ckpt.format import filenames
 from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.format.strict_json import corrupt
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
+from dist_ckpt.shard_io import state_bytes
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.storage.protocol import Entry, ReadableFile, WritableFile
 

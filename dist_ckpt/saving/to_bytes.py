@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from dist_ckpt.comm.process_group import ranks_from_here
 from dist_ckpt.commit.receipts import check_receipts
 from dist_ckpt.errors import listed
-from dist_ckpt.format import index_json, state_bytes
+from dist_ckpt.format import index_json
 from dist_ckpt.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document_digest
 from dist_ckpt.format.index import Index
 from dist_ckpt.memory.buffers import Slots
@@ -19,6 +19,7 @@ from dist_ckpt.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, S
 from dist_ckpt.planning.save_planner import items_of, plan_save
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.saving.held_state import objects_files
+from dist_ckpt.shard_io import state_bytes
 from dist_ckpt.shard_io.shard_writer import RankFiles, SourceOf, write_shard_files
 from dist_ckpt.state.containers import State
 from dist_ckpt.state.local_state import LocalState, take

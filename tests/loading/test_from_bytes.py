@@ -23,8 +23,8 @@ import dist_ckpt as dc
 from bytes_fuzz import BytesCorpus, run_bytes, run_shrew
 from compound_tensors import Quantized
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
-from dist_ckpt.format import state_bytes
 from dist_ckpt.format.checksums import document_digest
+from dist_ckpt.shard_io import state_bytes
 from document_fuzz import flat, state, with_digest
 
 ROOT = Path(__file__).parents[2]
