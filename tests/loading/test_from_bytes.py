@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from base64 import b64decode
 from collections import OrderedDict, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ import dist_ckpt as dc
 from bytes_fuzz import BytesCorpus, run_bytes, run_shrew
 from compound_tensors import Quantized
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
+from dist_ckpt.format import objects_file
 from dist_ckpt.format.checksums import document_digest
+from dist_ckpt.format.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar
 from dist_ckpt.shard_io import state_bytes
 from document_fuzz import flat, state, with_digest
 
@@ -269,6 +272,33 @@ def packed(corpus: BytesCorpus, index: bytes, objects: bytes | None = None) -> b
     held = {**documents.objects, **({} if objects is None else {"objects.msgpack": objects})}
     made = state_bytes.Documents(with_digest(index), held, documents.header)
     return state_bytes.encode_header(made) + corpus.data[start:]
+
+
+LYING: dict[str, dict[str, Any]] = {
+    "an array of bfloat16": {
+        "per_rank": {"own": {0: {"t": ArrayValue("bfloat16", (2,), bytes(4), "numpy")}}}
+    },
+    "a tensor that was no array": {"numpy": ("b",)},
+    "a unit of time": {"values": {"v": NumpyScalar("<M8[bogus]", bytes(8))}},
+    "a dtype": {"values": {"v": DTypeValue("float99")}},
+    "a device": {"values": {"v": Device("bogus:3")}},
+    "no values": {"values": {}},
+}
+
+
+@pytest.mark.parametrize("name", LYING)
+def test_objects_that_nobody_can_have_saved_are_refused(name: str) -> None:
+    plain = {"b": torch.zeros(2, dtype=torch.bfloat16), "v": 1, "own": dc.PerRank({"t": 1})}
+    documents, start = state_bytes.decode(memoryview(data := dc.to_bytes(plain)))
+    index, held = documents.index, dict(documents.objects)
+    (field,) = LYING[name]
+    file = "objects-00000.msgpack" if field == "per_rank" else "objects.msgpack"
+    old = held[file]
+    new = held[file] = objects_file.encode(replace(objects_file.decode(old), **LYING[name]))
+    rows = [f'{len(one)},"{document_digest(one)}"'.encode() for one in (old, new)]
+    made = state_bytes.Documents(with_digest(index.replace(*rows)), held, documents.header)
+    with pytest.raises((CorruptError, IncompatibleError)):
+        dc.from_bytes(state_bytes.encode_header(made) + data[start:])
 
 
 def test_hostile_bytes_take_no_more_time_and_memory_than_their_size_allows() -> None:
