@@ -31,6 +31,7 @@ class AskedRun(Message, frozen=True):
     on_failure: str
     max_failures: int
     stop_within_s: float
+    chosen: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class RunOptions:
 
     def _check_flags(self) -> None:
         resume = self.resume
+        resume.load_options().selection()
         for name, value in (
             ("must_exist", resume.must_exist),
             ("read_only", resume.read_only),
@@ -120,4 +122,5 @@ class RunOptions:
             on_failure=hook if isinstance(hook, str) else "warn",
             max_failures=self.hooks.max_failures,
             stop_within_s=float(self.stop_within_s),
+            chosen=str(self.resume.load_options().selection()),
         )

@@ -39,8 +39,9 @@ _log = logging.getLogger("dist_ckpt")
 class SaveRequest:
     """What a rank asks for; but for the storage all must ask alike.
 
-    `metadata` is a digest of the user's metadata; `mirrored`, `saved_by`, `saved_at` and the save's
-    id, `save`, go into the index as the coordinator has them. `saved_at`: None for the time of the
+    `metadata` is a digest of the user's metadata; `chosen` says what of the state is saved;
+    `mirrored`, `saved_by`, `saved_at` and the save's id, `save`, go into the index as the
+    coordinator has them. `saved_at`: None for the time of the
     commit. `run` is the start of a run that saves, if one does, at its `boundary`.
     """
 
@@ -54,20 +55,25 @@ class SaveRequest:
     saved_at: float | None = None
     run: OfRun | None = None
     boundary: int | None = None
+    chosen: str = ""
     save: str = field(default_factory=partial(secrets.token_hex, 16))
 
-    def offer(self, last: Planned | None, bulk_epoch: int) -> Offer:
+    def offer(
+        self, last: Planned | None, bulk_epoch: int, unmatched: tuple[str, ...] = ()
+    ) -> Offer:
         """Return what this rank asks of the others; `last` is the last plan if it is good here."""
         return Offer(
             path=self.path,
             step=self.step,
             overwrite=self.overwrite,
             metadata=self.metadata,
+            chosen=self.chosen,
             root="" if self.run is None else self.run.root,
             start=0 if self.run is None else self.run.start,
             boundary=self.boundary,
             last="" if last is None else last.save_name,
             bulk=bulk_epoch,
+            unmatched=unmatched,
         )
 
 

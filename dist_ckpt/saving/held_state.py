@@ -23,6 +23,7 @@ from dist_ckpt.planning.save_planner import (
     origin_of,
     replica_groups_of,
 )
+from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.saving.agreement import Planned
@@ -56,7 +57,12 @@ class HeldState:
         self.local = local
 
     @staticmethod
-    def take(ranks: Session, state: State, sharding: ShardingConfig | None) -> HeldState:
+    def take(
+        ranks: Session,
+        state: State,
+        sharding: ShardingConfig | None,
+        selection: Selection = EVERYTHING,
+    ) -> HeldState:
         """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
         last = ranks.kept(Planned)
         with paused_collector():
@@ -67,6 +73,7 @@ class HeldState:
                 world_size=ranks.channel.world_size,
                 group_ranks=ranks.group_ranks,
                 last=None if last is None else last.inventory,
+                selection=selection,
             )
         return HeldState(ranks, local)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -22,6 +22,7 @@ from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.plain_encoder import check_plain, encode_value
 from dist_ckpt.format.strict_json import Scalar, is_text
+from dist_ckpt.planning.selection import Selection, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.saving.agreement import (
@@ -55,6 +56,9 @@ class SaveOptions:
     sharding: ShardingConfig | None = None
     overwrite: bool = False
     metadata: Mapping[str, object] | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    frozen: bool = True
     run: OfRun | None = None
     boundary: int | None = None
     hurries: Callable[[], bool] = bool
@@ -69,10 +73,19 @@ class SaveOptions:
             raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
         if type(self.overwrite) is not bool:
             raise TypeError(f"overwrite={self.overwrite!r}: give True or False")
+        self.selection()
         if self.metadata is not None:
             if not isinstance(self.metadata, Mapping):
                 raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
             check_plain(dict(self.metadata), "metadata")
+
+    def held(self, ranks: Session, state: State) -> HeldState:
+        """See what this rank holds of a state. ValueError, TypeError for what cannot be saved."""
+        return HeldState.take(ranks, state, self.sharding, self.selection())
+
+    def selection(self) -> Selection:
+        """Return what of the state is saved. Raises TypeError or ValueError."""
+        return selection_of(self.include, self.exclude, self.frozen)
 
 
 def save(
@@ -84,6 +97,9 @@ def save(
     group: ProcessGroup | None = None,
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    frozen: bool = True,
 ) -> SaveReport:
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -93,10 +109,13 @@ def save(
 
     `sharding` says how plain local tensors are parts of global ones; `overwrite` replaces the
     checkpoint that is there once the new one is durable; `metadata` is plain data to keep with
-    it. Raises ValueError or TypeError for a state that cannot be saved or that ranks disagree
-    on, ExistsError, ConflictError, StorageError, and RankError if a rank dies or never calls.
+    it. `include` and `exclude` are globs on the names of the state, as of `dc.load`, each of which
+    must match one; `frozen=False` leaves parameters out that require no gradient. Load such a
+    checkpoint with the same three options. Raises ValueError or TypeError for a state that cannot
+    be saved, that ranks disagree on, or for a pattern that matches nothing; ExistsError,
+    ConflictError, StorageError, and RankError if a rank dies or never calls.
     """
-    options = SaveOptions(step, sharding, overwrite, metadata)
+    options = SaveOptions(step, sharding, overwrite, metadata, include, exclude, frozen)
     return save_together(session_of(group), state, path, options)
 
 
@@ -168,9 +187,10 @@ def _agree_and_claim(
             counting = CountingStorage(storage or own)
             request = request_of(counting, path, options)
             run = AttemptRun(ranks.channel, ranks.config, request)
-            held = HeldState.take(ranks, state, options.sharding)
+            held = options.held(ranks, state)
             last = last_plan(ranks, held.inventory)
-            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch)):
+            unmatched = held.local.unmatched
+            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, unmatched)):
                 name = run.claim() if is_plan_good(offers) else ""
                 agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
         agreed = agreeing.result(Agreed)
@@ -222,6 +242,7 @@ def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest
         saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
         run=options.run,
         boundary=options.boundary,
+        chosen=str(options.selection()),
     )
 
 

@@ -44,7 +44,7 @@ def test_each_key_of_a_value_per_rank_is_stored_by_its_lowest_rank() -> None:
 
 
 def test_what_is_a_parameter_on_one_rank_is_one_and_trained_if_it_is_on_any() -> None:
-    tilings = {name: WHOLE for name in ("a", "b", "c")}
+    tilings = dict.fromkeys(("a", "b", "c"), WHOLE)
     first = replace(inventory_of(tilings, 0), parameters=((0, 1, False), (1, 1, True)))
     second = replace(inventory_of(tilings, 0), parameters=((1, 1, False),))
     plan = plan_save([(first, (0,)), (second, (1,))], 2)
