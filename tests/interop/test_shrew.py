@@ -23,6 +23,7 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.interop import lone_save, shrew, shrew_format
+from dist_ckpt.interop.local_files import new_file
 from dist_ckpt.memory.host_array import Array
 from dist_ckpt.offline.checkpoint import open_at
 from dist_ckpt.testing.faulty_storage import FaultyStorage
@@ -391,6 +392,16 @@ def test_no_file_and_no_checkpoint_is_replaced_unasked(tmp_path: Path) -> None:
     shrew.import_file(file, ck, overwrite=True)
     shrew.export_file(ck, out, overwrite=True)
     assert out.read_bytes() == w.FILES["version 1"]
+
+
+def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "a.shrew"
+    with pytest.raises(ExistsError), new_file(out, overwrite=False) as file:
+        file.write(b"ours")
+        out.write_bytes(b"mine")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.shrew": b"mine"}
+    with pytest.raises(ExistsError), new_file(out, overwrite=False):
+        pytest.fail("it was there from the start, and is written all the same")
 
 
 def test_an_export_that_fails_leaves_no_file(

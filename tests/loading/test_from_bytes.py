@@ -295,8 +295,8 @@ def test_objects_that_nobody_can_have_saved_are_refused(name: str) -> None:
     file = "objects-00000.msgpack" if field == "per_rank" else "objects.msgpack"
     old = held[file]
     new = held[file] = objects_file.encode(replace(objects_file.decode(old), **LYING[name]))
-    rows = [f'{len(one)},"{document_digest(one)}"'.encode() for one in (old, new)]
-    made = state_bytes.Documents(with_digest(index.replace(*rows)), held, documents.header)
+    before, after = (f'{len(one)},"{document_digest(one)}"'.encode() for one in (old, new))
+    made = state_bytes.Documents(with_digest(index.replace(before, after)), held, documents.header)
     with pytest.raises((CorruptError, IncompatibleError)):
         dc.from_bytes(state_bytes.encode_header(made) + data[start:])
 
