@@ -396,9 +396,14 @@ def test_no_file_and_no_checkpoint_is_replaced_unasked(tmp_path: Path) -> None:
 
 def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "a.shrew"
-    with pytest.raises(ExistsError), new_file(out, overwrite=False) as file:
-        file.write(b"ours")
-        out.write_bytes(b"mine")
+
+    def write_beside_another() -> None:
+        with new_file(out, overwrite=False) as file:
+            file.write(b"ours")
+            out.write_bytes(b"mine")
+
+    with pytest.raises(ExistsError):
+        write_beside_another()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.shrew": b"mine"}
     with pytest.raises(ExistsError), new_file(out, overwrite=False):
         pytest.fail("it was there from the start, and is written all the same")
