@@ -31,11 +31,18 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpointer.open_run import Stopped
     from dist_ckpt.checkpointer.resume import Init
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
+<<<<<<< HEAD
     from dist_ckpt.loading.from_bytes import from_bytes, load_bytes
+=======
+    from dist_ckpt.data.data_position import DataPosition
+    from dist_ckpt.data.elastic_sampler import ElasticSampler
+>>>>>>> ac143e4b8c8872b6744b30c11020e0d04a20ccfb
     from dist_ckpt.loading.load import load
+    from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
     from dist_ckpt.offline.run import Run
+    from dist_ckpt.offline.strip import strip
     from dist_ckpt.offline.verify import VerifyReport, verify
     from dist_ckpt.planning.sharding_config import ShardingConfig
     from dist_ckpt.reports import LoadReport, SaveReport
@@ -70,6 +77,8 @@ _MODULES = {
     "verify": "offline.verify",
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
+    "backup": "offline.backup",
+    "strip": "offline.strip",
     "Run": "offline.run",
     "delete": "runs.removing",
     "checkpoints": "runs.listing",
@@ -82,6 +91,8 @@ _MODULES = {
     "PerRank": "state.wrappers",
     "RNG": "state.wrappers",
     "Named": "state.wrappers",
+    "DataPosition": "data.data_position",
+    "ElasticSampler": "data.elastic_sampler",
 }
 
 # Public modules, imported when first used as well.
@@ -95,6 +106,8 @@ __all__ = [
     "Checkpointer",
     "ConflictError",
     "CorruptError",
+    "DataPosition",
+    "ElasticSampler",
     "ExistsError",
     "FlatShard",
     "IncompatibleError",
@@ -115,6 +128,7 @@ __all__ = [
     "VerifyReport",
     "at",
     "at_end",
+    "backup",
     "checkpoints",
     "delete",
     "every",
@@ -126,7 +140,11 @@ __all__ = [
     "open",
     "reshard",
     "save",
+<<<<<<< HEAD
     "to_bytes",
+=======
+    "strip",
+>>>>>>> ac143e4b8c8872b6744b30c11020e0d04a20ccfb
     "verify",
 ]
 

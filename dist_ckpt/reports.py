@@ -58,7 +58,8 @@ class SaveReport:
     `nbytes` and `num_files` are what all ranks together have stored. `slowest_s` is how long rank
     `slowest_rank` took to write its files and make them durable: the longest of all ranks. Of the
     bytes of `exchanges` `nbytes_receipt` are this rank's receipt, which grows with its number of
-    files; the coordinator sends none.
+    files; the coordinator sends none. `num_linked` of the files, with `nbytes_linked` of the bytes,
+    were not written: they are those of an older checkpoint under one more name.
     """
 
     path: str
@@ -76,6 +77,8 @@ class SaveReport:
     nbytes_receipt: int
     storage_reads: Tally
     storage_writes: Tally
+    num_linked: int = 0
+    nbytes_linked: int = 0
 
     @property
     def total_s(self) -> float:
@@ -98,7 +101,8 @@ class SaveReport:
             f"saved {_what(self.path, self.step)}: {size(self.nbytes)} by "
             f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
             f"({size(_rate(self.nbytes, self.total_s))}/s; "
-            f"write {self.slowest_s:.3g} s{_slowest(self.world_size, self.slowest_rank)})"
+            f"write {self.slowest_s:.3g} s{_slowest(self.world_size, self.slowest_rank)}"
+            f"{f'; {size(self.nbytes_linked)} linked' if self.num_linked else ''})"
         )
 
 

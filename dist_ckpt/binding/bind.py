@@ -26,6 +26,7 @@ from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.saved_tree import Saved, saved_of
 from dist_ckpt.binding.template import Template, survey
 from dist_ckpt.binding.values import Known, Made, Value, filled, taken
+from dist_ckpt.data.data_position import DataPosition
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 from dist_ckpt.format.index import Key
 from dist_ckpt.memory.protocol import Target
@@ -289,6 +290,10 @@ def _per_rank(requests: Requests, name: str, leaf: PerRankLeaf) -> None:
 
 def _object(requests: Requests, name: str, leaf: ObjectLeaf) -> None:
     """Ask for all of an object's state: it says itself what it takes of it."""
+    if requests.selected(name) and requests.saved.keys_of(name) is not None:
+        remedy = "load it in a dc.PerRank as it was saved in"
+        requests.misfit(name, f"a {type(leaf.owner).__name__}", remedy)
+        return
     if requests.lacks(name) or (state := requests.subtree(name, leaf.content)) is None:
         return
     saved = [name, *requests.saved.below(name)]
@@ -300,6 +305,11 @@ def _object(requests: Requests, name: str, leaf: ObjectLeaf) -> None:
             f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
             f"{left_out[0]!r} is left out: exclude all of it"
         )
+    if isinstance(leaf.owner, DataPosition):
+        try:
+            leaf.owner.check(state())  # it has no tensors: all of it is known
+        except IncompatibleError as error:
+            requests.problems.append(f"{name}: {error}")
     _load(requests, name, leaf.owner, state)
 
 

@@ -208,6 +208,19 @@ class Checkpointer:
         if (keeper := run.requests.keeper) is not None:
             keeper.measured(step, checked_metrics(values))
 
+    def backup(self, step: int | None = None, *, overwrite: bool = False) -> str | None:
+        """Keep the checkpoint of a step, None for the newest durable one, as `dc.backup` does.
+
+        Collective. Rank 0 does it while the others wait, and all return where it is: in
+        `root/backup`, where `keep` and later starts of the run do not reach. A step that is being
+        saved is waited for. None if there are no checkpoints, with `root=None`.
+        """
+        if step is not None and type(step) is not int:
+            raise TypeError(f"step={step!r}: give a whole number")
+        if (run := self._open_run()) is None:
+            return None
+        return run.backup(step, overwrite=overwrite)
+
     @property
     def stopped(self) -> Stopped | None:
         """Why the run is to end now, and which exit code makes a scheduler start it again."""

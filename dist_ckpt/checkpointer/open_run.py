@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,8 +29,11 @@ from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.errors import CheckpointError, RankError
+from dist_ckpt.offline.backup import backup_at
+from dist_ckpt.runs.listing import list_run
+from dist_ckpt.runs.selectors import select
 from dist_ckpt.state.containers import MutableState
-from dist_ckpt.storage import open_storage
+from dist_ckpt.storage import open_storage, real_path
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -104,6 +108,23 @@ class OpenRun:
             requests.outside = OutsideRequests(storage, run, keeper)
         last, kept = resumed.step or 0, resumed.in_memory_only
         self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, options, last, kept)
+
+    def backup(self, step: int | None, *, overwrite: bool) -> str:
+        """Keep a checkpoint beside the others, and return where. Collective."""
+        if self.options.resume.read_only:
+            raise ValueError("backup() makes a checkpoint, and read_only=True changes nothing")
+        if self.saves is not None and step == self.saves.last:
+            self.saves.settle(inf)  # what it came to is told by what is there
+        what, channel = f"backup in {self.root}", self.ranks.channel
+        with self.ranks.operation(what), channel.exchange("backup") as making:
+            asked = "latest" if step is None else str(step)
+            if told := making.gather(asked):
+                if any(one != asked for one in told):
+                    raise ValueError(f"backup(step) differs between ranks: {told}")
+                storage, root = open_storage(real_path(self.root))
+                one = select(list_run(storage, root, now=time.time()), asked)
+                making.decide(backup_at(storage, one.path, overwrite=overwrite))
+        return making.result(str)
 
     def take(self, turn: Boundary, step: int, make: MakeState) -> None:
         """Do what all ranks do at a boundary, of a step that is done."""

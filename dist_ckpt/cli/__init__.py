@@ -71,6 +71,8 @@ for _command in (
     reading.tree,
     reading.verify,
     changing.reshard,
+    changing.backup,
+    changing.strip,
     changing.rm,
     changing.gc,
     formats.import_,

@@ -1,4 +1,4 @@
-"""The commands that write or remove: reshard, rm, gc."""
+"""The commands that write or remove: reshard, backup, strip, rm, gc."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from dist_ckpt.cli import output
 from dist_ckpt.commit import removal
 from dist_ckpt.errors import StorageError
 from dist_ckpt.format.checksums import document_digest
+from dist_ckpt.offline.backup import backup as keep_beside
 from dist_ckpt.offline.reshard import reshard as rewrite
+from dist_ckpt.offline.strip import strip_at
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import size
 from dist_ckpt.runs.removing import delete_at
@@ -98,6 +100,54 @@ def reshard(
 
 @click.command()
 @_path
+@click.option("--overwrite", is_flag=True, help="Replace the backup of another save of the step.")
+def backup(path: str, *, overwrite: bool) -> None:
+    """Keep the checkpoint at PATH in the folder backup beside it as well, out of prune's reach.
+
+    Its files are hard links where that is possible, which take no space; else they are copied, and
+    every byte is checked.
+
+    \b
+    dist-ckpt backup runs/a@latest
+    """  # noqa: D301 - click knows the backspace
+    click.echo(output.printable(keep_beside(path, overwrite=overwrite)))
+
+
+@click.command()
+@_path
+@click.argument("components", nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Also if it is pinned, tagged or held.")
+def strip(path: str, components: tuple[str, ...], *, yes: bool, force: bool) -> None:
+    """Drop COMPONENTS, top-level keys of the state, from the checkpoint at PATH.
+
+    There is no way back. The rest stays where it is, with its metrics, tags and pin, and takes no
+    new space where the storage makes hard links.
+
+    \b
+    dist-ckpt strip runs/a@12000 optim scheduler
+    """  # noqa: D301 - click knows the backspace
+    storage, where = open_resolved(path)
+    removal.check_deletable(storage, where)
+    _confirm(f"Drop {', '.join(components)} of {where}?", f"{where} is not stripped", yes=yes)
+    report = strip_at(storage, where, frozenset(components), force=force)
+    left = f"{report.num_tensors} tensors, {size(report.nbytes)}"
+    click.echo(f"{output.printable(where)}: {left} left, {report.num_linked} files linked")
+
+
+def _confirm(question: str, refused: str, *, yes: bool) -> None:
+    """Ask whether to do what cannot be undone, where there is somebody to ask."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        click.echo(f"dist-ckpt: {output.printable(refused)}: say --yes to mean it", err=True)
+        raise click.exceptions.Exit(output.REFUSED)
+    if not click.confirm(output.printable(question)):
+        raise click.exceptions.Exit(output.REFUSED)
+
+
+@click.command()
+@_path
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Also if it is pinned, tagged or held.")
 def rm(path: str, *, yes: bool, force: bool) -> None:
@@ -107,12 +157,7 @@ def rm(path: str, *, yes: bool, force: bool) -> None:
     """
     storage, where = open_resolved(path)
     removal.check_deletable(storage, where)
-    if not yes:
-        if not sys.stdin.isatty():
-            click.echo(f"dist-ckpt: {where} is not deleted: say --yes to mean it", err=True)
-            raise click.exceptions.Exit(output.REFUSED)
-        if not click.confirm(f"Delete {where}?"):
-            raise click.exceptions.Exit(output.REFUSED)
+    _confirm(f"Delete {where}?", f"{where} is not deleted", yes=yes)
     delete_at(storage, where, force=force)
     click.echo(f"deleted {output.printable(where)}")
 

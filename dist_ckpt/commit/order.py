@@ -55,8 +55,8 @@ from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import (
     CLAIM,
     INDEX,
-    ROOT_ID,
     Attempt,
+    is_beside_attempts,
     is_temporary,
     parse_trash,
     temporary_claim,
@@ -89,13 +89,19 @@ class Claim:
 
 
 def claim(
-    storage: Storage, path: str, *, overwrite: bool, by: str, run: OfRun | None = None
+    storage: Storage,
+    path: str,
+    *,
+    overwrite: bool,
+    by: str,
+    run: OfRun | None = None,
+    force: bool = False,
 ) -> Claim:
     """Begin an attempt at `path`. Coordinator only.
 
     On return the attempt's folder is durable, lower open attempts are abandoned, and an index
     can be put exclusively on this storage. Raises ExistsError if a checkpoint is there (unless
-    `overwrite`, and nobody has pinned, tagged or holds it), or a file or somebody else's folder;
+    `overwrite`, and nobody has pinned, tagged or holds it, or `force`), or what is not ours;
     ConflictError if a higher attempt is; whatever it raises, nothing is left behind.
 
     `run` is the start of a run that saves: its caller saves only above the step that it restored,
@@ -110,7 +116,7 @@ def claim(
             run.check(storage)
         for _ in range(ROUNDS):
             entries = _survey(storage, path, made, may_replace=may_replace)
-            if run is None:  # what a start replaces stays beside it while somebody keeps it
+            if run is None and not force:  # what a start replaces stays while somebody keeps it
                 check_unkept(storage, path, list(attempts_in(entries)), now_at)
             attempt = _next_attempt(entries, path, run)
             try:
@@ -159,7 +165,7 @@ def _survey(storage: Storage, path: str, made: list[str], *, may_replace: _Says)
         return []
     except NotADirectoryError:
         raise ExistsError(f"{path} is a file, or below one: choose another path") from None
-    ours = [*attempts_in(entries), *(one for one in entries if _is_beside_attempts(one.name))]
+    ours = [*attempts_in(entries), *(one for one in entries if is_beside_attempts(one.name))]
     if entries and not ours:
         names = ", ".join(entry.name for entry in entries[:5])
         raise ExistsError(
@@ -169,11 +175,6 @@ def _survey(storage: Storage, path: str, made: list[str], *, may_replace: _Says)
         if not may_replace(attempt):
             _check_free(storage, path, attempt)
     return entries
-
-
-def _is_beside_attempts(name: str) -> bool:
-    # A saver whose root is the checkpoint's own folder puts the root's id beside its attempts.
-    return parse_trash(name) is not None or name == ROOT_ID
 
 
 def _next_attempt(entries: Sequence[Entry], path: str, run: OfRun | None) -> Attempt:
@@ -314,8 +315,7 @@ def _compare(storage: Storage, folder: str, expected: Mapping[str, int]) -> list
             f"{folder} was removed while it was written: look who did, then save again"
         ) from None
     # A rank that gives up may be putting an index: the commit finds out.
-    known = {CLAIM, INDEX}
-    there = {e.name: e for e in entries if e.name not in known and not is_temporary(e.name)}
+    there = {e.name: e for e in entries if not (e.name in (CLAIM, INDEX) or is_temporary(e.name))}
     problems = [f"{name} is missing" for name in sorted(expected.keys() - there.keys())]
     problems += [f"{name} is unexpected" for name in sorted(there.keys() - expected.keys())]
     for name in sorted(there.keys() & expected.keys()):

@@ -21,6 +21,9 @@ FACTS = ".facts"
 STARTS = ".starts"
 REQUESTS = ".requests"
 
+# In it as well: the folder of checkpoints that no rule removes.
+BACKUP = "backup"
+
 # What in such a folder never is a checkpoint. The last one is a file system's own, where it is
 # mounted, and mostly nobody may read it.
 NO_CHECKPOINTS = frozenset({FACTS, STARTS, REQUESTS, "lost+found"})
@@ -86,6 +89,14 @@ def parse_trash(name: str) -> Attempt | None:
     """Return the attempt that a trash folder was, or None if the name is not one."""
     match = _TRASH.fullmatch(name)
     return parse_attempt(match[1]) if match else None
+
+
+def is_beside_attempts(name: str) -> bool:
+    """Say whether a name is ours beside the attempts of a checkpoint.
+
+    A saver whose root is the checkpoint's own folder puts the root's id there.
+    """
+    return parse_trash(name) is not None or name == ROOT_ID
 
 
 def temporary_index(nonce: str) -> str:

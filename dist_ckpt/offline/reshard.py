@@ -6,22 +6,20 @@ of the source checkpoint instead of memory, a window of them at a time.
 
 from __future__ import annotations
 
-import logging
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from dist_ckpt import __version__
-from dist_ckpt.commit import attempts, order, removal
+from dist_ckpt.commit import attempts, order
 from dist_ckpt.commit.receipts import check_receipts, sizes_of
-from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE, runs_of
 from dist_ckpt.format.checksums import BLOCK_NBYTES
 from dist_ckpt.format.index import Index
 from dist_ckpt.offline.read_windows import Stored, Windows
+from dist_ckpt.offline.rewriting import new_attempt, report_of
 from dist_ckpt.planning.plan import (
     FilePlan,
     FileReceipt,
@@ -34,13 +32,11 @@ from dist_ckpt.planning.plan import (
 from dist_ckpt.planning.save_planner import items_of_ranks, plan_save, stored_nbytes
 from dist_ckpt.planning.sharded_views import target_views
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
+from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
-
-_log = logging.getLogger("dist_ckpt")
 
 MIN_MEMORY = 64 << 20
 
@@ -162,30 +158,17 @@ class _Reshard:
         self._phases = Phases("reshard", path, quiet=False)
 
     def run(self, *, overwrite: bool) -> SaveReport:
-        by = f"reshard on {socket.gethostname()}"
-        claim = order.claim(self._storage, self._path, overwrite=overwrite, by=by)
-        try:
+        with new_attempt(self._storage, self._path, "reshard", overwrite=overwrite) as claim:
             with self._phases.phase("write"):
                 receipts = self._write(claim.folder)
             with self._phases.phase("commit"):
                 order.check_files(self._storage, claim.folder, sizes_of(receipts))
-                order.commit(self._storage, claim, self._index(claim.attempt.name, receipts))
-        except BaseException as error:
-            self._withdraw(claim, by, error)
-            raise
-        removal.supersede(self._storage, self._path, claim.attempt)
-        report = self._report(claim.attempt.name, receipts)
+                index = self._index(claim.attempt.name, receipts)
+                order.commit(self._storage, claim, index)
+        reads, writes = self._stored.storage.reads, self._storage.writes
+        report = report_of(self._path, index, self._phases.seconds, reads, writes)
         self._phases.done(report)
         return report
-
-    def _withdraw(self, claim: order.Claim, by: str, error: BaseException) -> None:
-        """Undo the claim, unless it was committed all the same, as the error then says."""
-        reason = f"{type(error).__name__}: {error}"[:500]
-        try:
-            if attempts.abandon(self._storage, self._path, claim.attempt, by=by, reason=reason):
-                order.give_up(self._storage, claim)
-        except (CheckpointError, OSError) as failure:
-            _log.warning("%s could not be cleaned up: %s", claim.folder, failure)
 
     def _write(self, folder: str) -> list[Receipt]:
         self._nbytes = sum(stored_nbytes(self._plan.catalog).values())
@@ -238,24 +221,4 @@ class _Reshard:
             objects=objects_files,
             saved_by={**self._stored.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
             saved_at=time.time(),
-        )
-
-    def _report(self, attempt: str, receipts: Sequence[Receipt]) -> SaveReport:
-        sizes = sizes_of(receipts)
-        return SaveReport(
-            path=self._path,
-            step=self._stored.index.step,
-            attempt=attempt,
-            world_size=1,  # one process writes for all ranks, one after another
-            nbytes=sum(sizes.values()),
-            num_tensors=len(self._plan.catalog.tensors),
-            num_files=len(sizes),
-            seconds=self._phases.seconds,
-            slowest_rank=0,
-            slowest_s=self._phases.seconds["write"],
-            exchanges=Tally(),
-            collectives=Tally(),
-            nbytes_receipt=0,
-            storage_reads=self._stored.storage.reads,
-            storage_writes=self._storage.writes,
         )

@@ -126,6 +126,8 @@ class _File:
         self._stored: ReadableFile | None = None
         self._is_closed = False
 
+    num_links = 1  # of the file itself nothing is known
+
     @property
     def nbytes(self) -> int:
         return self._served.nbytes

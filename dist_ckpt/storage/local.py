@@ -39,6 +39,8 @@ _REMEDIES = {
     errno.ELOOP: "choose a path without circular links",
     errno.ENOTDIR: "a part of the path is a file; choose another path",
     errno.ENOTEMPTY: "look what is in it",
+    errno.EXDEV: "choose a path on the same file system",
+    errno.EMLINK: "the file has as many names as this file system allows",
     errno.ESTALE: "look whether the server is up, mount it again if need be, then try again",
     errno.ENOTSUP: "choose a file system where a checkpoint can be committed safely",
 }
@@ -114,12 +116,23 @@ class LocalStorage:
             except (OSError, CorruptError):
                 os.close(fd)
                 raise
-        return _LocalReadableFile(path, fd, direct, status.st_size)
+        return _LocalReadableFile(path, fd, direct, status)
 
     def rename(self, old: str, new: str) -> None:
         """Rename without replacing: by the system's own call, else by a link for a file."""
         with _errors_of(new, FileExistsError, FileNotFoundError, needs=old):
             rename_exclusively(old, new)
+
+    def link(self, old: str, new: str) -> None:
+        """Link a regular file, found and named in the folders themselves: never through a link."""
+        passed = (FileExistsError, FileNotFoundError)
+        with _errors_of(new, *passed, needs=old), ExitStack() as stack:
+            (source, name), (target, new_name) = os.path.split(old), os.path.split(new)
+            place = stack.enter_context(_real_folder(source))
+            there = stack.enter_context(_real_folder(target))
+            if not stat.S_ISREG(os.lstat(name, dir_fd=place).st_mode):
+                raise OSError(errno.EINVAL, f"{old} is no regular file")
+            os.link(name, new_name, src_dir_fd=place, dst_dir_fd=there, follow_symlinks=False)
 
     def remove(self, path: str) -> None:
         """Remove a file (of a link, the link) or an empty folder."""
@@ -196,10 +209,13 @@ class _LocalWritableFile:
 
 
 class _LocalReadableFile:
-    def __init__(self, path: str, fd: int, direct: DirectFile | None, nbytes: int) -> None:
+    def __init__(
+        self, path: str, fd: int, direct: DirectFile | None, status: os.stat_result
+    ) -> None:
         self._descriptor = Descriptor(path, fd)
         self._direct = direct
-        self.nbytes = nbytes
+        self.nbytes = status.st_size
+        self.num_links = status.st_nlink
 
     def read_into(self, offset: int, target: memoryview) -> int:
         view = target.cast("B")

@@ -1,4 +1,4 @@
-"""The storage protocol: seven methods that a backend keeps.
+"""The storage protocol: eight methods that a backend keeps.
 
 Paths are absolute and use "/". The commit order stands in `commit/order.py`, in these methods; a
 backend promises what each one says and nothing more.
@@ -53,6 +53,10 @@ class ReadableFile(Protocol):
     def nbytes(self) -> int:
         """Its size when it was opened."""
 
+    @property
+    def num_links(self) -> int:
+        """How many names it had when it was opened: more than 1 once it was linked."""
+
     def read_into(self, offset: int, target: memoryview) -> int:
         """Fill `target` from `offset`; return how many bytes there were (fewer at the end)."""
 
@@ -95,6 +99,16 @@ class Storage(Protocol):
 
         Of several callers with the same `new`, at most one returns; for the others it is
         FileExistsError. FileNotFoundError if `old` is gone.
+        """
+
+    def link(self, old: str, new: str) -> None:
+        """Give a file one more name (a hard link), maybe in another folder, and never replace.
+
+        Each name stays when another is removed. Like that of a new file it is durable once its
+        folder is synced. FileExistsError if `new` exists; FileNotFoundError if `old` or a folder
+        is gone; StorageError otherwise, as where files have one name only, or no more of them, or
+        not there: the caller writes a file instead. What is no regular file, or lies in a folder
+        that is a symbolic link, is not linked: StorageError.
         """
 
     def remove(self, path: str) -> None:

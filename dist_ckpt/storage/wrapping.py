@@ -80,6 +80,9 @@ class WrappedStorage:
     def rename(self, old: str, new: str) -> None:
         self.make_call(f"rename {old} to {new}", lambda: self.inner.rename(old, new))
 
+    def link(self, old: str, new: str) -> None:
+        self.make_call(f"link {old} to {new}", lambda: self.inner.link(old, new))
+
     def remove(self, path: str) -> None:
         self.make_call(f"remove {path}", lambda: self.inner.remove(path))
 
@@ -117,6 +120,10 @@ class _WrappedReadableFile:
     @property
     def nbytes(self) -> int:
         return self._inner.nbytes
+
+    @property
+    def num_links(self) -> int:
+        return self._inner.num_links
 
     def read_into(self, offset: int, target: memoryview) -> int:
         act = lambda: self._inner.read_into(offset, target)  # noqa: E731

@@ -28,7 +28,9 @@ from dist_ckpt.testing.memory_storage import MemoryStorage, parent_of
 
 # --- recording -------------------------------------------------------------------------------
 
-Kind = Literal["make_folder", "create", "write", "finish", "rename", "remove", "sync", "mark"]
+Kind = Literal[
+    "make_folder", "create", "write", "finish", "rename", "link", "remove", "sync", "mark"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ class CrashStorage:
 
     def rename(self, old: str, new: str) -> None:
         self._record(Operation("rename", old, self._client, new=new))
+
+    def link(self, old: str, new: str) -> None:
+        self._record(Operation("link", old, self._client, new=new))
 
     def remove(self, path: str) -> None:
         self._record(Operation("remove", path, self._client))
@@ -275,6 +280,9 @@ class _Disk:
                 self._change(operation, "", operation.path, node)
             case "rename":
                 self._change(operation, operation.path, operation.new, self._move(operation))
+            case "link":
+                node = self._names[operation.new] = self._names[operation.path]
+                self._change(operation, "", operation.new, node)
             case "remove":
                 self._change(operation, operation.path, "", self._names.pop(operation.path))
             case "write":

@@ -84,7 +84,8 @@ class MemoryStorage:
             node = self._node(path)
             if node.data is None:
                 raise CorruptError(f"{path} is a folder where dist_ckpt writes a regular file")
-            return _MemoryReadableFile(path, node.data)
+            num_links = sum(other is node for other in self._nodes.values())
+            return _MemoryReadableFile(path, node.data, num_links)
 
     def rename(self, old: str, new: str) -> None:
         assert parent_of(old) == parent_of(new), "a rename stays within its folder"
@@ -94,6 +95,20 @@ class MemoryStorage:
                 raise FileExistsError(new)
             for path in [p for p in self._nodes if p == old or p.startswith(old + "/")]:
                 self._nodes[new + path[len(old) :]] = self._nodes.pop(path)
+            self._touch(parent_of(new))
+
+    def link(self, old: str, new: str) -> None:
+        with self._lock:
+            node = self._node(old)
+            if node.data is None:
+                raise StorageError(f"{new}: {old} is a folder: link a file")
+            try:
+                self._folder(parent_of(new))
+            except NotADirectoryError as error:
+                raise StorageError(f"{new}: a part of the path is a file") from error
+            if new in self._nodes:
+                raise FileExistsError(new)
+            self._nodes[new] = node
             self._touch(parent_of(new))
 
     def remove(self, path: str) -> None:
@@ -171,7 +186,8 @@ class _MemoryWritableFile:
 
 
 class _MemoryReadableFile:
-    def __init__(self, path: str, data: bytearray) -> None:
+    def __init__(self, path: str, data: bytearray, num_links: int) -> None:
+        self.num_links = num_links
         self._path = path
         self._data: bytearray | None = data
         self._nbytes = len(data)

@@ -36,6 +36,15 @@ def read(storage: Storage, path: str) -> bytes:
     return bytes(data)
 
 
+def num_links(storage: Storage, path: str) -> int:
+    """Return how many names a file has."""
+    file = storage.open(path)
+    try:
+        return file.num_links
+    finally:
+        file.close()
+
+
 class StorageContract:
     """The subclass has fixtures `storage` and `root`, the path of an empty folder on it."""
 
@@ -261,6 +270,51 @@ class StorageContract:
         winner = old(winners[0]).rpartition("/")[2]
         assert read(storage, f"{root}/{new}") == bytes([int(winner)])
         assert winner not in [entry.name for entry in storage.list(root)]
+
+    # --- links
+
+    def test_a_file_has_one_more_name_and_keeps_each_when_the_other_goes(
+        self, storage: Storage, root: str
+    ) -> None:
+        storage.make_folder(f"{root}/d")
+        write(storage, f"{root}/f", b"abc")
+        assert num_links(storage, f"{root}/f") == 1
+        storage.link(f"{root}/f", f"{root}/d/g")
+        assert num_links(storage, f"{root}/f") == num_links(storage, f"{root}/d/g") == 2
+        found = [(entry.name, entry.kind, entry.nbytes) for entry in storage.list(f"{root}/d")]
+        assert found == [("g", "file", 3)]
+        storage.remove(f"{root}/f")
+        assert read(storage, f"{root}/d/g") == b"abc"
+        assert num_links(storage, f"{root}/d/g") == 1
+
+    def test_a_link_never_replaces(self, storage: Storage, root: str) -> None:
+        write(storage, f"{root}/f", b"file")
+        write(storage, f"{root}/g", b"other")
+        storage.make_folder(f"{root}/d")
+        for new in ("f", "g", "d"):
+            with pytest.raises(FileExistsError):
+                storage.link(f"{root}/f", f"{root}/{new}")
+        assert read(storage, f"{root}/g") == b"other"
+        assert num_links(storage, f"{root}/f") == 1
+
+    def test_what_is_gone_cannot_be_linked_nor_into_a_folder_that_is_gone(
+        self, storage: Storage, root: str
+    ) -> None:
+        write(storage, f"{root}/f", b"1")
+        for old, new in (("gone", "g"), ("gone/f", "g"), ("f", "gone/g")):
+            with pytest.raises(FileNotFoundError):
+                storage.link(f"{root}/{old}", f"{root}/{new}")
+        assert [entry.name for entry in storage.list(root)] == ["f"]
+
+    def test_a_folder_is_not_linked_and_nothing_into_a_file(
+        self, storage: Storage, root: str
+    ) -> None:
+        write(storage, f"{root}/f", b"1")
+        storage.make_folder(f"{root}/d")
+        for old, new in (("d", "e"), ("f", "f/g")):
+            with pytest.raises(StorageError):
+                storage.link(f"{root}/{old}", f"{root}/{new}")
+        assert [entry.name for entry in storage.list(root)] == ["d", "f"]
 
     def test_a_file_and_an_empty_folder_are_removed(self, storage: Storage, root: str) -> None:
         storage.make_folder(f"{root}/d")

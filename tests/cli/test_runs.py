@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import dist_ckpt as dc
 from dist_ckpt.errors import ConflictError
@@ -159,3 +160,32 @@ def test_what_is_no_checkpoint_is_not_pinned(run, root):
     assert code == 3
     assert "is no checkpoint: name one, such as run@latest" in err
     assert run("tag", root / "s1", "")[0] == 2
+
+
+def test_a_backup_is_made_listed_checked_and_not_pruned(run, root):
+    code, out, _ = run("backup", f"{root}@min:val/loss")
+    assert (code, out) == (0, f"{root}/backup/s1\n")
+    assert run("prune", root, "--keep", "last(1)", "--yes")[0] == 0
+    assert steps(root) == [4]
+    _, out, _ = run("ls", root / "backup")
+    assert "s1" in out
+    assert "val/loss=1" in out
+    assert run("verify", f"{root}/backup@latest")[0] == 0
+    assert run("backup", f"{root}@1")[0] == 3
+    assert run("rm", root / "backup" / "s1", "--yes")[0] == 0
+    assert steps(root / "backup") == []
+
+
+def test_strip_asks_drops_and_says_what_is_left(run, tmp_path):
+    root = tmp_path / "stripped"
+    dc.save({"model": {"w": torch.ones(3)}, "optim": {"m": torch.ones(3)}}, root / "s1", step=1)
+    code, _, err = run("strip", f"{root}@1", "optim")
+    assert (code, "is not stripped: say --yes" in err) == (6, True)
+    assert run("strip", f"{root}@1", "none", "--yes")[0] == 2
+    run("pin", f"{root}@1")
+    code, _, err = run("strip", f"{root}@1", "optim", "--yes")
+    assert (code, "--force" in err) == (5, True)
+    code, out, _ = run("strip", f"{root}@1", "optim", "--yes", "--force")
+    assert (code, "1 tensors" in out, "1 files linked" in out) == (0, True, True)
+    assert run("verify", f"{root}@1")[0] == 0
+    assert [info.component for info in dc.open(f"{root}@1").tensors.values()] == ["model"]

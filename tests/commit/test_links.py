@@ -93,6 +93,9 @@ class Swapping:
     def rename(self, old: str, new: str) -> None:
         self.inner.rename(old, new)
 
+    def link(self, old: str, new: str) -> None:
+        self.inner.link(old, new)
+
     def sync(self, folder: str) -> None:
         self.inner.sync(folder)
 

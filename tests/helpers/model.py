@@ -297,6 +297,9 @@ class Replay:
     def rename(self, old: str, new: str) -> None:
         self._ask("rename", old, new)
 
+    def link(self, old: str, new: str) -> None:
+        self._ask("link", old, new)
+
     def remove(self, path: str) -> None:
         self._ask("remove", path)
 
@@ -327,6 +330,8 @@ class _File:
 
 
 class _Content:
+    num_links = 1
+
     def __init__(self, data: bytes) -> None:
         self._data = data
 

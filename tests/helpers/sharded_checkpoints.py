@@ -138,6 +138,10 @@ class _CountingFile:
     def nbytes(self) -> int:
         return self._inner.nbytes
 
+    @property
+    def num_links(self) -> int:
+        return self._inner.num_links
+
     def read_into(self, offset: int, target: memoryview) -> int:
         count = self._inner.read_into(offset, target)
         if offset:

@@ -472,6 +472,7 @@ def test_a_fault_at_any_storage_call_of_an_import_leaves_no_half_checkpoint(
     number, outcome = 0, "failed"
     while outcome != "saved":
         number += 1
+        assert number < 300
         inner = MemoryStorage()
         inner.make_folder("/runs")
         storage = FaultyStorage(inner, fail_at_call=number)

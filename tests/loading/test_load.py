@@ -393,6 +393,7 @@ class WatchedFile:
         self._storage = storage
         self._file = file
         self.nbytes = file.nbytes
+        self.num_links = file.num_links
 
     def read_into(self, offset: int, target: memoryview) -> int:
         self._storage.on.append(gc.isenabled())

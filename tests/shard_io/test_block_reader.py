@@ -63,6 +63,7 @@ class CountingFile:
         self._path = path
         self._file = file
         self.nbytes = file.nbytes
+        self.num_links = file.num_links
 
     def read_into(self, offset: int, target: memoryview) -> int:
         if offset:

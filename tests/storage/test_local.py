@@ -116,6 +116,46 @@ def test_a_link_is_never_written_through(storage, root):
     assert os.listdir(root) == []
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/etc/hosts", path)])
+def test_a_pipe_or_a_symbolic_link_is_not_linked(make, storage, root):
+    make(f"{root}/f")
+    with pytest.raises(StorageError, match="no regular file"):
+        storage.link(f"{root}/f", f"{root}/g")
+    assert os.listdir(root) == ["f"]
+
+
+def test_nothing_is_linked_through_a_folder_that_is_a_symbolic_link(storage, root):
+    os.mkdir(f"{root}/d")
+    os.symlink("d", f"{root}/s")
+    write(storage, f"{root}/d/f", b"1")
+    for old, new in (("s/f", "d/g"), ("d/f", "s/g")):
+        with pytest.raises(StorageError, match="ENOTDIR"):
+            storage.link(f"{root}/{old}", f"{root}/{new}")
+    assert os.listdir(f"{root}/d") == ["f"]
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.ENOTSUP])
+def test_a_file_system_that_takes_no_link_says_so_with_a_remedy(code, storage, root, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    write(storage, f"{root}/f", b"1")
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StorageError, match=errno.errorcode[code]) as caught:
+        storage.link(f"{root}/f", f"{root}/g")
+    assert "check the disk or the network" not in str(caught.value)
+
+
+def test_between_file_systems_nothing_is_linked(storage, root):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        if os.stat(other).st_dev == os.stat(root).st_dev:
+            pytest.skip("one file system")
+        write(storage, f"{root}/f", b"1")
+        with pytest.raises(StorageError, match="EXDEV"):
+            storage.link(f"{root}/f", f"{other}/g")
+        assert os.listdir(other) == []
+
+
 def test_files_and_folders_get_the_permissions_of_the_umask(storage, root):
     before = os.umask(0o027)
     try:

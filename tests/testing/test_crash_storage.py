@@ -76,6 +76,24 @@ def test_a_rename_happens_whole_or_not_and_never_before_the_name_was_made():
     assert left(disk, "synced") == [{"/new": b"1"}]
 
 
+def test_a_link_is_there_or_not_whatever_becomes_of_the_other_name():
+    disk = CrashStorage()
+    for folder in ("/a", "/b"):
+        disk.make_folder(folder)
+    write(disk, "/a/f", b"1")
+    for folder in ("/", "/a"):
+        disk.sync(folder)
+    disk.link("/a/f", "/b/g")
+    disk.remove("/a/f")
+    disk.mark("linked")
+    files = [sorted(path for path, data in tree.items() if data) for tree in left(disk, "linked")]
+    assert sorted(files) == [[], ["/a/f"], ["/a/f", "/b/g"], ["/b/g"]]
+    disk.sync("/b")
+    disk.mark("synced")
+    files = [sorted(path for path, data in tree.items() if data) for tree in left(disk, "synced")]
+    assert sorted(files) == [["/a/f", "/b/g"], ["/b/g"]]
+
+
 def test_a_name_is_not_taken_again_before_it_was_freed():
     disk = CrashStorage()
     write(disk, "/f", b"1")

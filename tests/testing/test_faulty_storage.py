@@ -30,12 +30,13 @@ def use_everything(storage: Storage) -> None:
     storage.sync("/root/d")  # 6
     storage.list("/root")  # 7
     read(storage, "/root/d/g")  # 8 open, 9 read_into
-    storage.remove("/root/d/g")  # 10
+    storage.link("/root/d/g", "/root/h")  # 10
+    storage.remove("/root/d/g")  # 11
 
 
 CALLS = (
     *("make_folder", "create", "write_at", "finish", "rename"),
-    *("sync", "list", "open", "read_into", "remove"),
+    *("sync", "list", "open", "read_into", "link", "remove"),
 )
 
 

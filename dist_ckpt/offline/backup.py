@@ -1,0 +1,97 @@
+"""`dc.backup`: a checkpoint once more, in the folder `backup` beside it, where no rule reaches."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dist_ckpt.commit import attempts, order
+from dist_ckpt.commit.guards import Where
+from dist_ckpt.commit.root_records import read_facts_of
+from dist_ckpt.config import Config
+from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
+from dist_ckpt.format.filenames import BACKUP, Attempt
+from dist_ckpt.format.index import Index
+from dist_ckpt.offline.rewriting import held_source, new_attempt
+from dist_ckpt.runs.facts import known_of, put_metrics
+from dist_ckpt.runs.selectors import open_resolved
+from dist_ckpt.shard_io.carried_files import carry_files, files_of
+from dist_ckpt.storage import Storage
+
+_log = logging.getLogger("dist_ckpt")
+
+
+def backup(path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
+    """Keep the checkpoint at `path` in the folder `backup` beside it as well; return where.
+
+    `runs/a/step-100`, or `runs/a@latest` if that is it, is kept as `runs/a/backup/step-100`: a
+    checkpoint of its own, durable on return, with what was measured of it. What prunes or lists
+    `runs/a` does not look there. Its files are hard links where the storage makes them, else copies
+    of which every byte is checked: a link takes no space, and shares what later befalls the file.
+    If the same save is there already nothing is done. One process calls it.
+
+    Raises NotFoundError if there is no such checkpoint, ExistsError if another save has the place
+    (unless `overwrite`), CorruptError for a damaged source, as far as it is read.
+    """
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    storage, source = open_resolved(path)
+    return backup_at(storage, source, overwrite=overwrite)
+
+
+def backup_at(storage: Storage, path: str, *, overwrite: bool) -> str:
+    """Do so for a checkpoint at a storage's path, in which no link leads elsewhere."""
+    root, _, name = path.rpartition("/")
+    if root.rpartition("/")[2] == BACKUP:
+        raise ValueError(f"{path} is a backup itself: give the checkpoint of a run")
+    if attempts.list_attempts(storage, f"{root}/{BACKUP}"):
+        raise ExistsError(
+            f"{root}/{BACKUP} is a checkpoint, and backups would lie in it: rename that first"
+        )
+    target = f"{root}/{BACKUP}/{name}"
+    with held_source(storage, path) as (attempt, index):
+        kept = _kept_at(storage, target, index)
+        if kept is None:
+            kept = _make(storage, path, attempt, index, target, overwrite=overwrite)
+        # Whoever made what was there may have died before it had synced it.
+        for folder in (f"{target}/{kept}", target, f"{root}/{BACKUP}", root):
+            storage.sync(folder)
+        if index.step is not None:
+            measured = _measured(storage, root, (index.step, attempt))
+            known = _measured(storage, f"{root}/{BACKUP}", (index.step, kept))
+            if measured and measured != known:
+                put_metrics(storage, f"{root}/{BACKUP}", (index.step, kept), measured)
+    return target
+
+
+def _kept_at(storage: Storage, target: str, index: Index) -> Attempt | None:
+    """Return the attempt that keeps the same save already, if one does."""
+    try:
+        attempt, there = attempts.find(storage, target)
+    except (NotFoundError, CorruptError, IncompatibleError):
+        return None  # to be replaced, or refused, as the claim says
+    # Of an index from before saves had ids the digests of its files tell.
+    is_same = (there.save, there.files) == (index.save, index.files)
+    return attempt if is_same or (index.save and there.save == index.save) else None
+
+
+def _make(
+    storage: Storage, path: str, attempt: Attempt, index: Index, target: str, *, overwrite: bool
+) -> Attempt:
+    files = files_of(index)
+    with new_attempt(storage, target, "backup", overwrite=overwrite) as claim:
+        threads = Config.from_environment().threads
+        linked = carry_files(
+            storage, index, f"{path}/{attempt}", claim.folder, files, threads=threads
+        )
+        sizes = {name: record.nbytes for name, record in files.items()}
+        order.check_files(storage, claim.folder, sizes)
+        order.commit(storage, claim, replace(index, attempt=claim.attempt.name))
+    _log.info("%s is kept as %s: %d of %d files linked", path, target, linked.num, len(files))
+    return claim.attempt
+
+
+def _measured(storage: Storage, root: str, where: Where) -> Mapping[str, float]:
+    return known_of(read_facts_of(storage, root, *where), 0.0).metrics.get(where, {})

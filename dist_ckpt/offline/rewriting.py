@@ -1,0 +1,96 @@
+"""A checkpoint that one process makes of another: a new attempt, by the usual claim and commit."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+from dist_ckpt.commit import attempts, order, removal
+from dist_ckpt.commit.holds import Subject
+from dist_ckpt.errors import CheckpointError
+from dist_ckpt.format.filenames import Attempt
+from dist_ckpt.format.index import Index
+from dist_ckpt.reports import SaveReport, Tally
+from dist_ckpt.runs.facts import keeps_records
+from dist_ckpt.runs.holding import holding
+from dist_ckpt.storage import Storage
+
+_log = logging.getLogger("dist_ckpt")
+
+
+@contextmanager
+def new_attempt(
+    storage: Storage, path: str, what: str, *, overwrite: bool, force: bool = False
+) -> Iterator[order.Claim]:
+    """Claim an attempt at `path`, which the block writes and commits; `what` says who does.
+
+    What it replaces is removed at the end. After an error the attempt is given up, unless it was
+    committed all the same, as the error then says. Raises what `order.claim` does.
+    """
+    by = f"{what} on {socket.gethostname()}"
+    claim = order.claim(storage, path, overwrite=overwrite, by=by, force=force)
+    try:
+        yield claim
+    except BaseException as error:
+        _withdraw(storage, claim, error)
+        raise
+    removal.supersede(storage, path, claim.attempt)
+
+
+def _withdraw(storage: Storage, claim: order.Claim, error: BaseException) -> None:
+    reason = f"{type(error).__name__}: {error}"[:500]
+    try:
+        if attempts.abandon(storage, claim.path, claim.attempt, by=claim.by, reason=reason):
+            order.give_up(storage, claim)
+    except (CheckpointError, OSError) as failure:
+        _log.warning("%s could not be cleaned up: %s", claim.folder, failure)
+
+
+@contextmanager
+def held_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
+    """Yield the checkpoint at `path`, which nobody prunes or deletes meanwhile.
+
+    It is held where a run keeps records. Where none does, what is deleted under the block becomes
+    NotFoundError.
+    """
+    attempt, index = attempts.find(storage, path)
+    root = path.rpartition("/")[0] or "/"
+    with ExitStack() as stack:
+        if index.step is not None and keeps_records(storage, root):
+            subject = Subject(storage, root, path, (index.step, attempt))
+            stack.enter_context(holding(subject))
+        stack.enter_context(attempts.while_it_is_there(storage, path, attempt))
+        yield attempt, index
+
+
+def report_of(
+    path: str,
+    index: Index,
+    seconds: Mapping[str, float],
+    reads: Tally,
+    writes: Tally,
+    linked: Tally = Tally(),  # noqa: B008 - it is frozen
+) -> SaveReport:
+    """Return what one process reports of a checkpoint that it has committed."""
+    sizes = [file.nbytes for file in index.files] + [file.nbytes for file in index.objects]
+    return SaveReport(
+        path=path,
+        step=index.step,
+        attempt=index.attempt,
+        world_size=1,  # one process writes for all ranks, one after another
+        nbytes=sum(sizes),
+        num_tensors=len(index.catalog.tensors),
+        num_files=len(sizes),
+        seconds=seconds,
+        slowest_rank=0,
+        slowest_s=seconds["write"],
+        exchanges=Tally(),
+        collectives=Tally(),
+        nbytes_receipt=0,
+        storage_reads=reads,
+        storage_writes=writes,
+        num_linked=linked.num,
+        nbytes_linked=linked.nbytes,
+    )

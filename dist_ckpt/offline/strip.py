@@ -1,0 +1,202 @@
+"""`dc.strip`: drop components from a checkpoint, such as an old one's optimizer, without torch.
+
+A committed attempt is never modified: what stays is linked into a new one, which then takes the
+place of the old one, as a save that overwrites does.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from dist_ckpt import __version__
+from dist_ckpt.commit import attempts, holds, order
+from dist_ckpt.commit.guards import PIN, Where, guards_of
+from dist_ckpt.commit.holds import Subject, kept_at
+from dist_ckpt.commit.order import Claim
+from dist_ckpt.commit.removal import now_at
+from dist_ckpt.commit.root_records import read_facts
+from dist_ckpt.config import Config
+from dist_ckpt.errors import ConflictError
+from dist_ckpt.format import filenames, objects_file
+from dist_ckpt.format.index import Index, ObjectsFileRecord
+from dist_ckpt.format.objects_file import ObjectsFile
+from dist_ckpt.offline.rewriting import held_source, new_attempt, report_of
+from dist_ckpt.planning.stripping import (
+    Stripped,
+    owner_of,
+    strip_index,
+    strip_tree,
+    top_level_keys,
+)
+from dist_ckpt.reports import Phases, SaveReport, Tally
+from dist_ckpt.runs.facts import keeps_records, known_of, put_metrics
+from dist_ckpt.runs.selectors import open_resolved
+from dist_ckpt.shard_io.carried_files import carry_files
+from dist_ckpt.shard_io.open_files import read_objects
+from dist_ckpt.shard_io.shard_writer import write_objects
+from dist_ckpt.storage import Storage
+from dist_ckpt.storage.counting import CountingStorage
+
+
+def strip(path: str | os.PathLike[str], *components: str, force: bool = False) -> SaveReport:
+    """Drop components, top-level keys of the state, from the checkpoint at `path`, for good.
+
+    What is left is a new attempt with an id of its own, for it holds less than the save did. Its
+    shard files are hard links where the storage makes them, else checked copies. What was measured
+    of the checkpoint, its pin and its tags are the new attempt's as well; that it was checked, and
+    who holds it, are not. On return it is durable, and the old attempt removed; if this raises, the
+    checkpoint is what it was, unless the error says otherwise. One process calls it.
+
+    Raises ConflictError if the checkpoint is pinned, tagged or held, unless `force`: what is held
+    then stays, beside what takes its place, until it is not, and `dist-ckpt gc` removes it. Raises
+    ValueError for a component that is not there, shares its files with others, or has the data of a
+    tied tensor that would stay; NotFoundError, CorruptError and StorageError as `dc.reshard` does.
+    """
+    if type(force) is not bool:
+        raise TypeError(f"force={force!r}: give True or False")
+    if not components or not all(isinstance(name, str) for name in components):
+        raise TypeError('give the components to drop, such as strip(path, "optim")')
+    storage, folder = open_resolved(path)
+    return strip_at(storage, folder, frozenset(components), force=force)
+
+
+def strip_at(
+    storage: Storage, path: str, names: frozenset[str], *, force: bool = False
+) -> SaveReport:
+    """Do so for a checkpoint at a storage's path, in which no link leads elsewhere."""
+    counting = CountingStorage(storage)
+    phases = Phases("strip", path, quiet=False)
+    found = attempts.find(counting, path)
+    with attempts.while_it_is_there(counting, path, found[0]):
+        part = _Part.of(counting, f"{path}/{found[0]}", found[1], names)
+    told = kept_at(counting, path, [found[0]], now_at)
+    if told and not force:
+        raise ConflictError(
+            f"{path} is kept: {'; '.join(told[found[0]])}. Take that away first, or strip it with "
+            f"force=True (on the command line --force)"
+        )
+    with new_attempt(counting, path, "strip", overwrite=True, force=force) as claim:
+        # Only now: what was committed before the claim is what it will replace.
+        with held_source(counting, path) as source:
+            if source != found:
+                raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
+            with phases.phase("write"):
+                records, linked = part.write(counting, f"{path}/{source[0]}", claim.folder)
+            with phases.phase("commit"):
+                index = part.index(claim, records)
+                _commit(counting, claim, index, source[1])
+        _move_guards(counting, path, source[1], claim)
+    report = report_of(path, index, phases.seconds, counting.reads, counting.writes, linked)
+    phases.done(report)
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is left of a checkpoint: `files` are its objects files that still hold something."""
+
+    source: Index
+    left: Stripped
+    files: Mapping[str, ObjectsFile]
+
+    @staticmethod
+    def of(storage: Storage, folder: str, index: Index, names: frozenset[str]) -> _Part:
+        """Read the objects files, and see what is left. ValueError if that makes no sense."""
+        files = {one.name: read_objects(storage, folder, one) for one in index.objects}
+        keys = top_level_keys(node for file in files.values() for node in file.tree)
+        left = strip_index(index, names, keys)
+        stripped = {name: _without(file, names, keys) for name, file in files.items()}
+        kept = {
+            name: file
+            for name, file in stripped.items()
+            if name == filenames.OBJECTS or file.values or file.per_rank
+        }
+        return _Part(index, left, kept)
+
+    def write(
+        self, storage: Storage, source: str, target: str
+    ) -> tuple[tuple[ObjectsFileRecord, ...], Tally]:
+        """Write the objects files, and link the shard files; return them, and what was linked."""
+        records = []
+        for name, file in sorted(self.files.items()):
+            _, nbytes, _, digest = write_objects(storage, target, name, objects_file.encode(file))
+            records.append(ObjectsFileRecord(name, nbytes, digest))
+        kept = {
+            filenames.shard_file(self.left.catalog.components[one.component].stem, one.rank)
+            for one in self.left.files
+        }
+        shards = {self.source.file_name(one): one for one in self.source.files}
+        linked = carry_files(
+            storage,
+            self.source,
+            source,
+            target,
+            {name: record for name, record in shards.items() if name in kept},
+            threads=Config.from_environment().threads,
+        )
+        return tuple(records), linked
+
+    def index(self, claim: Claim, objects: tuple[ObjectsFileRecord, ...]) -> Index:
+        """Return the index of what is left, of a save with an id of its own."""
+        return replace(
+            self.source,
+            attempt=claim.attempt.name,
+            save=secrets.token_hex(16),
+            catalog=self.left.catalog,
+            files=self.left.files,
+            objects=objects,
+            saved_by={**self.source.saved_by, "stripped_by": f"dist_ckpt {__version__}"},
+        )
+
+
+def _without(file: ObjectsFile, names: frozenset[str], keys: Mapping[str, None]) -> ObjectsFile:
+    def stays(fqn: str) -> bool:
+        return owner_of(fqn, keys) not in names
+
+    return replace(
+        file,
+        tree=tuple(strip_tree(file.tree, names, keys)),
+        values={fqn: value for fqn, value in file.values.items() if stays(fqn)},
+        per_rank={fqn: values for fqn, values in file.per_rank.items() if stays(fqn)},
+        numpy=tuple(fqn for fqn in file.numpy if stays(fqn)),
+    )
+
+
+def _commit(storage: Storage, claim: Claim, index: Index, source: Index) -> None:
+    """Commit, with what was measured, and the pin, put down before: so it is never without."""
+    sizes = {index.file_name(one): one.nbytes for one in index.files}
+    sizes |= {one.name: one.nbytes for one in index.objects}
+    order.check_files(storage, claim.folder, sizes)
+    if (places := _places(storage, claim, source)) is not None:
+        old, new = places
+        facts = read_facts(storage, new.root)
+        if measured := known_of(facts, 0.0).metrics.get(old):
+            put_metrics(storage, new.root, new.where, measured)
+        if (why := guards_of(facts, 0.0).pins.get(old)) is not None:
+            new.put(PIN, {"pinned": True, "why": why})
+    order.commit(storage, claim, index)
+
+
+def _move_guards(storage: Storage, path: str, source: Index, claim: Claim) -> None:
+    """Have the new attempt kept for what the old one was kept for, and the old one no more."""
+    if (places := _places(storage, claim, source)) is None:
+        return
+    old, new = places
+    guards = guards_of(read_facts(storage, new.root), 0.0)
+    for name in guards.tags.get(old, ()):
+        holds.tag(new, name)
+    if old in guards.pins:
+        holds.unpin(Subject(storage, new.root, path, old))
+
+
+def _places(storage: Storage, claim: Claim, source: Index) -> tuple[Where, Subject] | None:
+    """Return what facts are about: the source, and the new attempt. None if there are no facts."""
+    root = claim.path.rpartition("/")[0] or "/"
+    attempt = filenames.parse_attempt(source.attempt)
+    if source.step is None or attempt is None or not keeps_records(storage, root):
+        return None
+    new = Subject(storage, root, claim.path, (source.step, claim.attempt))
+    return (source.step, attempt), new
