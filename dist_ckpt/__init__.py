@@ -31,12 +31,9 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpointer.open_run import Stopped
     from dist_ckpt.checkpointer.resume import Init
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
-<<<<<<< HEAD
-    from dist_ckpt.loading.from_bytes import from_bytes, load_bytes
-=======
     from dist_ckpt.data.data_position import DataPosition
     from dist_ckpt.data.elastic_sampler import ElasticSampler
->>>>>>> ac143e4b8c8872b6744b30c11020e0d04a20ccfb
+    from dist_ckpt.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.loading.load import load
     from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
@@ -140,11 +137,8 @@ __all__ = [
     "open",
     "reshard",
     "save",
-<<<<<<< HEAD
-    "to_bytes",
-=======
     "strip",
->>>>>>> ac143e4b8c8872b6744b30c11020e0d04a20ccfb
+    "to_bytes",
     "verify",
 ]
 

@@ -257,6 +257,18 @@ def test_no_byte_can_change_unnoticed() -> None:
         dc.from_bytes(dc.to_bytes({}) + b"x")
 
 
+def test_a_header_that_says_the_same_in_another_way_is_refused() -> None:
+    data = dc.to_bytes(small())
+    end = 8 + int.from_bytes(data[:8], "little")
+    longer = (end - 8 + 4096).to_bytes(8, "little") + data[8:end] + b" " * 4096 + data[end:]
+    at = data.index(b"committed")
+    escaped = data[:at] + b"\\u0063" + data[at + 1 : end - 5] + data[end:]
+    assert json.loads(escaped[8:end]) == json.loads(longer[8 : end + 4096])
+    for changed in (longer, escaped):
+        with pytest.raises(CorruptError, match="its header is not as dist_ckpt writes it"):
+            dc.from_bytes(changed)
+
+
 def test_other_safetensors_files_are_named_as_what_they_are(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
     dc.save(small(), tmp_path / "ck")

@@ -45,11 +45,7 @@ ORDER = (
 )
 
 # What a reader can take in: `dist_ckpt` itself, one folder of it, one module.
-<<<<<<< HEAD
-MOST_FOLDERS = 22
-=======
 MOST_FOLDERS = 23
->>>>>>> ac143e4b8c8872b6744b30c11020e0d04a20ccfb
 MOST_FILES_BESIDE_THEM = 6
 MOST_MODULES = 16
 MOST_LINES = 400
