@@ -128,6 +128,10 @@ class _FilesInBytes:
         """Refuse."""
         raise _read_only(path)
 
+    def link(self, old: str, new: str) -> None:
+        """Refuse."""
+        raise _read_only(old)
+
     def rename(self, old: str, new: str) -> None:
         """Refuse."""
         raise _read_only(old)
@@ -155,6 +159,10 @@ class _FileInBytes:
     @property
     def nbytes(self) -> int:
         return len(self._first) + len(self._rest)
+
+    @property
+    def num_links(self) -> int:
+        return 1
 
     def read_into(self, offset: int, target: memoryview) -> int:
         done = 0
