@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from dist_ckpt.background.handle import SaveHandle
     from dist_ckpt.checkpointer.checkpointer import Checkpointer
     from dist_ckpt.checkpointer.open_run import Stopped
-    from dist_ckpt.checkpointer.resume import Init
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
     from dist_ckpt.data.data_position import DataPosition
     from dist_ckpt.data.elastic_sampler import ElasticSampler
     from dist_ckpt.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.loading.load import load
+    from dist_ckpt.loading.sources import Source
     from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.reshard import reshard
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dist_ckpt.offline.strip import strip
     from dist_ckpt.offline.verify import VerifyReport, verify
     from dist_ckpt.planning.sharding_config import ShardingConfig
-    from dist_ckpt.reports import LoadReport, SaveReport
+    from dist_ckpt.reports import LoadedSource, LoadReport, SaveReport
     from dist_ckpt.runs import keep
     from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
     from dist_ckpt.runs.removing import delete
@@ -60,7 +60,6 @@ _MODULES = {
     "AsyncSaver": "background.async_saver",
     "SaveHandle": "background.handle",
     "Checkpointer": "checkpointer.checkpointer",
-    "Init": "checkpointer.resume",
     "Stopped": "checkpointer.open_run",
     "every": "checkpointer.when",
     "at": "checkpointer.when",
@@ -70,6 +69,7 @@ _MODULES = {
     "to_bytes": "saving.to_bytes",
     "from_bytes": "loading.from_bytes",
     "load_bytes": "loading.from_bytes",
+    "Source": "loading.sources",
     "open": "offline.checkpoint",
     "Checkpoint": "offline.checkpoint",
     "verify": "offline.verify",
@@ -84,6 +84,7 @@ _MODULES = {
     "RunCheckpoint": "runs.listing",
     "SaveReport": "reports",
     "LoadReport": "reports",
+    "LoadedSource": "reports",
     "ShardingConfig": "planning.sharding_config",
     "LocalShard": "state.wrappers",
     "FlatShard": "state.wrappers",
@@ -110,8 +111,8 @@ __all__ = [
     "ExistsError",
     "FlatShard",
     "IncompatibleError",
-    "Init",
     "LoadReport",
+    "LoadedSource",
     "LocalShard",
     "Named",
     "NotFoundError",
@@ -122,6 +123,7 @@ __all__ = [
     "SaveHandle",
     "SaveReport",
     "ShardingConfig",
+    "Source",
     "Stopped",
     "StorageError",
     "VerifyReport",

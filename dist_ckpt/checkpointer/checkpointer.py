@@ -17,8 +17,9 @@ from dist_ckpt.checkpointer import when
 from dist_ckpt.checkpointer.keeper import Hooks, OnFailure
 from dist_ckpt.checkpointer.open_run import OpenRun, Stopped, open_run
 from dist_ckpt.checkpointer.options import RunOptions
-from dist_ckpt.checkpointer.resume import Init, ResumeOptions, init_of
+from dist_ckpt.checkpointer.resume import ResumeOptions
 from dist_ckpt.checkpointer.when import When
+from dist_ckpt.loading.sources import Sources
 from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runs.facts import checked_metrics
@@ -53,7 +54,8 @@ class Checkpointer:
     ranks agree without a collective and without waiting when nothing is due. `keep` says which
     checkpoints stay; None keeps all. They are pruned by rank 0 after a commit, in the background.
 
-    `init` is where a fresh run takes what it begins with: a path, a selector or a `dc.Init`. A
+    `init` is where a fresh run takes what it begins with, all that `dc.load` takes: a path, a
+    selector, a `dc.Source`, a list or a mapping of them, with `init_strict` as its `strict`. A
     resume always wins over it. `must_exist` refuses a fresh run; `read_only` resumes and changes
     nothing. `config` is saved with each checkpoint; what of it matches a pattern of `same` must be
     equal when a run goes on, all else is compared, and a difference logged. `include`, `exclude`
@@ -75,7 +77,8 @@ class Checkpointer:
         *,
         save: When = DEFAULT_SAVE,
         keep: Keep | None = None,
-        init: str | os.PathLike[str] | Init | None = None,
+        init: Sources | None = None,
+        init_strict: bool = True,
         must_exist: bool = False,
         read_only: bool = False,
         config: Mapping[str, object] | None = None,
@@ -104,7 +107,7 @@ class Checkpointer:
             save,
             keep,
             ResumeOptions(
-                *(init_of(init), must_exist, read_only, config, same),
+                *(init, init_strict, must_exist, read_only, config, same),
                 *(sharding, include, exclude, frozen),
             ),
             Hooks(on_commit, on_failure, max_failures),

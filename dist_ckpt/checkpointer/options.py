@@ -10,6 +10,7 @@ from dist_ckpt.checkpointer.keeper import Hooks
 from dist_ckpt.checkpointer.resume import ResumeOptions
 from dist_ckpt.checkpointer.when import When
 from dist_ckpt.format.plain_encoder import check_plain
+from dist_ckpt.loading.sources import text_of, uses_of
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.storage import open_storage
@@ -74,9 +75,15 @@ class RunOptions:
             ("must_exist", resume.must_exist),
             ("read_only", resume.read_only),
             ("background", self.background),
+            ("init_strict", resume.init_strict),
         ):
             if type(value) is not bool:
                 raise TypeError(f"{name}={value!r}: give True or False")
+        if resume.init is not None:
+            try:
+                uses_of(resume.init)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"init: {error}") from None
         if resume.must_exist and resume.init is not None:
             raise ValueError(
                 "init= is for a fresh run, and must_exist=True refuses one: give one of them"
@@ -115,7 +122,7 @@ class RunOptions:
             root=self.opened_root(),
             save=str(self.save),
             keep="" if self.keep is None else str(self.keep),
-            init="" if init is None else os.fspath(init.source),
+            init="" if init is None else text_of(init),
             must_exist=self.resume.must_exist,
             read_only=self.resume.read_only,
             background=self.background,

@@ -8,7 +8,7 @@ from typing import get_args
 
 from dist_ckpt.binding.rename import rename_of
 from dist_ckpt.loading.load_steps import ReadOnce
-from dist_ckpt.planning.selection import Selection, selection_of
+from dist_ckpt.planning.selection import Cast, Selection, cast_of, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
 
 
@@ -29,6 +29,7 @@ class LoadOptions:
     frozen: bool = True
     read_once: ReadOnce = "host"
     notes: bool = True
+    cast: Cast = None
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""
@@ -41,6 +42,7 @@ class LoadOptions:
             raise ValueError(f'read_once={self.read_once!r}: give "host", "job" or "off"')
         self.selection()
         rename_of(self.rename)
+        cast_of(self.cast)
 
     def selection(self) -> Selection:
         """Return which names are loaded. Raises TypeError or ValueError."""

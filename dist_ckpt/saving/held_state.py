@@ -12,7 +12,7 @@ from dist_ckpt.comm.session import Session
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.plain_encoder import encode_value
-from dist_ckpt.memory.protocol import Source
+from dist_ckpt.memory.protocol import CellSource
 from dist_ckpt.planning.plan import FilePlan, ReplicaDigests, ReplicaGroup, SavePlan
 from dist_ckpt.planning.save_planner import (
     HeldCells,
@@ -122,7 +122,7 @@ class HeldState:
             self._ranks.keep(known)
         return known
 
-    def _source_of(self, origins: Sequence[Origin], number: int) -> Source:
+    def _source_of(self, origins: Sequence[Origin], number: int) -> CellSource:
         fqn, held_number, part = origins[number]
         source = self.local.source(fqn, held_number)
         return source if part is None else source.part(part)

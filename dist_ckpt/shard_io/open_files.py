@@ -95,18 +95,20 @@ class OpenFiles:
             file.close()
 
 
-def open_files(
+def open_files(  # noqa: PLR0913 - both of the last are for who opens more than this
     storage: Storage,
     folder: str,
     index: Index,
     plan: LoadPlan,
     *,
     threads: int,
+    most_open: int = MAX_OPEN,
     known: Mapping[int, OpenFile] = MappingProxyType({}),
 ) -> OpenFiles:
     """Open the files that a plan reads, and check sizes, headers and every shard it needs.
 
-    `folder` is the attempt's; `known` are files that are open already. Raises CorruptError that
+    `folder` is the attempt's; `known` are files that are open already, and `most_open` is how many
+    more stay open. Raises CorruptError that
     names every file that is missing or damaged, the rank that wrote it and the tensors it is
     needed for; IncompatibleError if a newer dist_ckpt wrote it.
     """
@@ -117,7 +119,7 @@ def open_files(
         file = known.get(number)
         try:
             if file is None:
-                file = open_file(storage, folder, index, number, keep=len(opened) < MAX_OPEN)
+                file = open_file(storage, folder, index, number, keep=len(opened) < most_open)
                 opened[number] = file
         except CorruptError as error:
             problems.append(f"{error}; it holds {_names_of(plan[number])}")

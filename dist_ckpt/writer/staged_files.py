@@ -137,7 +137,7 @@ class _MappedImage:
 
 
 class StagedSource:
-    """One shard in the image of its file (`Source`). All calls but `nbytes` may wait."""
+    """One shard in the image of its file (`CellSource`). All calls but `nbytes` may wait."""
 
     __slots__ = ("_image", "_start", "_stop")
 
