@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
     from dist_ckpt.data.data_position import DataPosition
     from dist_ckpt.data.elastic_sampler import ElasticSampler
+    from dist_ckpt.loading.build import build
     from dist_ckpt.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.loading.load import load
     from dist_ckpt.loading.sources import Source
     from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
+    from dist_ckpt.offline.compare import Comparison, RunSummary, compare
     from dist_ckpt.offline.reshard import reshard
     from dist_ckpt.offline.run import Run
     from dist_ckpt.offline.strip import strip
@@ -70,11 +72,15 @@ _MODULES = {
     "from_bytes": "loading.from_bytes",
     "load_bytes": "loading.from_bytes",
     "Source": "loading.sources",
+    "build": "loading.build",
     "open": "offline.checkpoint",
     "Checkpoint": "offline.checkpoint",
     "verify": "offline.verify",
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
+    "compare": "offline.compare",
+    "Comparison": "offline.compare",
+    "RunSummary": "offline.compare",
     "backup": "offline.backup",
     "strip": "offline.strip",
     "average": "averaging.average",
@@ -104,6 +110,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Checkpointer",
+    "Comparison",
     "ConflictError",
     "CorruptError",
     "DataPosition",
@@ -120,6 +127,7 @@ __all__ = [
     "RankError",
     "Run",
     "RunCheckpoint",
+    "RunSummary",
     "SaveHandle",
     "SaveReport",
     "ShardingConfig",
@@ -131,7 +139,9 @@ __all__ = [
     "at_end",
     "average",
     "backup",
+    "build",
     "checkpoints",
+    "compare",
     "delete",
     "every",
     "from_bytes",

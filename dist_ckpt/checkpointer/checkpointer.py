@@ -24,6 +24,7 @@ from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runs.facts import checked_metrics
 from dist_ckpt.runs.keep import Keep
+from dist_ckpt.saving.attached import Attached
 from dist_ckpt.state.containers import MutableState
 
 DEFAULT_SAVE = when.every(minutes=30) | when.at_end | when.on_signal("TERM")
@@ -58,8 +59,11 @@ class Checkpointer:
     selector, a `dc.Source`, a list or a mapping of them, with `init_strict` as its `strict`. A
     resume always wins over it. `must_exist` refuses a fresh run; `read_only` resumes and changes
     nothing. `config` is saved with each checkpoint; what of it matches a pattern of `same` must be
-    equal when a run goes on, all else is compared, and a difference logged. `include`, `exclude`
-    and `frozen` say what of the state is saved and resumed, as in `dc.save` and `dc.load`.
+    equal when a run goes on, all else is compared, and a difference logged. So is `kind`, a short
+    text that says what the model is, and must be equal. `attach` is a function of a step that
+    returns what to attach to its checkpoint, as for `dc.save`; it is called on rank 0, when that
+    step is saved, by whatever policy. `include`, `exclude` and `frozen` say what of the state is
+    saved and resumed, as in `dc.save` and `dc.load`.
 
     With `background` a process of its own writes, see `dc.AsyncSaver`. A save that fails is told
     once, with what is safe, and tried again; `on_failure` is "warn", "raise" or a function that is
@@ -82,7 +86,9 @@ class Checkpointer:
         must_exist: bool = False,
         read_only: bool = False,
         config: Mapping[str, object] | None = None,
+        kind: str | None = None,
         same: Sequence[str] = (),
+        attach: Callable[[int], Attached | None] | None = None,
         sharding: ShardingConfig | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
@@ -107,12 +113,13 @@ class Checkpointer:
             save,
             keep,
             ResumeOptions(
-                *(init, init_strict, must_exist, read_only, config, same),
+                *(init, init_strict, must_exist, read_only, config, kind, same),
                 *(sharding, include, exclude, frozen),
             ),
             Hooks(on_commit, on_failure, max_failures),
             background=background,
             stop_within_s=stop_within_s,
+            attach=attach,
         )
         self._run = open_run(options, group, _check_alone)
         self._dropped = weakref.finalize(self, self._run.let_go)

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from dist_ckpt.background.async_saver import AsyncSaver
-from dist_ckpt.checkpointer.run_config import CONFIG, check_same
+from dist_ckpt.checkpointer.run_config import check_same
 from dist_ckpt.comm.exchange import COORDINATOR, Exchange
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.alive import told_sign
@@ -55,6 +55,7 @@ class ResumeOptions:
     must_exist: bool = False
     read_only: bool = False
     config: Mapping[str, object] | None = None
+    kind: str | None = None
     same: Sequence[str] = ()
     sharding: ShardingConfig | None = None
     include: str | Sequence[str] | None = None
@@ -199,13 +200,19 @@ class Resume:
         return tuple(f"{one.name} is damaged: {one.problem}" for one in damaged)
 
     def _check_config(self, newest: _RestorePoint) -> None:
-        if self.options.config is None:
+        config, kind = self.options.config, self.options.kind
+        if config is None and kind is None:
             return
         with open_checkpoint(newest.path) as checkpoint:
-            then = checkpoint.metadata.get(CONFIG)
-        if then is None:
+            then, kind_then = checkpoint.config, checkpoint.kind
+        if kind_then not in (kind, None) and kind is not None:
+            raise IncompatibleError(
+                f"{newest.path} is of the kind {kind_then!r}, and this run of {kind!r}: give the "
+                f"kind that it has, or another root"
+            )
+        if then is None or config is None:
             return
-        differs = check_same(then, self.options.config, self.options.same, newest.path)
+        differs = check_same(then, config, self.options.same, newest.path)
         if differs:
             _log.warning("%s was saved with another configuration: %s", newest.path, differs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,6 +37,7 @@ from dist_ckpt.planning.load_planner import problems_of
 from dist_ckpt.planning.read_sharing import BlockWants
 from dist_ckpt.planning.selection import EVERYTHING, Selection, cast_of, selection_of
 from dist_ckpt.reports import LoadedSource
+from dist_ckpt.runs.description import problems_of_description
 from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.shard_io.open_files import OpenFiles, read_objects
@@ -207,7 +208,11 @@ def examine(
     options, ranks = call.options, call.ranks
     from_memory = _serve(call, asked, found, stack)
     selection = asked.selection_in(found)
-    saved = _saved(options, asked, selection, found)
+    contents = [
+        _contents(storage, one)
+        for storage, one in zip(asked.storages, found.checkpoints, strict=True)
+    ]
+    saved = _saved(options, asked, selection, found, contents)
     with paused_collector():
         binding = bind(
             asked.template,
@@ -219,6 +224,7 @@ def examine(
         )
         wanted = by_checkpoint(binding.wanted, saved)
         problems = (
+            *_of_description(options, found, contents),
             *binding.problems,
             *(
                 problem
@@ -265,14 +271,28 @@ def _serve(call: LoadCall, asked: Asked, found: Found, stack: ExitStack) -> bool
     return any_kept
 
 
+# The main objects file of a checkpoint, and what reads those of its ranks.
+_Contents = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
+
+
+def _of_description(
+    options: LoadOptions, found: Found, contents: Sequence[_Contents]
+) -> Iterator[str]:
+    """Yield what is otherwise in a checkpoint's kind and configuration than who loads it has."""
+    for one, (main, _) in zip(found.checkpoints, contents, strict=True):
+        of_one = f"{one.path}, " if len(contents) > 1 else ""
+        for problem in problems_of_description(main.metadata, options.config, options.kind):
+            yield of_one + problem
+
+
 def _saved(
-    options: LoadOptions, asked: Asked, selection: Selection | Scopes, found: Found
+    options: LoadOptions,
+    asked: Asked,
+    selection: Selection | Scopes,
+    found: Found,
+    contents: Sequence[_Contents],
 ) -> Saved:
     """Return what the checkpoints hold, under the names of the state."""
-    contents = [
-        _contents(storage, one)
-        for storage, one in zip(asked.storages, found.checkpoints, strict=True)
-    ]
     with paused_collector():
         each = [
             saved_of(
@@ -291,10 +311,7 @@ def _saved(
         return merged(offers, [one.path for one in found.checkpoints])
 
 
-def _contents(
-    storage: Storage, one: FoundCheckpoint
-) -> tuple[ObjectsFile, Callable[[int], ObjectsFile]]:
-    """Return the main objects file of a checkpoint, and what reads those of its ranks."""
+def _contents(storage: Storage, one: FoundCheckpoint) -> _Contents:
     folder = f"{one.path}/{one.attempt.name}"
 
     def read(rank: int) -> ObjectsFile:

@@ -77,6 +77,8 @@ def load(
     check_first: bool = False,
     read_once: ReadOnce = "host",
     cast: Cast = None,
+    config: Mapping[str, object] | None = None,
+    kind: str | None = None,
 ) -> LoadReport:
     """Fill a state from the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -114,6 +116,9 @@ def load(
     they are read; so do others where nothing is lost, such as int32 into int64. IncompatibleError,
     once all is read, if a finite value would be infinite. What the load makes has the saved dtype.
 
+    `config` and `kind` are compared with those that the checkpoint was saved with, before anything
+    is touched: IncompatibleError tells each difference, also that it was saved without them.
+
     What background saves have left of this very checkpoint in the memory of a host is taken from
     there, checked like what is read from storage, unless another process still trains on it.
     """
@@ -128,6 +133,8 @@ def load(
         frozen=frozen,
         read_once=read_once,
         cast=cast,
+        config=config,
+        kind=kind,
     )
     return load_together(session_of(group), state, path, options, kept=KeptFiles(kept_on_host))
 

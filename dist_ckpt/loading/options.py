@@ -10,6 +10,7 @@ from dist_ckpt.binding.rename import rename_of
 from dist_ckpt.loading.load_steps import ReadOnce
 from dist_ckpt.planning.selection import Cast, Selection, cast_of, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.runs.description import check_description
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class LoadOptions:
     exclude: str | Sequence[str] | None = None
     rename: Mapping[str, str | None] | None = None
     frozen: bool = True
+    config: Mapping[str, object] | None = None
+    kind: str | None = None
     read_once: ReadOnce = "host"
     notes: bool = True
     cast: Cast = None
@@ -43,6 +46,7 @@ class LoadOptions:
         self.selection()
         rename_of(self.rename)
         cast_of(self.cast)
+        check_description(None, self.config, self.kind)
 
     def selection(self) -> Selection:
         """Return which names are loaded. Raises TypeError or ValueError."""

@@ -20,7 +20,12 @@ from dist_ckpt.memory.protocol import CellSource
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import FilePlan, SavePlan, Wanted
 from dist_ckpt.shard_io.block_reader import Reading
-from dist_ckpt.shard_io.open_files import OpenFile, open_files, read_objects
+from dist_ckpt.shard_io.open_files import (
+    OpenFile,
+    open_files,
+    read_attached_file,
+    read_objects,
+)
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.counting import CountingStorage
 
@@ -113,6 +118,13 @@ class Stored:
         for what in objects_file.lacking(file, record.name, self.index.catalog, contents):
             raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
         return file
+
+    def attached(self) -> dict[str, bytes]:
+        """Return what users have attached, by the names of its files in an attempt."""
+        return {
+            one.file_name: read_attached_file(self.storage, self._folder, one)
+            for one in self.index.attached
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from dist_ckpt import __version__
 from dist_ckpt.commit import attempts, order
-from dist_ckpt.commit.receipts import check_receipts, sizes_of
+from dist_ckpt.commit.receipts import attached_of, check_receipts, sizes_of
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE, runs_of
 from dist_ckpt.format.checksums import BLOCK_NBYTES
@@ -195,7 +195,7 @@ class _Reshard:
             step=self._stored.index.step,
             plans=files,
             sources=windows.sources,
-            objects=self._objects(rank),
+            objects={**self._objects(rank), **(self._stored.attached() if rank == 0 else {})},
         )
         # One thread: a window is read at a time, and its blocks are written in its order.
         return write_all(self._storage, folder, content, threads=1)
@@ -222,6 +222,7 @@ class _Reshard:
             catalog=self._plan.catalog,
             files=files,
             objects=objects_files,
+            attached=attached_of(receipts),
             saved_by={**self._stored.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
             saved_at=time.time(),
         )

@@ -84,15 +84,27 @@ class HeldState:
         found = {part.device for some in parts for part in some if part.is_cuda}
         return sorted(found, key=str)
 
-    def files(self, plan: SavePlan, step: int | None, metadata: Mapping[str, object]) -> RankFiles:
-        """Return what this rank writes. Its tensors may not be finished: `local.synchronize`."""
+    def files(
+        self,
+        plan: SavePlan,
+        step: int | None,
+        metadata: Mapping[str, object],
+        attached: Mapping[str, bytes],
+    ) -> RankFiles:
+        """Return what this rank writes. Its tensors may not be finished: `local.synchronize`.
+
+        Rank 0 writes what users attach, beside the objects files.
+        """
         with paused_collector():
             part = self._part(plan)
+        objects = objects_files(plan, self.local, self._rank, metadata)
+        if self._rank == 0:
+            objects |= {filenames.attached_file(name): data for name, data in attached.items()}
         return RankFiles(
             step=step,
             plans=part.files,
             sources=tuple(partial(self._source_of, origins) for origins in part.origins),
-            objects=objects_files(plan, self.local, self._rank, metadata),
+            objects=objects,
         )
 
     def replica_digests(self, plan: SavePlan) -> ReplicaDigests:

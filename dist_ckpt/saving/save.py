@@ -25,6 +25,7 @@ from dist_ckpt.format.strict_json import Scalar, is_text
 from dist_ckpt.planning.selection import Selection, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, SaveReport
+from dist_ckpt.runs.description import check_description, described
 from dist_ckpt.saving.agreement import (
     Agreed,
     Planned,
@@ -32,6 +33,7 @@ from dist_ckpt.saving.agreement import (
     last_plan,
     plan_together,
 )
+from dist_ckpt.saving.attached import Attached, AttachedNow, read_attached
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
 from dist_ckpt.saving.held_state import HeldState
 from dist_ckpt.shard_io.shard_writer import write_all
@@ -59,6 +61,9 @@ class SaveOptions:
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
     frozen: bool = True
+    config: Mapping[str, object] | None = None
+    kind: str | None = None
+    attach: Attached | AttachedNow | None = None
     run: OfRun | None = None
     boundary: int | None = None
     hurries: Callable[[], bool] = bool
@@ -78,6 +83,11 @@ class SaveOptions:
             if not isinstance(self.metadata, Mapping):
                 raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
             check_plain(dict(self.metadata), "metadata")
+        check_description(self.metadata, self.config, self.kind)
+
+    def all_metadata(self) -> dict[str, object]:
+        """Return the metadata, with the configuration and the kind in it."""
+        return described(self.metadata, self.config, self.kind)
 
     def held(self, ranks: Session, state: State) -> HeldState:
         """See what this rank holds of a state. ValueError, TypeError for what cannot be saved."""
@@ -100,6 +110,9 @@ def save(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     frozen: bool = True,
+    config: Mapping[str, object] | None = None,
+    kind: str | None = None,
+    attach: Attached | None = None,
 ) -> SaveReport:
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -111,11 +124,22 @@ def save(
     checkpoint that is there once the new one is durable; `metadata` is plain data to keep with
     it. `include` and `exclude` are globs on the names of the state, as of `dc.load`, each of which
     must match one; `frozen=False` leaves parameters out that require no gradient. Load such a
-    checkpoint with the same three options. Raises ValueError or TypeError for a state that cannot
-    be saved, that ranks disagree on, or for a pattern that matches nothing; ExistsError,
-    ConflictError, StorageError, and RankError if a rank dies or never calls.
+    checkpoint with the same three options.
+
+    `config` is what the model was made from, a dict of plain data, and `kind` a short text that
+    says what it is: they are kept as the metadata's `config` and `kind`, for `dc.load` to compare
+    and for `dc.build` to make the model from. `attach` are small files to keep with it, by name: a
+    `Path`, whose file is read now, bytes, or a dict or list that becomes JSON; 100 files and 64 MiB
+    at most. They are rank 0's; another rank gives none, or the same.
+
+    Raises ValueError or TypeError for a state that cannot be saved, that ranks disagree on, or for
+    a pattern that matches nothing; ExistsError, ConflictError, StorageError, and RankError if a
+    rank dies or never calls.
     """
-    options = SaveOptions(step, sharding, overwrite, metadata, include, exclude, frozen)
+    options = SaveOptions(
+        *(step, sharding, overwrite, metadata, include, exclude, frozen),
+        *(config, kind, attach),
+    )
     return save_together(session_of(group), state, path, options)
 
 
@@ -163,6 +187,7 @@ class _ClaimedSave:
     storage: CountingStorage
     request: SaveRequest
     held: HeldState
+    attached: Mapping[str, bytes]
     planned: Planned
     attempt: Attempt
     run: AttemptRun
@@ -185,7 +210,8 @@ def _agree_and_claim(
             options.check()
             own, path = open_storage(where)
             counting = CountingStorage(storage or own)
-            request = request_of(counting, path, options)
+            attached = read_attached(options.attach)
+            request = request_of(counting, path, options, attached)
             run = AttemptRun(ranks.channel, ranks.config, request)
             held = options.held(ranks, state)
             last = last_plan(ranks, held.inventory)
@@ -211,7 +237,7 @@ def _agree_and_claim(
         raise
     attempt = parse_attempt(name)
     assert attempt is not None
-    return _ClaimedSave(counting, request, held, planned, attempt, run)
+    return _ClaimedSave(counting, request, held, attached, planned, attempt, run)
 
 
 def _write(ranks: Session, claimed: _ClaimedSave, options: SaveOptions) -> PartWritten:
@@ -222,16 +248,18 @@ def _write(ranks: Session, claimed: _ClaimedSave, options: SaveOptions) -> PartW
     files = write_all(
         claimed.storage,
         f"{claimed.request.path}/{claimed.attempt.name}",
-        held.files(plan, options.step, options.metadata or {}),
+        held.files(plan, options.step, options.all_metadata(), claimed.attached),
         threads=ranks.config.threads,
         slots=ranks.slots,
     )
     return PartWritten(files, held.replica_digests(plan), time.monotonic() - start)
 
 
-def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest:
+def request_of(
+    storage: Storage, path: str, options: SaveOptions, attached: Mapping[str, bytes]
+) -> SaveRequest:
     """Return what a save with these options, which make sense, asks for."""
-    metadata = dict(options.metadata or {})
+    metadata = options.all_metadata()
     return SaveRequest(
         storage=storage,
         path=path,
@@ -243,6 +271,7 @@ def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest
         run=options.run,
         boundary=options.boundary,
         chosen=str(options.selection()),
+        attached=tuple((name, document_digest(data)) for name, data in sorted(attached.items())),
     )
 
 

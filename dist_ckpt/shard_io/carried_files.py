@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 
 from dist_ckpt.errors import ConflictError, CorruptError, StorageError
 from dist_ckpt.format.checksums import block_digest, document_digest
-from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
+from dist_ckpt.format.index import AttachedFileRecord, Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.reports import Tally
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import BlockRead, every_block, reads_of
@@ -22,13 +22,15 @@ from dist_ckpt.shard_io.open_files import (
 from dist_ckpt.storage import ReadableFile, Storage, WritableFile
 from dist_ckpt.storage.linking import linked
 
-FileRecord = ShardFileRecord | ObjectsFileRecord
+_Document = ObjectsFileRecord | AttachedFileRecord
+FileRecord = ShardFileRecord | _Document
 
 
 def files_of(index: Index) -> dict[str, FileRecord]:
     """Return all files that an index lists, by name."""
     shards = {index.file_name(record): record for record in index.files}
-    return {**shards, **{record.name: record for record in index.objects}}
+    attached = {record.file_name: record for record in index.attached}
+    return {**shards, **{record.name: record for record in index.objects}, **attached}
 
 
 def carry_files(
@@ -98,7 +100,7 @@ def _checked(file: OpenFile, source: ReadableFile, one: BlockRead) -> memoryview
     return data
 
 
-def _copy_document(storage: Storage, record: ObjectsFileRecord, old: str, new: str) -> None:
+def _copy_document(storage: Storage, record: _Document, old: str, new: str) -> None:
     try:
         source = storage.open(old)
     except FileNotFoundError as error:

@@ -13,7 +13,7 @@ from dist_ckpt.errors import CorruptError, listed
 from dist_ckpt.format import checksums, objects_file
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, Span
-from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
+from dist_ckpt.format.index import AttachedFileRecord, Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.format.plain_types import StandIn
 from dist_ckpt.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
@@ -300,6 +300,18 @@ def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecor
     path = f"{folder}/{record.name}"
     if record.nbytes > objects_file.MAX_NBYTES:
         raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
+    return _read_whole(storage, path, record)
+
+
+def read_attached_file(storage: Storage, folder: str, record: AttachedFileRecord) -> bytes:
+    """Return the bytes of a file that a user has attached. CorruptError if they are others."""
+    return _read_whole(storage, f"{folder}/{record.file_name}", record)
+
+
+def _read_whole(
+    storage: Storage, path: str, record: ObjectsFileRecord | AttachedFileRecord
+) -> bytes:
+    """Return the bytes of a file that has one digest. CorruptError if they are others."""
     try:
         file = storage.open(path)
     except FileNotFoundError as error:
