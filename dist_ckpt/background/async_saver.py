@@ -151,7 +151,7 @@ class AsyncSaver:
         with self._ranks.operation("AsyncSaver"):
             self._open()
 
-    def save(
+    def save(  # noqa: PLR0913 - the options of `dc.save`
         self,
         state: State,
         path: str | os.PathLike[str],
@@ -160,6 +160,7 @@ class AsyncSaver:
         sharding: ShardingConfig | None = None,
         overwrite: bool = False,
         metadata: Mapping[str, object] | None = None,
+        reuse: str | Sequence[str] = (),
     ) -> SaveHandle:
         """Save a state as the checkpoint at `path`. Collective: every rank calls this.
 
@@ -171,7 +172,8 @@ class AsyncSaver:
         raised instead, once, on all ranks: that one made no checkpoint, this one was not begun,
         and the next call goes on.
         """
-        return self.save_with(state, path, SaveOptions(step, sharding, overwrite, metadata))
+        options = SaveOptions(step, sharding, overwrite, metadata, reuse)
+        return self.save_with(state, path, options)
 
     def save_with(
         self, state: State, path: str | os.PathLike[str], options: SaveOptions

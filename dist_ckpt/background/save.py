@@ -121,11 +121,11 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
         options.check()
         check_no_capture()
         request = request_of(*open_storage(where), options)
-        held = HeldState.take(ranks, state, options.sharding)
+        held = HeldState.take(ranks, state, options.sharding, options.reuse)
         last = last_plan(ranks, held.inventory)
         if last is not None:
             room = _make_room(call, request, held, last)
-        if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch)):
+        if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, held.unmatched)):
             name = secrets.token_hex(16) if is_plan_good(offers) else ""
             agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
     agreed = agreeing.result(Agreed)

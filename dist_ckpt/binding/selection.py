@@ -35,19 +35,20 @@ def selection_of(
     include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
 ) -> Selection:
     """Check a load's `include` and `exclude`. Raises TypeError or ValueError."""
-    chosen = None if include is None else _patterns(include, "include")
+    chosen = None if include is None else patterns(include, "include")
     if chosen == ():
         raise ValueError("include=[] selects nothing: give patterns, or None for everything")
-    return Selection(chosen, () if exclude is None else _patterns(exclude, "exclude"))
+    return Selection(chosen, () if exclude is None else patterns(exclude, "exclude"))
 
 
-def _patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
+def patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
+    """Return the patterns that an option gives, one or several. Raises TypeError or ValueError."""
     if not isinstance(value, Iterable):
         raise TypeError(f"{option}={value!r}: give names or patterns as strings")
-    patterns = (value,) if isinstance(value, str) else tuple(value)
-    for pattern in patterns:
+    given = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in given:
         if not isinstance(pattern, str):
             raise TypeError(f"{option} has {pattern!r}: give names or patterns as strings")
         if not pattern:
             raise ValueError(f"{option} has an empty pattern: give a name or a pattern")
-    return patterns
+    return given

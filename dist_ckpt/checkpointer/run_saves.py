@@ -109,6 +109,7 @@ class RunSaves:
             self.options.resume.sharding,
             overwrite=step in self._begun,
             metadata=None if config is None else {CONFIG: dict(config)},
+            reuse=self.options.reuse,
             run=self.run,
             boundary=boundary,
             hurries=hurries,

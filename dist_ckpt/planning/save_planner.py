@@ -47,6 +47,7 @@ from dist_ckpt.planning.plan import (
     TensorEntry,
     View,
 )
+from dist_ckpt.planning.reused_parts import merged_reused, with_reused_parts
 from dist_ckpt.planning.write_batches import batches_of
 
 
@@ -98,6 +99,7 @@ def plan_save(
             component=numbers.get(tensor.component, 0),
         )
         records[fqn] = alike.setdefault(record, record)
+    components, parts = with_reused_parts(components, records, merged_reused(bodies))
     values, keys = value_holders(bodies), key_holders(bodies)
     found = merged_parameters(bodies)
     catalog = Catalog(
@@ -113,7 +115,7 @@ def plan_save(
     )
     split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
     names, numpy = merged_names(bodies), merged_numpy(bodies)
-    return SavePlan(catalog, split, values, keys, tree, names, numpy)
+    return SavePlan(catalog, split, values, keys, tree, names, numpy, parts)
 
 
 def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
@@ -126,7 +128,7 @@ def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
             if catalog.layouts[record.layout].holder(number, record.rotation) == rank:
                 entry = fqn, record.dtype, record.shape, cell
                 cells.setdefault(record.component, []).append(entry)
-    return tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+    return tuple(_file_plan(plan, number, rank, cells[number]) for number in sorted(cells))
 
 
 def items_of_ranks(plan: SavePlan) -> Iterator[tuple[FilePlan, ...]]:
@@ -134,9 +136,8 @@ def items_of_ranks(plan: SavePlan) -> Iterator[tuple[FilePlan, ...]]:
 
     `items_of` looks through the whole plan, so that to call it for every rank is quadratic.
     """
-    catalog = plan.catalog
-    for rank, cells in enumerate(cells_of_ranks(catalog)):
-        yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+    for rank, cells in enumerate(cells_of_ranks(plan.catalog)):
+        yield tuple(_file_plan(plan, number, rank, cells[number]) for number in sorted(cells))
 
 
 # (fqn, dtype, shape of the tensor, cell) of each shard in some files, by component.
@@ -362,15 +363,15 @@ def _contains(ranks: tuple[int, ...], rank: int) -> bool:
 
 
 def _file_plan(
-    catalog: Catalog, number: int, rank: int, cells: Sequence[tuple[str, str, Shape, Cell]]
+    plan: SavePlan, number: int, rank: int, cells: Sequence[tuple[str, str, Shape, Cell]]
 ) -> FilePlan:
-    component = catalog.components[number]
+    component = plan.catalog.components[number]
     shards = arrange(cells)
     header = header_text(
         shards,
         component=component.name,
         rank=rank,
-        world_size=catalog.world_size,
+        world_size=plan.catalog.world_size,
         block_nbytes=BLOCK_NBYTES,
     )
     return FilePlan(
@@ -380,4 +381,5 @@ def _file_plan(
         items=shards,
         block_nbytes=BLOCK_NBYTES,
         batches=batches_of((s.span.nbytes for s in shards), BLOCK_NBYTES),
+        is_reused=number in plan.reused,
     )

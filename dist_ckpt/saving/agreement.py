@@ -33,11 +33,12 @@ class Planned:
 
 
 class Offer(Message, frozen=True):
-    """What a rank asks for, all but the last two the same on all.
+    """What a rank asks for, all but the last three the same on all.
 
     `metadata` is a digest of the user's metadata. `root` and `start` are of the run that saves, ""
-    and 0 without one, and `boundary` is which of its boundaries this is. `last` is the name of the
-    last plan's save if it still is good here, else ""; `bulk` numbers the bulk connections.
+    and 0 without one, and `boundary` is which of its boundaries this is. `unmatched` are the
+    patterns of `reuse` that match nothing on this rank. `last` is the name of the last plan's save
+    if it still is good here, else ""; `bulk` numbers the bulk connections.
     """
 
     step: int | None  # first: of a run's steps that differ people know more than of their paths
@@ -47,11 +48,13 @@ class Offer(Message, frozen=True):
     root: str
     start: int
     boundary: int | None
+    reuse: tuple[str, ...]
+    unmatched: tuple[str, ...]
     last: str
     bulk: int
 
 
-_ALIKE = Offer.__struct_fields__[:-2]
+_ALIKE = Offer.__struct_fields__[:-3]
 
 
 class Agreed(Message, frozen=True):
@@ -73,6 +76,12 @@ def last_plan(ranks: Session, inventory: Inventory) -> Planned | None:
 def is_plan_good(told: Sequence[Offer]) -> bool:
     """Say whether the last plan is good on all ranks. ValueError if these want different things."""
     check_alike("save", told, _ALIKE)
+    for pattern in told[0].reuse:
+        if all(pattern in one.unmatched for one in told):
+            raise ValueError(
+                f"reuse={pattern!r} matches no tensor of the state: give names, or patterns such "
+                f"as 'model.base.*'"
+            )
     names = {one.last for one in told}
     return len(names) == 1 and "" not in names
 

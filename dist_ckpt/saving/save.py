@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
 import torch
@@ -13,6 +13,7 @@ from msgspec.structs import asdict
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__
+from dist_ckpt.binding.selection import patterns
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
@@ -33,7 +34,7 @@ from dist_ckpt.saving.agreement import (
 )
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
 from dist_ckpt.saving.held_state import HeldState
-from dist_ckpt.shard_io.shard_writer import write_all
+from dist_ckpt.shard_io.reuse import EarlierSaves, SavedFiles, write_or_link
 from dist_ckpt.state.containers import State
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
@@ -47,14 +48,16 @@ MAX_MIRRORED_CHARS = 1024
 class SaveOptions:
     """The options of `save`, checked by `check` once a rank's error can reach the others.
 
-    Not of users are the last three: the start of a run that saves, at which of its boundaries, and
-    whether time is short just now, so that a save in the background must not wait for another.
+    `reuse` is one pattern, or several, on the names of tensors. Not of users are the last three:
+    the start of a run that saves, at which of its boundaries, and whether time is short just now,
+    so that a save in the background must not wait for another.
     """
 
     step: int | None = None
     sharding: ShardingConfig | None = None
     overwrite: bool = False
     metadata: Mapping[str, object] | None = None
+    reuse: str | Sequence[str] = ()
     run: OfRun | None = None
     boundary: int | None = None
     hurries: Callable[[], bool] = bool
@@ -73,6 +76,7 @@ class SaveOptions:
             if not isinstance(self.metadata, Mapping):
                 raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
             check_plain(dict(self.metadata), "metadata")
+        patterns(self.reuse, "reuse")
 
 
 def save(
@@ -84,6 +88,7 @@ def save(
     group: ProcessGroup | None = None,
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
+    reuse: str | Sequence[str] = (),
 ) -> SaveReport:
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -93,10 +98,18 @@ def save(
 
     `sharding` says how plain local tensors are parts of global ones; `overwrite` replaces the
     checkpoint that is there once the new one is durable; `metadata` is plain data to keep with
-    it. Raises ValueError or TypeError for a state that cannot be saved or that ranks disagree
-    on, ExistsError, ConflictError, StorageError, and RankError if a rank dies or never calls.
+    it.
+
+    Tensors whose names match `reuse`, by patterns as those of `dc.load`, get files of their own.
+    What does not change, such as frozen weights, is written by the first two saves of this group;
+    later ones of the same layout link to those files, where the storage makes hard links, and the
+    older checkpoint is there and whole; else they write. A file has at most 8 names, and is read
+    back within 8 saves before it gets another.
+
+    Raises ValueError or TypeError for a state that cannot be saved or that ranks disagree on,
+    ExistsError, ConflictError, StorageError, and RankError if a rank dies or never calls.
     """
-    options = SaveOptions(step, sharding, overwrite, metadata)
+    options = SaveOptions(step, sharding, overwrite, metadata, reuse)
     return save_together(session_of(group), state, path, options)
 
 
@@ -118,6 +131,9 @@ def save_together(
             verdict = run.write_and_commit(
                 claimed.planned.text, claimed.attempt, lambda: _write(ranks, claimed, options)
             )
+        for saved in claimed.parts:
+            claimed.earlier.committed(plan, saved)
+        ranks.keep(claimed.earlier)
         with phases.phase("clean up"):
             run.clean_up()
         report = SaveReport(
@@ -139,7 +155,10 @@ def save_together(
 
 @dataclass(frozen=True, slots=True)
 class _ClaimedSave:
-    """What all ranks save, and this one holds; the attempt is claimed."""
+    """What all ranks save, and this one holds; the attempt is claimed.
+
+    `earlier` are the saves before, and `parts` what this rank has written for later ones.
+    """
 
     storage: CountingStorage
     request: SaveRequest
@@ -147,6 +166,8 @@ class _ClaimedSave:
     planned: Planned
     attempt: Attempt
     run: AttemptRun
+    earlier: EarlierSaves
+    parts: list[SavedFiles] = field(default_factory=list)
 
 
 def _agree_and_claim(
@@ -168,9 +189,9 @@ def _agree_and_claim(
             counting = CountingStorage(storage or own)
             request = request_of(counting, path, options)
             run = AttemptRun(ranks.channel, ranks.config, request)
-            held = HeldState.take(ranks, state, options.sharding)
+            held = HeldState.take(ranks, state, options.sharding, options.reuse)
             last = last_plan(ranks, held.inventory)
-            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch)):
+            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, held.unmatched)):
                 name = run.claim() if is_plan_good(offers) else ""
                 agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
         agreed = agreeing.result(Agreed)
@@ -191,7 +212,8 @@ def _agree_and_claim(
         raise
     attempt = parse_attempt(name)
     assert attempt is not None
-    return _ClaimedSave(counting, request, held, planned, attempt, run)
+    earlier = ranks.kept(EarlierSaves) or EarlierSaves()
+    return _ClaimedSave(counting, request, held, planned, attempt, run, earlier)
 
 
 def _write(ranks: Session, claimed: _ClaimedSave, options: SaveOptions) -> PartWritten:
@@ -199,14 +221,17 @@ def _write(ranks: Session, claimed: _ClaimedSave, options: SaveOptions) -> PartW
     start = time.monotonic()
     held, plan = claimed.held, claimed.planned.plan
     held.local.synchronize()
-    files = write_all(
+    part = write_or_link(
         claimed.storage,
         f"{claimed.request.path}/{claimed.attempt.name}",
         held.files(plan, options.step, options.metadata or {}),
+        claimed.earlier.of(plan),
         threads=ranks.config.threads,
         slots=ranks.slots,
     )
-    return PartWritten(files, held.replica_digests(plan), time.monotonic() - start)
+    claimed.parts.append(part.saved)
+    seconds = time.monotonic() - start
+    return PartWritten(part.receipts, held.replica_digests(plan), seconds, part.linked)
 
 
 def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest:
@@ -222,6 +247,7 @@ def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest
         saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
         run=options.run,
         boundary=options.boundary,
+        reuse=patterns(options.reuse, "reuse"),
     )
 
 

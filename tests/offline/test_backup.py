@@ -281,7 +281,7 @@ def test_of_two_backups_at_once_one_is_told_of_the_other_and_one_is_there() -> N
 def test_a_backup_after_one_that_died_anywhere_outlives_a_power_cut() -> None:
     number, calls = 0, 1
     while number < calls:
-        number += 1 if IS_LONG else 3
+        number += 1
         disk = CrashStorage()
         disk.make_folder(ROOT)
         disk.sync("/")
@@ -290,6 +290,8 @@ def test_a_backup_after_one_that_died_anywhere_outlives_a_power_cut() -> None:
         with suppress(CheckpointError):
             kept(dying)
         calls = dying.calls
+        if not (IS_LONG or dying.failed.startswith("sync")):
+            continue
         kept(disk)
         disk.mark("kept")
         for point, storage in states(disk.log, since="kept", limit=5):
