@@ -25,12 +25,15 @@ from dist_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
+    from dist_ckpt.averaging.average import average
     from dist_ckpt.background.async_saver import AsyncSaver
     from dist_ckpt.background.handle import SaveHandle
     from dist_ckpt.checkpointer.checkpointer import Checkpointer
     from dist_ckpt.checkpointer.open_run import Stopped
     from dist_ckpt.checkpointer.resume import Init
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
+    from dist_ckpt.data.data_position import DataPosition
+    from dist_ckpt.data.elastic_sampler import ElasticSampler
     from dist_ckpt.loading.load import load
     from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
@@ -69,6 +72,7 @@ _MODULES = {
     "reshard": "offline.reshard",
     "backup": "offline.backup",
     "strip": "offline.strip",
+    "average": "averaging.average",
     "Run": "offline.run",
     "delete": "runs.removing",
     "checkpoints": "runs.listing",
@@ -81,6 +85,8 @@ _MODULES = {
     "PerRank": "state.wrappers",
     "RNG": "state.wrappers",
     "Named": "state.wrappers",
+    "DataPosition": "data.data_position",
+    "ElasticSampler": "data.elastic_sampler",
 }
 
 # Public modules, imported when first used as well.
@@ -94,6 +100,8 @@ __all__ = [
     "Checkpointer",
     "ConflictError",
     "CorruptError",
+    "DataPosition",
+    "ElasticSampler",
     "ExistsError",
     "FlatShard",
     "IncompatibleError",
@@ -114,6 +122,7 @@ __all__ = [
     "VerifyReport",
     "at",
     "at_end",
+    "average",
     "backup",
     "checkpoints",
     "delete",

@@ -151,7 +151,7 @@ class AsyncSaver:
         with self._ranks.operation("AsyncSaver"):
             self._open()
 
-    def save(  # noqa: PLR0913 - the options of `dc.save`
+    def save(  # noqa: PLR0913 - those of dc.save
         self,
         state: State,
         path: str | os.PathLike[str],
@@ -160,6 +160,9 @@ class AsyncSaver:
         sharding: ShardingConfig | None = None,
         overwrite: bool = False,
         metadata: Mapping[str, object] | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        frozen: bool = True,
         reuse: str | Sequence[str] = (),
     ) -> SaveHandle:
         """Save a state as the checkpoint at `path`. Collective: every rank calls this.
@@ -172,7 +175,7 @@ class AsyncSaver:
         raised instead, once, on all ranks: that one made no checkpoint, this one was not begun,
         and the next call goes on.
         """
-        options = SaveOptions(step, sharding, overwrite, metadata, reuse)
+        options = SaveOptions(step, sharding, overwrite, metadata, include, exclude, frozen, reuse)
         return self.save_with(state, path, options)
 
     def save_with(

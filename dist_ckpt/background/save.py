@@ -121,7 +121,7 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
         options.check()
         check_no_capture()
         request = request_of(*open_storage(where), options)
-        held = HeldState.take(ranks, state, options.sharding, options.reuse)
+        held = options.held(ranks, state)
         last = last_plan(ranks, held.inventory)
         if last is not None:
             room = _make_room(call, request, held, last)

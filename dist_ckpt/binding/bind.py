@@ -24,13 +24,14 @@ from dist_ckpt.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.binding.rename import rules_for
 from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.saved_tree import Saved, saved_of
-from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.template import Template, survey
 from dist_ckpt.binding.values import Known, Made, Value, filled, taken
+from dist_ckpt.data.data_position import DataPosition
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 from dist_ckpt.format.index import Key
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.planning.plan import Wanted
+from dist_ckpt.planning.selection import Selection
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.state.containers import entries_of, join, kind_of
 from dist_ckpt.state.read_tree import has_state, users_code
@@ -76,9 +77,9 @@ class Binding:
     names that the state asks for and the checkpoint lacks. `unclaimed`: saved names that this
     rank's state does not ask for, as the catalog has them; those that no rank asks for are
     unexpected (`unexpected_problem` words the error). `dropped`: what a policy or a rename left
-    out. `makes_memory`: whether `allocate` makes tensors, or only says where those of the state
-    are; `places`, `loads_objects`: whether the methods `place` and `load_objects` have anything to
-    do.
+    out. `unmatched`: the problems of patterns that match no name. `makes_memory`: whether
+    `allocate` makes tensors, or only says where those of the state are; `places`, `loads_objects`:
+    whether the methods `place` and `load_objects` have anything to do.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -93,14 +94,13 @@ class Binding:
         self.places = bool(requests.assigns or requests.effects)
         self.loads_objects = bool(requests.loads or requests.generators)
         self.unclaimed = requests.unclaimed()
+        self.unmatched = () if saved.problems else requests.unmatched()
         self.problems = (*saved.problems, *requests.problems)
         if saved.problems:
             # A rename that makes no sense: what is at which name will only be known without it.
             self.unclaimed = ()
-        elif requests.strict:
-            self.problems += requests.unmatched()
-            if self.missing:
-                self._explain_missing()
+        elif requests.strict and self.missing:
+            self._explain_missing()
         if not self.problems:
             self.problems = tuple(self._strange_generators())
 
@@ -290,6 +290,10 @@ def _per_rank(requests: Requests, name: str, leaf: PerRankLeaf) -> None:
 
 def _object(requests: Requests, name: str, leaf: ObjectLeaf) -> None:
     """Ask for all of an object's state: it says itself what it takes of it."""
+    if requests.selected(name) and requests.saved.keys_of(name) is not None:
+        remedy = "load it in a dc.PerRank as it was saved in"
+        requests.misfit(name, f"a {type(leaf.owner).__name__}", remedy)
+        return
     if requests.lacks(name) or (state := requests.subtree(name, leaf.content)) is None:
         return
     saved = [name, *requests.saved.below(name)]
@@ -301,6 +305,11 @@ def _object(requests: Requests, name: str, leaf: ObjectLeaf) -> None:
             f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
             f"{left_out[0]!r} is left out: exclude all of it"
         )
+    if isinstance(leaf.owner, DataPosition):
+        try:
+            leaf.owner.check(state())  # it has no tensors: all of it is known
+        except IncompatibleError as error:
+            requests.problems.append(f"{name}: {error}")
     _load(requests, name, leaf.owner, state)
 
 

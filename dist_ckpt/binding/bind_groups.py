@@ -126,7 +126,13 @@ class GroupBinding:
             live = read_value(self.group.get(str(key)), child)
             if (tensor := requests.subtree(child, live)) is not None:
                 options[str(key)] = tensor
-        return {key: option for key, option in options.items() if key not in LOCAL_KEYS}
+        return {key: o for key, o in options.items() if key not in LOCAL_KEYS and self._takes(key)}
+
+    def _takes(self, key: str) -> bool:
+        """Say whether no pattern leaves out just this hyperparameter of a group that is loaded."""
+        selected = self.requests.selected
+        names = (self.fqn, *self.sources)
+        return all(selected(join(name, key)) for name in names if selected(name))
 
     def _check_agreement(self, saved: Mapping[str, Mapping[str, Value]]) -> None:
         """Report hyperparameters, of which none is a tensor, that differ between saved groups."""
@@ -149,7 +155,7 @@ class GroupBinding:
         A switch may be missing: torch's versions add some. One that is on here and was off may
         need state that was not saved.
         """
-        live = {key: self.group[key] for key in defaults if key in self.group}
+        live = {key: self.group[key] for key in defaults if key in self.group and self._takes(key)}
         absent = [
             key
             for key, value in live.items()

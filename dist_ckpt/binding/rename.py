@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from operator import eq
 
-from dist_ckpt.state.containers import join, names_above
+from dist_ckpt.planning.selection import names_above
+from dist_ckpt.state.containers import join
 
 _WILDCARD = re.compile(r"(\*+|\{[^{}]*\}|[{}])")
 # So many missing names are looked into: each costs a look at all saved names that are free.

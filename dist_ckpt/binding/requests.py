@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 
 from dist_ckpt.binding.fresh_compounds import fresh_compound
 from dist_ckpt.binding.saved_tree import Saved, mesh_text
-from dist_ckpt.binding.selection import Selection
 from dist_ckpt.binding.targets import Beside, Targets
 from dist_ckpt.binding.template import Template
 from dist_ckpt.binding.values import Known, Made, Value, resharded
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.index import Key
+from dist_ckpt.planning.selection import Selection
 from dist_ckpt.state.compounds import difference
 from dist_ckpt.state.containers import RECORD, PathKey, entries_of, join
 from dist_ckpt.state.local_tensors import class_name
@@ -69,12 +70,8 @@ class Requests:
         return name in self._selection
 
     def unmatched(self) -> tuple[str, ...]:
-        """Return the problem of each pattern of `include` that no saved name matches."""
-        return tuple(
-            f"include: {pattern!r} matches no saved name: mend or remove it"
-            for pattern in self._selection.include or ()
-            if not any(name in Selection((pattern,)) for name in self.saved.leaves)
-        )
+        """Return the problem of each pattern that matches no name, saved or of this state."""
+        return self._selection.unmatched(chain(self.saved.leaves, self.template.names()))
 
     def unclaimed(self) -> tuple[str, ...]:
         """Return the saved names that the state does not ask for, as the catalog has them."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.format.index import Key
 from dist_ckpt.planning.plan import View
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.state.containers import State
+from dist_ckpt.state.containers import State, join
 from dist_ckpt.state.flat_optimizers import unflattened
-from dist_ckpt.state.optimizers import ParameterName, name_parameters
+from dist_ckpt.state.optimizer_state import GROUPS
+from dist_ckpt.state.optimizers import ParameterName, name_parameters, state_names
 from dist_ckpt.state.read_tree import read_state
 from dist_ckpt.state.sharding_rules import Rules, mesh_of
 from dist_ckpt.state.tensors import describe_target
-from dist_ckpt.state.tree import Branch, ObjectLeaf, PerRankLeaf, TensorLeaf, walk
+from dist_ckpt.state.tree import (
+    Branch,
+    ObjectLeaf,
+    OptimizerLeaf,
+    PerRankLeaf,
+    TensorLeaf,
+    choices,
+    walk,
+)
 from dist_ckpt.state.wrappers import key_of
 
 
@@ -34,6 +43,15 @@ class Template:
     rank: int
     world_size: int
     group_ranks: tuple[int, ...]
+
+    def names(self) -> Iterator[str]:
+        """Yield the names that a load may choose among; of an optimizer's groups each option."""
+        return choices(self.root, self._of_optimizer)
+
+    def _of_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> list[str]:
+        groups = enumerate(leaf.held.groups)
+        options = (join(join(fqn, GROUPS), f"{n}.{key}") for n, group in groups for key in group)
+        return [*options, *state_names(leaf.held, self.parameters[fqn], fqn)]
 
     def mesh(self) -> tuple[tuple[str, int], ...]:
         """Return the job's mesh, as far as the state shows it."""

@@ -56,7 +56,8 @@ class Checkpointer:
     `init` is where a fresh run takes what it begins with: a path, a selector or a `dc.Init`. A
     resume always wins over it. `must_exist` refuses a fresh run; `read_only` resumes and changes
     nothing. `config` is saved with each checkpoint; what of it matches a pattern of `same` must be
-    equal when a run goes on, all else is compared, and a difference logged.
+    equal when a run goes on, all else is compared, and a difference logged. `include`, `exclude`
+    and `frozen` say what of the state is saved and resumed, as in `dc.save` and `dc.load`.
 
     Tensors that match `reuse`, such as frozen weights, are linked and not written, see `dc.save`.
     With `background` a process of its own writes, see `dc.AsyncSaver`. A save that fails is told
@@ -81,6 +82,9 @@ class Checkpointer:
         config: Mapping[str, object] | None = None,
         same: Sequence[str] = (),
         sharding: ShardingConfig | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        frozen: bool = True,
         reuse: str | Sequence[str] = (),
         on_commit: Callable[[Checkpoint], object] | None = None,
         on_failure: OnFailure = "warn",
@@ -101,7 +105,10 @@ class Checkpointer:
             root,
             save,
             keep,
-            ResumeOptions(init_of(init), must_exist, read_only, config, same, sharding),
+            ResumeOptions(
+                *(init_of(init), must_exist, read_only, config, same),
+                *(sharding, include, exclude, frozen),
+            ),
             Hooks(on_commit, on_failure, max_failures),
             background=background,
             stop_within_s=stop_within_s,

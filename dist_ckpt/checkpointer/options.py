@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt.binding.selection import patterns
 from dist_ckpt.checkpointer.keeper import Hooks
 from dist_ckpt.checkpointer.resume import ResumeOptions
 from dist_ckpt.checkpointer.when import When
 from dist_ckpt.format.plain_encoder import check_plain
+from dist_ckpt.planning.selection import patterns
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.storage import open_storage
@@ -33,6 +33,7 @@ class AskedRun(Message, frozen=True):
     max_failures: int
     stop_within_s: float
     reuse: tuple[str, ...]
+    chosen: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class RunOptions:
 
     def _check_flags(self) -> None:
         resume = self.resume
+        resume.load_options().selection()
         for name, value in (
             ("must_exist", resume.must_exist),
             ("read_only", resume.read_only),
@@ -124,4 +126,5 @@ class RunOptions:
             max_failures=self.hooks.max_failures,
             stop_within_s=float(self.stop_within_s),
             reuse=patterns(self.reuse, "reuse"),
+            chosen=str(self.resume.load_options().selection()),
         )

@@ -69,6 +69,19 @@ class ResumeOptions:
     config: Mapping[str, object] | None = None
     same: Sequence[str] = ()
     sharding: ShardingConfig | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    frozen: bool = True
+
+    def load_options(self, *, notes: bool = True) -> LoadOptions:
+        """Return how the run's own checkpoints are loaded: what is saved of the state."""
+        return LoadOptions(
+            self.sharding,
+            include=self.include,
+            exclude=self.exclude,
+            frozen=self.frozen,
+            notes=notes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +227,7 @@ class Resume:
         if self.saver is None:
             return None, ""
         try:
-            step = self.saver.restore_with(state, LoadOptions(self.options.sharding))
+            step = self.saver.restore_with(state, self.options.load_options())
         except CorruptError as error:  # of a part that is not in memory
             _log.warning("the newest that memory has a part of is damaged: %s", error)
             return None, ""
@@ -260,7 +273,7 @@ class Resume:
                     where = one.step, _parsed(one.attempt)
                     subject = Subject(self.storage, self.root, one.path, where)
                     self._held.enter_context(holding(subject))
-        options = LoadOptions(self.options.sharding, notes=not self.options.read_only)
+        options = self.options.load_options(notes=not self.options.read_only)
         load_together(self.ranks, state, one.path, options, kept=KeptFiles(kept_on_host))
 
     def _fresh(self, state: MutableState, look: _RunLook) -> str:

@@ -103,12 +103,16 @@ class RunSaves:
                 raise
 
     def _try(self, step: int, state: State, boundary: int, hurries: Callable[[], bool]) -> None:
-        config = self.options.resume.config
+        resume = self.options.resume
+        config = resume.config
         options = SaveOptions(
             step,
-            self.options.resume.sharding,
+            resume.sharding,
             overwrite=step in self._begun,
             metadata=None if config is None else {CONFIG: dict(config)},
+            include=resume.include,
+            exclude=resume.exclude,
+            frozen=resume.frozen,
             reuse=self.options.reuse,
             run=self.run,
             boundary=boundary,

@@ -11,7 +11,6 @@ from msgspec import structs
 
 from dist_ckpt.binding.bind import Binding, Template, bind, saved_of, survey
 from dist_ckpt.binding.saved_tree import Saved
-from dist_ckpt.binding.selection import selection_of
 from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError
@@ -24,6 +23,7 @@ from dist_ckpt.loading.read_once_agreement import listen
 from dist_ckpt.loading.read_once_units import runs_of
 from dist_ckpt.planning.load_planner import plan_load, problems_of
 from dist_ckpt.planning.read_sharing import BlockWants
+from dist_ckpt.planning.selection import Selection
 from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.shard_io.open_files import OpenFiles, open_files, read_objects
@@ -32,6 +32,7 @@ from dist_ckpt.snapshots.kept_files import KeptFiles
 from dist_ckpt.snapshots.overlay_storage import SnapshotStorage
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.state.plain_torch import make
+from dist_ckpt.state.tree import frozen_names
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
 
@@ -146,13 +147,13 @@ def examine(
             asked.template,
             saved,
             strict=options.strict,
-            selection=selection_of(options.include, options.exclude),
+            selection=_selection(options, asked.template),
             keys=found.keys,
         )
         problems = (*binding.problems, *problems_of(index.catalog, binding.wanted))
         unclaimed = bits_of(binding.unclaimed, found.names)
         if problems:
-            return None, Findings(problems, unclaimed)
+            return None, Findings(problems, binding.unmatched, unclaimed)
         plan = plan_load(index, binding.wanted)
     threads = ranks.config.threads
     files = open_files(asked.storage, folder, index, plan, threads=threads)
@@ -163,6 +164,7 @@ def examine(
         links = listen(ranks, found.meeting, stack)
         wants = typed_msgpack.encode(BlockWants.of(ranks.channel.host, runs_of(files)))
     findings = Findings(
+        unmatched=binding.unmatched,
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
         places=binding.places,
@@ -172,6 +174,13 @@ def examine(
     )
     checked = Checked(found, saved, binding, files, targets, links, wants)
     return checked, findings
+
+
+def _selection(options: LoadOptions, template: Template) -> Selection:
+    selection = options.selection()
+    if selection.frozen:
+        return selection
+    return replace(selection, without=frozen_names(template.root))
 
 
 def _read_objects(storage: Storage, folder: str, index: Index, name: str) -> ObjectsFile:

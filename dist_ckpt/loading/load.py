@@ -70,6 +70,7 @@ def load(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     rename: Mapping[str, str | None] | None = None,
+    frozen: bool = True,
     check_first: bool = False,
     read_once: ReadOnce = "host",
 ) -> LoadReport:
@@ -94,9 +95,10 @@ def load(
     cache does not hold is read past it. `DIST_CKPT_HOST` renames a host.
 
     `strict` makes names that are missing or unexpected an error; shape, dtype and coverage always
-    are one. `include` and `exclude` are globs that cut both sides, `rename` maps saved names to
-    names here, with `*` for any text and `{name}` for one without dots. An empty mapping or None
-    in the state takes what was saved there.
+    are one. `include` and `exclude` are globs that cut both sides, and each must match something;
+    `rename` maps saved names to names here, with `*` for any text and `{name}` for one without
+    dots. With `frozen=False` parameters that require no gradient stay as they are. An empty mapping
+    or None in the state takes what was saved there.
 
     What background saves have left of this very checkpoint in the memory of a host is taken from
     there, checked like what is read from storage, unless another process still trains on it.
@@ -109,6 +111,7 @@ def load(
         include=include,
         exclude=exclude,
         rename=rename,
+        frozen=frozen,
         read_once=read_once,
     )
     return load_together(session_of(group), state, path, options, kept=KeptFiles(kept_on_host))

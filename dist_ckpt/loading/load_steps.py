@@ -6,6 +6,7 @@ which steps are left; and what reading came to.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,10 +21,13 @@ from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, Key
 from dist_ckpt.planning.read_sharing import BlockWants, want_the_same
+from dist_ckpt.planning.selection import unmatched_on_all
 from dist_ckpt.reports import slowest_of
 from dist_ckpt.runs.holding import resolve_and_hold
 from dist_ckpt.runtime.typed_msgpack import Message, decode
 from dist_ckpt.storage import Storage
+
+_log = logging.getLogger("dist_ckpt")
 
 # Where what several ranks want is fetched from storage once: on each host, or in the whole job.
 ReadOnce = Literal["host", "job", "off"]
@@ -85,10 +89,12 @@ class Findings(Message, frozen=True):
     These are bits, by `bits_of`. `makes_memory`, `places`, `loads_objects`: which steps it has
     something to do in. `wants` say what it reads, b"" if the ranks can share nothing, None if it is
     too long to be told here. `from_memory`: some of it not from the storage. `is_gone`: the
-    checkpoint is not there any more.
+    checkpoint is not there any more. `unmatched` are the problems of patterns that match nothing
+    here.
     """
 
     problems: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
     unclaimed: bytes = b""
     makes_memory: bool = False
     places: bool = False
@@ -183,6 +189,11 @@ def judge(storage: Storage, asked: LoadRequest, found: Found, told: Sequence[Fin
     problems = _merge_problems([one.problems for one in told])
     if unexpected and asked.strict:
         problems.append(unexpected_problem(unexpected))
+    unmatched = unmatched_on_all(one.unmatched for one in told)
+    if asked.strict:
+        problems += unmatched
+    elif unmatched:
+        _log.warning("%s: %s", asked.path, listed(unmatched, "; "))
     if problems:
         lines = listed(["", *problems], "\n  - ")
         raise IncompatibleError(f"{asked.path} does not fit the state; nothing was changed:{lines}")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from dist_ckpt.binding.rename import rename_of
-from dist_ckpt.binding.selection import selection_of
 from dist_ckpt.loading.load_steps import ReadOnce
+from dist_ckpt.planning.selection import Selection, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
 
 
@@ -26,6 +26,7 @@ class LoadOptions:
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
     rename: Mapping[str, str | None] | None = None
+    frozen: bool = True
     read_once: ReadOnce = "host"
     notes: bool = True
 
@@ -38,5 +39,9 @@ class LoadOptions:
                 raise TypeError(f"{name}={value!r}: give True or False")
         if self.read_once not in get_args(ReadOnce):
             raise ValueError(f'read_once={self.read_once!r}: give "host", "job" or "off"')
-        selection_of(self.include, self.exclude)
+        self.selection()
         rename_of(self.rename)
+
+    def selection(self) -> Selection:
+        """Return which names are loaded. Raises TypeError or ValueError."""
+        return selection_of(self.include, self.exclude, self.frozen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from dist_ckpt import __version__
@@ -18,7 +19,7 @@ from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE, runs_of
 from dist_ckpt.format.checksums import BLOCK_NBYTES
 from dist_ckpt.format.index import Index
-from dist_ckpt.offline.read_windows import Stored, Windows
+from dist_ckpt.offline.read_windows import Stored, Windows, read_windows
 from dist_ckpt.offline.rewriting import new_attempt, report_of
 from dist_ckpt.planning.plan import (
     FilePlan,
@@ -91,7 +92,8 @@ def reshard(
         plan = plan_target(index, stored.main, config)
         storage = CountingStorage(target_storage)
         run = _Reshard(stored, plan, storage, target_path, max_memory, progress)
-        return run.run(overwrite=overwrite)
+        with closing(stored.tensors):
+            return run.run(overwrite=overwrite)
 
 
 def _count(world_size: int | None) -> int:
@@ -173,7 +175,7 @@ class _Reshard:
     def _write(self, folder: str) -> list[Receipt]:
         self._nbytes = sum(stored_nbytes(self._plan.catalog).values())
         receipts = []
-        for rank, files in enumerate(items_of_ranks(self._plan)):
+        for rank, files in enumerate(items_of_ranks(self._plan.catalog)):
             start = time.monotonic()
             done = self._write_rank(folder, files, rank)
             receipts.append(Receipt(done, (), time.monotonic() - start))
@@ -187,7 +189,8 @@ class _Reshard:
     def _write_rank(
         self, folder: str, files: tuple[FilePlan, ...], rank: int
     ) -> tuple[FileReceipt, ...]:
-        windows = Windows(self._stored, files, self._window_nbytes, self._tell)
+        filled = read_windows(self._stored.tensors, files, self._window_nbytes, self._tell)
+        windows = Windows(files, filled)
         content = RankFiles(
             step=self._stored.index.step,
             plans=files,

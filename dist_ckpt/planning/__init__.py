@@ -1,5 +1,6 @@
 """Who writes and reads which bytes: decided, not done.
 
+- names: `selection.py` is `include` and `exclude`;
 - words: `plan.py` has what planners take and return, and the views of a tensor (mesh, placements);
   `mesh.py` says which cells a view gives to a rank. A new kind of parallelism begins in these two;
   `state/tensors.py` reads it off tensors. A new kind of view needs its branch in

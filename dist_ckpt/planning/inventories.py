@@ -182,8 +182,8 @@ def merged_parameters(bodies: Sequence[Body]) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for body in bodies:
         inventory = body.inventory
-        for first, count, trainable in inventory.parameters:
-            for entry in inventory.tensors[first : first + count]:
+        for first, length, trainable in inventory.parameters:
+            for entry in inventory.tensors[first : first + length]:
                 found[entry.fqn] = trainable or found.get(entry.fqn, False)
         for fqn, canonical in inventory.aliases if inventory.parameters else ():
             if canonical in found:  # other ranks may store it by itself

@@ -128,16 +128,19 @@ def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
             if catalog.layouts[record.layout].holder(number, record.rotation) == rank:
                 entry = fqn, record.dtype, record.shape, cell
                 cells.setdefault(record.component, []).append(entry)
-    return tuple(_file_plan(plan, number, rank, cells[number]) for number in sorted(cells))
+    return tuple(
+        _file_plan(catalog, number, rank, cells[number], is_reused=number in plan.reused)
+        for number in sorted(cells)
+    )
 
 
-def items_of_ranks(plan: SavePlan) -> Iterator[tuple[FilePlan, ...]]:
+def items_of_ranks(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
     """Yield `items_of` one rank after another, for what the items cost.
 
     `items_of` looks through the whole plan, so that to call it for every rank is quadratic.
     """
-    for rank, cells in enumerate(cells_of_ranks(plan.catalog)):
-        yield tuple(_file_plan(plan, number, rank, cells[number]) for number in sorted(cells))
+    for rank, cells in enumerate(cells_of_ranks(catalog)):
+        yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
 
 
 # (fqn, dtype, shape of the tensor, cell) of each shard in some files, by component.
@@ -363,15 +366,20 @@ def _contains(ranks: tuple[int, ...], rank: int) -> bool:
 
 
 def _file_plan(
-    plan: SavePlan, number: int, rank: int, cells: Sequence[tuple[str, str, Shape, Cell]]
+    catalog: Catalog,
+    number: int,
+    rank: int,
+    cells: Sequence[tuple[str, str, Shape, Cell]],
+    *,
+    is_reused: bool = False,
 ) -> FilePlan:
-    component = plan.catalog.components[number]
+    component = catalog.components[number]
     shards = arrange(cells)
     header = header_text(
         shards,
         component=component.name,
         rank=rank,
-        world_size=plan.catalog.world_size,
+        world_size=catalog.world_size,
         block_nbytes=BLOCK_NBYTES,
     )
     return FilePlan(
@@ -381,5 +389,5 @@ def _file_plan(
         items=shards,
         block_nbytes=BLOCK_NBYTES,
         batches=batches_of((s.span.nbytes for s in shards), BLOCK_NBYTES),
-        is_reused=number in plan.reused,
+        is_reused=is_reused,
     )

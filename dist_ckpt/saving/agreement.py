@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.exchange import check_alike
 from dist_ckpt.comm.session import Session
+from dist_ckpt.errors import listed
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.planning.plan import Inventory, SavePlan
 from dist_ckpt.planning.save_planner import plan_save
+from dist_ckpt.planning.selection import unmatched_on_all
 from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.runtime.typed_msgpack import Message
@@ -35,23 +37,24 @@ class Planned:
 class Offer(Message, frozen=True):
     """What a rank asks for, all but the last three the same on all.
 
-    `metadata` is a digest of the user's metadata. `root` and `start` are of the run that saves, ""
-    and 0 without one, and `boundary` is which of its boundaries this is. `unmatched` are the
-    patterns of `reuse` that match nothing on this rank. `last` is the name of the last plan's save
-    if it still is good here, else ""; `bulk` numbers the bulk connections.
+    `metadata` is a digest of the user's metadata; `chosen` says what of the state is saved. `root`
+    and `start` are of the run that saves, "" and 0 without one, and `boundary` is which of its
+    boundaries this is. `last` is the name of the last plan's save if it still is good here, else
+    ""; `bulk` numbers the bulk connections. `unmatched` are the problems of patterns that select
+    nothing here.
     """
 
     step: int | None  # first: of a run's steps that differ people know more than of their paths
     path: str
     overwrite: bool
     metadata: str
+    chosen: str
     root: str
     start: int
     boundary: int | None
-    reuse: tuple[str, ...]
-    unmatched: tuple[str, ...]
     last: str
     bulk: int
+    unmatched: tuple[str, ...]
 
 
 _ALIKE = Offer.__struct_fields__[:-3]
@@ -74,14 +77,13 @@ def last_plan(ranks: Session, inventory: Inventory) -> Planned | None:
 
 
 def is_plan_good(told: Sequence[Offer]) -> bool:
-    """Say whether the last plan is good on all ranks. ValueError if these want different things."""
+    """Say whether the last plan is good on all ranks.
+
+    ValueError if these want different things, or a pattern selects nothing on any of them.
+    """
     check_alike("save", told, _ALIKE)
-    for pattern in told[0].reuse:
-        if all(pattern in one.unmatched for one in told):
-            raise ValueError(
-                f"reuse={pattern!r} matches no tensor of the state: give names, or patterns such "
-                f"as 'model.base.*'"
-            )
+    if problems := unmatched_on_all(one.unmatched for one in told):
+        raise ValueError(f"{told[0].path}: {listed(problems, '; ')}")
     names = {one.last for one in told}
     return len(names) == 1 and "" not in names
 

@@ -41,8 +41,9 @@ _log = logging.getLogger("dist_ckpt")
 class SaveRequest:
     """What a rank asks for; but for the storage all must ask alike.
 
-    `metadata` is a digest of the user's metadata; `mirrored`, `saved_by`, `saved_at` and the save's
-    id, `save`, go into the index as the coordinator has them. `saved_at`: None for the time of the
+    `metadata` is a digest of the user's metadata; `chosen` says what of the state is saved;
+    `mirrored`, `saved_by`, `saved_at` and the save's id, `save`, go into the index as the
+    coordinator has them. `saved_at`: None for the time of the
     commit. `run` is the start of a run that saves, if one does, at its `boundary`.
     """
 
@@ -56,28 +57,25 @@ class SaveRequest:
     saved_at: float | None = None
     run: OfRun | None = None
     boundary: int | None = None
-    reuse: tuple[str, ...] = ()
+    chosen: str = ""
     save: str = field(default_factory=partial(secrets.token_hex, 16))
 
     def offer(
         self, last: Planned | None, bulk_epoch: int, unmatched: tuple[str, ...] = ()
     ) -> Offer:
-        """Return what this rank asks of the others; `last` is the last plan if it is good here.
-
-        `unmatched` are patterns of `reuse` that match nothing here.
-        """
+        """Return what this rank asks of the others; `last` is the last plan if it is good here."""
         return Offer(
             path=self.path,
             step=self.step,
             overwrite=self.overwrite,
             metadata=self.metadata,
+            chosen=self.chosen,
             root="" if self.run is None else self.run.root,
             start=0 if self.run is None else self.run.start,
             boundary=self.boundary,
-            reuse=self.reuse,
-            unmatched=unmatched,
             last="" if last is None else last.save_name,
             bulk=bulk_epoch,
+            unmatched=unmatched,
         )
 
 
@@ -114,13 +112,22 @@ class AttemptRun:
     """One attempt in progress, as one rank sees it: rank 0 claims it, all write and commit.
 
     `nbytes_receipt` is the size of the receipt that it has sent; the coordinator sends none.
+    `by_writers` makes of the receipts of those who write one for each rank of the plan: what ranks
+    of a save have is that already.
     """
 
-    def __init__(self, channel: Channel, config: Config, request: SaveRequest) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        config: Config,
+        request: SaveRequest,
+        by_writers: Callable[[Sequence[Receipt]], Sequence[Receipt]] = list,
+    ) -> None:
         self.nbytes_receipt = 0
         self._channel = channel
         self._config = config
         self._request = request
+        self._by_writers = by_writers
         self._storage, self._path = request.storage, request.path
         self._claim: order.Claim | None = None
 
@@ -183,7 +190,7 @@ class AttemptRun:
         if differing := differing_groups(receipts):
             writing.decide(Written(tuple(differing), None))
             return
-        files, objects = check_receipts(text.catalog, receipts)
+        files, objects = check_receipts(text.catalog, self._by_writers(receipts))
         sizes = sizes_of(receipts)
         appear_s = self._config.appear_s
         order.check_files(self._storage, self._claim.folder, sizes, timeout_s=appear_s)

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from msgspec import structs
 
-from dist_ckpt.binding.selection import Selection, patterns
 from dist_ckpt.comm.session import Session
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.checksums import document_digest
@@ -32,6 +31,7 @@ from dist_ckpt.planning.save_planner import (
     origin_of,
     replica_groups_of,
 )
+from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runtime.gc_pause import paused_collector
 from dist_ckpt.saving.agreement import Planned
@@ -73,7 +73,11 @@ class _Reused:
         """Match the names of an inventory."""
         names = {entry.fqn: entry.fqn for entry in inventory.tensors} | dict(inventory.aliases)
         found = {one: {to for f, to in names.items() if f in Selection((one,))} for one in chosen}
-        unmatched = tuple(one for one in chosen if not found[one])
+        unmatched = tuple(
+            f"reuse: {one!r} matches no tensor: mend or remove it"
+            for one in chosen
+            if not found[one]
+        )
         reused = tuple(sorted(set().union(*found.values())))
         return _Reused(chosen, inventory.tensors, inventory.aliases, reused, unmatched)
 
@@ -83,7 +87,7 @@ class HeldState:
 
     def __init__(self, ranks: Session, local: LocalState) -> None:
         self.inventory = local.inventory
-        self.unmatched: tuple[str, ...] = ()
+        self.unmatched = local.unmatched
         self._ranks = ranks
         self._rank = ranks.channel.rank
         self.local = local
@@ -93,7 +97,8 @@ class HeldState:
         ranks: Session,
         state: State,
         sharding: ShardingConfig | None,
-        reuse: str | Sequence[str] = (),
+        selection: Selection = EVERYTHING,
+        reuse: tuple[str, ...] = (),
     ) -> HeldState:
         """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
         last = ranks.kept(Planned)
@@ -105,10 +110,11 @@ class HeldState:
                 world_size=ranks.channel.world_size,
                 group_ranks=ranks.group_ranks,
                 last=None if last is None else last.inventory,
+                selection=selection,
             )
         held = HeldState(ranks, local)
-        if chosen := patterns(reuse, "reuse"):
-            held._reuse(chosen)
+        if reuse:
+            held._reuse(reuse)
         return held
 
     def _reuse(self, chosen: tuple[str, ...]) -> None:
@@ -122,7 +128,7 @@ class HeldState:
         ):
             known = _Reused.of(chosen, inventory)
             self._ranks.keep(known)
-        self.unmatched = known.unmatched
+        self.unmatched = (*self.unmatched, *known.unmatched)
         self.inventory = structs.replace(inventory, reused=known.names)
 
     @property

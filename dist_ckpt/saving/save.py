@@ -13,7 +13,6 @@ from msgspec.structs import asdict
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__
-from dist_ckpt.binding.selection import patterns
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
@@ -23,6 +22,7 @@ from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.plain_encoder import check_plain, encode_value
 from dist_ckpt.format.strict_json import Scalar, is_text
+from dist_ckpt.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.saving.agreement import (
@@ -57,6 +57,9 @@ class SaveOptions:
     sharding: ShardingConfig | None = None
     overwrite: bool = False
     metadata: Mapping[str, object] | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    frozen: bool = True
     reuse: str | Sequence[str] = ()
     run: OfRun | None = None
     boundary: int | None = None
@@ -72,11 +75,26 @@ class SaveOptions:
             raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
         if type(self.overwrite) is not bool:
             raise TypeError(f"overwrite={self.overwrite!r}: give True or False")
+        self.selection()
         if self.metadata is not None:
             if not isinstance(self.metadata, Mapping):
                 raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
             check_plain(dict(self.metadata), "metadata")
         patterns(self.reuse, "reuse")
+
+    def held(self, ranks: Session, state: State) -> HeldState:
+        """See what this rank holds of a state. ValueError, TypeError for what cannot be saved."""
+        reused = patterns(self.reuse, "reuse")
+        return HeldState.take(ranks, state, self.sharding, self.selection(), reused)
+
+    def selection(self) -> Selection:
+        """Return what of the state is saved. Raises TypeError or ValueError."""
+        return selection_of(self.include, self.exclude, self.frozen)
+
+    def chosen(self) -> str:
+        """Say what is saved, and what of it is reused; "" if all is saved and nothing reused."""
+        reused = patterns(self.reuse, "reuse")
+        return f"{self.selection()}{f' reuse={[*reused]}' if reused else ''}"
 
 
 def save(
@@ -88,6 +106,9 @@ def save(
     group: ProcessGroup | None = None,
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    frozen: bool = True,
     reuse: str | Sequence[str] = (),
 ) -> SaveReport:
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
@@ -98,18 +119,21 @@ def save(
 
     `sharding` says how plain local tensors are parts of global ones; `overwrite` replaces the
     checkpoint that is there once the new one is durable; `metadata` is plain data to keep with
-    it.
+    it. `include` and `exclude` are globs on the names of the state, as of `dc.load`, each of which
+    must match one; `frozen=False` leaves parameters out that require no gradient. Load such a
+    checkpoint with the same three options.
 
-    Tensors whose names match `reuse`, by patterns as those of `dc.load`, get files of their own.
-    What does not change, such as frozen weights, is written by the first two saves of this group;
-    later ones of the same layout link to those files, where the storage makes hard links, and the
-    older checkpoint is there and whole; else they write. A file has at most 8 names, and is read
-    back within 8 saves before it gets another.
+    Tensors whose names match `reuse`, globs as well, get files of their own. What does not change,
+    such as frozen weights, is written by the first two saves of this group; later ones of the same
+    layout link to those files, where the storage makes hard links, and the older checkpoint is
+    there and whole; else they write. A file has at most 8 names, and is read back within 8 saves
+    before it gets another.
 
-    Raises ValueError or TypeError for a state that cannot be saved or that ranks disagree on,
-    ExistsError, ConflictError, StorageError, and RankError if a rank dies or never calls.
+    Raises ValueError or TypeError for a state that cannot be saved, that ranks disagree on, or for
+    a pattern that matches nothing; ExistsError, ConflictError, StorageError, and RankError if a
+    rank dies or never calls.
     """
-    options = SaveOptions(step, sharding, overwrite, metadata, reuse)
+    options = SaveOptions(step, sharding, overwrite, metadata, include, exclude, frozen, reuse)
     return save_together(session_of(group), state, path, options)
 
 
@@ -189,7 +213,7 @@ def _agree_and_claim(
             counting = CountingStorage(storage or own)
             request = request_of(counting, path, options)
             run = AttemptRun(ranks.channel, ranks.config, request)
-            held = HeldState.take(ranks, state, options.sharding, options.reuse)
+            held = options.held(ranks, state)
             last = last_plan(ranks, held.inventory)
             if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, held.unmatched)):
                 name = run.claim() if is_plan_good(offers) else ""
@@ -247,7 +271,7 @@ def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest
         saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
         run=options.run,
         boundary=options.boundary,
-        reuse=patterns(options.reuse, "reuse"),
+        chosen=options.chosen(),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from dist_ckpt.errors import IncompatibleError
@@ -76,13 +76,3 @@ def entries_of(value: object) -> Mapping[PathKey, object] | None:
 def join(fqn: str, key: PathKey) -> str:
     """Return the name of a container's child."""
     return f"{fqn}.{key}" if fqn else str(key)
-
-
-def names_above(name: str) -> Iterator[str]:
-    """Yield a name, then the names above it: `a.b.c`, `a.b`, `a`."""
-    while True:
-        yield name
-        cut = name.rfind(".")
-        if cut < 0:
-            return
-        name = name[:cut]

@@ -14,6 +14,7 @@ from dist_ckpt.format.index import Key, Node
 from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.memory.torch_tensor import TensorSource, synchronize
 from dist_ckpt.planning.plan import Flattened, Inventory, NameList, TensorEntry, View, Whole
+from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.state.containers import PathKey, State, join
 from dist_ckpt.state.flat_optimizers import unflattened
@@ -23,6 +24,7 @@ from dist_ckpt.state.optimizers import (
     ParameterName,
     name_parameters,
     options_branch,
+    state_names,
     states_branch,
 )
 from dist_ckpt.state.plain_torch import without_tensors
@@ -40,6 +42,9 @@ from dist_ckpt.state.tree import (
     TensorLeaf,
     Tree,
     children_of,
+    choices,
+    frozen_names,
+    selected,
 )
 from dist_ckpt.state.wrappers import RNG, PerRank, key_of
 
@@ -54,7 +59,8 @@ class LocalState:
     `parts` has the local memory of each cell that the rank holds of a tensor, in the order in
     which the plan numbers them; an alias, which is no tensor of the inventory, has them too.
     `values` and `per_rank` hold checked plain data; a per-rank value is (key, value), its tensors
-    are `ArrayValue`s. `owners` are the modules and optimizers of the state, by name.
+    are `ArrayValue`s. `owners` are the modules and optimizers of the state, by name. `unmatched`
+    are the problems of patterns that select nothing here.
     """
 
     inventory: Inventory
@@ -62,6 +68,7 @@ class LocalState:
     values: Mapping[str, object]
     per_rank: Mapping[str, tuple[Key, object]]
     owners: Sequence[tuple[str, ModuleLeaf | OptimizerLeaf]]
+    unmatched: tuple[str, ...] = ()
 
     def changed_in_steps(self) -> frozenset[str]:
         """Return the tensors that change when an optimizer of the state steps, usually not before.
@@ -92,7 +99,7 @@ class LocalState:
         synchronize(part for parts in self.parts.values() for part in parts)
 
 
-def take(
+def take(  # noqa: PLR0913 - who is asked, for what
     state: State,
     *,
     sharding: ShardingConfig | None,
@@ -100,25 +107,38 @@ def take(
     world_size: int,
     group_ranks: Sequence[int],
     last: Inventory | None = None,
+    selection: Selection = EVERYTHING,
 ) -> LocalState:
     """Describe a state.
 
     `group_ranks[r]` is the global rank of rank r of the group. No tensor is copied and nothing
     changes: no optimizer step, no state created, no generator used. Each object's `state_dict`
     is called once. An inventory that is like the `last` one shares its entries, so that the two
-    are compared in no time. Raises TypeError or ValueError for a state that cannot be saved,
-    naming the key path, the class and what to do.
+    are compared in no time. What `selection` leaves out is not looked at. Raises TypeError or
+    ValueError for a state that cannot be saved, naming the key path, the class and what to do.
     """
     root = unflattened(read_state(state))
+    parameters = name_parameters(root)
+    if not selection.frozen:
+        selection = replace(selection, without=frozen_names(root))
     taker = _Taker(
         Rules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
-        name_parameters(root),
+        parameters,
         rank,
         group_ranks,
         last.tensors if last else (),
+        selection,
     )
-    taker.add_root(root)
-    return taker.taken()
+    if selection.is_everything:
+        taker.add_root(root)
+        return taker.taken()
+
+    def of_optimizer(fqn: str, leaf: OptimizerLeaf) -> list[str]:
+        return state_names(leaf.held, parameters[fqn], fqn)
+
+    kept = selected(root, "", selection, of_optimizer)
+    taker.add_root(kept if isinstance(kept, Branch) else Branch(root.kind, None, {}))
+    return replace(taker.taken(), unmatched=selection.unmatched(choices(root, of_optimizer)))
 
 
 class _Taker:
@@ -131,8 +151,10 @@ class _Taker:
         rank: int,
         group_ranks: Sequence[int],
         last: Sequence[TensorEntry],
+        selection: Selection,
     ) -> None:
         self._rules = rules
+        self._selection = selection
         self._names = names
         self._rank = rank
         self._group_ranks = tuple(group_ranks)
@@ -193,17 +215,12 @@ class _Taker:
             case Branch():
                 self._add_branch(fqn, tree.kind, tree.children)
             case CompoundLeaf():
-                if self._rules is not None:
-                    self._rules.check_whole(fqn, tree)
-                if (trainable := self._parameters.get(fqn)) is not None:
-                    names = (join(fqn, name) for name in tree.inner)
-                    self._parameters.update(dict.fromkeys(names, trainable))
-                self._add_branch(fqn, "dict", children_of(tree))
+                self._add_compound(fqn, tree)
             case ModuleLeaf():
                 self._owners.append((fqn, tree))
                 named = tree.state.parameters()
                 self._parameters.update((join(fqn, name), named[name]) for name in named)
-                self._add_branch(fqn, "dict", children_of(tree))
+                self._add_branch(fqn, "dict", tree.children)
             case OptimizerLeaf():
                 self._owners.append((fqn, tree))
                 self._add_optimizer(fqn, tree)
@@ -226,6 +243,13 @@ class _Taker:
         for key, child in children.items():
             self._add(join(fqn, key), child)
 
+    def _add_compound(self, fqn: str, leaf: CompoundLeaf) -> None:
+        if self._rules is not None:
+            self._rules.check_whole(fqn, leaf)
+        if (trainable := self._parameters.get(fqn)) is not None:
+            self._parameters.update((join(fqn, name), trainable) for name in leaf.inner)
+        self._add_branch(fqn, "dict", children_of(leaf))
+
     def _add_value(self, fqn: str, value: object) -> None:
         self._claim(fqn)
         check_plain(value, fqn)
@@ -242,7 +266,11 @@ class _Taker:
     def _add_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> None:
         held, groups = leaf.held, join(fqn, GROUPS)
         self._add_container(fqn, "dict", (STATE, GROUPS, *leaf.further))
-        self._add(join(fqn, STATE), states_branch(held, self._names[fqn], fqn))
+        states: Tree = states_branch(held, self._names[fqn], fqn)
+        if not self._selection.is_everything:
+            kept = selected(states, join(fqn, STATE), self._selection, lambda *_: ())
+            states = kept or Branch("dict", None, {})
+        self._add(join(fqn, STATE), states)
         self._add_container(groups, "list", range(len(held.groups)))
         for number, group in enumerate(held.groups):
             params = tuple(self._names[fqn][id(parameter)].stored for parameter in group["params"])

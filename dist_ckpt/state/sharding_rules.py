@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from dist_ckpt.format.geometry import Cell, Region, Shape
 from dist_ckpt.planning.mesh import cells_of
 from dist_ckpt.planning.plan import Flattened, Placed, Ruled, View
+from dist_ckpt.planning.selection import names_above
 from dist_ckpt.planning.sharded_views import chunked
 from dist_ckpt.planning.sharding_config import ShardingConfig, axes_under, name_of, parameter_of
-from dist_ckpt.state.containers import join, names_above
+from dist_ckpt.state.containers import join
 from dist_ckpt.state.local_tensors import class_name
 from dist_ckpt.state.tree import Branch, CompoundLeaf, ModuleLeaf, TensorLeaf, walk
 

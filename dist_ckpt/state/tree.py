@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from dist_ckpt.format.geometry import Shape
-from dist_ckpt.state.containers import RECORD, PathKey, join
+from dist_ckpt.planning.selection import Selection
+from dist_ckpt.state.containers import RECORD, PathKey, is_mapping, join
 from dist_ckpt.state.modules import ModuleState
 from dist_ckpt.state.optimizer_state import OptimizerState
 from dist_ckpt.state.wrappers import RNG, PerRank
@@ -118,6 +119,62 @@ def walk(tree: Tree, fqn: str = "", *, tensors: bool = True) -> Iterator[tuple[s
             yield from walk(child, join(fqn, key), tensors=tensors)
         elif tensors:
             yield join(fqn, key), child  # without a generator for each
+
+
+def frozen_names(root: Tree) -> frozenset[str]:
+    """Return the names of the parameters of a state that require no gradient."""
+    names: set[str] = set()
+    for fqn, tree in walk(root):
+        if isinstance(tree, ModuleLeaf):
+            named = tree.state.parameters()
+            names.update(join(fqn, name) for name in named if not named[name])
+        elif isinstance(tree, TensorLeaf) and isinstance(tree.value, torch.nn.Parameter):
+            names.update([] if tree.value.requires_grad else [fqn])
+    return frozenset(names)
+
+
+# The names that a selection may choose among in the optimizer of a name.
+OfOptimizer = Callable[[str, OptimizerLeaf], Iterable[str]]
+
+
+def choices(tree: Tree, of_optimizer: OfOptimizer, fqn: str = "") -> Iterator[str]:
+    """Yield the names that a selection may choose among, at and below `fqn`."""
+    if fqn:
+        yield fqn
+    if isinstance(tree, OptimizerLeaf):
+        yield from of_optimizer(fqn, tree)
+    elif isinstance(tree, Branch | ModuleLeaf):
+        for key, child in tree.children.items():
+            yield from choices(child, of_optimizer, join(fqn, key))
+
+
+def selected(tree: Tree, fqn: str, selection: Selection, of_optimizer: OfOptimizer) -> Tree | None:
+    """Return what a selection leaves of a tree, None if that is nothing.
+
+    Objects, and tensors that are made of others, are left in or out as a whole; an optimizer stays
+    if any of it does. ValueError where a list would lose an item.
+    """
+    if isinstance(tree, OptimizerLeaf):
+        names = (fqn, *of_optimizer(fqn, tree))
+        return tree if any(name in selection for name in names) else None
+    if not isinstance(tree, Branch | ModuleLeaf):
+        return tree if fqn in selection else None
+    kept = {
+        key: child
+        for key, own in tree.children.items()
+        if (child := selected(own, join(fqn, key), selection, of_optimizer)) is not None
+    }
+    if not kept and (tree.children or fqn not in selection):
+        return None
+    if isinstance(tree, ModuleLeaf):
+        return ModuleLeaf(tree.state, kept)
+    if not is_mapping(tree.kind) and len(kept) < len(tree.children):
+        lost = next(key for key in tree.children if key not in kept)
+        raise ValueError(
+            f"{join(fqn, lost)}: an item of a {tree.kind} cannot be left out of a save, as the "
+            f"others would move: leave all of {fqn!r} out, or make it a dict"
+        )
+    return Branch(tree.kind, tree.live, kept)
 
 
 def children_of(tree: Tree | None) -> Mapping[PathKey, Tree]:

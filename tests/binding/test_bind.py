@@ -720,8 +720,11 @@ def test_a_key_of_another_class_than_saved_is_a_problem() -> None:
     refuses({"a": {0: torch.ones(1)}}, saved, "a.0: saved under the key '0', the state has 0")
 
 
-def test_an_include_that_matches_nothing_is_a_problem() -> None:
-    refuses({"a": 1}, save({"a": 1}), "include: 'modle' matches no saved name", include="modle")
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_pattern_that_matches_nothing_saved_or_here_is_told(option: Any) -> None:
+    options: dict[str, Any] = {option: ["modle", "model", "new"]}
+    unmatched = save({"model": 1}).bind({"model": 1, "new": 2}, **options).unmatched
+    assert unmatched == (f"{option}: 'modle' matches no name: mend or remove it",)
 
 
 def test_many_unexpected_names_are_counted_by_component() -> None:

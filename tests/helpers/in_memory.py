@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from dist_ckpt.binding.bind import Binding, bind, saved_of, survey, unexpected_problem
-from dist_ckpt.binding.selection import selection_of
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format import objects_file
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Region, pieces, row_major_strides
 from dist_ckpt.planning.plan import SavePlan
 from dist_ckpt.planning.save_planner import held_cells, plan_save
+from dist_ckpt.planning.selection import selection_of
 from dist_ckpt.state.local_state import LocalState, take
 from dist_ckpt.state.plain_torch import make
 

@@ -27,8 +27,9 @@ NEVER = dc.every(minutes=600)
 def train(rank: int, root: str, num_steps: int, how: str = "") -> tuple[int, str]:
     """Train; return the last step that was done, and why the run has stopped.
 
-    `how`: "asked twice" waits in its first step until two have asked; "lingers" until something is asked for, between its last step and the end; "saves" then;
-    "dies" at its last step; "cannot": no step can be saved.
+    `how`: "asked twice" waits in its first step until two have asked; "lingers" until something is
+    asked for, between its last step and the end; "saves" then; "dies" at its last step; "cannot":
+    no step can be saved.
     """
     outside.LOOK_S = 0.05
     path, done = Path(root), 0

@@ -92,6 +92,8 @@ def test_every_program_of_the_how_to_says_how_it_is_run() -> None:
 @pytest.mark.multi_process
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.heading)
 def test_a_program_of_the_how_to_runs(example: Example, folder: Path) -> None:
+    if "torchdata" in example.code:
+        pytest.importorskip("torchdata")
     program = folder / "program.py"
     program.write_text(example.code)
     for ranks in example.ranks:

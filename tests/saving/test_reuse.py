@@ -235,7 +235,7 @@ def test_an_overwrite_at_one_path_links_to_what_it_replaces() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"reuse='model\.none' matches no tensor"):
+    with pytest.raises(ValueError, match=r"reuse: 'model\.none' matches no tensor"):
         dc.save(state(1), tmp_path / "ck", reuse=["model.base.*", "model.none"])
     with pytest.raises(TypeError, match="reuse"):
         dc.save(state(1), tmp_path / "ck", reuse=3)  # type: ignore[arg-type]

@@ -197,7 +197,7 @@ def test_a_module_is_stored_as_its_state_dict() -> None:
 def test_parameters_are_known_and_whether_they_are_trained() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
     model[0].requires_grad_(False)
-    model[2].weight = model[0].weight
+    model.get_submodule("2").register_parameter("weight", model.get_parameter("0.weight"))
     state = {"loose": nn.Parameter(torch.ones(2)), "model": model, "plain": model.state_dict()}
     inventory = taken(state).inventory
     assert [e.fqn for e in inventory.tensors[:6]] == [
@@ -206,9 +206,9 @@ def test_parameters_are_known_and_whether_they_are_trained() -> None:
     ]
     assert inventory.parameters == ((0, 1, True), (1, 2, False), (3, 2, True))
     # Of a tied tensor, whatever name it is stored under.
-    assert taken({"a": {"w": model[1].weight.detach()}, "m": model}).inventory.parameters == (
-        *((0, 1, True), (1, 2, False), (3, 1, True)),
-    )
+    assert taken(
+        {"a": {"w": model.get_parameter("1.weight").detach()}, "m": model}
+    ).inventory.parameters == (*((0, 1, True), (1, 2, False), (3, 1, True)),)
     model[0].requires_grad_(True)
     assert taken(state).inventory != inventory
 

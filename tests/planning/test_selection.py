@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.binding.selection import selection_of
+from dist_ckpt.planning.selection import selection_of
 
 
 def selected(names: str, **options: Any) -> list[str]:

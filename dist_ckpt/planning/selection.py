@@ -1,0 +1,117 @@
+"""Which names of a state, or of a checkpoint, a save or a load is about. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Patterns (fnmatch) on names; `in` says whether a name is selected.
+
+    A pattern selects a name if it matches it or a name above it: `model` and `model.*` are all of
+    the model, `*.bias` is every bias and what an optimizer stores under it. A `*` also crosses
+    dots, and `**` is the same. `include=None` is everything. `without` are names, no patterns, that
+    are left out with all that is below them: without `frozen`, who knows the state puts those there
+    of parameters that require no gradient.
+    """
+
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    frozen: bool = True
+    without: frozenset[str] = frozenset()
+    # By name: a name above many is looked at once.
+    _matches: dict[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether no name is left out."""
+        return self.include is None and not self.exclude and self.frozen
+
+    def __str__(self) -> str:
+        """Say it as options of a call; "" if nothing is left out."""
+        options = [f"include={[*self.include]}"] if self.include is not None else []
+        options += [f"exclude={[*self.exclude]}"] if self.exclude else []
+        return ", ".join(options + ["frozen=False"] * (not self.frozen))
+
+    def __contains__(self, name: str) -> bool:
+        if self.include is not None and self.matches(name).isdisjoint(self.include):
+            return False
+        if self.exclude and not self.matches(name).isdisjoint(self.exclude):
+            return False
+        return not self.without or self.without.isdisjoint(names_above(name))
+
+    def matches(self, name: str) -> frozenset[str]:
+        """Return the patterns that match a name, or a name above it."""
+        if (known := self._matches.get(name)) is None:
+            found = [one for one in self._patterns if fnmatchcase(name, one)]
+            above, dot, _ = name.rpartition(".")
+            known = self._matches[name] = (self.matches(above) if dot else frozenset()).union(found)
+        return known
+
+    def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the problem of each pattern that none of the names is selected by."""
+        left = dict.fromkeys(self._patterns)
+        for name in names if left else ():
+            for pattern in self.matches(name):
+                left.pop(pattern, None)
+            if not left:
+                break
+        return tuple(
+            f"{option}: {pattern!r} matches no name: mend or remove it"
+            for option, patterns in (("include", self.include), ("exclude", self.exclude))
+            for pattern in patterns or ()
+            if pattern in left
+        )
+
+    @property
+    def _patterns(self) -> tuple[str, ...]:
+        return (*(self.include or ()), *self.exclude)
+
+
+EVERYTHING = Selection()
+
+
+def selection_of(
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str] | None,
+    frozen: bool = True,  # noqa: FBT001, FBT002 - what a caller of ours was given
+) -> Selection:
+    """Check the options of these names. Raises TypeError or ValueError."""
+    chosen = None if include is None else patterns(include, "include")
+    if chosen == ():
+        raise ValueError("include=[] selects nothing: give patterns, or None for everything")
+    if type(frozen) is not bool:
+        raise TypeError(f"frozen={frozen!r}: give True or False")
+    return Selection(chosen, () if exclude is None else patterns(exclude, "exclude"), frozen)
+
+
+def unmatched_on_all(told: Iterable[Iterable[str]]) -> list[str]:
+    """Return what `Selection.unmatched` says on every rank: each may hold other names."""
+    first, *others = map(dict.fromkeys, told)
+    return [problem for problem in first if all(problem in other for other in others)]
+
+
+def names_above(name: str) -> Iterator[str]:
+    """Yield a name, then the names above it: `a.b.c`, `a.b`, `a`."""
+    while True:
+        yield name
+        cut = name.rfind(".")
+        if cut < 0:
+            return
+        name = name[:cut]
+
+
+def patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
+    """Return the patterns that an option gives, one or several. Raises TypeError or ValueError."""
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{option}={value!r}: give names or patterns as strings")
+    given = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in given:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{option} has {pattern!r}: give names or patterns as strings")
+        if not pattern:
+            raise ValueError(f"{option} has an empty pattern: give a name or a pattern")
+    return given

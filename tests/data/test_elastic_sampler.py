@@ -1,0 +1,106 @@
+"""Where ranks, batches and positions change, each sample of an epoch is taken exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data.distributed import DistributedSampler
+
+import dist_ckpt as dc
+
+RANKS = st.integers(1, 7)
+
+
+def samplers(length: int, ranks: int, **options: bool) -> list[dc.ElasticSampler]:
+    return [dc.ElasticSampler(range(length), ranks, rank, **options) for rank in range(ranks)]
+
+
+@given(
+    length=st.integers(1, 40),
+    ranks=RANKS,
+    epoch=st.integers(0, 3),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_a_whole_epoch_has_the_order_of_torch(
+    length: int, ranks: int, epoch: int, shuffle: bool, drop_last: bool
+) -> None:
+    for rank in range(ranks):
+        options: Any = {"shuffle": shuffle, "drop_last": drop_last, "seed": 5}
+        data: Any = range(length)
+        other: Any = DistributedSampler(data, ranks, rank, **options)
+        sampler = dc.ElasticSampler(data, ranks, rank, **options)
+        other.set_epoch(epoch)
+        sampler.set_epoch(epoch)
+        assert [*sampler] == [*other]
+        assert len(sampler) == len(other)
+
+
+@given(
+    length=st.integers(0, 60),
+    phases=st.lists(st.tuples(RANKS, st.integers(0, 20)), max_size=4),
+    ranks=RANKS,
+    drop_last=st.booleans(),
+)
+def test_no_sample_is_lost_or_doubled_while_ranks_change(
+    length: int, phases: list[tuple[int, int]], ranks: int, drop_last: bool
+) -> None:
+    consumed = 0
+    seen: list[int] = []
+    for count, asked in phases:  # each rank takes so many samples, and all stop
+        group = samplers(length, count, drop_last=drop_last)
+        for sampler in group:
+            sampler.begin_at(3, consumed)
+        rows = min(asked, (length - consumed) // count)
+        passes = [iter(sampler) for sampler in group]
+        seen += [next(one) for _ in range(rows) for one in passes]
+        consumed = group[0].reached(consumed, rows)
+        assert consumed == len(seen) == len({*seen})
+    order = [*samplers(length, 1)[0]] if length else []
+    group = samplers(length, ranks, drop_last=drop_last)
+    for sampler in group:
+        sampler.begin_at(3, consumed)
+    rest = [[*sampler] for sampler in group]
+    assert len({len(one) for one in rest}) == 1  # none waits for another that has no more
+    ahead = [sample for one in rest for sample in one]
+    left = length - consumed
+    if drop_last:
+        assert len({*seen, *ahead}) == len(seen) + len(ahead) == length - left % ranks
+    else:
+        extra = Counter(seen + ahead) - Counter(order)
+        assert {*seen, *ahead} == {*order}
+        assert extra.total() == -left % ranks
+    assert len([*group[0]]) == len(group[0])  # the next pass is whole
+
+
+def test_a_position_belongs_to_its_epoch() -> None:
+    sampler = dc.ElasticSampler(range(10), 2, 0)
+    sampler.begin_at(3, 4)
+    with pytest.raises(ValueError, match=r"left epoch 3 at sample 4 of 10: loop over range"):
+        sampler.set_epoch(0)
+    sampler.set_epoch(3)
+    assert len([*sampler]) == 3
+    sampler.set_epoch(4)
+    assert len([*sampler]) == 5
+    sampler.begin_at(3, 10)  # an epoch that is over: the loop may count on
+    sampler.set_epoch(4)
+    assert len([*sampler]) == 5
+
+
+def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [*range(10)]
+    sampler = dc.ElasticSampler(data)
+    for consumed in (-1, 11):
+        with pytest.raises(ValueError, match=rf"`consumed` is {consumed} of 10 samples"):
+            sampler.begin_at(0, consumed)
+    data.append(10)
+    with pytest.raises(ValueError, match=r"had 10 samples .* has 11 now"):
+        next(iter(sampler))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2, but there is no process group"):
+        dc.ElasticSampler(data)
+    assert len(dc.ElasticSampler(data, num_replicas=2, rank=1)) == 6
