@@ -114,10 +114,13 @@ def test_two_saves_write_what_does_not_change_and_later_ones_link_it_in_turns(
     assert dc.verify(tmp_path / "s6").ok
 
 
-def test_what_has_changed_is_written_and_linked_from_then_on(tmp_path: Path) -> None:
+def test_what_has_changed_is_written_and_linked_from_then_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     base = lambda step: 7.0 if step < 4 else 8.0  # noqa: E731
     reports = saves(LocalStorage(), range(1, 8), path=f"{tmp_path}/s{{}}", base=base)
     assert [one.num_linked for one in reports] == [0, 0, 1, 0, 0, 1, 1]
+    assert "written anew" not in caplog.text  # nothing is damaged
     for step in range(1, 8):
         assert step_at(LocalStorage(), f"{tmp_path}/s{step}", base=base(step)) == step
 
@@ -171,6 +174,15 @@ def test_what_is_damaged_on_disk_is_not_linked_on(
     assert [one.num_linked for one in reports] == [0, 0, 0, 1, 1]
     assert "is not linked on, but written anew" in caplog.text
     assert [dc.verify(tmp_path / f"s{step}").ok for step in range(1, 6)] == [False] + 4 * [True]
+
+
+def test_a_header_is_looked_at_each_time(tmp_path: Path) -> None:
+    def before(step: int) -> None:
+        if step == 5:
+            flip(tmp_path, 3, 100)  # read back, two saves ago
+
+    reports = saves(LocalStorage(), range(1, 6), path=f"{tmp_path}/s{{}}", before=before)
+    assert [one.num_linked for one in reports] == [0, 0, 1, 1, 0]
 
 
 def test_what_was_read_back_is_read_back_again_after_some_saves(
