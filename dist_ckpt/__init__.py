@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
     from dist_ckpt.data.data_position import DataPosition
     from dist_ckpt.data.elastic_sampler import ElasticSampler
+    from dist_ckpt.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.loading.load import load
     from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
     from dist_ckpt.runs.removing import delete
     from dist_ckpt.saving.save import save
+    from dist_ckpt.saving.to_bytes import to_bytes
     from dist_ckpt.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
 
 __version__ = "0.1.0"
@@ -65,6 +67,9 @@ _MODULES = {
     "at_end": "checkpointer.when",
     "on_signal": "checkpointer.when",
     "load": "loading.load",
+    "to_bytes": "saving.to_bytes",
+    "from_bytes": "loading.from_bytes",
+    "load_bytes": "loading.from_bytes",
     "open": "offline.checkpoint",
     "Checkpoint": "offline.checkpoint",
     "verify": "offline.verify",
@@ -127,13 +132,16 @@ __all__ = [
     "checkpoints",
     "delete",
     "every",
+    "from_bytes",
     "keep",
     "load",
+    "load_bytes",
     "on_signal",
     "open",
     "reshard",
     "save",
     "strip",
+    "to_bytes",
     "verify",
 ]
 

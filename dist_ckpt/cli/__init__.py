@@ -1,6 +1,6 @@
 """`dist-ckpt`: look at checkpoints, check them, rewrite and remove them; ask a run to save.
 
-One file a group of commands (`reading.py`, `changing.py`, `averaging.py`, `runs.py`,
+One file a group of commands (`reading.py`, `changing.py`, `averaging.py`, `formats.py`, `runs.py`,
 `watching.py`); each parses, calls and prints. A new command is added to the group here.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from dist_ckpt import __version__
-from dist_ckpt.cli import averaging, changing, output, reading, runs, watching
+from dist_ckpt.cli import averaging, changing, formats, output, reading, runs, watching
 
 
 class _Commands(click.Group):
@@ -76,6 +76,8 @@ for _command in (
     averaging.average,
     changing.rm,
     changing.gc,
+    formats.import_,
+    formats.export,
     runs.prune,
     runs.pin,
     runs.tag,
