@@ -105,6 +105,7 @@ class AsyncSaver:
         config: Mapping[str, object] | None = None,
         kind: str | None = None,
         attach: Attached | None = None,
+        reuse: str | Sequence[str] = (),
     ) -> SaveHandle:
         """Save a state as the checkpoint at `path`. Collective: every rank calls this.
 
@@ -118,7 +119,7 @@ class AsyncSaver:
         """
         options = SaveOptions(
             *(step, sharding, overwrite, metadata, include, exclude, frozen),
-            *(config, kind, attach),
+            *(config, kind, attach, reuse),
         )
         return self.save_with(state, path, options)
 

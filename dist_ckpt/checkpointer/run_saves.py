@@ -114,6 +114,7 @@ class RunSaves:
             config=resume.config,
             kind=resume.kind,
             attach=self._attach_of(step),
+            reuse=self.options.reuse,
             run=self.run,
             boundary=boundary,
             hurries=hurries,
