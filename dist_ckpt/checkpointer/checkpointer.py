@@ -63,17 +63,16 @@ class Checkpointer:
     text that says what the model is, and must be equal. `attach` is a function of a step that
     returns what to attach to its checkpoint, as for `dc.save`; it is called on rank 0, when that
     step is saved, by whatever policy. `include`, `exclude` and `frozen` say what of the state is
-    saved and resumed, as in `dc.save` and `dc.load`.
+    saved and resumed, as in `dc.save` and `dc.load`; tensors that match `reuse`, such as frozen
+    weights, are linked and not written.
 
-    Tensors that match `reuse`, such as frozen weights, are linked and not written, see `dc.save`.
     With `background` a process of its own writes, see `dc.AsyncSaver`. A save that fails is told
     once, with what is safe, and tried again; `on_failure` is "warn", "raise" or a function that is
     called as well, and after `max_failures` in a row the error is raised on all ranks all the same.
     `on_commit` is called with each new checkpoint, on rank 0, in a thread beside the training;
     `on_failure` is as well, for a save in the background. On a signal the run is to stop: it is
     saved, and has `stop_within_s` seconds for that, from the signal on; it waits for no older save,
-    and takes the place of one that is not begun. With `root=None` there are no checkpoints, and
-    nothing else changes.
+    and takes the place of one that is not begun. With `root=None` nothing is saved.
     """
 
     def __init__(  # noqa: PLR0913 - each is a policy of its own
