@@ -123,6 +123,7 @@ def ask(call: LoadCall) -> Asked:
     selection = _selection(options, uses, template)
     request = LoadRequest(
         path=paths[0] if len(paths) == 1 else paths,
+        sources=tuple((use.key, paths[use.place]) for use in uses),
         strict=options.strict,
         check_first=options.check_first,
         read_once=options.read_once,
