@@ -87,7 +87,7 @@ def _all_items(job: simulated.Job) -> Work:
     plan = plan_save(
         [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
     )
-    return lambda: sum(1 for _ in items_of_ranks(plan))
+    return lambda: sum(1 for _ in items_of_ranks(plan.catalog))
 
 
 def _groups(job: simulated.Job) -> Work:

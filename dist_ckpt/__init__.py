@@ -25,6 +25,7 @@ from dist_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
+    from dist_ckpt.averaging.average import average
     from dist_ckpt.background.async_saver import AsyncSaver
     from dist_ckpt.background.handle import SaveHandle
     from dist_ckpt.checkpointer.checkpointer import Checkpointer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
     from dist_ckpt.data.data_position import DataPosition
     from dist_ckpt.data.elastic_sampler import ElasticSampler
+    from dist_ckpt.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.loading.load import load
     from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
     from dist_ckpt.runs.removing import delete
     from dist_ckpt.saving.save import save
+    from dist_ckpt.saving.to_bytes import to_bytes
     from dist_ckpt.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
 
 __version__ = "0.1.0"
@@ -64,6 +67,9 @@ _MODULES = {
     "at_end": "checkpointer.when",
     "on_signal": "checkpointer.when",
     "load": "loading.load",
+    "to_bytes": "saving.to_bytes",
+    "from_bytes": "loading.from_bytes",
+    "load_bytes": "loading.from_bytes",
     "open": "offline.checkpoint",
     "Checkpoint": "offline.checkpoint",
     "verify": "offline.verify",
@@ -71,6 +77,7 @@ _MODULES = {
     "reshard": "offline.reshard",
     "backup": "offline.backup",
     "strip": "offline.strip",
+    "average": "averaging.average",
     "Run": "offline.run",
     "delete": "runs.removing",
     "checkpoints": "runs.listing",
@@ -120,17 +127,21 @@ __all__ = [
     "VerifyReport",
     "at",
     "at_end",
+    "average",
     "backup",
     "checkpoints",
     "delete",
     "every",
+    "from_bytes",
     "keep",
     "load",
+    "load_bytes",
     "on_signal",
     "open",
     "reshard",
     "save",
     "strip",
+    "to_bytes",
     "verify",
 ]
 

@@ -163,6 +163,7 @@ class AsyncSaver:
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         frozen: bool = True,
+        reuse: str | Sequence[str] = (),
     ) -> SaveHandle:
         """Save a state as the checkpoint at `path`. Collective: every rank calls this.
 
@@ -174,7 +175,7 @@ class AsyncSaver:
         raised instead, once, on all ranks: that one made no checkpoint, this one was not begun,
         and the next call goes on.
         """
-        options = SaveOptions(step, sharding, overwrite, metadata, include, exclude, frozen)
+        options = SaveOptions(step, sharding, overwrite, metadata, include, exclude, frozen, reuse)
         return self.save_with(state, path, options)
 
     def save_with(

@@ -12,13 +12,14 @@ import torch
 from dist_ckpt.binding.overlaps import Landing, settle, sharing
 from dist_ckpt.binding.saved_tree import Saved
 from dist_ckpt.binding.template import Template
+from dist_ckpt.errors import CorruptError
 from dist_ckpt.format.geometry import Cell, Region, Shape
 from dist_ckpt.format.index import TensorRecord
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.plan import Flattened, Ruled, Wanted, Whole
 from dist_ckpt.state.fsdp1 import ParameterPart
-from dist_ckpt.state.local_tensors import is_array, is_ordinary, torch_dtype
+from dist_ckpt.state.local_tensors import as_numpy, is_array, is_ordinary, torch_dtype
 from dist_ckpt.state.sharding_rules import target_cells
 from dist_ckpt.state.tensors import (
     HeldTensor,
@@ -153,7 +154,10 @@ class Targets:
 
             def make() -> object:
                 tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype), device="cpu")
-                return tensor.numpy() if as_array else tensor
+                try:
+                    return as_numpy(tensor) if as_array else tensor
+                except ValueError as error:
+                    raise CorruptError(f"{name}: {error}; load an older checkpoint") from None
 
             cells = (Region.whole(record.shape),)
             self._whole[fqn, as_array] = self._want_fresh(name, cells, make)

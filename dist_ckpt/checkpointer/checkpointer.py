@@ -59,6 +59,7 @@ class Checkpointer:
     equal when a run goes on, all else is compared, and a difference logged. `include`, `exclude`
     and `frozen` say what of the state is saved and resumed, as in `dc.save` and `dc.load`.
 
+    Tensors that match `reuse`, such as frozen weights, are linked and not written, see `dc.save`.
     With `background` a process of its own writes, see `dc.AsyncSaver`. A save that fails is told
     once, with what is safe, and tried again; `on_failure` is "warn", "raise" or a function that is
     called as well, and after `max_failures` in a row the error is raised on all ranks all the same.
@@ -84,6 +85,7 @@ class Checkpointer:
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         frozen: bool = True,
+        reuse: str | Sequence[str] = (),
         on_commit: Callable[[Checkpoint], object] | None = None,
         on_failure: OnFailure = "warn",
         max_failures: int = 3,
@@ -110,6 +112,7 @@ class Checkpointer:
             Hooks(on_commit, on_failure, max_failures),
             background=background,
             stop_within_s=stop_within_s,
+            reuse=reuse,
         )
         self._run = open_run(options, group, _check_alone)
         self._dropped = weakref.finalize(self, self._run.let_go)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.checkpointer.keeper import Hooks
 from dist_ckpt.checkpointer.resume import ResumeOptions
 from dist_ckpt.checkpointer.when import When
 from dist_ckpt.format.plain_encoder import check_plain
+from dist_ckpt.planning.selection import patterns
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.storage import open_storage
@@ -31,6 +32,7 @@ class AskedRun(Message, frozen=True):
     on_failure: str
     max_failures: int
     stop_within_s: float
+    reuse: tuple[str, ...]
     chosen: str
 
 
@@ -45,6 +47,7 @@ class RunOptions:
     hooks: Hooks
     background: bool
     stop_within_s: float
+    reuse: str | Sequence[str] = ()
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""
@@ -122,5 +125,6 @@ class RunOptions:
             on_failure=hook if isinstance(hook, str) else "warn",
             max_failures=self.hooks.max_failures,
             stop_within_s=float(self.stop_within_s),
+            reuse=patterns(self.reuse, "reuse"),
             chosen=str(self.resume.load_options().selection()),
         )

@@ -113,6 +113,7 @@ class RunSaves:
             include=resume.include,
             exclude=resume.exclude,
             frozen=resume.frozen,
+            reuse=self.options.reuse,
             run=self.run,
             boundary=boundary,
             hurries=hurries,

@@ -126,3 +126,17 @@ def _own_connection(timeout_s: float) -> Store:
     except (RuntimeError, OSError) as error:
         fact = store_thread.first_line(error)
     raise NoAnswerError(store_thread.OF_THE_JOB.gone.format(fact))
+
+
+def session_alone() -> Session:
+    """Return a session of this rank without the others of the job, if it is in one."""
+    config = Config.from_environment()
+    return Session(Alone(), AloneCollective(), config, ranks_from_here())
+
+
+def ranks_from_here() -> tuple[int, ...]:
+    """Return the ranks of the job, this one first, as if it was number 0 of a group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return (0,)
+    own = dist.get_rank()
+    return (own, *(rank for rank in range(dist.get_world_size()) if rank != own))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from dist_ckpt import __version__
 from dist_ckpt.commit import attempts, order
 from dist_ckpt.commit.receipts import check_receipts, sizes_of
-from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
@@ -28,7 +28,7 @@ from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.shard_io.open_files import read_objects
-from dist_ckpt.shard_io.read_windows import StoredTensors, Windows
+from dist_ckpt.shard_io.read_windows import StoredTensors, Windows, read_windows
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
@@ -86,7 +86,8 @@ def reshard(
         plan = plan_stored(index.catalog, config, stored.main.tree, stored.main.numpy)
         storage = CountingStorage(target_storage)
         run = _Reshard(stored, plan, storage, target_path, max_memory, progress)
-        return run.run(overwrite=overwrite)
+        with closing(stored.tensors):
+            return run.run(overwrite=overwrite)
 
 
 def _count(world_size: int | None) -> int:
@@ -98,13 +99,12 @@ def _count(world_size: int | None) -> int:
 
 
 class Stored:
-    """The checkpoint to read from: its index, its objects files, and its tensors by cells."""
+    """The checkpoint to read from: its index, its objects files, and its tensors."""
 
     def __init__(self, storage: CountingStorage, folder: str, index: Index) -> None:
         self.index = index
         self.storage = storage
-        threads = Config.from_environment().threads
-        self.tensors = StoredTensors(storage, folder, index, threads=threads)
+        self.tensors = StoredTensors(storage, folder, index)
         self._folder = folder
         contents = objects_file.contents_of(index.catalog)
         self.files = {one.name: self._read_objects(one, contents) for one in index.objects}
@@ -174,7 +174,7 @@ class _Reshard:
     def _write(self, folder: str) -> list[Receipt]:
         self._nbytes = sum(stored_nbytes(self._plan.catalog).values())
         receipts = []
-        for rank, files in enumerate(items_of_ranks(self._plan)):
+        for rank, files in enumerate(items_of_ranks(self._plan.catalog)):
             start = time.monotonic()
             done = self._write_rank(folder, files, rank)
             receipts.append(Receipt(done, (), time.monotonic() - start))
@@ -188,7 +188,8 @@ class _Reshard:
     def _write_rank(
         self, folder: str, files: tuple[FilePlan, ...], rank: int
     ) -> tuple[FileReceipt, ...]:
-        windows = Windows(self._stored.tensors, files, self._window_nbytes, self._tell)
+        filled = read_windows(self._stored.tensors, files, self._window_nbytes, self._tell)
+        windows = Windows(files, filled)
         content = RankFiles(
             step=self._stored.index.step,
             plans=files,

@@ -119,6 +119,7 @@ class Inventory(Message, frozen=True):
     that are not tensors; `per_rank` are (fqn, key), where None stands for the rank itself, so that
     ranks that differ in nothing else send the same; `numpy` are the fqns of the tensors that are
     numpy arrays in the state. `parameters` are (first, count, trainable) of runs of `tensors`.
+    `reused` are the fqns of the tensors that get files of their own, to be linked by later saves.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -132,6 +133,7 @@ class Inventory(Message, frozen=True):
     name_lists: tuple[NameList, ...]
     numpy: tuple[str, ...]
     parameters: tuple[tuple[int, int, bool], ...] = ()
+    reused: tuple[str, ...] = ()
 
 
 # --- saving ----------------------------------------------------------------------------------
@@ -143,7 +145,8 @@ class SavePlan:
 
     `held_layouts` has the layout in which the ranks hold a tensor where it is stored in a finer
     one: a large replica is split among its holders. `value_holders` are the ranks that hold each
-    value, `per_rank_holders` those that hold each key of a value per rank.
+    value, `per_rank_holders` those that hold each key of a value per rank. `reused` numbers the
+    components whose files later saves may link to.
     """
 
     catalog: Catalog
@@ -153,13 +156,15 @@ class SavePlan:
     tree: tuple[Node, ...]
     name_lists: tuple[NameList, ...]
     numpy: tuple[str, ...]
+    reused: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
     """One shard file to write.
 
-    `batches` are its items as they are written, in blocks of `block_nbytes`.
+    `batches` are its items as they are written, in blocks of `block_nbytes`. `is_reused`: later
+    saves may link to it, so that it says of no step that it is of it.
     """
 
     name: str
@@ -168,6 +173,7 @@ class FilePlan:
     items: tuple[StoredShard, ...]
     block_nbytes: int
     batches: tuple[Batch, ...]
+    is_reused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +190,14 @@ class Receipt(Message, frozen=True):
 
     An objects file has no header: its `header_nbytes` is 0 and the digest is of the whole file.
     `replicas` are (group id, digest) of each replica group that the rank belongs to: all ranks
-    that name a group must have the same digest for it.
+    that name a group must have the same digest for it. `linked` are files, and bytes, that were not
+    written but linked.
     """
 
     files: tuple[FileReceipt, ...]
     replicas: tuple[tuple[str, str], ...]
     seconds: float
+    linked: tuple[int, int] = (0, 0)
 
 
 # --- loading ---------------------------------------------------------------------------------

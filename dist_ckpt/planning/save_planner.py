@@ -47,6 +47,7 @@ from dist_ckpt.planning.plan import (
     TensorEntry,
     View,
 )
+from dist_ckpt.planning.reused_parts import merged_reused, with_reused_parts
 from dist_ckpt.planning.write_batches import batches_of
 
 
@@ -98,6 +99,7 @@ def plan_save(
             component=numbers.get(tensor.component, 0),
         )
         records[fqn] = alike.setdefault(record, record)
+    components, parts = with_reused_parts(components, records, merged_reused(bodies))
     values, keys = value_holders(bodies), key_holders(bodies)
     found = merged_parameters(bodies)
     catalog = Catalog(
@@ -113,7 +115,7 @@ def plan_save(
     )
     split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
     names, numpy = merged_names(bodies), merged_numpy(bodies)
-    return SavePlan(catalog, split, values, keys, tree, names, numpy)
+    return SavePlan(catalog, split, values, keys, tree, names, numpy, parts)
 
 
 def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
@@ -126,15 +128,17 @@ def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
             if catalog.layouts[record.layout].holder(number, record.rotation) == rank:
                 entry = fqn, record.dtype, record.shape, cell
                 cells.setdefault(record.component, []).append(entry)
-    return tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+    return tuple(
+        _file_plan(catalog, number, rank, cells[number], is_reused=number in plan.reused)
+        for number in sorted(cells)
+    )
 
 
-def items_of_ranks(plan: SavePlan) -> Iterator[tuple[FilePlan, ...]]:
+def items_of_ranks(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
     """Yield `items_of` one rank after another, for what the items cost.
 
     `items_of` looks through the whole plan, so that to call it for every rank is quadratic.
     """
-    catalog = plan.catalog
     for rank, cells in enumerate(cells_of_ranks(catalog)):
         yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
 
@@ -362,7 +366,12 @@ def _contains(ranks: tuple[int, ...], rank: int) -> bool:
 
 
 def _file_plan(
-    catalog: Catalog, number: int, rank: int, cells: Sequence[tuple[str, str, Shape, Cell]]
+    catalog: Catalog,
+    number: int,
+    rank: int,
+    cells: Sequence[tuple[str, str, Shape, Cell]],
+    *,
+    is_reused: bool = False,
 ) -> FilePlan:
     component = catalog.components[number]
     shards = arrange(cells)
@@ -380,4 +389,5 @@ def _file_plan(
         items=shards,
         block_nbytes=BLOCK_NBYTES,
         batches=batches_of((s.span.nbytes for s in shards), BLOCK_NBYTES),
+        is_reused=is_reused,
     )

@@ -80,12 +80,12 @@ def selection_of(
     frozen: bool = True,  # noqa: FBT001, FBT002 - what a caller of ours was given
 ) -> Selection:
     """Check the options of these names. Raises TypeError or ValueError."""
-    chosen = None if include is None else _patterns(include, "include")
+    chosen = None if include is None else patterns(include, "include")
     if chosen == ():
         raise ValueError("include=[] selects nothing: give patterns, or None for everything")
     if type(frozen) is not bool:
         raise TypeError(f"frozen={frozen!r}: give True or False")
-    return Selection(chosen, () if exclude is None else _patterns(exclude, "exclude"), frozen)
+    return Selection(chosen, () if exclude is None else patterns(exclude, "exclude"), frozen)
 
 
 def unmatched_on_all(told: Iterable[Iterable[str]]) -> list[str]:
@@ -104,13 +104,14 @@ def names_above(name: str) -> Iterator[str]:
         name = name[:cut]
 
 
-def _patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
+def patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
+    """Return the patterns that an option gives, one or several. Raises TypeError or ValueError."""
     if not isinstance(value, Iterable):
         raise TypeError(f"{option}={value!r}: give names or patterns as strings")
-    patterns = (value,) if isinstance(value, str) else tuple(value)
-    for pattern in patterns:
+    given = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in given:
         if not isinstance(pattern, str):
             raise TypeError(f"{option} has {pattern!r}: give names or patterns as strings")
         if not pattern:
             raise ValueError(f"{option} has an empty pattern: give a name or a pattern")
-    return patterns
+    return given

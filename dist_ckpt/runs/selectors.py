@@ -86,10 +86,15 @@ def _latest(listing: Listing) -> RunCheckpoint:
         states = [f"{one.name} is {_why_not(one)}" for one in listing.checkpoints]
         told = listed(states) if states else "it holds no checkpoint"
         raise NotFoundError(f"{listing.root}: nothing here is the latest: {told}. Check the path")
+    warn_of_unreadable(listing)
+    return listing.alive[-1]
+
+
+def warn_of_unreadable(listing: Listing) -> None:
+    """Log what cannot be chosen because nobody can read it."""
     for one in listing.checkpoints:
         if one.state in ("damaged", "incompatible"):
             _log.warning("%s is %s and is no candidate: %s", one.path, one.state, one.problem)
-    return listing.alive[-1]
 
 
 def _why_not(one: RunCheckpoint) -> str:
@@ -99,6 +104,13 @@ def _why_not(one: RunCheckpoint) -> str:
 
 
 def _best(listing: Listing, name: str, choose: Callable[..., float]) -> RunCheckpoint:
+    there = measured(listing, name)
+    value = choose(one.metrics[name] for one in there)
+    return next(one for one in there if one.metrics[name] == value)
+
+
+def measured(listing: Listing, name: str) -> list[RunCheckpoint]:
+    """Return what has a value of a metric, and may be gone on from. NotFoundError if nothing."""
     there = [one for one in listing.alive if not isnan(one.metrics.get(name, float("nan")))]
     if not there:
         known = {metric for one in listing.alive for metric in one.metrics}
@@ -106,8 +118,7 @@ def _best(listing: Listing, name: str, choose: Callable[..., float]) -> RunCheck
             f"{listing.root}: no checkpoint has a value of the metric {name!r}; "
             f"{_there('metrics', sorted(known))}"
         )
-    value = choose(one.metrics[name] for one in there)
-    return next(one for one in there if one.metrics[name] == value)
+    return there
 
 
 def _tagged(listing: Listing, name: str) -> RunCheckpoint:

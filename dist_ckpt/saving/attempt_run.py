@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from msgspec.structs import replace
+
 from dist_ckpt.comm.exchange import Channel, Exchange
 from dist_ckpt.comm.messages import NoAnswerError
 from dist_ckpt.commit import attempts, order, removal, verdicts
@@ -26,7 +28,7 @@ from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.strict_json import Scalar
 from dist_ckpt.planning.plan import FileReceipt, Receipt, ReplicaDigests
-from dist_ckpt.reports import slowest_of
+from dist_ckpt.reports import Tally, slowest_of
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.saving.agreement import Offer, Planned
 from dist_ckpt.saving.replica_samples import receipt_of
@@ -85,6 +87,8 @@ class Verdict(Message, frozen=True):
     num_files: int
     slowest_rank: int
     slowest_s: float
+    num_linked: int = 0
+    nbytes_linked: int = 0
 
 
 class Written(Message, frozen=True):
@@ -101,19 +105,29 @@ class PartWritten:
     files: tuple[FileReceipt, ...]
     replicas: ReplicaDigests
     seconds: float
+    linked: Tally = Tally()  # noqa: RUF009 - it is frozen
 
 
 class AttemptRun:
     """One attempt in progress, as one rank sees it: rank 0 claims it, all write and commit.
 
     `nbytes_receipt` is the size of the receipt that it has sent; the coordinator sends none.
+    `by_writers` makes of the receipts of those who write one for each rank of the plan: what ranks
+    of a save have is that already.
     """
 
-    def __init__(self, channel: Channel, config: Config, request: SaveRequest) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        config: Config,
+        request: SaveRequest,
+        by_writers: Callable[[Sequence[Receipt]], Sequence[Receipt]] = list,
+    ) -> None:
         self.nbytes_receipt = 0
         self._channel = channel
         self._config = config
         self._request = request
+        self._by_writers = by_writers
         self._storage, self._path = request.storage, request.path
         self._claim: order.Claim | None = None
 
@@ -149,7 +163,8 @@ class AttemptRun:
                 if self._claim is None:
                     order.await_claim(self._storage, self._path, attempt, self._config.appear_s)
                 part = write()
-                receipt = receipt_of(part.files, part.replicas, part.seconds)
+                linked = part.linked.num, part.linked.nbytes
+                receipt = receipt_of(part.files, part.replicas, part.seconds, linked)
                 if receipts := writing.gather(receipt):
                     self._decide(writing, text, receipts)
                 else:
@@ -175,7 +190,7 @@ class AttemptRun:
         if differing := differing_groups(receipts):
             writing.decide(Written(tuple(differing), None))
             return
-        files, objects = check_receipts(text.catalog, receipts)
+        files, objects = check_receipts(text.catalog, self._by_writers(receipts))
         sizes = sizes_of(receipts)
         appear_s = self._config.appear_s
         order.check_files(self._storage, self._claim.folder, sizes, timeout_s=appear_s)
@@ -190,7 +205,11 @@ class AttemptRun:
             saved_by=self._request.saved_by,
             saved_at=time.time() if self._request.saved_at is None else self._request.saved_at,
         )
-        verdict = _verdict(index, *slowest_of([receipt.seconds for receipt in receipts]))
+        verdict = replace(
+            _verdict(index, *slowest_of([receipt.seconds for receipt in receipts])),
+            num_linked=sum(receipt.linked[0] for receipt in receipts),
+            nbytes_linked=sum(receipt.linked[1] for receipt in receipts),
+        )
         try:
             order.commit(self._storage, self._claim, index, text)
             writing.decide(Written((), verdict))

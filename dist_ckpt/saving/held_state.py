@@ -7,13 +7,21 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from msgspec import structs
 
 from dist_ckpt.comm.session import Session
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.plain_encoder import encode_value
 from dist_ckpt.memory.protocol import Source
-from dist_ckpt.planning.plan import FilePlan, ReplicaDigests, ReplicaGroup, SavePlan
+from dist_ckpt.planning.plan import (
+    FilePlan,
+    Inventory,
+    ReplicaDigests,
+    ReplicaGroup,
+    SavePlan,
+    TensorEntry,
+)
 from dist_ckpt.planning.save_planner import (
     HeldCells,
     Origin,
@@ -47,11 +55,39 @@ class _PlannedPart:
     held: HeldCells
 
 
+@dataclass(frozen=True, slots=True)
+class _Reused:
+    """Which tensors the patterns of `reuse` match; of a tied one, that which has the data.
+
+    Kept for the next save: to match thousands of names takes long.
+    """
+
+    patterns: tuple[str, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: tuple[tuple[str, str], ...]
+    names: tuple[str, ...]
+    unmatched: tuple[str, ...]
+
+    @staticmethod
+    def of(chosen: tuple[str, ...], inventory: Inventory) -> _Reused:
+        """Match the names of an inventory."""
+        names = {entry.fqn: entry.fqn for entry in inventory.tensors} | dict(inventory.aliases)
+        found = {one: {to for f, to in names.items() if f in Selection((one,))} for one in chosen}
+        unmatched = tuple(
+            f"reuse: {one!r} matches no tensor: mend or remove it"
+            for one in chosen
+            if not found[one]
+        )
+        reused = tuple(sorted(set().union(*found.values())))
+        return _Reused(chosen, inventory.tensors, inventory.aliases, reused, unmatched)
+
+
 class HeldState:
     """One rank's state in one save: what it holds, and what a plan makes of it."""
 
     def __init__(self, ranks: Session, local: LocalState) -> None:
         self.inventory = local.inventory
+        self.unmatched = local.unmatched
         self._ranks = ranks
         self._rank = ranks.channel.rank
         self.local = local
@@ -62,6 +98,7 @@ class HeldState:
         state: State,
         sharding: ShardingConfig | None,
         selection: Selection = EVERYTHING,
+        reuse: tuple[str, ...] = (),
     ) -> HeldState:
         """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
         last = ranks.kept(Planned)
@@ -75,7 +112,24 @@ class HeldState:
                 last=None if last is None else last.inventory,
                 selection=selection,
             )
-        return HeldState(ranks, local)
+        held = HeldState(ranks, local)
+        if reuse:
+            held._reuse(reuse)
+        return held
+
+    def _reuse(self, chosen: tuple[str, ...]) -> None:
+        """Note which tensors get files that later saves link to, and which patterns match none."""
+        inventory = self.inventory
+        known = self._ranks.kept(_Reused)
+        if known is None or (known.patterns, known.tensors, known.aliases) != (
+            chosen,
+            inventory.tensors,
+            inventory.aliases,
+        ):
+            known = _Reused.of(chosen, inventory)
+            self._ranks.keep(known)
+        self.unmatched = (*self.unmatched, *known.unmatched)
+        self.inventory = structs.replace(inventory, reused=known.names)
 
     @property
     def cuda_devices(self) -> Sequence[torch.device]:

@@ -27,13 +27,18 @@ def digest_sample(source: Source, name: str) -> str:
     return document_digest(f"{source.nbytes} {' '.join(digests)}".encode())
 
 
-def receipt_of(files: tuple[FileReceipt, ...], replicas: ReplicaDigests, seconds: float) -> Receipt:
+def receipt_of(
+    files: tuple[FileReceipt, ...],
+    replicas: ReplicaDigests,
+    seconds: float,
+    linked: tuple[int, int] = (0, 0),
+) -> Receipt:
     """Return what a rank reports: of each replica group one digest, of those of its members."""
     digests = (
         (group, document_digest("".join(digest for _, digest in members).encode()))
         for group, members in replicas
     )
-    return Receipt(files, tuple(digests), seconds)
+    return Receipt(files, tuple(digests), seconds, linked)
 
 
 def _starts(nbytes: int, name: str) -> list[int]:

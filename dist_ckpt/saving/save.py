@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
 import torch
@@ -22,7 +22,7 @@ from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.plain_encoder import check_plain, encode_value
 from dist_ckpt.format.strict_json import Scalar, is_text
-from dist_ckpt.planning.selection import Selection, selection_of
+from dist_ckpt.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.saving.agreement import (
@@ -34,7 +34,7 @@ from dist_ckpt.saving.agreement import (
 )
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
 from dist_ckpt.saving.held_state import HeldState
-from dist_ckpt.shard_io.shard_writer import write_all
+from dist_ckpt.shard_io.reuse import EarlierSaves, SavedFiles, write_or_link
 from dist_ckpt.state.containers import State
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
@@ -48,8 +48,9 @@ MAX_MIRRORED_CHARS = 1024
 class SaveOptions:
     """The options of `save`, checked by `check` once a rank's error can reach the others.
 
-    Not of users are the last three: the start of a run that saves, at which of its boundaries, and
-    whether time is short just now, so that a save in the background must not wait for another.
+    `reuse` is one pattern, or several, on the names of tensors. Not of users are the last three:
+    the start of a run that saves, at which of its boundaries, and whether time is short just now,
+    so that a save in the background must not wait for another.
     """
 
     step: int | None = None
@@ -59,6 +60,7 @@ class SaveOptions:
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
     frozen: bool = True
+    reuse: str | Sequence[str] = ()
     run: OfRun | None = None
     boundary: int | None = None
     hurries: Callable[[], bool] = bool
@@ -78,14 +80,21 @@ class SaveOptions:
             if not isinstance(self.metadata, Mapping):
                 raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
             check_plain(dict(self.metadata), "metadata")
+        patterns(self.reuse, "reuse")
 
     def held(self, ranks: Session, state: State) -> HeldState:
         """See what this rank holds of a state. ValueError, TypeError for what cannot be saved."""
-        return HeldState.take(ranks, state, self.sharding, self.selection())
+        reused = patterns(self.reuse, "reuse")
+        return HeldState.take(ranks, state, self.sharding, self.selection(), reused)
 
     def selection(self) -> Selection:
         """Return what of the state is saved. Raises TypeError or ValueError."""
         return selection_of(self.include, self.exclude, self.frozen)
+
+    def chosen(self) -> str:
+        """Say what is saved, and what of it is reused; "" if all is saved and nothing reused."""
+        reused = patterns(self.reuse, "reuse")
+        return f"{self.selection()}{f' reuse={[*reused]}' if reused else ''}"
 
 
 def save(
@@ -100,6 +109,7 @@ def save(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     frozen: bool = True,
+    reuse: str | Sequence[str] = (),
 ) -> SaveReport:
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -111,11 +121,19 @@ def save(
     checkpoint that is there once the new one is durable; `metadata` is plain data to keep with
     it. `include` and `exclude` are globs on the names of the state, as of `dc.load`, each of which
     must match one; `frozen=False` leaves parameters out that require no gradient. Load such a
-    checkpoint with the same three options. Raises ValueError or TypeError for a state that cannot
-    be saved, that ranks disagree on, or for a pattern that matches nothing; ExistsError,
-    ConflictError, StorageError, and RankError if a rank dies or never calls.
+    checkpoint with the same three options.
+
+    Tensors whose names match `reuse`, globs as well, get files of their own. What does not change,
+    such as frozen weights, is written by the first two saves of this group; later ones of the same
+    layout link to those files, where the storage makes hard links, and the older checkpoint is
+    there and whole; else they write. A file has at most 8 names, and is read back within 8 saves
+    before it gets another.
+
+    Raises ValueError or TypeError for a state that cannot be saved, that ranks disagree on, or for
+    a pattern that matches nothing; ExistsError, ConflictError, StorageError, and RankError if a
+    rank dies or never calls.
     """
-    options = SaveOptions(step, sharding, overwrite, metadata, include, exclude, frozen)
+    options = SaveOptions(step, sharding, overwrite, metadata, include, exclude, frozen, reuse)
     return save_together(session_of(group), state, path, options)
 
 
@@ -137,6 +155,9 @@ def save_together(
             verdict = run.write_and_commit(
                 claimed.planned.text, claimed.attempt, lambda: _write(ranks, claimed, options)
             )
+        for saved in claimed.parts:
+            claimed.earlier.committed(plan, saved)
+        ranks.keep(claimed.earlier)
         with phases.phase("clean up"):
             run.clean_up()
         report = SaveReport(
@@ -158,7 +179,10 @@ def save_together(
 
 @dataclass(frozen=True, slots=True)
 class _ClaimedSave:
-    """What all ranks save, and this one holds; the attempt is claimed."""
+    """What all ranks save, and this one holds; the attempt is claimed.
+
+    `earlier` are the saves before, and `parts` what this rank has written for later ones.
+    """
 
     storage: CountingStorage
     request: SaveRequest
@@ -166,6 +190,8 @@ class _ClaimedSave:
     planned: Planned
     attempt: Attempt
     run: AttemptRun
+    earlier: EarlierSaves
+    parts: list[SavedFiles] = field(default_factory=list)
 
 
 def _agree_and_claim(
@@ -189,8 +215,7 @@ def _agree_and_claim(
             run = AttemptRun(ranks.channel, ranks.config, request)
             held = options.held(ranks, state)
             last = last_plan(ranks, held.inventory)
-            unmatched = held.local.unmatched
-            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, unmatched)):
+            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, held.unmatched)):
                 name = run.claim() if is_plan_good(offers) else ""
                 agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
         agreed = agreeing.result(Agreed)
@@ -211,7 +236,8 @@ def _agree_and_claim(
         raise
     attempt = parse_attempt(name)
     assert attempt is not None
-    return _ClaimedSave(counting, request, held, planned, attempt, run)
+    earlier = ranks.kept(EarlierSaves) or EarlierSaves()
+    return _ClaimedSave(counting, request, held, planned, attempt, run, earlier)
 
 
 def _write(ranks: Session, claimed: _ClaimedSave, options: SaveOptions) -> PartWritten:
@@ -219,14 +245,17 @@ def _write(ranks: Session, claimed: _ClaimedSave, options: SaveOptions) -> PartW
     start = time.monotonic()
     held, plan = claimed.held, claimed.planned.plan
     held.local.synchronize()
-    files = write_all(
+    part = write_or_link(
         claimed.storage,
         f"{claimed.request.path}/{claimed.attempt.name}",
         held.files(plan, options.step, options.metadata or {}),
+        claimed.earlier.of(plan),
         threads=ranks.config.threads,
         slots=ranks.slots,
     )
-    return PartWritten(files, held.replica_digests(plan), time.monotonic() - start)
+    claimed.parts.append(part.saved)
+    seconds = time.monotonic() - start
+    return PartWritten(part.receipts, held.replica_digests(plan), seconds, part.linked)
 
 
 def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest:
@@ -242,7 +271,7 @@ def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest
         saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
         run=options.run,
         boundary=options.boundary,
-        chosen=str(options.selection()),
+        chosen=options.chosen(),
     )
 
 

@@ -289,6 +289,12 @@ def read_objects(
     CorruptError if its bytes are not the ones that were written, or say nothing; IncompatibleError
     if it needs a newer dist_ckpt.
     """
+    data = read_encoded_objects(storage, folder, record)
+    return objects_file.decode(data, make=make, what=f"{folder}/{record.name}")
+
+
+def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> bytes:
+    """Return the bytes of an objects file. CorruptError if they are not those that were written."""
     path = f"{folder}/{record.name}"
     if record.nbytes > objects_file.MAX_NBYTES:
         raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
@@ -309,4 +315,4 @@ def read_objects(
             f"{path} (bytes 0:{record.nbytes}) is damaged, its digest is {actual}, the index "
             f"says {record.digest}; load an older checkpoint"
         )
-    return objects_file.decode(bytes(data), make=make, what=path)
+    return bytes(data)

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from dist_ckpt.config import Config
 from dist_ckpt.format.checksums import blocks
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Span, boxes_of
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.shard_table import StoredShard
+from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.memory.host_array import ArrayTarget
 from dist_ckpt.memory.protocol import Source
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import FilePlan, Wanted
 from dist_ckpt.shard_io.block_reader import Reading
-from dist_ckpt.shard_io.open_files import open_files
+from dist_ckpt.shard_io.open_files import OpenFile, open_files
 from dist_ckpt.storage import Storage
 
 
 class StoredTensors:
-    """The checkpoint to read from: its tensors, by cells. `folder` is the attempt's."""
+    """The tensors of a checkpoint, by cells; close it when done. One thread uses it at a time.
 
-    def __init__(self, storage: Storage, folder: str, index: Index, *, threads: int) -> None:
+    What was open for a fetch stays open for the next one if `keeps_open`. `slots` are scratch
+    memory.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        index: Index,
+        *,
+        slots: Slots | None = None,
+        keeps_open: bool = True,
+    ) -> None:
         self.index = index
         self._storage = storage
         self._folder = folder
-        self._threads = threads
+        self._slots = slots or Slots()
+        self._keeps_open = keeps_open
+        self._files: dict[int, OpenFile] = {}
 
     def fetch(self, wanted: Sequence[Wanted], memory: memoryview) -> None:
-        """Read the wanted cells, one after another, into `memory`."""
+        """Read the wanted cells, one after another, into `memory`; each block is checked."""
         targets = {}
         start = 0
         for want in wanted:
@@ -40,33 +56,92 @@ class StoredTensors:
                 targets[want.fqn, part] = ArrayTarget(memory[start:stop], itemsize)
                 start = stop
         plan = plan_load(self.index, wanted)
-        files = open_files(self._storage, self._folder, self.index, plan, threads=self._threads)
-        with closing(files):
-            Reading(files, targets, verify=True).run(self._threads)
+        threads = Config.from_environment().threads
+        opened = open_files(
+            self._storage, self._folder, self.index, plan, threads=threads, known=self._files
+        )
+        for number in self._files.keys() - plan.keys():
+            self._files.pop(number).close()
+        self._files.update((number, opened.files[number]) for number in plan)
+        Reading(opened, targets, verify=True, slots=self._slots).run(threads)
+        if not self._keeps_open:
+            self.close()
+
+    def close(self) -> None:
+        """Close what is open. Never raises."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
 
-# Some bytes of items, in the order of their files.
-_Window = Sequence[tuple[StoredShard, Span]]
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some bytes of items, and how they lie in memory, one wanted tensor after another.
+
+    The parts of one tensor lie together, since a rank's cells of it are fetched as one want.
+    `places` say of each item's bytes where the first is in the item, and where all are in memory.
+    """
+
+    wanted: tuple[Wanted, ...]
+    places: Mapping[tuple[str, Cell], tuple[int, Span]]
+    nbytes: int
+
+
+# By what the tensors in a window are sorted; the last of it is the name.
+SortKey = Callable[[StoredShard], tuple[object, ...]]
+
+
+def by_name(item: StoredShard) -> tuple[object, ...]:
+    """Sort tensors by their names."""
+    return (item.fqn,)
+
+
+def windows_of(
+    files: Sequence[FilePlan], window_nbytes: int, order: SortKey = by_name
+) -> Iterator[Window]:
+    """Cut files into windows of at most `window_nbytes`, which is a multiple of a block."""
+    for parts in _cut(files, window_nbytes):
+        items: dict[str, StoredShard] = {}
+        cells: dict[str, list[Cell]] = {}
+        places: dict[tuple[str, Cell], tuple[int, Span]] = {}
+        offset = 0
+        for item, span in sorted(parts, key=lambda part: order(part[0])):
+            items.setdefault(item.fqn, item)
+            cells.setdefault(item.fqn, []).extend(_cells_of(item, span))
+            places[item.fqn, item.cell] = span.start, Span(offset, offset + span.nbytes)
+            offset += span.nbytes
+        wanted = (
+            Wanted(fqn, item.dtype, item.shape, tuple(cells[fqn])) for fqn, item in items.items()
+        )
+        yield Window(tuple(wanted), places, offset)
+
+
+def read_windows(
+    tensors: StoredTensors,
+    files: Sequence[FilePlan],
+    window_nbytes: int,
+    tell: Callable[[int], None],
+) -> Iterator[tuple[Window, memoryview]]:
+    """Read the files' windows out of one checkpoint, each when it is asked for."""
+    nbytes = sum(item.span.nbytes for file in files for item in file.items)
+    memory = memoryview(bytearray(min(nbytes, window_nbytes)))
+    for window in windows_of(files, window_nbytes):
+        tensors.fetch(window.wanted, memory)
+        tell(window.nbytes)
+        yield window, memory
 
 
 class Windows:
-    """The files of one rank in windows, each read when the first of its bytes is asked for.
+    """Files as sources: each window is taken when the first of its bytes is asked for.
 
-    The sources ask in the order of the files, so one window is in memory at a time.
+    The sources ask in the order of the files, so one window is in use at a time. `filled` yields
+    the windows of the files in this order, each with the memory that holds it.
     """
 
     def __init__(
-        self,
-        stored: StoredTensors,
-        files: Sequence[FilePlan],
-        window_nbytes: int,
-        tell: Callable[[int], None],
+        self, files: Sequence[FilePlan], filled: Iterator[tuple[Window, memoryview]]
     ) -> None:
-        self._stored = stored
-        self._tell = tell
-        self._windows = _windows_of(files, window_nbytes)
-        nbytes = sum(item.span.nbytes for file in files for item in file.items)
-        self._memory = memoryview(bytearray(min(nbytes, window_nbytes)))
+        self._filled = filled
         # Of the window in memory: where each item's bytes begin, and where they are.
         self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
         self.sources = tuple(partial(self._source_of, file.items) for file in files)
@@ -80,29 +155,14 @@ class Windows:
             first, view = self._views.get((item.fqn, item.cell), (0, memoryview(b"")))
             if first <= start and stop <= first + len(view):
                 return view[start - first : stop - first]
-            window = next(self._windows, None)
-            assert window is not None, "bytes are asked for in the order of the files"
-            self._read(window)
-
-    def _read(self, window: _Window) -> None:
-        items: dict[str, StoredShard] = {}
-        cells: dict[str, list[Cell]] = {}
-        views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
-        offset = 0
-        self._views = {}
-        # The parts of one tensor lie together, since a rank's cells of it are fetched as one want.
-        for item, span in sorted(window, key=lambda part: part[0].fqn):
-            items.setdefault(item.fqn, item)
-            cells.setdefault(item.fqn, []).extend(_cells_of(item, span))
-            view = self._memory[offset : offset + span.nbytes]
-            views[item.fqn, item.cell] = span.start, view
-            offset += span.nbytes
-        wanted = (
-            Wanted(fqn, item.dtype, item.shape, tuple(cells[fqn])) for fqn, item in items.items()
-        )
-        self._stored.fetch(tuple(wanted), self._memory)
-        self._views = views
-        self._tell(offset)
+            self._views = {}
+            filled = next(self._filled, None)
+            assert filled is not None, "bytes are asked for in the order of the files"
+            window, memory = filled
+            self._views = {
+                key: (first, memory[place.start : place.stop])
+                for key, (first, place) in window.places.items()
+            }
 
 
 def _cells_of(item: StoredShard, span: Span) -> Iterator[Cell]:
@@ -118,8 +178,10 @@ def _cells_of(item: StoredShard, span: Span) -> Iterator[Cell]:
         yield Region(offset, box.shape)
 
 
-def _windows_of(files: Sequence[FilePlan], window_nbytes: int) -> Iterator[_Window]:
-    """Cut items into windows of at most `window_nbytes`, which is a multiple of a block."""
+def _cut(
+    files: Sequence[FilePlan], window_nbytes: int
+) -> Iterator[Sequence[tuple[StoredShard, Span]]]:
+    """Cut items into windows' parts, in the order of the files."""
     window: list[tuple[StoredShard, Span]] = []
     free = window_nbytes
     for item in (item for file in files for item in file.items):

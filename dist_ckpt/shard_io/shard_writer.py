@@ -87,7 +87,7 @@ def write_all(
         try:
             storage.sync(folder)
         except FileNotFoundError as error:
-            raise _gone(folder) from error
+            raise gone(folder) from error
     return receipts
 
 
@@ -221,7 +221,8 @@ class _Writing:
     def _finish(self) -> FileReceipt:
         """Write the header, make the file durable and check its size."""
         plan = self.plan
-        header = plan.header.fill(self._step, "".join(self._digests))
+        step = None if plan.is_reused else self._step
+        header = plan.header.fill(step, "".join(self._digests))
         if self._header is not None:
             self._header[:] = header
         self._file.write_at(0, header)
@@ -244,10 +245,11 @@ def _create(storage: WritableStorage, path: str, nbytes: int) -> WritableFile:
             f"{path} exists already: is this rank running twice? Stop the other, then save again"
         ) from error
     except FileNotFoundError as error:
-        raise _gone(path) from error
+        raise gone(path) from error
 
 
-def _gone(path: str) -> ConflictError:
+def gone(path: str) -> ConflictError:
+    """Return the error of an attempt whose folder is gone."""
     return ConflictError(
         f"{path}: its folder is gone, somebody gave this attempt up and removed it; save again"
     )

@@ -165,6 +165,17 @@ def from_numpy(array: np.ndarray, fqn: str, *, writable: bool) -> torch.Tensor:
         ) from error
 
 
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return the array over a CPU tensor's memory.
+
+    ValueError for a dtype that numpy lacks: nobody can have saved an array of that.
+    """
+    try:
+        return tensor.numpy()
+    except TypeError:
+        raise ValueError(f"a numpy array of dtype {tensor.dtype}, which there is not") from None
+
+
 def class_name(value: object) -> str:
     """Return the full name of a value's class, for messages."""
     return full_name(type(value))

@@ -11,7 +11,14 @@ from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar, Size, StandIn
 from dist_ckpt.memory.torch_tensor import TensorSource
 from dist_ckpt.state.containers import MAX_DEPTH, container, entries_of, join, kind_of
-from dist_ckpt.state.local_tensors import dtype_name, from_numpy, is_array, plain, torch_dtype
+from dist_ckpt.state.local_tensors import (
+    as_numpy,
+    dtype_name,
+    from_numpy,
+    is_array,
+    plain,
+    torch_dtype,
+)
 
 
 def make(value: StandIn) -> object:
@@ -73,7 +80,7 @@ def _array(value: ArrayValue) -> object:
         # A copy, so that it can be written to.
         raw = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
         tensor = raw.view(tensor.dtype).reshape(value.shape)
-    return tensor.numpy() if value.kind == "numpy" else tensor
+    return as_numpy(tensor) if value.kind == "numpy" else tensor
 
 
 def _numpy_scalar(code: str, data: bytes) -> object:
@@ -81,4 +88,7 @@ def _numpy_scalar(code: str, data: bytes) -> object:
         numpy = importlib.import_module("numpy")
     except ModuleNotFoundError:
         raise IncompatibleError("the checkpoint holds numpy scalars: install numpy") from None
-    return numpy.frombuffer(data, dtype=code)[0]
+    try:
+        return numpy.frombuffer(data, dtype=code)[0]
+    except TypeError as error:  # such as of a unit of time that there is not
+        raise ValueError(f"{code!r} is no dtype of numpy's: {error}") from None

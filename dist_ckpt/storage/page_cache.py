@@ -16,10 +16,11 @@ def drop_cached(folder: str) -> None:
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_file(follow_symlinks=False):
-                _drop(entry.path)
+                drop_cached_file(entry.path)
 
 
-def _drop(file: str) -> None:
+def drop_cached_file(file: str) -> None:
+    """Do so for one file. Never raises."""
     with suppress(OSError):
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
         try:

@@ -27,6 +27,7 @@ from dist_ckpt.planning.plan import SavePlan
 from dist_ckpt.reports import Phases, Tally
 from dist_ckpt.saving.agreement import plan_of
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest, Verdict
+from dist_ckpt.shard_io.reuse import EarlierSaves, SavedFiles
 from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.storage import open_storage
@@ -148,6 +149,7 @@ class WriterSaves:
         self.check = check
         self.allowance = allowance
         self.slots = Slots()  # scratch memory that is used again
+        self.earlier = EarlierSaves()
         # In one, for who seals may ask while another thread finds out.
         self._planned: tuple[Bodies, tuple[SavePlan, CatalogText]] | None = None
 
@@ -178,6 +180,7 @@ class WriterSave:
         self._attempt = UNCLAIMED
         self._storage: CountingStorage | None = None
         self._run: AttemptRun | None = None
+        self._saved: SavedFiles | None = None
         self._exchanges = Tally()
 
     def settle(self) -> Done:
@@ -207,6 +210,8 @@ class WriterSave:
             with phases.phase("write"):
                 verdict = run.write_and_commit(staged.text, attempt, lambda: self._write(staged))
             staged.followed.mark_committed()
+            if self._saved is not None:
+                self._saves.earlier.committed(staged.plan, self._saved)
             with phases.phase("clean up"):
                 run.clean_up()
             return verdict
@@ -297,14 +302,17 @@ class WriterSave:
         allowance = self._saves.allowance
         assert self._storage is not None
         staged.staging.give_way()
-        written = staged.write(
+        part = staged.write_or_link(
             PacedStorage(self._storage, allowance) if allowance else self._storage,
             f"{self.write.path}/{self._attempt}",
             self._attempt,
+            self._saves.earlier.of(staged.plan),
             threads=self._saves.hello.config.threads,
             slots=self._saves.slots,
         )
-        return PartWritten(written, staged.details.replicas, time.monotonic() - start)
+        self._saved = part.saved
+        seconds = time.monotonic() - start
+        return PartWritten(part.receipts, staged.details.replicas, seconds, part.linked)
 
 
 def _check_same_save(snapshots: Sequence[str]) -> None:

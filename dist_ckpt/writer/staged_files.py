@@ -14,12 +14,10 @@ from functools import partial
 
 from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.format import filenames
-from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.memory.buffers import address_of
 from dist_ckpt.planning.plan import FilePlan
 from dist_ckpt.shard_io.shard_writer import RankFiles
 from dist_ckpt.snapshots.arena import Followed
-from dist_ckpt.storage import WritableFile
 
 # How rarely a wait looks whether more is staged: after this share of the time that it has waited.
 _SHARE = 0.05
@@ -173,26 +171,3 @@ class _Objects(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._images)
-
-
-class NoStorage:
-    """Takes every file, and keeps nothing: what is left of the writing are headers and digests."""
-
-    def create(self, path: str, nbytes: int) -> WritableFile:
-        return _NoFile(nbytes)
-
-    def sync(self, folder: str) -> None: ...
-
-
-class _NoFile:
-    alignment = 1
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-
-    def write_at(self, offset: int, data: Buffer) -> None: ...
-
-    def finish(self) -> int:
-        return self._nbytes
-
-    def discard(self) -> None: ...

@@ -11,11 +11,14 @@ from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.planning.plan import FileReceipt, SavePlan
 from dist_ckpt.planning.save_planner import items_of
 from dist_ckpt.runtime import typed_msgpack
+from dist_ckpt.shard_io.no_storage import NoStorage
+from dist_ckpt.shard_io.reuse import LinkSources, PartOfSave, write_or_link
 from dist_ckpt.shard_io.shard_writer import WritableStorage, write_all
 from dist_ckpt.snapshots.arena import Followed
 from dist_ckpt.snapshots.arena_layout import Seal
 from dist_ckpt.snapshots.details import Details
-from dist_ckpt.writer.staged_files import NoStorage, Staging, files_of
+from dist_ckpt.storage import Storage
+from dist_ckpt.writer.staged_files import Staging, files_of
 
 
 class StagedSave:
@@ -40,9 +43,9 @@ class StagedSave:
             self.details = typed_msgpack.decode(snapshot.details, Details)
         except ValueError as error:
             raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
-        saved, self.text = plan(self.details.bodies)
+        self.plan, self.text = plan(self.details.bodies)
         self.staging = Staging(followed, check)
-        plans = items_of(saved, snapshot.rank)
+        plans = items_of(self.plan, snapshot.rank)
         self._files = files_of(followed, self.staging, plans)
         self.followed = followed
         self._is_sealed = False
@@ -55,10 +58,28 @@ class StagedSave:
         So whoever is told that it is written finds the seal.
         """
         written = write_all(storage, folder, self._files, threads=threads, slots=slots)
+        self._seal_as(attempt, written)
+        return written
+
+    def write_or_link(
+        self,
+        storage: Storage,
+        folder: str,
+        attempt: str,
+        earlier: LinkSources,
+        *,
+        threads: int,
+        slots: Slots,
+    ) -> PartOfSave:
+        """Do so, but link what an earlier save has, as `write_or_link` does."""
+        part = write_or_link(storage, folder, self._files, earlier, threads=threads, slots=slots)
+        self._seal_as(attempt, part.receipts)
+        return part
+
+    def _seal_as(self, attempt: str, written: tuple[FileReceipt, ...]) -> None:
         self.staging.await_complete()
         self.followed.seal(Seal(attempt, written))
         self._is_sealed = True
-        return written
 
     def seal(self, attempt: str, *, threads: int, slots: Slots) -> None:
         """Seal it once it is complete, though it was not written.

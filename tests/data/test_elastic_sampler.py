@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ import dist_ckpt as dc
 RANKS = st.integers(1, 7)
 
 
-def samplers(length: int, ranks: int, **options: bool | int) -> list[dc.ElasticSampler]:
+def samplers(length: int, ranks: int, **options: bool) -> list[dc.ElasticSampler]:
     return [dc.ElasticSampler(range(length), ranks, rank, **options) for rank in range(ranks)]
 
 
@@ -29,9 +30,10 @@ def test_a_whole_epoch_has_the_order_of_torch(
     length: int, ranks: int, epoch: int, shuffle: bool, drop_last: bool
 ) -> None:
     for rank in range(ranks):
-        options = {"shuffle": shuffle, "drop_last": drop_last, "seed": 5}
-        other = DistributedSampler(range(length), ranks, rank, **options)  # type: ignore[arg-type]
-        sampler = dc.ElasticSampler(range(length), ranks, rank, **options)
+        options: Any = {"shuffle": shuffle, "drop_last": drop_last, "seed": 5}
+        data: Any = range(length)
+        other: Any = DistributedSampler(data, ranks, rank, **options)
+        sampler = dc.ElasticSampler(data, ranks, rank, **options)
         other.set_epoch(epoch)
         sampler.set_epoch(epoch)
         assert [*sampler] == [*other]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 import numpy as np
@@ -217,7 +217,13 @@ def with_digest(index: bytes) -> bytes:
     return body + b'%s%s"}\n' % (_END, document_digest(body).encode())
 
 
-def mutant(corpus: Corpus, rand: random.Random) -> tuple[str, bool, dict[str, bytes]]:
+class WithFiles(Protocol):
+    """What has the files of a checkpoint."""
+
+    files: dict[str, bytes]
+
+
+def mutant(corpus: WithFiles, rand: random.Random) -> tuple[str, bool, dict[str, bytes]]:
     """Return the name of a file, whether its digests were mended, and the files that differ."""
     name = rand.choice(sorted(corpus.files))
     data, index = corpus.files[name], corpus.files["index.json"]

@@ -52,7 +52,8 @@ def test_two_ranks_then_three_then_one_see_each_sample_once(tmp_path: Path) -> N
         seen += [s for one in run_ranks(ranks, train, str(tmp_path), steps) for s in one]
     assert sorted(seen) == [*range(LENGTH)]
     with dc.open(tmp_path / "on-1") as checkpoint:
-        assert checkpoint.objects["data"]["consumed"] == 2 * 2 * 3 + 3 * 2 * 2 + 4 * 2
+        position: Any = checkpoint.objects["data"]
+        assert position["consumed"] == 2 * 2 * 3 + 3 * 2 * 2 + 4 * 2
 
 
 def save_apart(rank: int, folder: str) -> list[str]:

@@ -16,16 +16,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "dist_ckpt"
 
-# A package imports itself and those after it; the rooms for `integrations` and `interop`
-# are kept free. All may import the top (errors, options, reports), which imports itself.
+# A package imports itself and those after it; the room for `integrations` is kept
+# free. All may import the top (errors, options, reports), which imports itself.
 ORDER = (
     "cli",
     "checkpointer",
     "integrations",
     "background",
     "writer",
-    "offline",
+    "averaging",
     "interop",
+    "offline",
     "loading",
     "saving",
     "snapshots",
@@ -80,7 +81,12 @@ WITH_TORCH = {
     "dist_ckpt.runtime.torch_private",
 }
 # Of other packages, what starts and ends writers: it runs before a trainer has anything to save.
-WITHOUT_TORCH_TOO = ("dist_ckpt.background.former_writers", "dist_ckpt.background.writer_process")
+# Some formats of other systems are read without it.
+WITHOUT_TORCH_TOO = (
+    "dist_ckpt.background.former_writers",
+    "dist_ckpt.background.writer_process",
+    "dist_ckpt.interop.shrew",
+)
 
 # They look for torch or numpy when somebody asks for what needs it.
 TORCH_OR_NUMPY_IF_THERE = {

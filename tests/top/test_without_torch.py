@@ -38,12 +38,19 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["save", "load", "AsyncSaver"])
+@pytest.mark.parametrize("name", ["save", "load", "average", "AsyncSaver"])
 def test_what_needs_torch_says_what_to_install(name: str) -> None:
     done = run(f"dc.{name}")
     told = f'ImportError: dist_ckpt.{name} needs torch: pip install "dist-ckpt[torch]"'
     assert done.stderr.splitlines()[-1].startswith(told)
     assert "No module named" not in done.stderr  # one error, and none below it
+
+
+def test_the_command_that_needs_torch_says_what_to_install() -> None:
+    words = ["average", "a", "b", "--to", "c"]
+    done = run(f"from dist_ckpt.cli import main; main({words})")
+    assert 'Error: averages need torch: pip install "dist-ckpt[torch]"' in done.stderr
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
 
 
 def test_the_rest_works(tmp_path: Path) -> None:

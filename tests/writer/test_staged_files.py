@@ -13,12 +13,13 @@ from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.memory.buffers import address_of
 from dist_ckpt.planning.plan import FileReceipt
 from dist_ckpt.planning.save_planner import items_of
+from dist_ckpt.shard_io.no_storage import NoStorage
 from dist_ckpt.shard_io.shard_writer import WritableStorage, write_all
 from dist_ckpt.snapshots.arena import ArenaReader
 from dist_ckpt.snapshots.arenas import Arenas
 from dist_ckpt.storage.protocol import WritableFile
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.writer.staged_files import NoStorage, Staging, files_of
+from dist_ckpt.writer.staged_files import Staging, files_of
 from staged_saves import Staged, State, new_id
 
 # One shard of several blocks, and small ones.

@@ -1,0 +1,136 @@
+"""Single files of other systems on this host: read in place, and written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
+
+from dist_ckpt.errors import CorruptError, ExistsError, NotFoundError, StorageError
+from dist_ckpt.interop.plain_states import FileTensor
+from dist_ckpt.storage.exclusive_rename import rename_exclusively
+
+
+class LocalFile:
+    """A regular file, open for reading; close it when done. Threads may share it.
+
+    Raises NotFoundError if there is none, ValueError if it is no regular file, StorageError if it
+    cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        try:
+            # It may be a pipe, whose other end nobody opens.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise NotFoundError(f"{self.path}: there is no such file; check the path") from None
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be opened: {error.strerror}") from error
+        status = os.fstat(self._descriptor)
+        self.nbytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise ValueError(f"{self.path} is no regular file: give the path of a file")
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return so many bytes. CorruptError if the file has become shorter meanwhile."""
+        data = bytearray(nbytes)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill memory. CorruptError if the file has become shorter meanwhile."""
+        done = 0
+        while done < memory.nbytes:
+            try:
+                count = os.preadv(self._descriptor, [memory[done:]], offset + done)
+            except OSError as error:
+                raise StorageError(f"{self.path} cannot be read: {error.strerror}") from error
+            if not count:
+                raise CorruptError(
+                    f"{self.path}, byte {offset + done}: the file ends here, and had "
+                    f"{self.nbytes} bytes when it was opened: write no file that is being read"
+                )
+            done += count
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._descriptor)
+
+
+class FileSource:
+    """The bytes of a tensor in a file (`Source`)."""
+
+    __slots__ = ("_file", "_tensor")
+
+    def __init__(self, file: LocalFile, tensor: FileTensor) -> None:
+        self._file = file
+        self._tensor = tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self._tensor.nbytes
+
+    def address(self) -> int | None:
+        """Return None: it is not in memory."""
+        return None
+
+    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+        """Return the bytes `start` to `stop`, in `scratch`."""
+        filled = scratch[: stop - start]
+        self._file.read_into(self._tensor.start + start, filled)
+        return filled
+
+
+@contextmanager
+def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[IO[bytes]]:
+    """Write a file: it has its name, whole and durable, when the `with` has ended well.
+
+    Until then it has another name, in the same folder; after an error it is removed. Only with
+    `overwrite` does it replace what is there. ExistsError if something is, StorageError otherwise.
+    """
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    where = os.path.abspath(os.fspath(path))
+    if os.path.lexists(where) and not overwrite:
+        raise _exists(where)
+    folder, name = os.path.split(where)
+    # So short that it is no longer than a name may be because of what we add.
+    temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if overwrite:
+            os.replace(temporary, where)
+        else:
+            rename_exclusively(temporary, where)
+        _sync_folder(folder)
+    except FileExistsError:
+        raise _exists(where) from None
+    except OSError as error:
+        raise StorageError(f"{where} cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
+
+
+def _exists(where: str) -> ExistsError:
+    return ExistsError(
+        f"{where}: something is there already: choose another path, or replace it "
+        "(overwrite=True, on the command line --overwrite)"
+    )
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

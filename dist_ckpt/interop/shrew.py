@@ -1,0 +1,191 @@
+"""`.shrew` files, version 1 and 2: read into a state, written from one, made into checkpoints.
+
+    state = shrew.read("training.shrew")     # {"model": {name: Array}, "optim": ..., "epoch": ...}
+    data = shrew.write(state)                # the same bytes
+    shrew.import_file("training.shrew", "runs/a/step-00000500")
+    shrew.export_file("runs/a@latest", "training.shrew")
+
+A file of version 1 is `{"model": {name: tensor}}`. One of version 2 has `"epoch"`, `"global_step"`,
+`"best_loss"` and `"loss_history"` besides, and maybe `"optim"`: `{"type": str, "scalars": {name:
+float}, "buffers": {name: float64 tensor of one dimension}}`. Names and their order are kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import closing
+
+from dist_ckpt.format.checksums import Buffer
+from dist_ckpt.format.index import MAX_STEP
+from dist_ckpt.format.plain_types import ArrayValue
+from dist_ckpt.interop import shrew_format
+from dist_ckpt.interop.local_files import FileSource, LocalFile, new_file
+from dist_ckpt.interop.lone_save import save_alone
+from dist_ckpt.interop.plain_states import FileTensor, PlainTensor, described, is_tensor
+from dist_ckpt.memory.host_array import Array
+from dist_ckpt.offline.checkpoint import Checkpoint, StoredTensor
+from dist_ckpt.offline.checkpoint import open as open_checkpoint
+from dist_ckpt.reports import SaveReport
+
+__all__ = ["export_file", "import_file", "read", "write"]
+
+
+def read(source: str | os.PathLike[str] | Buffer) -> dict[str, object]:
+    """Return what a `.shrew` file, or its bytes, hold: dicts of tensors and plain values.
+
+    A tensor is an `Array`, as `dc.open` gives them: a copy, with its bytes in `.data`. Nothing is
+    allocated that the file is too short for. Errors say at which byte what was found: CorruptError
+    for what is no whole `.shrew` file, also if something follows its end, IncompatibleError for
+    other versions, unknown dtypes and what no checkpoint can hold.
+    """
+    if isinstance(source, str | os.PathLike):
+        with closing(LocalFile(source)) as file:
+            return _with_data(shrew_format.parse(file, file.path), file.read)
+    with memoryview(source).cast("B") as view:
+        held = _FileInMemory(view)
+        return _with_data(shrew_format.parse(held, "the .shrew bytes"), held.read)
+
+
+def write(state: Mapping[str, object], *, version: int | None = None) -> bytes:
+    """Return a state as the bytes of a `.shrew` file: of what `read` returned, the same bytes.
+
+    Tensors may be `Array`s, torch tensors or numpy arrays. `version` 1 takes the model alone; None
+    is 1 for a state that is only a model, else 2. Raises IncompatibleError for what such a file
+    cannot hold, with all names and what to do; ValueError for another version.
+    """
+    number = shrew_format.version_for(state, version)
+    known = {name: _as_arrays(value, name) for name, value in state.items()}
+    return b"".join(shrew_format.encode(known, number, _data_of))
+
+
+def import_file(
+    file: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
+) -> SaveReport:
+    """Make the checkpoint at `target` of a `.shrew` file, in one process and without torch.
+
+    It is what `dc.save(shrew.read(file), target)` would make if it took `Array`s; its step is the
+    global step of a file of version 2. The file's data is read as it is written, some MiB at a
+    time. On return the checkpoint is complete and durable; `overwrite` replaces the one that is
+    there once it is. Raises what `read` does, before anything is written, and what `dc.save` does.
+    """
+    with closing(LocalFile(file)) as held:
+        state = shrew_format.parse(held, held.path)
+
+        def source_of(tensor: PlainTensor) -> FileSource:
+            assert isinstance(tensor, FileTensor)
+            return FileSource(held, tensor)
+
+        step = state.get("global_step")
+        return save_alone(
+            described(state),
+            target,
+            source_of,
+            step=step if isinstance(step, int) and step <= MAX_STEP else None,
+            overwrite=overwrite,
+            imported_from="shrew",
+        )
+
+
+def export_file(
+    source: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    version: int | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Write the checkpoint at `source` as a `.shrew` file; return the file's size in bytes.
+
+    `source` may name one of a run, such as "runs/a@latest"; however it was sharded, tensors are
+    written whole, one in memory at a time. `version` is as for `write`. On return the file is
+    durable; until then it has another name, and if this raises there is none. Raises
+    IncompatibleError for what such a file cannot hold, ExistsError without `overwrite` if something
+    is there, and what `dc.open` and reading raise.
+    """
+    with open_checkpoint(source) as checkpoint:
+        state = _state_of(checkpoint)
+        parts = shrew_format.encode(state, shrew_format.version_for(state, version), _data_of)
+        with new_file(file, overwrite=overwrite) as out:
+            return sum(out.write(part) for part in parts)
+
+
+class _FileInMemory:
+    """Bytes in memory, as a file."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    @property
+    def nbytes(self) -> int:
+        return self._view.nbytes
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self._view[offset : offset + nbytes])
+
+
+def _with_data(value: object, read_at: Callable[[int, int], bytes]) -> dict[str, object]:
+    """Return a state with the data of its tensors."""
+
+    def filled(value: object) -> object:
+        if isinstance(value, FileTensor):
+            data = memoryview(bytearray(read_at(value.start, value.nbytes)))
+            return Array(value.dtype, value.shape, data)
+        if isinstance(value, dict):
+            return {name: filled(child) for name, child in value.items()}
+        return value
+
+    state = filled(value)
+    assert isinstance(state, dict)
+    return state
+
+
+def _as_arrays(value: object, fqn: str) -> object:
+    """Return a value with `Array`s in place of torch's and numpy's tensors."""
+    if isinstance(value, Mapping):
+        return {key: _as_arrays(child, f"{fqn}.{key}") for key, child in value.items()}
+    if is_tensor(value):
+        return value
+    if not hasattr(value, "dtype"):
+        return value
+    from dist_ckpt.state.plain_torch import without_tensors  # noqa: PLC0415  (who has such tensors)
+
+    made = without_tensors(value, fqn)
+    return (
+        Array(made.dtype, made.shape, memoryview(made.data)) if type(made) is ArrayValue else made
+    )
+
+
+def _data_of(tensor: PlainTensor) -> Buffer:
+    array = tensor[...] if isinstance(tensor, StoredTensor) else tensor
+    assert isinstance(array, Array)
+    return array.data
+
+
+def _state_of(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return what a checkpoint holds as `encode` takes it: what is no part of that is named whole.
+
+    The tensors of a model go by their names, however deep in it they lie.
+    """
+    model: dict[str, object] = {}
+    buffers: dict[str, object] = {}
+    state: dict[str, object] = {}
+    optimizer: dict[str, object] = {}
+    places = {"model.": model, "optim.buffers.": buffers, "optim.": optimizer, "": state}
+
+    def put(fqn: str, value: object) -> None:
+        prefix = next(prefix for prefix in places if fqn.startswith(prefix))
+        places[prefix][fqn.removeprefix(prefix)] = value
+
+    for fqn in checkpoint:
+        put(fqn, checkpoint[fqn])
+    for fqn, value in checkpoint.objects.items():
+        put(fqn, value)
+    for fqn in checkpoint.per_rank:
+        state[fqn] = "a value of each rank"
+    if buffers:
+        optimizer["buffers"] = buffers
+    if model:
+        state["model"] = model
+    if optimizer:
+        state["optim"] = optimizer
+    return state

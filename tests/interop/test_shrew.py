@@ -1,0 +1,530 @@
+"""`.shrew` files: the same bytes back by every way, and hostile ones refused where they lie."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dist_ckpt as dc
+import shrew_writer as w
+from dist_ckpt.errors import (
+    CorruptError,
+    ExistsError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
+from dist_ckpt.interop import lone_save, shrew, shrew_format
+from dist_ckpt.interop.local_files import new_file
+from dist_ckpt.memory.host_array import Array
+from dist_ckpt.offline.checkpoint import open_at
+from dist_ckpt.testing.faulty_storage import FaultyStorage
+from dist_ckpt.testing.memory_storage import MemoryStorage
+
+pytest.importorskip("torch")
+pytest.importorskip("numpy")
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=sorted(w.FILES))
+def data(request: pytest.FixtureRequest) -> bytes:
+    return w.FILES[request.param]
+
+
+def test_what_is_read_is_written_as_the_same_bytes(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.shrew").write_bytes(data)
+    assert shrew.write(shrew.read(data)) == data
+    assert shrew.write(shrew.read(tmp_path / "a.shrew")) == data
+    assert shrew.write(shrew.read(memoryview(bytearray(data)))) == data
+
+
+def test_a_file_that_was_imported_is_exported_as_the_same_bytes(
+    data: bytes, tmp_path: Path
+) -> None:
+    file, back = tmp_path / "a.shrew", tmp_path / "b.shrew"
+    file.write_bytes(data)
+    shrew.import_file(file, tmp_path / "ck")
+    assert dc.verify(tmp_path / "ck").ok
+    assert shrew.export_file(tmp_path / "ck", back) == len(data)
+    assert back.read_bytes() == data
+    # However many ranks it is laid out for.
+    dc.reshard(tmp_path / "ck", tmp_path / "many", world_size=3)
+    shrew.export_file(tmp_path / "many", back, overwrite=True)
+    assert back.read_bytes() == data
+    assert sorted(os.listdir(tmp_path)) == ["a.shrew", "b.shrew", "ck", "many"]
+
+
+def test_what_is_read_is_what_the_file_says() -> None:
+    state: dict[str, Any] = shrew.read(w.FILES["version 2"])
+    assert list(state) == ["model", "optim", *("epoch", "global_step", "best_loss"), "loss_history"]
+    model = state["model"]
+    assert list(model) == [name for name, *_ in w.MODEL]
+    assert [bytes(one.data) for one in model.values()] == [data for *_, data in w.MODEL]
+    assert model["large"].tolist() == [(1 << 53) + 1, (1 << 63) - 1, -(1 << 63)]
+    assert model["brain"].torch().dtype == torch.bfloat16
+    assert model["none"].shape == (0, 4)
+    assert state["optim"]["type"] == "Adam"
+    assert list(state["optim"]["scalars"]) == ["t", "lr", "beta1"]
+    assert state["optim"]["buffers"]["v.0"].tolist() == [0.5]
+    assert (state["epoch"], state["global_step"]) == ((1 << 64) - 1, 5000)
+    assert state["best_loss"] == float("inf")
+    assert state["loss_history"][0] == 1.5
+    assert list(shrew.read(w.FILES["version 1"])) == ["model"]
+
+
+def test_an_imported_file_is_the_checkpoint_that_save_makes_of_it(
+    data: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "a.shrew").write_bytes(data)
+    report = shrew.import_file(tmp_path / "a.shrew", tmp_path / "imported")
+    state: Any = shrew.read(data)
+    step = state.get("global_step")
+    step = step if step is not None and step < 1 << 63 else None
+    assert report.step == step
+    assert report.attempt in os.listdir(tmp_path / "imported")
+    dc.save(with_torch(state), tmp_path / "saved", step=step)
+    assert files_of(tmp_path / "imported") == files_of(tmp_path / "saved")
+
+
+def with_torch(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: with_torch(child) for key, child in value.items()}
+    return value.torch() if isinstance(value, Array) else value
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    (attempt,) = root.glob("a1-*")
+    named = {file.name: file.read_bytes() for file in attempt.iterdir()}
+    return {name: data for name, data in named.items() if not name.endswith(".json")}
+
+
+def test_a_live_model_is_written_from_torch_and_numpy_alike(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    held = {name: one.detach().numpy() for name, one in model.named_parameters()}
+    data = shrew.write({"model": model.state_dict()})
+    assert data == shrew.write({"model": held})
+    dc.save({"model": model}, tmp_path / "ck")
+    shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew")
+    assert (tmp_path / "a.shrew").read_bytes() == data
+    model.load_state_dict(with_torch(shrew.read(data)["model"]))
+
+
+def test_tied_tensors_are_written_under_each_name(tmp_path: Path) -> None:
+    shared = torch.arange(3.0)
+    dc.save({"model": {"a": shared, "b": shared}}, tmp_path / "ck")
+    shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew")
+    model: Any = shrew.read(tmp_path / "a.shrew")["model"]
+    assert [model[name].tolist() for name in ("a", "b")] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_version_1_of_a_training_is_its_model_alone(tmp_path: Path) -> None:
+    data = w.FILES["version 2"]
+    (tmp_path / "a.shrew").write_bytes(data)
+    assert shrew.write(shrew.read(data), version=1) == w.FILES["version 1"]
+    shrew.import_file(tmp_path / "a.shrew", tmp_path / "ck")
+    shrew.export_file(tmp_path / "ck", tmp_path / "b.shrew", version=1)
+    assert (tmp_path / "b.shrew").read_bytes() == w.FILES["version 1"]
+
+
+def test_sections_come_in_any_order_and_may_be_left_out() -> None:
+    model = w.model_section(*w.MODEL)
+    assert (
+        shrew.write(shrew.read(w.version_2(w.METADATA, w.OPTIMIZER, model)))
+        == (w.FILES["version 2"])
+    )
+    nothing = w.metadata_section(0, 0, w.f64(float("inf")), [])
+    assert shrew.write(shrew.read(w.version_2())) == w.version_2(w.model_section(), nothing)
+
+
+# --- hostile files -----------------------------------------------------------------------------
+
+ONE = ("a", "f32", (2,), b"12345678")
+START = w.version_1(ONE)[:12]
+REST = b"\x00" + w.u32(1) + w.u32(2) + w.u64(8) + b"12345678"
+
+HOSTILE: Mapping[str, tuple[bytes, type[Exception], str]] = {
+    "nothing": (b"", CorruptError, "byte 0: the magic number takes 4 bytes, and 0 are left"),
+    "magic": (b"BADXsomejunk", CorruptError, "byte 0: b'BADX' is not b'SHRW'"),
+    "version": (b"SHRW" + w.u32(3), IncompatibleError, "byte 4: version 3: only 1 and 2"),
+    "count": (
+        b"SHRW" + w.u32(1) + w.u32((1 << 32) - 1) + REST,
+        CorruptError,
+        "byte 12: 4294967295 tensors, the least that they can be, takes 73014444015 bytes, and 25",
+    ),
+    "name length": (
+        START + w.u32((1 << 32) - 1) + bytes(40),
+        CorruptError,
+        "byte 16: the name of tensor 0 takes 4294967295 bytes, and 40 are left",
+    ),
+    "name": (
+        START + w.text(b"ab\xff") + REST,
+        CorruptError,
+        "byte 18: the name of tensor 0 is not",
+    ),
+    "long name": (
+        START + w.text("a" * 5000) + REST,
+        IncompatibleError,
+        "byte 12: tensor 0 has a name of 5000 characters",
+    ),
+    "same name": (
+        w.version_1(ONE, ONE),
+        CorruptError,
+        "byte 42: tensor 1 is named 'a', as one before",
+    ),
+    "dtype": (
+        START + w.text("a") + b"\x07" + REST[1:],
+        IncompatibleError,
+        "byte 17: tensor 'a' has the dtype 7: only 0 to 6",
+    ),
+    "ndim": (
+        START + w.text("a") + b"\0" + w.u32((1 << 32) - 1) + bytes(64),
+        CorruptError,
+        "byte 22: tensor 'a': a shape of 4294967295 dimensions takes 17179869180 bytes, and 64",
+    ),
+    "65 dimensions": (
+        w.version_1(("a", "u8", (1,) * 65, b"!")),
+        IncompatibleError,
+        "byte 18: tensor 'a': .*65 dimensions",
+    ),
+    "product": (
+        START + w.text("a") + b"\0" + w.u32(3) + w.u32((1 << 32) - 1) * 3 + bytes(64),
+        IncompatibleError,
+        "byte 18: tensor 'a': .*no checkpoint holds it",
+    ),
+    "a size that wraps": (
+        START + w.text("a") + b"\0" + w.u32(2) + w.u32(1 << 31) * 2 + w.u64(0) + bytes(64),
+        IncompatibleError,
+        "byte 18: tensor 'a'",
+    ),
+    "size": (
+        START + w.text("a") + b"\0" + w.u32(1) + w.u32(2) + w.u64(9) + bytes(9),
+        CorruptError,
+        r"byte 26: tensor 'a' is float32 \[2\], 8 bytes, but has 9",
+    ),
+    "size of nothing": (
+        START + w.text("a") + b"\0" + w.u32(1) + w.u32(0) + w.u64((1 << 64) - 1),
+        CorruptError,
+        r"byte 26: tensor 'a' is float32 \[0\], 0 bytes, but has 18446744073709551615",
+    ),
+    "data": (
+        START + w.text("a") + b"\0" + w.u32(1) + w.u32(1 << 30) + w.u64(1 << 32) + bytes(9),
+        CorruptError,
+        "byte 34: the data of tensor 'a' takes 4294967296 bytes, and 9 are left",
+    ),
+    "more after it": (
+        w.version_1(ONE) + b"x",
+        CorruptError,
+        "byte 42: 1 bytes after the end",
+    ),
+    "more after the end": (w.version_2() + b"ab", CorruptError, "byte 9: 2 bytes after the end"),
+    "no end": (
+        w.version_2(w.METADATA)[:-1],
+        CorruptError,
+        "the number of a section takes 1 bytes, and 0 are left",
+    ),
+    "section": (w.version_2(b"\x04"), CorruptError, "byte 8: 0x04 is the number of no section"),
+    "section twice": (
+        w.version_2(w.model_section(), w.model_section()),
+        CorruptError,
+        "byte 13: a second model section",
+    ),
+    "losses": (
+        w.version_2(b"\x03" + w.u64(1) * 3 + w.u32((1 << 32) - 1)),
+        CorruptError,
+        "byte 37: a history of 4294967295 losses takes 34359738360 bytes, and 1 are left",
+    ),
+    "scalars": (
+        w.version_2(b"\x02" + w.text("Adam") + w.u32(1 << 31)),
+        CorruptError,
+        "2147483648 scalars",
+    ),
+    "scalar twice": (
+        w.version_2(w.optimizer_section("A", [("t", w.f64(1.0))] * 2, [])),
+        CorruptError,
+        "scalar 1 is named 't', as one before",
+    ),
+    "buffer": (
+        w.version_2(w.optimizer_section("A", [], [("m", b"")])[:-8] + w.u64(1 << 61)),
+        CorruptError,
+        "buffer 'm', of 2305843009213693952 numbers, takes 18446744073709551616 bytes, and 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_where_it_lies(name: str, tmp_path: Path) -> None:
+    data, error, said = HOSTILE[name]
+    with pytest.raises(error, match=f"^the .shrew bytes, .*{said}"):
+        shrew.read(data)
+    file = tmp_path / "a.shrew"
+    file.write_bytes(data)
+    with pytest.raises(error, match=f"{file}, .*{said}"):
+        shrew.import_file(file, tmp_path / "ck")
+    assert os.listdir(tmp_path) == ["a.shrew"]
+
+
+def test_a_file_that_ends_early_is_refused_wherever_it_ends() -> None:
+    for data in (w.FILES["version 1"], w.FILES["version 2"]):
+        for nbytes in range(len(data)):
+            with pytest.raises(CorruptError, match=r"byte \d+: .* left|byte 0: "):
+                shrew.read(data[:nbytes])
+
+
+def test_time_and_memory_are_bounded_by_the_size_of_the_file() -> None:
+    many = w.version_1(*((f"{n}", "u8", (0,), b"") for n in range(2_000)))
+    for data in (*(data for data, *_ in HOSTILE.values()), many):
+        tracemalloc.start()
+        start = time.perf_counter()
+        try:
+            shrew.read(data)
+        except (CorruptError, IncompatibleError):
+            pass
+        finally:
+            seconds, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        # A tensor of no elements is some 25 bytes in a file, and objects of 1 KB in Python.
+        assert peak <= 100_000 + 80 * len(data)
+        assert seconds <= 0.5 + len(data) * 5e-5
+
+
+# --- what a file cannot hold ---------------------------------------------------------------------
+
+GOOD: Mapping[str, Any] = {
+    "model": {"w": torch.ones(2)},
+    "optim": {"type": "A", "scalars": {"t": 1.0}, "buffers": {"m": torch.ones(2).double()}},
+    "epoch": 1,
+    "global_step": 2,
+    "best_loss": 0.5,
+    "loss_history": [1.0],
+}
+
+
+def changed(path: str, value: object) -> Any:
+    state = {
+        **GOOD,
+        "model": dict(GOOD["model"]),
+        "optim": {key: dict(v) if isinstance(v, dict) else v for key, v in GOOD["optim"].items()},
+    }
+    *above, last = path.split("/")
+    held: Any = state
+    for name in above:
+        held = held[name]
+    held[last] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("model/w", torch.ones(2, dtype=torch.bool), "model.w is bool: convert it to one of"),
+        ("model/w", torch.ones(2, dtype=torch.int32), "model.w is int32: convert it"),
+        ("model/w", torch.empty((0, 1 << 32)), r"model.w has the shape \[0, 4294967296\]: split"),
+        ("model/v", 3, "model.v is a int: leave out of the model"),
+        ("scheduler", {"a": 1}, "no place for 'scheduler': leave it out, or write version 1"),
+        ("optim", torch.ones(2), r"optim is float32 \[2\]: make it a mapping of 'type'"),
+        ("optim/type", 3, "optim.type: 3 where a text is to be"),
+        ("optim/scalars/t", 1, "optim.scalars.t is 1: make it a float"),
+        ("optim/buffers/m", torch.ones(2), r"optim.buffers.m is float32 \[2\]: make it a float64"),
+        ("optim/buffers/m", torch.ones(2, 2).double(), "optim.buffers.m is float64"),
+        ("epoch", -1, "epoch is -1: make it a whole number"),
+        ("global_step", 1 << 64, "global_step is 18446744073709551616: make it"),
+        ("epoch", True, "epoch is True"),
+        ("best_loss", 1, "best_loss is 1: make it a float"),
+        ("loss_history", [1.0, 2], r"loss_history is \[1.0, 2\]: make it a list of floats"),
+    ],
+)
+def test_what_a_file_cannot_hold_is_refused_by_name(
+    path: str, value: object, said: str, tmp_path: Path
+) -> None:
+    state = changed(path, value)
+    with pytest.raises(IncompatibleError, match=said):
+        shrew.write(state)
+    dc.save(state, tmp_path / "ck")
+    with pytest.raises(IncompatibleError, match=said):
+        shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew")
+    assert os.listdir(tmp_path) == ["ck"]
+
+
+def test_a_torch_optimizer_and_missing_fields_are_refused_by_name(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    dc.save({"model": model, "optim": optimizer, "rng": dc.RNG()}, tmp_path / "ck")
+    with pytest.raises(IncompatibleError) as refused:
+        shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew")
+    assert "optim is a mapping with " in str(refused.value)
+    assert "no place for 'rng'" in str(refused.value)
+    assert "epoch, global_step, best_loss, loss_history is missing" in str(refused.value)
+    shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew", version=1)
+    assert list(shrew.read(tmp_path / "a.shrew")) == ["model"]
+    with pytest.raises(IncompatibleError, match="there is no 'model'"):
+        shrew.write({"weights": {}})
+    for version in (0, 3, True, "1"):
+        with pytest.raises(ValueError, match="give 1 or 2"):
+            shrew.write(GOOD, version=version)  # type: ignore[arg-type]
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def test_no_file_and_no_checkpoint_is_replaced_unasked(tmp_path: Path) -> None:
+    file, ck, out = tmp_path / "a.shrew", tmp_path / "ck", tmp_path / "b.shrew"
+    file.write_bytes(w.FILES["version 2"])
+    out.write_bytes(b"mine")
+    shrew.import_file(file, ck)
+    with pytest.raises(ExistsError):
+        shrew.import_file(file, ck)
+    with pytest.raises(ExistsError, match="--overwrite"):
+        shrew.export_file(ck, out)
+    assert out.read_bytes() == b"mine"
+    file.write_bytes(w.FILES["version 1"])
+    shrew.import_file(file, ck, overwrite=True)
+    shrew.export_file(ck, out, overwrite=True)
+    assert out.read_bytes() == w.FILES["version 1"]
+
+
+def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "a.shrew"
+
+    def write_beside_another() -> None:
+        with new_file(out, overwrite=False) as file:
+            file.write(b"ours")
+            out.write_bytes(b"mine")
+
+    with pytest.raises(ExistsError):
+        write_beside_another()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.shrew": b"mine"}
+    with pytest.raises(ExistsError), new_file(out, overwrite=False):
+        pytest.fail("it was there from the start, and is written all the same")
+
+
+def test_an_export_that_fails_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dc.save({"model": {"a": torch.ones(2), "b": torch.ones(3)}}, tmp_path / "ck")
+    out = tmp_path / "a.shrew"
+    (file,) = (tmp_path / "ck").glob("a1-*/*.safetensors")
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(CorruptError, match="model"):
+        shrew.export_file(tmp_path / "ck", out)
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for call in ("fsync", "replace"):
+        monkeypatch.setattr(os, call, full)
+        with pytest.raises(StorageError, match="No space left"):
+            shrew.export_file(tmp_path / "ck", out, overwrite=True)
+        monkeypatch.undo()
+        assert os.listdir(tmp_path) == ["ck"]
+    with pytest.raises(StorageError, match="No such file"):
+        shrew.export_file(tmp_path / "ck", tmp_path / "none" / "a.shrew")
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no such file"):
+        shrew.read(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match="is no regular file"):
+            shrew.import_file(path, tmp_path / "ck")
+
+
+def test_a_file_that_shrinks_while_it_is_imported_makes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.shrew"
+    file.write_bytes(w.version_1(("a", "u8", (1 << 20,), bytes(1 << 20))))
+    parse = shrew_format.parse
+
+    def shrinking(*arguments: Any) -> Any:
+        state = parse(*arguments)
+        os.truncate(file, 1000)
+        return state
+
+    monkeypatch.setattr(shrew_format, "parse", shrinking)
+    with pytest.raises(CorruptError, match="byte 1000: the file ends here"):
+        shrew.import_file(file, tmp_path / "ck")
+    with pytest.raises(NotFoundError):
+        dc.open(tmp_path / "ck")
+
+
+def test_a_fault_at_any_storage_call_of_an_import_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.shrew"
+    file.write_bytes(w.FILES["version 2"])
+    number, outcome = 0, "failed"
+    while outcome != "saved":
+        number += 1
+        assert number < 300
+        inner = MemoryStorage()
+        inner.make_folder("/runs")
+        storage = FaultyStorage(inner, fail_at_call=number)
+        monkeypatch.setattr(lone_save, "open_storage", lambda _, s=storage: (s, "/runs/ck"))
+        try:
+            shrew.import_file(file, tmp_path / "unused")
+            outcome = "saved" if storage.calls < number else "failed"
+        except StorageError:
+            try:
+                with open_at(inner, "/runs/ck") as found:  # it may not outlive a power cut
+                    assert found["model.pixels"][...].tolist() == [0, 128, 255]
+            except NotFoundError:
+                pass
+    assert number > 10
+
+
+def test_import_and_export_on_the_command_line(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    file, ck, out = tmp_path / "a.shrew", tmp_path / "runs" / "ck", tmp_path / "b.shrew"
+    file.write_bytes(w.FILES["version 2"])
+    code, told, _ = run("import", "--from", "shrew", file, ck)
+    assert (code, told.split(": ")[0]) == (0, str(ck))
+    assert "13 tensors" in told
+    assert run("export", "--format", "shrew", tmp_path / "runs@5000", out)[0] == 0
+    assert out.read_bytes() == file.read_bytes()
+    code, _, told = run("export", "--format", "shrew", ck, out)
+    assert code == 5
+    assert "--overwrite" in told
+    assert run("export", "--format", "shrew", ck, out, "--version", 1, "--overwrite")[0] == 0
+    assert out.read_bytes() == w.FILES["version 1"]
+    assert run("import", "--from", "shrew", file, ck)[0] == 5
+    assert run("import", "--from", "shrew", file, ck, "--overwrite")[0] == 0
+    assert run("import", "--from", "shrew", tmp_path / "none", ck)[0] == 3
+    file.write_bytes(b"SHRW")
+    assert run("import", "--from", "shrew", file, ck, "--overwrite")[0] == 1
+    for option in (("--from", "torch"), ()):
+        assert run("import", *option, file, ck)[0] == 2
+    assert run("export", "--format", "shrew", ck, out, "--version", 3, "--overwrite")[0] == 2
+
+
+@pytest.mark.multi_process
+def test_no_torch_is_needed_to_import_and_export(tmp_path: Path) -> None:
+    (tmp_path / "a.shrew").write_bytes(w.FILES["version 2"])
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "from dist_ckpt.interop import shrew\n"
+        "shrew.import_file('a.shrew', 'ck'); shrew.export_file('ck', 'b.shrew')\n"
+        "assert open('b.shrew', 'rb').read() == shrew.write(shrew.read('a.shrew'))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, timeout=60, check=True
+    )
+    assert (tmp_path / "b.shrew").read_bytes() == w.FILES["version 2"]
