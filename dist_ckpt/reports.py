@@ -121,6 +121,9 @@ class LoadReport:
     what background saves have left in the memory of this host, and `storage_reads` tell the rest.
     `slowest_s` is how long rank `slowest_rank` took to read, check and fill its tensors: the
     longest of all ranks.
+
+    `as_saved`: no rename has given saved names other ones. The report of a load that has left
+    something out says to `dc.save(carry=...)` what to carry on.
     """
 
     path: str
@@ -144,6 +147,7 @@ class LoadReport:
     exchanges: Tally
     collectives: Tally
     storage_reads: Tally
+    as_saved: bool = True
 
     @property
     def total_s(self) -> float:

@@ -181,7 +181,7 @@ def saved_of(
             "checkpoint"
         )
     # The parameters that have no state yet are named in the groups only.
-    stems = ((_state_of(group), params) for group, params in groups.items())
+    stems = ((state_of(group), params) for group, params in groups.items())
     states = {join(stem, p): (stem, p) for stem, params in stems for p in params}
     # A name that no saved tensor has is one of before, or of torch's helpers, within its module.
     known = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
@@ -227,7 +227,7 @@ def _groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
     return groups
 
 
-def _state_of(group: str) -> str:
+def state_of(group: str) -> str:
     """Return the name under which the state of a group's parameters is: `optim.state`."""
     return f"{group[: group.rindex(_GROUPS)]}.state" if _GROUPS in group else group
 
@@ -239,7 +239,7 @@ def _renamed_groups(
         new_group = renamed[group]
         if new_group is None:
             continue
-        before, after = f"{_state_of(group)}.", f"{_state_of(new_group)}."
+        before, after = f"{state_of(group)}.", f"{state_of(new_group)}."
         new = (renamed.get(before + p, before + p) for p in params)
         yield new_group, [p.removeprefix(after) for p in new if p is not None]
 

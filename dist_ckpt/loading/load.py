@@ -178,6 +178,7 @@ def _load(call: LoadCall) -> LoadReport:
             exchanges=ranks.exchanges,
             collectives=ranks.collectives,
             storage_reads=asked.counting.reads,
+            as_saved=checked.saved.is_as_saved(),
         )
         is_noted = call.options.notes and ranks.channel.rank == COORDINATOR
         if is_noted and _is_complete(call.options, report, passed):
