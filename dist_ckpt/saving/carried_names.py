@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dist_ckpt.binding.saved_tree import state_of
-from dist_ckpt.errors import listed
 from dist_ckpt.format.index import Catalog, Node
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.planning.selection import names_above
@@ -20,13 +19,15 @@ class CarriedNames:
     """What is carried on, in the order of the source.
 
     `tensors` maps names to the tensors of the source that have their data, `aliases` to those of
-    the new checkpoint that they are tied to; `values` and `per_rank` are names.
+    the new checkpoint that they are tied to; `values` and `per_rank` are names. `hidden` are names
+    that are not carried on, since the state has something else there.
     """
 
     tensors: Mapping[str, str]
     aliases: Mapping[str, str]
     values: tuple[str, ...]
     per_rank: tuple[str, ...]
+    hidden: tuple[str, ...] = ()
 
     @property
     def all(self) -> frozenset[str]:
@@ -44,40 +45,31 @@ def carried_names(
 ) -> CarriedNames:
     """Return which of these `names` are carried on: those that the state does not hold itself.
 
-    `live` and `tree` are what is saved of the state. ValueError where a name of the one lies in
-    what is a tensor or a value of the other.
+    `live` and `tree` are what is saved of the state. What lies in a tensor or value of the state,
+    or is one where the state has a container, is `hidden` by that.
     """
     held = frozenset(names_of(live))
-    chosen = frozenset(names) - held
-    _check_nesting(chosen, held, {node.fqn for node in tree}, frozenset(names_of(source)))
+    left = frozenset(names) - held
+    hidden = _hidden(left, held, {node.fqn for node in tree}, frozenset(names_of(source)))
+    chosen = left - hidden
     tensors, aliases = _tied(source, chosen, live)
     return CarriedNames(
         tensors,
         aliases,
         tuple(fqn for fqn in source.values if fqn in chosen),
         tuple(fqn for fqn in source.per_rank if fqn in chosen),
+        tuple(sorted(hidden)),
     )
 
 
-def _check_nesting(
-    chosen: Collection[str], held: Collection[str], nodes: Collection[str], saved: Collection[str]
-) -> None:
-    # Two names that the source has both may begin alike: `lr` beside `lr.max`.
-    found = [fqn for fqn in chosen if fqn in nodes]
-    found += [
-        above for fqn in held if fqn not in saved for above in names_above(fqn) if above in chosen
-    ]
-    found += [
-        fqn
-        for fqn in chosen
-        if any(above in held and above not in saved for above in names_above(fqn))
-    ]
-    if found:
-        raise ValueError(
-            f"carry: {listed(sorted(set(found)))} cannot be carried on beside what the state has "
-            f"there, a container where the other has a tensor or a value: exclude it "
-            f"(exclude={min(found)!r})"
-        )
+def _hidden(
+    left: Collection[str], held: Collection[str], nodes: Collection[str], saved: Collection[str]
+) -> frozenset[str]:
+    # Of what the source has beside each other, nothing lies in the other: `lr` and `lr.max`.
+    above_new = {above for fqn in held if fqn not in saved for above in names_above(fqn)}
+    new = {fqn for fqn in held if fqn not in saved}
+    below_new = (fqn for fqn in left if not new.isdisjoint(names_above(fqn)))
+    return frozenset((*above_new.union(nodes).intersection(left), *below_new))
 
 
 def _tied(
@@ -175,9 +167,10 @@ def _merged(live: Node, carried: Node | None) -> Node:
     if carried is None:
         return live
     if is_mapping(live.kind) != is_mapping(carried.kind):
+        one = join(live.fqn, carried.keys[0])
         raise ValueError(
-            f"carry: {live.fqn} is a {live.kind} in the state, and was saved as a {carried.kind}, "
-            f"of which something is to be carried on: exclude it (exclude={live.fqn!r})"
+            f"carry: {live.fqn} is a {live.kind} in the state, and was saved as a {carried.kind}: "
+            f"leave out what would be carried on in it (exclude={one!r})"
         )
     held = {str(key) for key in live.keys}
     return Node(live.fqn, live.kind, (*live.keys, *(k for k in carried.keys if str(k) not in held)))

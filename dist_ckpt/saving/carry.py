@@ -15,7 +15,7 @@ from functools import cache
 from dist_ckpt.comm.exchange import check_alike
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.attempts import find, while_it_is_there
-from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
+from dist_ckpt.errors import CorruptError, NotFoundError, StorageError, listed
 from dist_ckpt.format import filenames, index_json, objects_file
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.checksums import BLOCK_NBYTES
@@ -83,7 +83,7 @@ class CarrySource:
         return tuple(one for one in problems if one not in of_exclude or one in left)
 
     def planned(self, plan: SavePlan) -> Carrying:
-        """Return what is carried on beside the state that is planned. ValueError if they clash."""
+        """Return what is carried on beside the state that is planned. ValueError if it cannot."""
         chosen = [name for name in self.names if name in self.excluded]
         live = plan.catalog
         names = carried_names(self.index.catalog, chosen, live, plan.tree)
@@ -176,6 +176,9 @@ class Carrying:
         """Return a rank's objects files with what it carries on in them, encoded, by name."""
         reading, objects = _ObjectsOf(storage, self.source), dict(live)
         if rank == 0:
+            if hidden := self.plan.names.hidden:
+                what = f"{self.source.path}: {listed(hidden)}"
+                _log.warning("%s: not carried on, the state has something else there", what)
             values = {fqn: reading.value(fqn) for fqn in self.plan.names.values}
             main = objects_file.decode(objects[filenames.OBJECTS])
             both = with_carried(main, reading.main, self.plan.names, values)
