@@ -30,20 +30,22 @@ if TYPE_CHECKING:
     from dist_ckpt.background.handle import SaveHandle
     from dist_ckpt.checkpointer.checkpointer import Checkpointer
     from dist_ckpt.checkpointer.open_run import Stopped
-    from dist_ckpt.checkpointer.resume import Init
     from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
     from dist_ckpt.data.data_position import DataPosition
     from dist_ckpt.data.elastic_sampler import ElasticSampler
+    from dist_ckpt.loading.build import build
     from dist_ckpt.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.loading.load import load
+    from dist_ckpt.loading.sources import Source
     from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
+    from dist_ckpt.offline.compare import Comparison, RunSummary, compare
     from dist_ckpt.offline.reshard import reshard
     from dist_ckpt.offline.run import Run
     from dist_ckpt.offline.strip import strip
     from dist_ckpt.offline.verify import VerifyReport, verify
     from dist_ckpt.planning.sharding_config import ShardingConfig
-    from dist_ckpt.reports import LoadReport, SaveReport
+    from dist_ckpt.reports import LoadedSource, LoadReport, SaveReport
     from dist_ckpt.runs import keep
     from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
     from dist_ckpt.runs.removing import delete
@@ -60,7 +62,6 @@ _MODULES = {
     "AsyncSaver": "background.async_saver",
     "SaveHandle": "background.handle",
     "Checkpointer": "checkpointer.checkpointer",
-    "Init": "checkpointer.resume",
     "Stopped": "checkpointer.open_run",
     "every": "checkpointer.when",
     "at": "checkpointer.when",
@@ -70,11 +71,16 @@ _MODULES = {
     "to_bytes": "saving.to_bytes",
     "from_bytes": "loading.from_bytes",
     "load_bytes": "loading.from_bytes",
+    "Source": "loading.sources",
+    "build": "loading.build",
     "open": "offline.checkpoint",
     "Checkpoint": "offline.checkpoint",
     "verify": "offline.verify",
     "VerifyReport": "offline.verify",
     "reshard": "offline.reshard",
+    "compare": "offline.compare",
+    "Comparison": "offline.compare",
+    "RunSummary": "offline.compare",
     "backup": "offline.backup",
     "strip": "offline.strip",
     "average": "averaging.average",
@@ -84,6 +90,7 @@ _MODULES = {
     "RunCheckpoint": "runs.listing",
     "SaveReport": "reports",
     "LoadReport": "reports",
+    "LoadedSource": "reports",
     "ShardingConfig": "planning.sharding_config",
     "LocalShard": "state.wrappers",
     "FlatShard": "state.wrappers",
@@ -103,6 +110,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Checkpointer",
+    "Comparison",
     "ConflictError",
     "CorruptError",
     "DataPosition",
@@ -110,8 +118,8 @@ __all__ = [
     "ExistsError",
     "FlatShard",
     "IncompatibleError",
-    "Init",
     "LoadReport",
+    "LoadedSource",
     "LocalShard",
     "Named",
     "NotFoundError",
@@ -119,9 +127,11 @@ __all__ = [
     "RankError",
     "Run",
     "RunCheckpoint",
+    "RunSummary",
     "SaveHandle",
     "SaveReport",
     "ShardingConfig",
+    "Source",
     "Stopped",
     "StorageError",
     "VerifyReport",
@@ -129,7 +139,9 @@ __all__ = [
     "at_end",
     "average",
     "backup",
+    "build",
     "checkpoints",
+    "compare",
     "delete",
     "every",
     "from_bytes",

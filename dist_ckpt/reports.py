@@ -107,6 +107,16 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedSource:
+    """A checkpoint that a load has read, and the names that it filled from it on this rank."""
+
+    path: str
+    step: int | None
+    attempt: str
+    restored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a load did, on this rank.
 
@@ -122,6 +132,7 @@ class LoadReport:
     `slowest_s` is how long rank `slowest_rank` took to read, check and fill its tensors: the
     longest of all ranks.
 
+    `sources` says what came from where; `path`, `step` and `attempt` are of the first source.
     `as_saved`: no rename has given saved names other ones. The report of a load that has left
     something out says to `dc.save(carry=...)` what to carry on.
     """
@@ -147,6 +158,7 @@ class LoadReport:
     exchanges: Tally
     collectives: Tally
     storage_reads: Tally
+    sources: tuple[LoadedSource, ...] = ()
     as_saved: bool = True
 
     @property
@@ -168,7 +180,7 @@ class LoadReport:
         """Return one line for people and logs."""
         memory = self.nbytes_from_memory
         return (
-            f"loaded {_what(self.path, self.step)}: {size(self.job_nbytes_placed)} on "
+            f"loaded {_sources(self)}: {size(self.job_nbytes_placed)} on "
             f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
             f"({size(_rate(self.job_nbytes_placed, self.total_s))}/s; "
             f"read {size(self.job_nbytes_read)} in {self.slowest_s:.3g} s"
@@ -191,6 +203,12 @@ def _rate(nbytes: int, seconds: float) -> float:
 
 def _what(path: str, step: int | None) -> str:
     return path if step is None else f"step {step}"
+
+
+def _sources(report: LoadReport) -> str:
+    if len(report.sources) < 2:
+        return _what(report.path, report.step)
+    return " and ".join(one.path for one in report.sources)
 
 
 def _ranks(world_size: int) -> str:

@@ -7,17 +7,16 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import isfinite
-from numbers import Real
+from dataclasses import replace
 from types import TracebackType
-from typing import Self, get_args
+from typing import Self
 
 from torch.distributed import ProcessGroup
 
 from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.background.job import Job
-from dist_ckpt.background.readiness import Saver, WhenBusy, check_savers
+from dist_ckpt.background.options import SaverOptions
+from dist_ckpt.background.readiness import WhenBusy, check_savers
 from dist_ckpt.background.restore import restore_together
 from dist_ckpt.background.save import save_in_background
 from dist_ckpt.comm.process_group import session_of
@@ -26,74 +25,14 @@ from dist_ckpt.commit.starts import History
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport
+from dist_ckpt.saving.attached import Attached
 from dist_ckpt.saving.save import SaveOptions
-from dist_ckpt.snapshots.job_folder import check_job
 from dist_ckpt.snapshots.root_id import job_id, make_root_id
 from dist_ckpt.state.containers import MutableState, State
-from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.storage import open_storage
 from dist_ckpt.writer.messages import Hello
 
 _log = logging.getLogger("dist_ckpt")
-
-# Slower, a block would take so long that the storage seems to hang.
-MIN_BYTES_PER_S = 16 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """The options of a saver, checked by `check` once a rank's error can reach the others."""
-
-    root: str | os.PathLike[str] | None
-    job: str | None
-    when_busy: WhenBusy
-    settle_s: float
-    max_bytes_per_s: float | None
-
-    def check(self) -> None:
-        """Raise TypeError or ValueError for options that make no sense."""
-        if self.root is not None:
-            self._absolute_root()
-        if self.job is not None:
-            check_job(self.job)
-        if self.when_busy not in get_args(WhenBusy):
-            raise ValueError(f'when_busy={self.when_busy!r}: give "wait", "skip" or "supersede"')
-        _check_number("settle_s", self.settle_s, 0, "a finite number of seconds, 0 or more")
-        if self.max_bytes_per_s is not None:
-            least = f"a number, {MIN_BYTES_PER_S} at least, or None"
-            _check_number("max_bytes_per_s", self.max_bytes_per_s, MIN_BYTES_PER_S, least)
-
-    def asked(self) -> Saver:
-        """Return what all ranks must ask for alike."""
-        # Not the id of a job that the root makes: a file system has other numbers on other hosts.
-        root = None if self.root is None or self.job is not None else self._absolute_root()
-        return Saver(self.job, root, self.when_busy)
-
-    def root_id(self) -> str | None:
-        """Return the id of the root, which gets one if need be; None if no job is made of it."""
-        if self.job is not None or self.root is None:
-            return None
-        return make_root_id(*self._opened_root())
-
-    def job_name(self, root_id: str | None) -> str | None:
-        """Return the job, if it is known before the first save."""
-        return self.job if root_id is None else job_id(self._absolute_root(), root_id)
-
-    def _absolute_root(self) -> str:
-        return self._opened_root()[1]
-
-    def _opened_root(self) -> tuple[Storage, str]:
-        assert self.root is not None
-        try:
-            return open_storage(self.root)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"root={self.root!r}: {error}") from None
-
-
-def _check_number(name: str, value: object, least: int, wanted: str) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: give {wanted}")
-    if not (isfinite(value) and float(value) >= least):
-        raise ValueError(f"{name}={value}: give {wanted}")
 
 
 class AsyncSaver:
@@ -142,7 +81,7 @@ class AsyncSaver:
         self.num_skipped = 0
         self.restored: LoadReport | None = None
         self._ranks: Session = session_of(group)
-        self._options = _Options(root, job, when_busy, settle_s, max_bytes_per_s)
+        self._options = SaverOptions(root, job, when_busy, settle_s, max_bytes_per_s)
         self._pid = os.getpid()
         self._is_closed = False
         self._is_used = threading.Lock()
@@ -151,7 +90,7 @@ class AsyncSaver:
         with self._ranks.operation("AsyncSaver"):
             self._open()
 
-    def save(  # noqa: PLR0913 - those of dc.save
+    def save(  # noqa: PLR0913 - the options of `dc.save`
         self,
         state: State,
         path: str | os.PathLike[str],
@@ -163,6 +102,9 @@ class AsyncSaver:
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         frozen: bool = True,
+        config: Mapping[str, object] | None = None,
+        kind: str | None = None,
+        attach: Attached | None = None,
         reuse: str | Sequence[str] = (),
     ) -> SaveHandle:
         """Save a state as the checkpoint at `path`. Collective: every rank calls this.
@@ -175,7 +117,10 @@ class AsyncSaver:
         raised instead, once, on all ranks: that one made no checkpoint, this one was not begun,
         and the next call goes on.
         """
-        options = SaveOptions(step, sharding, overwrite, metadata, include, exclude, frozen, reuse)
+        options = SaveOptions(
+            *(step, sharding, overwrite, metadata, include, exclude, frozen),
+            *(config, kind, attach, reuse),
+        )
         return self.save_with(state, path, options)
 
     def save_with(
@@ -203,7 +148,7 @@ class AsyncSaver:
         if self._job is not None:
             self._job.fence.wait()
 
-    def restore(
+    def restore(  # noqa: PLR0913 - the options of `dc.load`
         self,
         state: MutableState,
         *,
@@ -212,6 +157,8 @@ class AsyncSaver:
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         rename: Mapping[str, str | None] | None = None,
+        config: Mapping[str, object] | None = None,
+        kind: str | None = None,
     ) -> int | None:
         """Fill a state from the newest snapshot in memory; return its step. Collective.
 
@@ -228,7 +175,13 @@ class AsyncSaver:
         What the options mean, and what is raised, is as for `dc.load`; everything is verified.
         """
         options = LoadOptions(
-            sharding, strict=strict, include=include, exclude=exclude, rename=rename
+            sharding,
+            strict=strict,
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            config=config,
+            kind=kind,
         )
         return self.restore_with(state, options)
 

@@ -12,7 +12,7 @@ from dist_ckpt import __version__
 from dist_ckpt.background.readiness import Saver, check_savers
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit import attempts
-from dist_ckpt.commit.receipts import check_receipts, differing_groups
+from dist_ckpt.commit.receipts import attached_of, check_receipts, differing_groups
 from dist_ckpt.commit.starts import History, read_history
 from dist_ckpt.errors import (
     CheckpointError,
@@ -349,6 +349,7 @@ def rebuilt_index(save: KeptSave, attempt: str) -> bytes:
             catalog=catalog,
             files=files,
             objects=objects,
+            attached=attached_of(receipts),
             metadata=first.mirrored,
             saved_by=first.saved_by,
             saved_at=first.began_at,

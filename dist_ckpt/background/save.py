@@ -27,6 +27,7 @@ from dist_ckpt.saving.agreement import (
     last_plan,
     plan_together,
 )
+from dist_ckpt.saving.attached import read_attached
 from dist_ckpt.saving.attempt_run import SaveRequest
 from dist_ckpt.saving.held_state import HeldState
 from dist_ckpt.saving.save import SaveOptions, request_of
@@ -120,11 +121,12 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
     with ranks.channel.exchange("agree") as agreeing:
         options.check()
         check_no_capture()
-        request = request_of(*open_storage(where), options)
+        attached = read_attached(options.attach)
+        request = request_of(*open_storage(where), options, attached)
         held = options.held(ranks, state)
         last = last_plan(ranks, held.inventory)
         if last is not None:
-            room = _make_room(call, request, held, last)
+            room = _make_room(call, request, held, last, attached)
         if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, held.unmatched)):
             name = secrets.token_hex(16) if is_plan_good(offers) else ""
             agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
@@ -134,7 +136,7 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
         ranks.bulk.renew(agreed.bulk)
         with ranks.channel.exchange("plan") as planning:
             planned = plan_together(ranks, held.inventory)
-            room = _make_room(call, request, held, planned)
+            room = _make_room(call, request, held, planned, attached)
             if planning.gather(None):
                 planning.decide(secrets.token_hex(16))
         name = planning.result(str)
@@ -142,10 +144,16 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
     return name, room
 
 
-def _make_room(call: _BegunSave, request: SaveRequest, held: HeldState, planned: Planned) -> _Room:
+def _make_room(
+    call: _BegunSave,
+    request: SaveRequest,
+    held: HeldState,
+    planned: Planned,
+    attached: Mapping[str, bytes],
+) -> _Room:
     """Find an arena that nobody writes from, and make it as large as it needs to be."""
     job, options, channel = call.job, call.options, call.ranks.channel
-    files = held.files(planned.plan, options.step, options.metadata or {})
+    files = held.files(planned.plan, options.step, options.all_metadata(), attached)
     details = Details(
         overwrite=options.overwrite,
         mirrored=request.mirrored,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from dist_ckpt.memory.buffers import address_of, copy, move
 from dist_ckpt.memory.cuda import BesideCopies
-from dist_ckpt.memory.protocol import Source
+from dist_ckpt.memory.protocol import CellSource
 from dist_ckpt.planning.plan import FilePlan
 from dist_ckpt.planning.write_batches import Batch, BatchPart
 from dist_ckpt.runtime.threads import each, results_of
@@ -104,7 +104,7 @@ class _PlacedPart(NamedTuple):
     """A part of a tensor, and its room in the image."""
 
     fqn: str
-    source: Source
+    source: CellSource
     start: int
     stop: int
     room: memoryview
@@ -135,7 +135,7 @@ class _CopyUnit:
             yield _PlacedPart(fqn, self._source(part), part.start, part.stop, room)
             filled += room.nbytes
 
-    def _source(self, part: BatchPart) -> Source:
+    def _source(self, part: BatchPart) -> CellSource:
         source = self.source_of(part.item)
         if source.nbytes != part.nbytes:
             raise ValueError(

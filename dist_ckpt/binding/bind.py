@@ -24,6 +24,7 @@ from dist_ckpt.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.binding.rename import rules_for
 from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.saved_tree import Saved, saved_of
+from dist_ckpt.binding.scopes import Scopes
 from dist_ckpt.binding.template import Template, survey
 from dist_ckpt.binding.values import Known, Made, Value, filled, taken
 from dist_ckpt.data.data_position import DataPosition
@@ -56,15 +57,17 @@ def bind(
     saved: Saved,
     *,
     strict: bool,
-    selection: Selection,
+    selection: Selection | Scopes,
     keys: Mapping[str, Sequence[Key]] | None = None,
+    cast: Selection | None = None,
 ) -> Binding:
     """Decide what goes where. What does not fit is not raised, but in `Binding.problems`.
 
-    `keys` are the keys of all ranks' per-rank templates; None where this rank is alone. Raises
-    CorruptError if a value is in none of the files.
+    `cast` are the names whose values may be converted into another dtype; None for none. `keys` are
+    the keys of all ranks' per-rank templates; None where this rank is alone. Raises CorruptError if
+    a value is in none of the files.
     """
-    requests = Requests(template, saved, selection, keys, strict=strict)
+    requests = Requests(template, saved, selection, keys, strict=strict, cast=cast)
     if not saved.problems:
         _bind_root(requests, template.root)
     return Binding(requests)
@@ -124,8 +127,11 @@ class Binding:
             self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in found.values())
         # A group of parameters that are called otherwise is missing, though it is there.
         known = {*found, *(name for name in self.missing if found and name in saved.leaves)}
-        if lacking := [name for name in self.missing if name not in known]:
-            self.problems += (missing_problem(lacking),)
+        lacking: dict[tuple[str, ...] | None, list[str]] = {}
+        for name in self.missing:
+            if name not in known:
+                lacking.setdefault(self._requests.looked_in(name), []).append(name)
+        self.problems += tuple(missing_problem(some, where) for where, some in lacking.items())
 
     def allocate(self) -> Mapping[tuple[str, int], Target]:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
@@ -160,12 +166,18 @@ class Binding:
             generators.restore(saved())
 
 
-def missing_problem(names: Sequence[str]) -> str:
-    """Word the error about names that the state asks for and the checkpoint lacks."""
-    return (
-        f"the checkpoint lacks {_counted(names)}: remove {_them(names)} from the state or "
-        "`exclude` what it shall not restore, or load with strict=False"
-    )
+def missing_problem(names: Sequence[str], looked_in: Sequence[str] | None = None) -> str:
+    """Word the error about names that the state asks for and the checkpoint lacks.
+
+    Of several sources `looked_in` are those in which they were looked for; None if there is one.
+    """
+    who = "the checkpoint lacks"
+    if looked_in is not None:
+        who = f"{' and '.join(looked_in)} lack{'s' * (len(looked_in) == 1)}"
+    remedy = f"remove {_them(names)} from the state or `exclude` what it shall not restore"
+    if looked_in == ():
+        who, remedy = "no source is given for", f"give {_them(names)} one, {remedy}"
+    return f"{who} {_counted(names)}: {remedy}, or load with strict=False"
 
 
 def misnamed_problem(names: Sequence[str], rules: Mapping[str, str]) -> str:
@@ -176,10 +188,10 @@ def misnamed_problem(names: Sequence[str], rules: Mapping[str, str]) -> str:
     )
 
 
-def unexpected_problem(names: Sequence[str]) -> str:
+def unexpected_problem(names: Sequence[str], holder: str = "the checkpoint") -> str:
     """Word the error about saved names that no rank asks for."""
     return (
-        f"the state does not ask for {_counted(names)}, which the checkpoint holds: put None or "
+        f"the state does not ask for {_counted(names)}, which {holder} holds: put None or "
         "{} there to take what was saved, say with `include` what to load (such as "
         "include=['model']), or load with strict=False"
     )
@@ -300,10 +312,14 @@ def _object(requests: Requests, name: str, leaf: ObjectLeaf) -> None:
     left_out = [
         leaf for leaf in saved if leaf in requests.saved.leaves and not requests.selected(leaf)
     ]
+    left_out += [out for out in requests.saved.left_out if out.startswith(f"{name}.")]
+    what = f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
     if left_out:
+        requests.problems.append(f"{what}{left_out[0]!r} is left out: exclude all of it")
+    first, *others = dict.fromkeys(map(requests.saved.where, requests.saved.below(name))) or [""]
+    if others:
         requests.problems.append(
-            f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
-            f"{left_out[0]!r} is left out: exclude all of it"
+            f"{what}some of it is found{first}, and some{others[0]}: exclude it from one of the two"
         )
     if isinstance(leaf.owner, DataPosition):
         try:

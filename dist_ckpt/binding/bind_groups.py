@@ -143,7 +143,8 @@ class GroupBinding:
                 one, two = options.get(key), other.get(key)
                 if type(one) is not type(two) or one != two:
                     self._report(
-                        f"its parameters were saved in {first} and in {name}, which differ in "
+                        f"its parameters were saved in {first}{self._where(first)} and in {name}"
+                        f"{self._where(name)}, which differ in "
                         f"{key!r} ({_short(one)} and {_short(two)}): group them as they were, or "
                         "exclude the groups to keep the present hyperparameters"
                     )
@@ -188,6 +189,9 @@ class GroupBinding:
                     f"state may not have been saved: {as_saved} to go on as saved"
                 )
                 return
+
+    def _where(self, name: str) -> str:
+        return self.requests.saved.where(name)
 
     def _report(self, problem: str) -> None:
         self.requests.problems.append(f"{self.fqn}: {problem}")

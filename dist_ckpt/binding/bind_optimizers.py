@@ -59,7 +59,7 @@ def bind_optimizer(requests: Requests, fqn: str, leaf: OptimizerLeaf) -> None:
             name = stored[id(parameter)]
             beside = Beside(parameter, names[id(parameter)].rule, on_host, classes)
             full = join(state, name)
-            if name in saved and not requests.has(full):
+            if name in saved and not requests.has(full) and requests.saved.says_stepless(full):
                 _drop_state(requests, full, held, parameter)
             else:
                 _bind_state(requests, full, held, beside)

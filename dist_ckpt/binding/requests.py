@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
-from itertools import chain
 
 from dist_ckpt.binding.fresh_compounds import fresh_compound
 from dist_ckpt.binding.saved_tree import Saved, mesh_text
+from dist_ckpt.binding.scopes import Scopes
 from dist_ckpt.binding.targets import Beside, Targets
 from dist_ckpt.binding.template import Template
 from dist_ckpt.binding.values import Known, Made, Value, resharded
@@ -40,15 +40,17 @@ class Requests:
         self,
         template: Template,
         saved: Saved,
-        selection: Selection,
+        selection: Selection | Scopes,
         keys: Mapping[str, Sequence[Key]] | None,
         *,
         strict: bool,
+        cast: Selection | None = None,
     ) -> None:
         self.strict = strict
         self.template = template
         self.saved = saved
-        self.targets = Targets(template, saved)
+        self.targets = Targets(template, saved, cast)
+        self._cast = cast
         self.problems = self.targets.problems
         self.missing: dict[str, None] = {}
         self.dropped: list[str] = [*saved.dropped]
@@ -65,13 +67,24 @@ class Requests:
 
     # --- names -------------------------------------------------------------------------------
 
+    def looked_in(self, name: str) -> tuple[str, ...] | None:
+        """Return the paths of the sources that may have a name; None if there is one source."""
+        scopes = self._selection
+        return scopes.looked_in(name) if isinstance(scopes, Scopes) else None
+
     def selected(self, name: str) -> bool:
         """Say whether `include` and `exclude` leave a name in."""
         return name in self._selection
 
     def unmatched(self) -> tuple[str, ...]:
         """Return the problem of each pattern that matches no name, saved or of this state."""
-        return self._selection.unmatched(chain(self.saved.leaves, self.template.names()))
+        names = [*self.saved.leaves, *self.template.names()]
+        cast = self._cast.unmatched(names) if self._cast is not None else ()
+        return (
+            *self.saved.unmatched,
+            *self._selection.unmatched(names),
+            *(problem.replace("include", "cast", 1) for problem in cast),
+        )
 
     def unclaimed(self) -> tuple[str, ...]:
         """Return the saved names that the state does not ask for, as the catalog has them."""
@@ -121,8 +134,8 @@ class Requests:
         for leaf in (name, *self.saved.below(name)):
             self.claim(leaf)
         self.problems.append(
-            f"{name}: saved as {kind}, the state has {asked}: {remedy}, put None there to take "
-            "what was saved, or exclude the name"
+            f"{name}: saved as {kind}{self.saved.where(name)}, the state has {asked}: {remedy}, "
+            "put None there to take what was saved, or exclude the name"
         )
 
     def claim(self, name: str) -> None:
@@ -214,7 +227,7 @@ class Requests:
             if isinstance(inner, CompoundLeaf):
                 self.compound(full, inner)
             elif self.takes(full):
-                self.targets.fill(full, inner)
+                self.targets.fill(full, inner, as_bits=True)
         self._check_record(name, leaf)
 
     def _fresh_compound(self, name: str, beside: Beside) -> Value | None:
@@ -242,8 +255,8 @@ class Requests:
             self.misfit(full, "what a tensor is made of")
         elif found := difference(record.value, leaf.record):
             self.problems.append(
-                f"{name}: a {class_name(leaf.value)} {found}: convert the state in the way in "
-                "which the saved one was, or exclude the name"
+                f"{name}: a {class_name(leaf.value)} {found}{self.saved.where(name)}: convert the "
+                "state in the way in which the saved one was, or exclude the name"
             )
 
     # --- per-rank values ---------------------------------------------------------------------
@@ -256,7 +269,7 @@ class Requests:
             return None
         key, keys = key_of(wrapper, self.template.rank), dict(saved)
         now = self._keys.get(name, (key,))
-        if set(now) == keys.keys() and (wrapper.key is not None or self._same_mesh()):
+        if set(now) == keys.keys() and (wrapper.key is not None or self._same_mesh(name)):
             return self._keyed(name, key)
         self.claim(name)
         policy = wrapper.on_reshard
@@ -264,10 +277,11 @@ class Requests:
             self.dropped.append(name)
         elif policy == "error":
             self.problems.append(
-                f"{name}: saved for the keys {_listed([*keys])} (mesh "
-                f"{mesh_text(self.saved.catalog.mesh)}), the state has {_listed(now)} (mesh "
-                f"{mesh_text(self._live_mesh())}): what belongs to one rank has no meaning for "
-                'another; choose on_reshard="drop" or a function for it, or exclude it'
+                f"{name}: saved{self.saved.where(name)} for the keys {_listed([*keys])} "
+                f"(mesh {mesh_text(self.saved.catalog_of(name).mesh)}), the state has "
+                f"{_listed(now)} (mesh {mesh_text(self._live_mesh())}): what belongs to one rank "
+                'has no meaning for another; choose on_reshard="drop" or a function for it, or '
+                "exclude it"
             )
         else:
             self.restore(name)
@@ -279,7 +293,7 @@ class Requests:
         saved = self.saved.keys_of(name)
         assert saved is not None
         ranks = set(range(self.template.world_size))
-        if {key for key, _ in saved} == ranks and self._same_mesh():
+        if {key for key, _ in saved} == ranks and self._same_mesh(name):
             return Known(PerRank(self._keyed(name, self.template.rank).value))
         self.claim(name)
         self.dropped.append(name)
@@ -289,8 +303,8 @@ class Requests:
         self.restore(name)
         return Known(self.saved.per_rank(name, [key])[key])
 
-    def _same_mesh(self) -> bool:
-        return self.saved.is_of_mesh(self._live_mesh(), self.template.world_size)
+    def _same_mesh(self, name: str) -> bool:
+        return self.saved.is_of_mesh(name, self._live_mesh(), self.template.world_size)
 
     # --- whole subtrees ----------------------------------------------------------------------
 

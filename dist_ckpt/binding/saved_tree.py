@@ -8,10 +8,19 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from dist_ckpt.binding.rename import rename_of
+from dist_ckpt.binding.scopes import SourceCatalog, untagged
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.state.containers import MAX_DEPTH, RECORD, PathKey, check_kind, is_mapping, join
+from dist_ckpt.planning.selection import names_above
+from dist_ckpt.state.containers import (
+    MAX_DEPTH,
+    RECORD,
+    PathKey,
+    check_kind,
+    is_mapping,
+    join,
+)
 
 _PARAMS = ".params"
 _GROUPS = ".param_groups."
@@ -19,7 +28,7 @@ _GROUPS = ".param_groups."
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint seen through a rename.
+    """A checkpoint seen through a rename; or several, as `merged` sees them as one.
 
     `leaves` are all names: of tensors, of values, of per-rank values. Each maps to the name that
     the catalog knows it by. `kinds` and `entries` are the containers: the class, and in order the
@@ -28,6 +37,11 @@ class Saved:
     names of an optimizer's groups, by the name of the group. `main` are the plain values of rank
     0's objects file, by the catalog's names; `read(rank)` returns what a rank alone has stored.
     `dropped` are the saved names that the rename leaves out.
+
+    Of several checkpoints `origins` are these, and the catalog, which is of all, has names that are
+    `tagged`. `unmatched` is what no source has and a user asks for, in words; `left_out` are the
+    names that the sources' selections leave out. `stepless` are the names of the state of
+    parameters that a source gives, which may have been saved without any.
     """
 
     catalog: Catalog
@@ -41,6 +55,30 @@ class Saved:
     dropped: tuple[str, ...]
     problems: tuple[str, ...]
     order: Sequence[str] = field(default=())
+    origins: Sequence[SourceCatalog] = ()
+    unmatched: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    stepless: frozenset[str] = frozenset()
+
+    def number_of(self, name: str) -> int:
+        """Return the number of the checkpoint that a name, or the first one below it, is of."""
+        if not self.origins:
+            return 0
+        own = (self.leaves[above] for above in names_above(name) if above in self.leaves)
+        fqn = next(own, None) or next((self.leaves[leaf] for leaf in self.below(name)), None)
+        return 0 if fqn is None else untagged(fqn)[0]
+
+    def where(self, name: str) -> str:
+        """Word which of several checkpoints a name is of; "" if there is one."""
+        return f" in {self.origins[self.number_of(name)].path}" if self.origins else ""
+
+    def catalog_of(self, name: str) -> Catalog:
+        """Return the catalog of the checkpoint that a name is of."""
+        return self.origins[self.number_of(name)].catalog if self.origins else self.catalog
+
+    def says_stepless(self, name: str) -> bool:
+        """Say whether a parameter's state that is not there was not there at the save either."""
+        return not self.origins or name in self.stepless
 
     def tensor(self, name: str) -> tuple[str, TensorRecord] | None:
         """Return a tensor's fqn in the index, and its record; None if the name is no tensor."""
@@ -73,11 +111,12 @@ class Saved:
             return f"the parts of a {what or 'tensor of a class of its own'}"
         return "a container with tensors" if self.holds(name) else None
 
-    def is_of_mesh(self, mesh: Sequence[tuple[str, int]], world_size: int) -> bool:
-        """Say whether a rank means what it meant at the save, as far as both meshes are known."""
-        if self.catalog.world_size != world_size:
+    def is_of_mesh(self, name: str, mesh: Sequence[tuple[str, int]], world_size: int) -> bool:
+        """Say whether a rank means what it meant when a name was saved, as far as is known."""
+        catalog = self.catalog_of(name)
+        if catalog.world_size != world_size:
             return False
-        saved = [axis for axis in self.catalog.mesh if axis[1] > 1]
+        saved = [axis for axis in catalog.mesh if axis[1] > 1]
         now = [axis for axis in mesh if axis[1] > 1]
         if not saved or not now:
             return True
@@ -98,7 +137,7 @@ class Saved:
         fqn = self.leaves[name]
         values = self.main if fqn in self.main else self.read(self.catalog.values[fqn]).values
         if fqn not in values:
-            raise CorruptError(f"{fqn}: no objects file has it: load an older checkpoint")
+            raise CorruptError(f"{name}: no objects file has it: load an older checkpoint")
         value = values[fqn]
         if name in self.params and isinstance(value, dict):
             return {**value, "params": list(self.params[name])}
@@ -113,7 +152,7 @@ class Saved:
                 values = self.read(rank).per_rank.get(fqn, {})
                 if key not in values:
                     raise CorruptError(
-                        f"{fqn}: no objects file has it for {key!r}: load an older checkpoint"
+                        f"{name}: no objects file has it for {key!r}: load an older checkpoint"
                     )
                 found[key] = values[key]
         return found

@@ -12,12 +12,14 @@ import torch
 from dist_ckpt.binding.overlaps import Landing, settle, sharing
 from dist_ckpt.binding.saved_tree import Saved
 from dist_ckpt.binding.template import Template
-from dist_ckpt.errors import CorruptError
+from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 from dist_ckpt.format.geometry import Cell, Region, Shape
 from dist_ckpt.format.index import TensorRecord
+from dist_ckpt.memory.casting import CastTarget, can_cast
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.plan import Flattened, Ruled, Wanted, Whole
+from dist_ckpt.planning.selection import Selection
 from dist_ckpt.state.fsdp1 import ParameterPart
 from dist_ckpt.state.local_tensors import as_numpy, is_array, is_ordinary, torch_dtype
 from dist_ckpt.state.sharding_rules import target_cells
@@ -60,7 +62,8 @@ class Beside:
 class _Fill(NamedTuple):
     """Cells that are wanted of a stored tensor, from number `first` on, and the memory of each.
 
-    That of a fresh tensor is there once it is made.
+    That of a fresh tensor is there once it is made. `cast_from` is the saved dtype, if the memory
+    is of another.
     """
 
     name: str
@@ -68,20 +71,24 @@ class _Fill(NamedTuple):
     first: int
     cells: tuple[Cell, ...]
     parts: tuple[torch.Tensor, ...] | Fresh
+    cast_from: str | None
 
 
 class Targets:
     """The tensors that a rank wants, added one after another.
 
     What does not fit goes to `problems`, in words. `resharded` are the names whose cells here are
-    not cells of the stored layout, and `fresh` the tensors that have to be made.
+    not cells of the stored layout, and `fresh` the tensors that have to be made. `cast` are the
+    names whose values may be converted, None for none.
     """
 
-    def __init__(self, template: Template, saved: Saved) -> None:
+    def __init__(self, template: Template, saved: Saved, cast: Selection | None = None) -> None:
         self.problems: list[str] = []
         self.resharded: list[str] = []
         self._template = template
         self._saved = saved
+        self._cast = cast
+        self._casts: list[tuple[str, CastTarget]] = []
         self._cells: dict[str, tuple[Cell, ...]] = {}
         self._fills: list[_Fill] = []
         self.fresh: list[Fresh] = []
@@ -96,10 +103,11 @@ class Targets:
         self._landings: list[Landing] = []
         self._stored: dict[int, frozenset[Cell]] = {}
 
-    def fill(self, name: str, leaf: TensorLeaf) -> object:
+    def fill(self, name: str, leaf: TensorLeaf, *, as_bits: bool = False) -> object:
         """Want a tensor in the memory of a leaf; return the leaf's value, or what replaces it.
 
         Meta tensors and read-only arrays are replaced. The name is a tensor of the checkpoint.
+        What is wanted `as_bits` is never cast.
         """
         value = leaf.value
         fqn, record = self._tensor(name)
@@ -123,16 +131,31 @@ class Targets:
         cells = self._cells_of(name, held, leaf, record.shape)
         if cells is None:
             self.problems.append(self._misfit(name, held, leaf))
-        elif cells and held.dtype != record.dtype:
+            return value
+        cast_from = record.dtype if cells and held.dtype != record.dtype else None
+        if cast_from is not None and (why := self._why_no_cast(name, held, as_bits=as_bits)):
             self.problems.append(
-                f"{name}: saved as {record.dtype}, the state has {held.dtype}: nothing is cast; "
+                f"{name}: saved as {record.dtype}{self._saved.where(name)}, the state has "
+                f"{held.dtype}: {why}; "
                 f"make it {record.dtype}, load, and convert"
             )
         elif not held.parts or self._is_first(name, value, held.parts[0]):
-            self._want(name, fqn, cells, held.parts)
-            if self._are_stored(name, record, cells) and key is not None:
+            self._want(name, fqn, cells, held.parts, cast_from)
+            # Whether a tensor is cast its name may say, and not its kind.
+            is_kind = key is not None and cast_from is None
+            if self._are_stored(name, record, cells) and is_kind:
                 self._kinds[key] = cells
         return value
+
+    def _why_no_cast(self, name: str, held: HeldTensor, *, as_bits: bool) -> str | None:
+        """Say why the values of a saved tensor are not converted; None if they are."""
+        if as_bits:
+            return "what a tensor is made of is never cast"
+        if self._cast is None or name not in self._cast:
+            return "nothing is cast unless `cast` says so"
+        if not can_cast(self._tensor(name)[1].dtype, held.dtype):
+            return "only floating dtypes are cast, and what loses nothing by it"
+        return None
 
     def fits(self, name: str, leaf: TensorLeaf) -> bool:
         """Say whether `fill` would find nothing wrong with class, shape and dtype."""
@@ -242,18 +265,31 @@ class Targets:
                 self._landings.append(Landing.of(fill.name, parts))
                 memory = self._landings[-1].read
             for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
-                targets[fill.fqn, number] = TensorTarget(part, cell)
+                targets[fill.fqn, number] = self._target(fill, part, cell)
         synchronize(self._tensors)  # before the first byte is placed
         return targets
 
     def settle(self) -> None:
         """Fill the tensors that share memory, and wait for the accelerators after the last byte.
 
-        Raises IncompatibleError if they cannot all be filled.
+        Raises IncompatibleError if they cannot all be filled, or a cast has lost a number.
         """
         settle(self._landings)
         self._landings.clear()
         synchronize(self._tensors)
+        if lost := list(dict.fromkeys(name for name, one in self._casts if one.has_overflown)):
+            raise IncompatibleError(
+                f"{listed(lost)}: values that were saved are too large for the dtype in the state, "
+                "where they would be infinite: make it a wider one (bfloat16 or float32) and load "
+                "again"
+            )
+
+    def _target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:
+        if fill.cast_from is None:
+            return TensorTarget(part, cell)
+        target = CastTarget(part, cell, torch_dtype(fill.cast_from))
+        self._casts.append((fill.name, target))
+        return target
 
     def _parts_of(self, fill: _Fill) -> tuple[torch.Tensor, ...]:
         if isinstance(fill.parts, Fresh):
@@ -293,7 +329,7 @@ class Targets:
         return rules.view(name, leaf, held.shape)
 
     def _misfit(self, name: str, held: HeldTensor, leaf: TensorLeaf) -> str:
-        shape = self._tensor(name)[1].shape
+        shape = f"{self._tensor(name)[1].shape}{self._saved.where(name)}"
         if self._ruled(name, held, leaf) is None:
             return (
                 f"{name}: saved with shape {shape}, the state has {held.shape}: make the model as "
@@ -332,13 +368,18 @@ class Targets:
         return fresh
 
     def _want(
-        self, name: str, fqn: str, cells: tuple[Cell, ...], parts: tuple[torch.Tensor, ...] | Fresh
+        self,
+        name: str,
+        fqn: str,
+        cells: tuple[Cell, ...],
+        parts: tuple[torch.Tensor, ...] | Fresh,
+        cast_from: str | None = None,
     ) -> None:
         wanted = self._cells.get(fqn, ())
         self._cells[fqn] = wanted + cells
         # Without cells the local tensor is an empty part.
         if cells:
-            self._fills.append(_Fill(name, fqn, len(wanted), cells, parts))
+            self._fills.append(_Fill(name, fqn, len(wanted), cells, parts, cast_from))
 
     def _are_stored(self, name: str, record: TensorRecord, cells: tuple[Cell, ...]) -> bool:
         """Say whether the cells are all cells of the stored layout; else it is `resharded`."""

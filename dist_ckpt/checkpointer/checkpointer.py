@@ -17,12 +17,14 @@ from dist_ckpt.checkpointer import when
 from dist_ckpt.checkpointer.keeper import Hooks, OnFailure
 from dist_ckpt.checkpointer.open_run import OpenRun, Stopped, open_run
 from dist_ckpt.checkpointer.options import RunOptions
-from dist_ckpt.checkpointer.resume import Init, ResumeOptions, init_of
+from dist_ckpt.checkpointer.resume import ResumeOptions
 from dist_ckpt.checkpointer.when import When
+from dist_ckpt.loading.sources import Sources
 from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runs.facts import checked_metrics
 from dist_ckpt.runs.keep import Keep
+from dist_ckpt.saving.attached import Attached
 from dist_ckpt.state.containers import MutableState
 
 DEFAULT_SAVE = when.every(minutes=30) | when.at_end | when.on_signal("TERM")
@@ -53,21 +55,24 @@ class Checkpointer:
     ranks agree without a collective and without waiting when nothing is due. `keep` says which
     checkpoints stay; None keeps all. They are pruned by rank 0 after a commit, in the background.
 
-    `init` is where a fresh run takes what it begins with: a path, a selector or a `dc.Init`. A
+    `init` is where a fresh run takes what it begins with, all that `dc.load` takes: a path, a
+    selector, a `dc.Source`, a list or a mapping of them, with `init_strict` as its `strict`. A
     resume always wins over it. `must_exist` refuses a fresh run; `read_only` resumes and changes
     nothing. `config` is saved with each checkpoint; what of it matches a pattern of `same` must be
-    equal when a run goes on, all else is compared, and a difference logged. `include`, `exclude`
-    and `frozen` say what of the state is saved and resumed, as in `dc.save` and `dc.load`.
+    equal when a run goes on, all else is compared, and a difference logged. So is `kind`, a short
+    text that says what the model is, and must be equal. `attach` is a function of a step that
+    returns what to attach to its checkpoint, as for `dc.save`; it is called on rank 0, when that
+    step is saved, by whatever policy. `include`, `exclude` and `frozen` say what of the state is
+    saved and resumed, as in `dc.save` and `dc.load`; tensors that match `reuse`, such as frozen
+    weights, are linked and not written.
 
-    Tensors that match `reuse`, such as frozen weights, are linked and not written, see `dc.save`.
     With `background` a process of its own writes, see `dc.AsyncSaver`. A save that fails is told
     once, with what is safe, and tried again; `on_failure` is "warn", "raise" or a function that is
     called as well, and after `max_failures` in a row the error is raised on all ranks all the same.
     `on_commit` is called with each new checkpoint, on rank 0, in a thread beside the training;
     `on_failure` is as well, for a save in the background. On a signal the run is to stop: it is
     saved, and has `stop_within_s` seconds for that, from the signal on; it waits for no older save,
-    and takes the place of one that is not begun. With `root=None` there are no checkpoints, and
-    nothing else changes.
+    and takes the place of one that is not begun. With `root=None` nothing is saved.
     """
 
     def __init__(  # noqa: PLR0913 - each is a policy of its own
@@ -76,11 +81,14 @@ class Checkpointer:
         *,
         save: When = DEFAULT_SAVE,
         keep: Keep | None = None,
-        init: str | os.PathLike[str] | Init | None = None,
+        init: Sources | None = None,
+        init_strict: bool = True,
         must_exist: bool = False,
         read_only: bool = False,
         config: Mapping[str, object] | None = None,
+        kind: str | None = None,
         same: Sequence[str] = (),
+        attach: Callable[[int], Attached | None] | None = None,
         sharding: ShardingConfig | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
@@ -106,12 +114,13 @@ class Checkpointer:
             save,
             keep,
             ResumeOptions(
-                *(init_of(init), must_exist, read_only, config, same),
+                *(init, init_strict, must_exist, read_only, config, kind, same),
                 *(sharding, include, exclude, frozen),
             ),
             Hooks(on_commit, on_failure, max_failures),
             background=background,
             stop_within_s=stop_within_s,
+            attach=attach,
             reuse=reuse,
         )
         self._run = open_run(options, group, _check_alone)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.checkpointer.keeper import Hooks
 from dist_ckpt.checkpointer.resume import ResumeOptions
 from dist_ckpt.checkpointer.when import When
-from dist_ckpt.format.plain_encoder import check_plain
+from dist_ckpt.loading.sources import text_of, uses_of
 from dist_ckpt.planning.selection import patterns
+from dist_ckpt.runs.description import check_description
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.runtime.typed_msgpack import Message
+from dist_ckpt.saving.attached import Attached
 from dist_ckpt.storage import open_storage
 
 # A lock takes no wait that is much longer: it would be known only when the run is to stop.
@@ -26,6 +28,7 @@ class AskedRun(Message, frozen=True):
     save: str
     keep: str
     init: str
+    kind: str
     must_exist: bool
     read_only: bool
     background: bool
@@ -47,6 +50,7 @@ class RunOptions:
     hooks: Hooks
     background: bool
     stop_within_s: float
+    attach: Callable[[int], Attached | None] | None = None
     reuse: str | Sequence[str] = ()
 
     def check(self) -> None:
@@ -60,6 +64,8 @@ class RunOptions:
         self._check_flags()
         self._check_config()
         self._check_hooks()
+        if not (self.attach is None or callable(self.attach)):
+            raise TypeError(f"attach={self.attach!r}: give a function of the step, or None")
 
     def _check_hooks(self) -> None:
         commit, failure = self.hooks.on_commit, self.hooks.on_failure
@@ -77,9 +83,15 @@ class RunOptions:
             ("must_exist", resume.must_exist),
             ("read_only", resume.read_only),
             ("background", self.background),
+            ("init_strict", resume.init_strict),
         ):
             if type(value) is not bool:
                 raise TypeError(f"{name}={value!r}: give True or False")
+        if resume.init is not None:
+            try:
+                uses_of(resume.init)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"init: {error}") from None
         if resume.must_exist and resume.init is not None:
             raise ValueError(
                 "init= is for a fresh run, and must_exist=True refuses one: give one of them"
@@ -95,10 +107,7 @@ class RunOptions:
 
     def _check_config(self) -> None:
         config, same = self.resume.config, self.resume.same
-        if config is not None:
-            if not isinstance(config, Mapping):
-                raise TypeError(f"config is a {type(config).__name__}: give a dict")
-            check_plain(dict(config), "config")
+        check_description(None, config, self.resume.kind)
         if isinstance(same, str) or not all(type(one) is str for one in same):
             raise TypeError(f'same={same!r}: give patterns, such as ("model.*",)')
         if same and config is None:
@@ -118,7 +127,8 @@ class RunOptions:
             root=self.opened_root(),
             save=str(self.save),
             keep="" if self.keep is None else str(self.keep),
-            init="" if init is None else os.fspath(init.source),
+            init="" if init is None else text_of(init),
+            kind=self.resume.kind or "",
             must_exist=self.resume.must_exist,
             read_only=self.resume.read_only,
             background=self.background,

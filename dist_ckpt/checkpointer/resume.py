@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from dist_ckpt.background.async_saver import AsyncSaver
-from dist_ckpt.checkpointer.run_config import CONFIG, check_same
+from dist_ckpt.checkpointer.run_config import check_same
 from dist_ckpt.comm.exchange import COORDINATOR, Exchange
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.alive import told_sign
@@ -28,6 +28,7 @@ from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.root_records import RunStart
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.loading.sources import Sources
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runs.holding import holding
@@ -46,27 +47,15 @@ _FOLDER = re.compile(r"step-([0-9]{8,19})")
 
 
 @dataclass(frozen=True, slots=True)
-class Init:
-    """Where a fresh run takes what it begins with: a checkpoint, and what of it, as for `dc.load`.
-
-    `source` is a path or a selector, such as `base@min:val/loss`.
-    """
-
-    source: str | os.PathLike[str]
-    include: str | Sequence[str] | None = None
-    exclude: str | Sequence[str] | None = None
-    rename: Mapping[str, str | None] | None = None
-    strict: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class ResumeOptions:
     """How a run begins; see `Checkpointer`."""
 
-    init: Init | None = None
+    init: Sources | None = None
+    init_strict: bool = True
     must_exist: bool = False
     read_only: bool = False
     config: Mapping[str, object] | None = None
+    kind: str | None = None
     same: Sequence[str] = ()
     sharding: ShardingConfig | None = None
     include: str | Sequence[str] | None = None
@@ -211,13 +200,19 @@ class Resume:
         return tuple(f"{one.name} is damaged: {one.problem}" for one in damaged)
 
     def _check_config(self, newest: _RestorePoint) -> None:
-        if self.options.config is None:
+        config, kind = self.options.config, self.options.kind
+        if config is None and kind is None:
             return
         with open_checkpoint(newest.path) as checkpoint:
-            then = checkpoint.metadata.get(CONFIG)
-        if then is None:
+            then, kind_then = checkpoint.config, checkpoint.kind
+        if kind_then not in (kind, None) and kind is not None:
+            raise IncompatibleError(
+                f"{newest.path} is of the kind {kind_then!r}, and this run of {kind!r}: give the "
+                f"kind that it has, or another root"
+            )
+        if then is None or config is None:
             return
-        differs = check_same(then, self.options.config, self.options.same, newest.path)
+        differs = check_same(then, config, self.options.same, newest.path)
         if differs:
             _log.warning("%s was saved with another configuration: %s", newest.path, differs)
 
@@ -290,15 +285,12 @@ class Resume:
             return "there was nothing to go on from"
         options = LoadOptions(
             self.options.sharding,
-            strict=init.strict,
-            include=init.include,
-            exclude=init.exclude,
-            rename=init.rename,
+            strict=self.options.init_strict,
             notes=not self.options.read_only,
         )
-        source = os.fspath(init.source)
-        report = load_together(self.ranks, state, source, options, kept=KeptFiles(kept_on_host))
-        return f"there was nothing to go on from; it begins with {report.path}"
+        report = load_together(self.ranks, state, init, options, kept=KeptFiles(kept_on_host))
+        taken = " and ".join(source.path for source in report.sources)
+        return f"there was nothing to go on from; it begins with {taken}"
 
     def _record(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
         with self._exchange("start") as starting:
@@ -340,12 +332,3 @@ def _parsed(name: str) -> Attempt:
 def _newest_attempt(storage: Storage, path: str) -> str:
     names = [e.name for e in storage.list(path) if parse_attempt(e.name) is not None]
     return max(names, key=lambda name: parse_attempt(name) or Attempt(0, ""), default="")
-
-
-def init_of(init: object) -> Init | None:
-    """Return what `init=` says. TypeError if it is nothing that can be loaded from."""
-    if init is None or isinstance(init, Init):
-        return init
-    if isinstance(init, str | os.PathLike):
-        return Init(init)
-    raise TypeError(f"init is a {type(init).__name__}: give a path, a selector or a dc.Init")

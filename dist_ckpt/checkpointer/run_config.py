@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from dist_ckpt.errors import IncompatibleError, listed
-
-# Under this key in a checkpoint's metadata.
-CONFIG = "config"
-
-_LACKING = "nothing"
-
-
-def differences(then: object, now: object) -> dict[str, tuple[str, str]]:
-    """Return by dotted name what two configurations have otherwise, as text."""
-    old, new = dict(_leaves(then, "")), dict(_leaves(now, ""))
-    return {
-        name: (old.get(name, _LACKING), new.get(name, _LACKING))
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name, _LACKING) != new.get(name, _LACKING)
-    }
+from dist_ckpt.runs.description import differences
 
 
 def check_same(then: object, now: object, same: Sequence[str], path: str) -> str:
@@ -38,13 +24,3 @@ def check_same(then: object, now: object, same: Sequence[str], path: str) -> str
             f"root"
         )
     return listed(list(text.values()), "; ")
-
-
-def _leaves(value: object, name: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        yield name, repr(list(value))
-    else:
-        yield name, repr(value)

@@ -13,11 +13,11 @@ from dist_ckpt.background.handle import SaveHandle
 from dist_ckpt.checkpointer.keeper import Keeper
 from dist_ckpt.checkpointer.options import RunOptions
 from dist_ckpt.checkpointer.resume import FOLDER
-from dist_ckpt.checkpointer.run_config import CONFIG
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError
+from dist_ckpt.saving.attached import AttachedNow
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.state.containers import State
 
@@ -104,15 +104,16 @@ class RunSaves:
 
     def _try(self, step: int, state: State, boundary: int, hurries: Callable[[], bool]) -> None:
         resume = self.options.resume
-        config = resume.config
         options = SaveOptions(
             step,
             resume.sharding,
             overwrite=step in self._begun,
-            metadata=None if config is None else {CONFIG: dict(config)},
             include=resume.include,
             exclude=resume.exclude,
             frozen=resume.frozen,
+            config=resume.config,
+            kind=resume.kind,
+            attach=self._attach_of(step),
             reuse=self.options.reuse,
             run=self.run,
             boundary=boundary,
@@ -133,6 +134,13 @@ class RunSaves:
         self._has_failed = False
         if self.keeper is not None:
             self.keeper.committed(report)
+
+    def _attach_of(self, step: int) -> AttachedNow | None:
+        """Return what rank 0 asks, once the ranks agree on the save, for what is attached to it."""
+        attach = self.options.attach
+        if attach is None or self.ranks.channel.rank != COORDINATOR:
+            return None
+        return lambda: attach(step)
 
     def settle(self, until: float) -> str:
         """Wait, until a time of the monotonic clock, for the last save. Collective.

@@ -1,7 +1,8 @@
 """`dist-ckpt`: look at checkpoints, check them, rewrite and remove them; ask a run to save.
 
-One file a group of commands (`reading.py`, `changing.py`, `averaging.py`, `formats.py`, `runs.py`,
-`watching.py`); each parses, calls and prints. A new command is added to the group here.
+One file a group of commands (`reading.py`, `comparing.py`, `changing.py`, `averaging.py`,
+`formats.py`, `runs.py`, `watching.py`); each parses, calls and prints. A new command is added to
+the group here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Any
 import click
 
 from dist_ckpt import __version__
-from dist_ckpt.cli import averaging, changing, formats, output, reading, runs, watching
+from dist_ckpt.cli import (
+    averaging,
+    changing,
+    comparing,
+    formats,
+    output,
+    reading,
+    runs,
+    watching,
+)
 
 
 class _Commands(click.Group):
@@ -70,6 +80,7 @@ for _command in (
     reading.show,
     reading.tree,
     reading.verify,
+    comparing.compare,
     changing.reshard,
     changing.backup,
     changing.strip,

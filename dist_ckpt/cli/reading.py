@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
 
 import click
 
 from dist_ckpt.cli import output, verified
+from dist_ckpt.errors import CheckpointError
 from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline import verify as verifier
 from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.reports import size
+from dist_ckpt.runs.description import KIND, as_json, leaves_of
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.storage import open_storage
@@ -99,7 +102,7 @@ def show(path: str, *, as_json: bool) -> None:
 
 
 def _summary(ck: Checkpoint) -> dict[str, object]:
-    index = ck.index
+    index, config = ck.index, _config_of(ck)
     own = [info for info in ck.tensors.values() if info.alias_of is None]
     components: Counter[str] = Counter()
     dtypes: Counter[str] = Counter()
@@ -109,6 +112,8 @@ def _summary(ck: Checkpoint) -> dict[str, object]:
     return {
         "path": ck.path,
         "step": ck.step,
+        "kind": ck.kind,
+        "config": config if isinstance(config, str) else as_json(config),
         "attempt": index.attempt,
         "saved_at": index.saved_at,
         "saved_by": dict(index.saved_by),
@@ -117,13 +122,38 @@ def _summary(ck: Checkpoint) -> dict[str, object]:
         "nbytes": ck.nbytes,
         "num_tensors": len(own),
         "num_aliases": len(ck.tensors) - len(own),
+        "num_parameters": _counts_of(ck)[0],
+        "num_trainable": _counts_of(ck)[1],
         "num_values": len(index.catalog.values),
-        "num_files": len(index.files) + len(index.objects),
+        "attached": dict(ck.attached),
+        "num_files": index.num_files,
         "nbytes_by_component": dict(components),
         "nbytes_by_dtype": dict(dtypes),
         "per_rank": {fqn: len(keys) for fqn, keys in index.catalog.per_rank.items()},
         "metadata": dict(index.metadata),
     }
+
+
+def _config_of(ck: Checkpoint) -> Mapping[str, object] | str | None:
+    """Return its configuration, or why that cannot be read: all else can still be shown."""
+    try:
+        return ck.config
+    except CheckpointError as error:
+        return f"cannot be read: {error}"
+
+
+def _counts_of(ck: Checkpoint) -> tuple[int | None, int | None]:
+    """Return how many parameters it has, and trains; None if that is not known, or not readable."""
+    try:
+        return ck.num_parameters, ck.num_trainable
+    except CheckpointError:
+        return None, None
+
+
+def _config_lines(config: Mapping[str, object] | str | None) -> list[str]:
+    if not isinstance(config, Mapping):
+        return [] if config is None else [config]
+    return [f"{name} = {value}" for name, value in leaves_of(config)]
 
 
 def _print_summary(ck: Checkpoint) -> None:
@@ -134,6 +164,7 @@ def _print_summary(ck: Checkpoint) -> None:
     lines = [
         ("checkpoint", ck.path),
         ("step", "-" if ck.step is None else str(ck.step)),
+        *([] if ck.kind is None else [("kind", ck.kind)]),
         ("committed", f"{saved}, attempt {index.attempt}"),
         ("laid out", f"for {ck.world_size} ranks{f', saved on mesh {mesh}' if mesh else ''}"),
         ("saved by", by),
@@ -141,12 +172,18 @@ def _print_summary(ck: Checkpoint) -> None:
         ("tensors", f"{facts['num_tensors']}, and {facts['num_aliases']} tied names"),
         ("values", str(facts["num_values"])),
     ]
+    if facts["num_parameters"] is not None:
+        told = f"{facts['num_parameters']:,}, of which {facts['num_trainable']:,} are trained"
+        lines.append(("parameters", told))
     for label in ("component", "dtype"):
         counts = _nbytes(facts[f"nbytes_by_{label}"])
         lines += [(label, f"{name}: {size(nbytes)}") for name, nbytes in counts]
     for fqn, keys in index.catalog.per_rank.items():
         lines.append(("per rank", f"{fqn}: {len(keys)} keys"))
-    lines += [("metadata", f"{key} = {value!r}") for key, value in index.metadata.items()]
+    lines += [("attached", f"{name}: {size(nbytes)}") for name, nbytes in ck.attached.items()]
+    lines += [("config", text) for text in _config_lines(_config_of(ck))]
+    shown = {key: value for key, value in index.metadata.items() if key != KIND}
+    lines += [("metadata", f"{key} = {value!r}") for key, value in shown.items()]
     for name, text in lines:
         click.echo(f"{name:<11} {output.printable(text)}")
 

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 from dist_ckpt.errors import StorageError
 from dist_ckpt.format import filenames
-from dist_ckpt.format.index import Catalog, ObjectsFileRecord, ShardFileRecord
+from dist_ckpt.format.index import (
+    AttachedFileRecord,
+    Catalog,
+    ObjectsFileRecord,
+    ShardFileRecord,
+)
 from dist_ckpt.planning.plan import Receipt
 from dist_ckpt.planning.save_planner import stored_nbytes
 
@@ -15,7 +20,7 @@ from dist_ckpt.planning.save_planner import stored_nbytes
 def check_receipts(
     catalog: Catalog, receipts: Sequence[Receipt]
 ) -> tuple[tuple[ShardFileRecord, ...], tuple[ObjectsFileRecord, ...]]:
-    """Return the index's file tables. Receipts are in the order of the ranks.
+    """Return the index's file tables but for that of `attached_of`. Receipts are in rank order.
 
     Raises StorageError unless each rank wrote just the files that the plan gives it, of the
     planned size.
@@ -25,6 +30,8 @@ def check_receipts(
     objects: list[ObjectsFileRecord] = []
     for rank, receipt in enumerate(receipts):
         for name, nbytes, header_nbytes, digest in receipt.files:
+            if not rank and filenames.parse_attached_file(name) is not None:
+                continue  # see `attached_of`
             parsed = filenames.parse_shard_file(name)
             if parsed is None:
                 objects.append(ObjectsFileRecord(name, nbytes, digest))
@@ -45,6 +52,12 @@ def check_receipts(
     files.sort(key=lambda file: (file.component, file.rank))
     objects.sort(key=lambda file: file.name)
     return tuple(files), tuple(objects)
+
+
+def attached_of(receipts: Sequence[Receipt]) -> tuple[AttachedFileRecord, ...]:
+    """Return the index's table of files that users have attached: rank 0 writes them."""
+    found = ((filenames.parse_attached_file(file[0]), file) for file in receipts[0].files)
+    return tuple(AttachedFileRecord(name, file[1], file[3]) for name, file in found if name)
 
 
 def sizes_of(receipts: Sequence[Receipt]) -> dict[str, int]:

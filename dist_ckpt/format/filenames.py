@@ -35,6 +35,9 @@ ATTEMPTS_OF_START = 1000
 # The number of a fact has at most 18 digits.
 MAX_FACT = 10**18 - 1
 
+# How the name of a file that a user has attached begins.
+_ATTACHED = "attached."
+
 # Of the random part of a name: hexadecimal digits.
 ID_LENGTH = 16
 
@@ -50,6 +53,7 @@ _REQUEST = re.compile(r"(request|answer)-([0-9a-f]{16})\.json")
 _TEMPORARY_RECORD = re.compile(r"\.record-[0-9a-f]{16}\.tmp")
 _STEM = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _SHARD_FILE = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,9})\.safetensors")
+_ATTACHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _OBJECTS_FILE = re.compile(r"objects-([0-9]{5,9})\.msgpack")
 
 
@@ -222,6 +226,22 @@ def parse_objects_file(name: str) -> int | None:
     return int(match[1]) if match else 0 if name == OBJECTS else None
 
 
+def is_attached_name(text: str) -> bool:
+    """Say whether a file may be attached to a checkpoint under this name."""
+    return _ATTACHED_NAME.fullmatch(text) is not None
+
+
+def attached_file(name: str) -> str:
+    """Return the name that an attached file has in an attempt."""
+    return f"{_ATTACHED}{name}"
+
+
+def parse_attached_file(name: str) -> str | None:
+    """Return the name under which a file is attached, or None if it is not an attached one's."""
+    attached = name.removeprefix(_ATTACHED)
+    return attached if name != attached and is_attached_name(attached) else None
+
+
 def is_in_attempt(name: str) -> bool:
     """Say whether a file name may stand in an attempt folder; nothing else is ever unlinked."""
     return (
@@ -229,4 +249,5 @@ def is_in_attempt(name: str) -> bool:
         or _TEMPORARY.fullmatch(name) is not None
         or _SHARD_FILE.fullmatch(name) is not None
         or _OBJECTS_FILE.fullmatch(name) is not None
+        or parse_attached_file(name) is not None
     )

@@ -19,6 +19,11 @@ from dist_ckpt.runtime.typed_msgpack import Message
 
 MAX_STEP = (1 << 63) - 1
 
+# Of the files that are attached to a checkpoint: how many, and how large all together. Whoever
+# saves has them in memory, and so has who reshards.
+MAX_ATTACHED = 100
+MAX_ATTACHED_NBYTES = 64 << 20
+
 # Whose a per-rank value is: the rank, or what the user called it, e.g. ("dp", 3).
 MAX_KEY_DEPTH = 8
 if TYPE_CHECKING:
@@ -106,6 +111,20 @@ class ObjectsFileRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class AttachedFileRecord:
+    """One file that a user has attached: under which name, its size in bytes and its digest."""
+
+    name: str
+    nbytes: int
+    digest: str
+
+    @property
+    def file_name(self) -> str:
+        """The name that it has in the attempt."""
+        return filenames.attached_file(self.name)
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
     """A committed checkpoint. `metadata` mirrors the scalars of the user's metadata.
 
@@ -125,6 +144,18 @@ class Index:
     saved_by: Mapping[str, str]
     saved_at: float
     save: str | None = None
+    attached: tuple[AttachedFileRecord, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all its data files."""
+        tables = (self.files, self.objects, self.attached)
+        return sum(one.nbytes for table in tables for one in table)
+
+    @property
+    def num_files(self) -> int:
+        """The number of its data files."""
+        return len(self.files) + len(self.objects) + len(self.attached)
 
     def file_name(self, record: ShardFileRecord) -> str:
         """Return the name of a shard file that this index lists."""

@@ -14,8 +14,11 @@ from dist_ckpt.format import filenames, objects_file, strict_json
 from dist_ckpt.format.catalog_json import CATALOG_FIELDS, CatalogText, decode_catalog
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.index import (
+    MAX_ATTACHED,
+    MAX_ATTACHED_NBYTES,
     MAX_STEP,
     Abandoned,
+    AttachedFileRecord,
     Catalog,
     Index,
     ObjectsFileRecord,
@@ -49,7 +52,7 @@ _MAX_LOOKUPS = 1 << 28
 
 _INDEX_FIELDS = (
     *("format", "state", "attempt", "save", "step", *CATALOG_FIELDS),
-    *("files", "objects", "metadata", "saved_by", "saved_at", "digest"),
+    *("files", "objects", "attached", "metadata", "saved_by", "saved_at", "digest"),
 )
 _ABANDONED_FIELDS = ("format", "state", "attempt", "by", "reason", "digest")
 
@@ -106,12 +109,17 @@ def _index_body(index: Index, text: CatalogText) -> bytes:
             for file in index.files
         ],
         "objects": [[file.name, file.nbytes, file.digest] for file in index.objects],
+        **({"attached": _attached_rows(index)} if index.attached else {}),
         "metadata": dict(index.metadata),
         "saved_by": dict(index.saved_by),
         "saved_at": index.saved_at,
     }
     parts = (strict_json.dump(before)[:-1], text.fields, strict_json.dump(after)[1:-1])
     return strict_json.checked(b",".join(parts))
+
+
+def _attached_rows(index: Index) -> Json:
+    return [[file.name, file.nbytes, file.digest] for file in index.attached]
 
 
 # --- decoding --------------------------------------------------------------------------------
@@ -152,8 +160,8 @@ def decode(
         return Abandoned(_attempt(attempt, what), string(by, what), string(reason, what))
     if state != "committed":
         raise corrupt(what, f"state {shown(state)} is neither committed nor abandoned")
-    # Before 2026-12 there was no `save`, and no `parameters`.
-    fields({"save": None, "parameters": [], **doc}, _INDEX_FIELDS, what)
+    # Before 2026-12 there was no `save`, and no `parameters`; `attached` is where something is.
+    fields({"save": None, "parameters": [], "attached": [], **doc}, _INDEX_FIELDS, what)
     catalog = known.catalog if known and around else decode_catalog(doc, tensors, what)
     return _decode_index(doc, catalog, what)
 
@@ -183,6 +191,7 @@ def _decode_index(doc: Mapping[str, Json], catalog: Catalog, what: str) -> Index
         catalog=catalog,
         files=_decode_files(doc["files"], catalog, f"{what}, files"),
         objects=_decode_objects(doc["objects"], f"{what}, objects"),
+        attached=_decode_attached(doc.get("attached", []), f"{what}, attached"),
         metadata=mapping(doc["metadata"], f"{what}, metadata"),
         saved_by={
             key: string(value, f"{what}, saved_by")
@@ -228,6 +237,23 @@ def _decode_objects(value: Json, what: str) -> tuple[ObjectsFileRecord, ...]:
         name, nbytes, digest = row(entry, 3, what)
         size = integer(nbytes, 0, objects_file.MAX_NBYTES, what)
         files.append(ObjectsFileRecord(string(name, what), size, hex_digits(digest, 32, what)))
+    return tuple(files)
+
+
+def _decode_attached(value: Json, what: str) -> tuple[AttachedFileRecord, ...]:
+    files = []
+    for entry in array(value, what):
+        name, nbytes, digest = row(entry, 3, what)
+        size = integer(nbytes, 0, MAX_ATTACHED_NBYTES, what)
+        files.append(AttachedFileRecord(string(name, what), size, hex_digits(digest, 32, what)))
+    if bad := [file.name for file in files if not filenames.is_attached_name(file.name)]:
+        raise corrupt(what, f"{shown(bad[0])} is no name of a file that is attached")
+    # Not on every file system are two names that differ in their case two files.
+    if len({file.name.lower() for file in files}) != len(files):
+        raise corrupt(what, "a name is listed twice, or in upper and lower case")
+    if len(files) > MAX_ATTACHED or sum(file.nbytes for file in files) > MAX_ATTACHED_NBYTES:
+        most = f"{MAX_ATTACHED} files or {MAX_ATTACHED_NBYTES} bytes"
+        raise corrupt(what, f"more than {most}")
     return tuple(files)
 
 

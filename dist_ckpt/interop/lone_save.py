@@ -15,7 +15,7 @@ from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import parse_attempt
 from dist_ckpt.interop.plain_states import PlainState, PlainTensor
-from dist_ckpt.memory.protocol import Source
+from dist_ckpt.memory.protocol import CellSource
 from dist_ckpt.planning.plan import FilePlan, SavePlan
 from dist_ckpt.planning.save_planner import items_of, plan_save
 from dist_ckpt.reports import Phases, SaveReport, Tally
@@ -28,7 +28,7 @@ from dist_ckpt.storage.counting import CountingStorage
 def save_alone(
     state: PlainState,
     path: str | os.PathLike[str],
-    source_of: Callable[[PlainTensor], Source],
+    source_of: Callable[[PlainTensor], CellSource],
     *,
     step: int | None,
     overwrite: bool,
@@ -95,7 +95,7 @@ def save_alone(
 def _files_of(
     state: PlainState,
     plan: SavePlan,
-    source_of: Callable[[PlainTensor], Source],
+    source_of: Callable[[PlainTensor], CellSource],
     step: int | None,
 ) -> RankFiles:
     def sources(file: FilePlan) -> SourceOf:

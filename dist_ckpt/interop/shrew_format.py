@@ -69,22 +69,22 @@ def parse(file: Readable, what: str) -> dict[str, object]:
     byte what was found: CorruptError for what is no `.shrew` file, and IncompatibleError for
     another version, an unknown dtype, and what no checkpoint holds.
     """
-    cursor = _Cursor(file, what)
-    if (magic := cursor.take(4, "the magic number")) != _MAGIC:
-        raise cursor.corrupt(f"{magic!r} is not {_MAGIC!r}, by which a .shrew file begins", 0)
-    version = cursor.u32("the version")
+    fields = _FieldReader(file, what)
+    if (magic := fields.take(4, "the magic number")) != _MAGIC:
+        raise fields.corrupt(f"{magic!r} is not {_MAGIC!r}, by which a .shrew file begins", 0)
+    version = fields.u32("the version")
     if version not in (1, 2):
         raise IncompatibleError(f"{what}, byte 4: version {version}: only 1 and 2 are known")
     if version == 1:
-        state: dict[str, object] = {"model": _tensors(cursor)}
+        state: dict[str, object] = {"model": _tensors(fields)}
     else:
-        state = _training(cursor)
-    if left := cursor.left:
-        raise cursor.corrupt(f"{left} bytes after the end of what the file says it holds")
+        state = _training(fields)
+    if left := fields.left:
+        raise fields.corrupt(f"{left} bytes after the end of what the file says it holds")
     return state
 
 
-class _Cursor:
+class _FieldReader:
     """Reads one value after another. Every error says where, and what was to be there."""
 
     def __init__(self, file: Readable, what: str) -> None:
@@ -156,67 +156,67 @@ class _Cursor:
         return found
 
 
-def _training(cursor: _Cursor) -> dict[str, object]:
+def _training(fields: _FieldReader) -> dict[str, object]:
     """Read sections in any order; what is in none of them is as shrew's own reader has it."""
     found: dict[str, object] = {"model": {}, **_TRAINING, "loss_history": []}
     seen: set[int] = set()
-    while (tag := cursor.u8("the number of a section")) != _END:
-        at = cursor.at - 1
+    while (tag := fields.u8("the number of a section")) != _END:
+        at = fields.at - 1
         if tag not in _PARTS:
-            raise cursor.corrupt(f"0x{tag:02X} is the number of no section", at)
+            raise fields.corrupt(f"0x{tag:02X} is the number of no section", at)
         if tag in seen:
-            raise cursor.corrupt(f"a second {_PARTS[tag]} section", at)
+            raise fields.corrupt(f"a second {_PARTS[tag]} section", at)
         seen.add(tag)
         if tag == _MODEL:
-            found["model"] = _tensors(cursor)
+            found["model"] = _tensors(fields)
         elif tag == _OPTIMIZER:
-            found["optim"] = _optimizer(cursor)
+            found["optim"] = _optimizer(fields)
         else:
-            found["epoch"] = cursor.u64("the epoch")
-            found["global_step"] = cursor.u64("the global step")
-            (found["best_loss"],) = cursor.floats(1, "the best loss")
-            count = cursor.u32("the number of losses")
-            found["loss_history"] = cursor.floats(count, f"a history of {count} losses")
+            found["epoch"] = fields.u64("the epoch")
+            found["global_step"] = fields.u64("the global step")
+            (found["best_loss"],) = fields.floats(1, "the best loss")
+            count = fields.u32("the number of losses")
+            found["loss_history"] = fields.floats(count, f"a history of {count} losses")
     # The order in which they stand in a file.
     return {name: found[name] for name in ("model", "optim", *_TRAINING) if name in found}
 
 
-def _optimizer(cursor: _Cursor) -> dict[str, object]:
+def _optimizer(fields: _FieldReader) -> dict[str, object]:
     return {
-        "type": cursor.text("the type of the optimizer"),
-        "scalars": cursor.named(12, "scalar", lambda one: cursor.floats(1, one)[0]),
-        "buffers": cursor.named(12, "buffer", lambda one: _buffer(cursor, one)),
+        "type": fields.text("the type of the optimizer"),
+        "scalars": fields.named(12, "scalar", lambda one: fields.floats(1, one)[0]),
+        "buffers": fields.named(12, "buffer", lambda one: _buffer(fields, one)),
     }
 
 
-def _buffer(cursor: _Cursor, what: str) -> FileTensor:
-    count = cursor.u64(f"the length of {what}")
-    return FileTensor("float64", (count,), cursor.skip(8 * count, f"{what}, of {count} numbers,"))
+def _buffer(fields: _FieldReader, what: str) -> FileTensor:
+    count = fields.u64(f"the length of {what}")
+    return FileTensor("float64", (count,), fields.skip(8 * count, f"{what}, of {count} numbers,"))
 
 
-def _tensors(cursor: _Cursor) -> dict[str, FileTensor]:
-    return cursor.named(17, "tensor", lambda one: _tensor(cursor, one))
+def _tensors(fields: _FieldReader) -> dict[str, FileTensor]:
+    return fields.named(17, "tensor", lambda one: _tensor(fields, one))
 
 
-def _tensor(cursor: _Cursor, what: str) -> FileTensor:
-    at = cursor.at
-    tag = cursor.u8(f"the dtype of {what}")
+def _tensor(fields: _FieldReader, what: str) -> FileTensor:
+    at = fields.at
+    tag = fields.u8(f"the dtype of {what}")
     if tag >= len(_DTYPES):
-        raise cursor.incompatible(f"{what} has the dtype {tag}: only 0 to 6 are known", at)
-    dtype, at = DTYPES[_DTYPES[tag]], cursor.at
-    ndim = cursor.u32(f"the number of dimensions of {what}")
-    dims = cursor.take(4 * ndim, f"{what}: a shape of {ndim} dimensions")
+        raise fields.incompatible(f"{what} has the dtype {tag}: only 0 to 6 are known", at)
+    dtype, at = DTYPES[_DTYPES[tag]], fields.at
+    ndim = fields.u32(f"the number of dimensions of {what}")
+    dims = fields.take(4 * ndim, f"{what}: a shape of {ndim} dimensions")
     shape = struct.unpack(f"<{ndim}I", dims)
     try:
         check_shape(shape, dtype.itemsize)
     except ValueError as error:
-        raise cursor.incompatible(f"{what}: {error}, so that no checkpoint holds it", at) from None
-    at = cursor.at
-    nbytes, expected = cursor.u64(f"the size of {what}"), prod(shape) * dtype.itemsize
+        raise fields.incompatible(f"{what}: {error}, so that no checkpoint holds it", at) from None
+    at = fields.at
+    nbytes, expected = fields.u64(f"the size of {what}"), prod(shape) * dtype.itemsize
     if nbytes != expected:
         fact = f"{what} is {dtype.name} {list(shape)}, {expected} bytes, but has {nbytes}"
-        raise cursor.corrupt(fact, at)
-    return FileTensor(dtype.name, shape, cursor.skip(nbytes, f"the data of {what}"))
+        raise fields.corrupt(fact, at)
+    return FileTensor(dtype.name, shape, fields.skip(nbytes, f"the data of {what}"))
 
 
 def _shown(name: str) -> str:

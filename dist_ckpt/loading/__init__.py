@@ -1,4 +1,4 @@
-"""`dc.load`: open, check, read, place.
+"""`dc.load`: open, check, read, place; `dc.build`.
 
 `options.py` has the options; `AsyncSaver.restore` has some of them too, and those that all ranks
 must share are compared in `load_steps.py`. `load.py` has the steps, `load_steps.py` the exchanges

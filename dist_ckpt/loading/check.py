@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 
 from msgspec import structs
 
 from dist_ckpt.binding.bind import Binding, Template, bind, saved_of, survey
+from dist_ckpt.binding.rename import rename_of
 from dist_ckpt.binding.saved_tree import Saved
+from dist_ckpt.binding.scopes import Scope, Scopes, tagged
+from dist_ckpt.binding.several import Offering, merged
 from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.loading.load_steps import Findings, Found, LoadRequest, bits_of, short
+from dist_ckpt.loading.load_steps import (
+    Findings,
+    Found,
+    FoundCheckpoint,
+    LoadRequest,
+    bits_of,
+    short,
+)
+from dist_ckpt.loading.open_sources import by_checkpoint, open_all
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.loading.read_once_agreement import listen
 from dist_ckpt.loading.read_once_units import runs_of
-from dist_ckpt.planning.load_planner import plan_load, problems_of
+from dist_ckpt.loading.sources import Sources, SourceUse, uses_of
+from dist_ckpt.planning.load_planner import problems_of
 from dist_ckpt.planning.read_sharing import BlockWants
-from dist_ckpt.planning.selection import Selection
+from dist_ckpt.planning.selection import EVERYTHING, Selection, cast_of, selection_of
+from dist_ckpt.reports import LoadedSource
+from dist_ckpt.runs.description import problems_of_description
 from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.runtime.gc_pause import paused_collector
-from dist_ckpt.shard_io.open_files import OpenFiles, open_files, read_objects
+from dist_ckpt.shard_io.open_files import OpenFiles, read_objects
 from dist_ckpt.shard_io.reading_work import CellTargets
 from dist_ckpt.snapshots.kept_files import KeptFiles
 from dist_ckpt.snapshots.overlay_storage import SnapshotStorage
@@ -43,39 +57,62 @@ class LoadCall:
 
     ranks: Session
     state: MutableState
-    path: str | os.PathLike[str]
+    path: Sources
     options: LoadOptions
     storage: Storage | None
     kept: KeptFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a rank asks for, its options checked: the `request`, its template and storage.
+class Place:
+    """Where one checkpoint is read.
 
     `storage` serves what is kept in memory from there; `counting` counts what is not.
     """
 
-    request: LoadRequest
-    template: Template
     storage: SnapshotStorage
     counting: CountingStorage
 
-    def at(self, path: str) -> Asked:
-        """Return it for a checkpoint that was found at `path`: what was asked may be a selector."""
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a rank asks for, its options checked: the `request`, its template, and its sources.
+
+    `uses` say what is taken of each of the `places`, and `selection` which names that is.
+    """
+
+    request: LoadRequest
+    template: Template
+    places: tuple[Place, ...]
+    uses: tuple[SourceUse, ...]
+    selection: Selection | Scopes
+
+    @property
+    def storages(self) -> list[SnapshotStorage]:
+        """The storage of each place."""
+        return [place.storage for place in self.places]
+
+    def at(self, paths: Sequence[str]) -> Asked:
+        """Return it for checkpoints that were found at `paths`: what was asked may be selectors."""
+        path = paths[0] if len(paths) == 1 else tuple(paths)
         return replace(self, request=structs.replace(self.request, path=path))
+
+    def selection_in(self, found: Found) -> Selection | Scopes:
+        """Return the selection, with the paths of what was found."""
+        if not isinstance(self.selection, Scopes):
+            return self.selection
+        scopes = zip(self.uses, self.selection.scopes, strict=True)
+        paths = [one.path for one in found.checkpoints]
+        return replace(
+            self.selection, scopes=tuple(replace(of, path=paths[u.place]) for u, of in scopes)
+        )
 
 
 def ask(call: LoadCall) -> Asked:
     """Look at what the caller gave. Raises ValueError or TypeError for what makes no sense."""
     options, ranks = call.options, call.ranks
     options.check()
-    # What is read twice, or by several ranks, is left to the page cache to fetch once.
-    direct_reads = options.read_once != "off" and not options.check_first
-    own, path = open_storage(call.path, direct_reads=direct_reads)
-    counting = CountingStorage(call.storage or own)
-    storage = SnapshotStorage(counting)
-    storage.serve(call.kept.unfound)
+    paths, uses = uses_of(call.path)
     template = survey(
         call.state,
         sharding=options.sharding,
@@ -83,8 +120,9 @@ def ask(call: LoadCall) -> Asked:
         world_size=ranks.channel.world_size,
         group_ranks=ranks.group_ranks,
     )
+    selection = _selection(options, uses, template)
     request = LoadRequest(
-        path=path,
+        path=paths[0] if len(paths) == 1 else paths,
         strict=options.strict,
         check_first=options.check_first,
         read_once=options.read_once,
@@ -92,12 +130,42 @@ def ask(call: LoadCall) -> Asked:
         keys=tuple(template.keys.items()),
         bulk=ranks.bulk.epoch,
     )
-    return Asked(request, template, storage, counting)
+    return Asked(request, template, tuple(_place(call, path) for path in paths), uses, selection)
+
+
+def _place(call: LoadCall, path: str) -> Place:
+    # What is read twice, or by several ranks, is left to the page cache to fetch once.
+    direct_reads = call.options.read_once != "off" and not call.options.check_first
+    counting = CountingStorage(call.storage or open_storage(path, direct_reads=direct_reads)[0])
+    storage = SnapshotStorage(counting)
+    storage.serve(call.kept.unfound)
+    return Place(storage, counting)
+
+
+def _selection(
+    options: LoadOptions, uses: Sequence[SourceUse], template: Template
+) -> Selection | Scopes:
+    """Return the names that a load is about. Raises TypeError or ValueError for bad patterns."""
+    asked = options.selection()
+    if not asked.frozen:
+        asked = replace(asked, without=frozen_names(template.root))
+    own = [selection_of(use.source.include, use.source.exclude) for use in uses]
+    for use in uses:
+        rename_of(use.source.rename)
+        if options.rename is not None and (len(uses) > 1 or use.source.rename is not None):
+            raise ValueError(
+                "rename is given to a load from several sources, or twice: give each dc.Source "
+                "its own"
+            )
+    if len(uses) == 1 and not uses[0].key and EVERYTHING in (asked, *own):
+        return own[0] if asked == EVERYTHING else asked
+    scopes = (Scope(str(u.source.path), u.key, of) for u, of in zip(uses, own, strict=True))
+    return Scopes(asked, tuple(scopes))
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A checkpoint that fits this rank's state: what goes where, and the open files with it.
+    """Checkpoints that fit this rank's state: what goes where, and the open files with it.
 
     `targets` are None while memory is yet to be made. `wants` is what this rank reads, as a
     message, and `links` lets others connect; b"" and None if the ranks can share nothing.
@@ -119,6 +187,16 @@ class Checked:
                 here.setdefault(tensor[0], []).append(name)
         return tuple(name for fqn in fqns for name in here.get(fqn, [fqn]))
 
+    def sources(self) -> tuple[LoadedSource, ...]:
+        """Return what came from each checkpoint."""
+        restored: list[list[str]] = [[] for _ in self.found.checkpoints]
+        for name in self.binding.restored:
+            restored[self.saved.number_of(name)].append(name)
+        return tuple(
+            LoadedSource(one.path, one.index.step, one.index.attempt, tuple(names))
+            for one, names in zip(self.found.checkpoints, restored, strict=True)
+        )
+
 
 def examine(
     call: LoadCall, asked: Asked, found: Found, stack: ExitStack
@@ -127,37 +205,44 @@ def examine(
 
     None if there are problems. `stack` gets what is to be closed after the load.
     """
-    index, options, ranks = found.index, call.options, call.ranks
-    folder = f"{asked.request.path}/{found.attempt.name}"
-
-    def read(name: str) -> ObjectsFile:
-        return _read_objects(asked.storage, folder, index, name)
-
-    kept = call.kept.found(asked.request.path, index, stack)
-    asked.storage.serve(kept)
-    main = read(filenames.OBJECTS)
+    options, ranks = call.options, call.ranks
+    from_memory = _serve(call, asked, found, stack)
+    selection = asked.selection_in(found)
+    contents = [
+        _contents(storage, one)
+        for storage, one in zip(asked.storages, found.checkpoints, strict=True)
+    ]
+    saved = _saved(options, asked, selection, found, contents)
     with paused_collector():
-        saved = saved_of(
-            index.catalog,
-            main,
-            lambda rank: read(filenames.objects_file(rank)),
-            rename=options.rename,
-        )
         binding = bind(
             asked.template,
             saved,
             strict=options.strict,
-            selection=_selection(options, asked.template),
+            selection=selection,
             keys=found.keys,
+            cast=cast_of(options.cast),
         )
-        problems = (*binding.problems, *problems_of(index.catalog, binding.wanted))
-        unclaimed = bits_of(binding.unclaimed, found.names)
+        wanted = by_checkpoint(binding.wanted, saved)
+        problems = (
+            *_of_description(options, found, contents),
+            *binding.problems,
+            *(
+                problem
+                for one, some in zip(found.checkpoints, wanted, strict=False)
+                for problem in problems_of(one.index.catalog, some)
+            ),
+        )
+        unclaimed = bits_of(binding.unclaimed, _names(found, saved))
         if problems:
             return None, Findings(problems, binding.unmatched, unclaimed)
-        plan = plan_load(index, binding.wanted)
-    threads = ranks.config.threads
-    files = open_files(asked.storage, folder, index, plan, threads=threads)
-    stack.callback(files.close)
+    files = open_all(
+        asked.storages,
+        found.checkpoints,
+        wanted,
+        saved,
+        threads=ranks.config.threads,
+        stack=stack,
+    )
     targets = None if binding.makes_memory else binding.allocate()
     links, wants = None, b""
     if found.meeting:
@@ -170,17 +255,77 @@ def examine(
         places=binding.places,
         loads_objects=binding.loads_objects,
         wants=short(wants, ranks.channel.world_size),
-        from_memory=bool(kept),
+        from_memory=from_memory,
     )
     checked = Checked(found, saved, binding, files, targets, links, wants)
     return checked, findings
 
 
-def _selection(options: LoadOptions, template: Template) -> Selection:
-    selection = options.selection()
-    if selection.frozen:
-        return selection
-    return replace(selection, without=frozen_names(template.root))
+def _serve(call: LoadCall, asked: Asked, found: Found, stack: ExitStack) -> bool:
+    """Let what is in memory be read from there; say whether anything is."""
+    any_kept = False
+    for storage, one in zip(asked.storages, found.checkpoints, strict=True):
+        kept = call.kept.found(one.path, one.index, stack)
+        storage.serve(kept)
+        any_kept = any_kept or bool(kept)
+    return any_kept
+
+
+# The main objects file of a checkpoint, and what reads those of its ranks.
+_Contents = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
+
+
+def _of_description(
+    options: LoadOptions, found: Found, contents: Sequence[_Contents]
+) -> Iterator[str]:
+    """Yield what is otherwise in a checkpoint's kind and configuration than who loads it has."""
+    for one, (main, _) in zip(found.checkpoints, contents, strict=True):
+        of_one = f"{one.path}, " if len(contents) > 1 else ""
+        for problem in problems_of_description(main.metadata, options.config, options.kind):
+            yield of_one + problem
+
+
+def _saved(
+    options: LoadOptions,
+    asked: Asked,
+    selection: Selection | Scopes,
+    found: Found,
+    contents: Sequence[_Contents],
+) -> Saved:
+    """Return what the checkpoints hold, under the names of the state."""
+    with paused_collector():
+        each = [
+            saved_of(
+                found.checkpoints[use.place].index.catalog,
+                *contents[use.place],
+                rename=options.rename if use.source.rename is None else use.source.rename,
+            )
+            for use in asked.uses
+        ]
+        if not isinstance(selection, Scopes):
+            return each[0]
+        offers = [
+            Offering(use.place, saved, scope)
+            for use, saved, scope in zip(asked.uses, each, selection.scopes, strict=True)
+        ]
+        return merged(offers, [one.path for one in found.checkpoints])
+
+
+def _contents(storage: Storage, one: FoundCheckpoint) -> _Contents:
+    folder = f"{one.path}/{one.attempt.name}"
+
+    def read(rank: int) -> ObjectsFile:
+        return _read_objects(storage, folder, one.index, filenames.objects_file(rank))
+
+    return _read_objects(storage, folder, one.index, filenames.OBJECTS), cache(read)
+
+
+def _names(found: Found, saved: Saved) -> Sequence[str]:
+    """Return the names of all that was saved, as `Binding.unclaimed` has them."""
+    if not saved.origins:
+        return found.names
+    every = enumerate(found.checkpoints)
+    return [tagged(number, name) for number, one in every for name in one.names]
 
 
 def _read_objects(storage: Storage, folder: str, index: Index, name: str) -> ObjectsFile:

@@ -11,10 +11,10 @@ to do is left out: in the check all ranks learn which.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import reduce
 
 from torch.distributed import ProcessGroup
 
@@ -23,7 +23,6 @@ from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.attempts import ROUNDS, while_it_is_there
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
-from dist_ckpt.format.index import Index
 from dist_ckpt.loading.check import (
     Asked,
     Checked,
@@ -34,6 +33,7 @@ from dist_ckpt.loading.check import (
 from dist_ckpt.loading.load_steps import (
     Findings,
     Found,
+    FoundCheckpoint,
     JobTotals,
     Opened,
     Passed,
@@ -47,9 +47,12 @@ from dist_ckpt.loading.load_steps import (
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.loading.read_once import read_shared, verify_shared
 from dist_ckpt.loading.read_once_agreement import Apart, Meeting, wants_of_all
+from dist_ckpt.loading.sources import Sources, text_of
+from dist_ckpt.planning.selection import EVERYTHING, Cast
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.reports import LoadReport, Phases
+from dist_ckpt.reports import LoadReport, Phases, Tally
 from dist_ckpt.runs.facts import note_verified
+from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.reading_work import CellTargets, nbytes_placed_by
 from dist_ckpt.snapshots.kept_files import NONE_KEPT, KeptFiles, kept_on_host
@@ -61,7 +64,7 @@ _log = logging.getLogger("dist_ckpt")
 
 def load(
     state: MutableState,
-    path: str | os.PathLike[str],
+    path: Sources,
     *,
     sharding: ShardingConfig | None = None,
     group: ProcessGroup | None = None,
@@ -73,8 +76,16 @@ def load(
     frozen: bool = True,
     check_first: bool = False,
     read_once: ReadOnce = "host",
+    cast: Cast = None,
+    config: Mapping[str, object] | None = None,
+    kind: str | None = None,
 ) -> LoadReport:
     """Fill a state from the checkpoint at `path`. Collective: every rank of `group` calls this.
+
+    `path` may also be several sources: a list, of which the first that has a name gives it, or a
+    mapping from keys of the state, or dotted names below them, each to a source or a list; and a
+    source may be a `dc.Source`, with patterns and a rename of its own. What lies at no key of a
+    mapping is in no source, and missing. All are checked before the first byte lands.
 
     `path` may name one of a run, such as "runs/a@latest" or "runs/a@min:val/loss": the ranks load
     what rank 0 finds, and where a run keeps records it is held meanwhile against being pruned.
@@ -100,6 +111,14 @@ def load(
     dots. With `frozen=False` parameters that require no gradient stay as they are. An empty mapping
     or None in the state takes what was saved there.
 
+    Nothing is cast unless `cast` says so: True, or patterns of names. Then tensors of the state
+    that have another floating dtype than was saved get the values converted, block by block as
+    they are read; so do others where nothing is lost, such as int32 into int64. IncompatibleError,
+    once all is read, if a finite value would be infinite. What the load makes has the saved dtype.
+
+    `config` and `kind` are compared with those that the checkpoint was saved with, before anything
+    is touched: IncompatibleError tells each difference, also that it was saved without them.
+
     What background saves have left of this very checkpoint in the memory of a host is taken from
     there, checked like what is read from storage, unless another process still trains on it.
     """
@@ -113,6 +132,9 @@ def load(
         rename=rename,
         frozen=frozen,
         read_once=read_once,
+        cast=cast,
+        config=config,
+        kind=kind,
     )
     return load_together(session_of(group), state, path, options, kept=KeptFiles(kept_on_host))
 
@@ -120,7 +142,7 @@ def load(
 def load_together(
     ranks: Session,
     state: MutableState,
-    path: str | os.PathLike[str],
+    path: Sources,
     options: LoadOptions,
     storage: Storage | None = None,
     kept: KeptFiles = NONE_KEPT,
@@ -132,7 +154,8 @@ def load_together(
     try:
         return _load(LoadCall(ranks, state, path, options, storage, kept))
     except _DamagedInMemoryError as error:
-        _log.warning("%s: %s. All of it is read from storage now", path, error.__cause__)
+        told = text_of(path), error.__cause__
+        _log.warning("%s: %s. All of it is read from storage now", *told)
     return _load(LoadCall(ranks, state, path, options, storage, NONE_KEPT))
 
 
@@ -145,9 +168,9 @@ class _DamagedInMemoryError(Exception):
 
 
 def _load(call: LoadCall) -> LoadReport:
-    ranks, where = call.ranks, call.path
+    ranks, where = call.ranks, text_of(call.path)
     with ranks.operation(f"load of {where}"), ExitStack() as held, ExitStack() as stack:
-        phases = Phases("load", str(where), quiet=ranks.channel.rank != COORDINATOR)
+        phases = Phases("load", where, quiet=ranks.channel.rank != COORDINATOR)
         asked, checked, passed = _agree(call, phases, held, stack)
         try:
             totals, job = _fill(call, checked, passed, phases, stack)
@@ -155,11 +178,11 @@ def _load(call: LoadCall) -> LoadReport:
             if passed.from_memory and not call.kept.is_only_copy:
                 raise _DamagedInMemoryError from error
             raise
-        binding, index = checked.binding, checked.found.index
+        binding, (first, *_) = checked.binding, checked.found.checkpoints
         report = LoadReport(
-            path=asked.request.path,
-            step=index.step,
-            attempt=index.attempt,
+            path=first.path,
+            step=first.index.step,
+            attempt=first.index.attempt,
             world_size=ranks.channel.world_size,
             restored=binding.restored,
             resharded=binding.resharded,
@@ -169,7 +192,7 @@ def _load(call: LoadCall) -> LoadReport:
             nbytes_read=totals.nbytes_read,
             nbytes_received=totals.nbytes_received,
             nbytes_placed=totals.nbytes_placed,
-            nbytes_from_memory=asked.storage.from_memory.nbytes,
+            nbytes_from_memory=sum(one.storage.from_memory.nbytes for one in asked.places),
             job_nbytes_read=job.nbytes_read,
             job_nbytes_placed=job.nbytes_placed,
             seconds=phases.seconds,
@@ -177,24 +200,25 @@ def _load(call: LoadCall) -> LoadReport:
             slowest_s=job.slowest_s,
             exchanges=ranks.exchanges,
             collectives=ranks.collectives,
-            storage_reads=asked.counting.reads,
-            as_saved=checked.saved.is_as_saved(),
+            storage_reads=reduce(Tally.plus_all, (one.counting.reads for one in asked.places)),
+            sources=checked.sources(),
+            as_saved=call.options.rename is None
+            and all(use.source.rename is None for use in asked.uses),
         )
         is_noted = call.options.notes and ranks.channel.rank == COORDINATOR
-        if is_noted and _is_complete(call.options, report, passed):
-            where_of = index.step or 0, checked.found.attempt
-            note_verified(asked.counting, report.path, where_of, "load")
+        if is_noted and _is_complete(call.options, asked, report, passed):
+            where_of = first.index.step or 0, first.attempt
+            note_verified(asked.places[0].counting, report.path, where_of, "load")
         phases.done(report)
         return report
 
 
-def _is_complete(options: LoadOptions, report: LoadReport, passed: Passed) -> bool:
+def _is_complete(options: LoadOptions, asked: Asked, report: LoadReport, passed: Passed) -> bool:
     """Say whether a load has read and checked all that a checkpoint of a step holds."""
     return (
         report.step is not None
         and options.verify
-        and options.include is None
-        and options.exclude is None
+        and asked.selection == EVERYTHING
         and not (report.unexpected or report.dropped or passed.from_memory)
     )
 
@@ -207,39 +231,38 @@ def _agree(
     for number in range(1, ROUNDS + 1):
         suffix = "" if number == 1 else f" {number}"  # no two exchanges have one name
         with phases.phase("open"):
-            asked, opened, index, encoded = _open(call, asked, suffix, held)
+            asked, found = _open(call, asked, suffix, held)
         with phases.phase("check"):
             with call.ranks.channel.exchange(f"check{suffix}") as checking:
-                found = found_in(opened, index, encoded)
                 checked, findings = _examine(call, asked, found, stack)
                 if told := checking.gather(findings):
-                    checking.decide(judge(asked.storage, asked.request, found, told))
+                    checking.decide(judge(asked.storages, asked.request, found, told))
             passed = checking.result(Passed)
         if not passed.is_gone:
             assert checked is not None
             return asked, checked, passed
-    raise StorageError(f"{call.path}: it is replaced faster than it is read; try again")
+    raise StorageError(f"{text_of(call.path)}: it is replaced faster than it is read; try again")
 
 
-def _open(
-    call: LoadCall, asked: Asked | None, suffix: str, held: ExitStack
-) -> tuple[Asked, Opened, Index | None, bytes]:
-    """Find the checkpoint, and hand its index to all: encoded, but to the coordinator."""
-    ranks, index, encoded = call.ranks, None, b""
+def _open(call: LoadCall, asked: Asked | None, suffix: str, held: ExitStack) -> tuple[Asked, Found]:
+    """Find the checkpoints, and hand their indexes to all: encoded, but to the coordinator."""
+    ranks = call.ranks
+    found: tuple[FoundCheckpoint, ...] = ()
+    encoded: tuple[bytes, ...] = ()
     with ranks.channel.exchange(f"open{suffix}") as opening:
         asked = asked or ask(call)
         if told := opening.gather(asked.request):
-            answer, index, encoded = find(asked.storage, told, held)
+            answer, found, encoded = find(asked.storages, told, held)
             opening.decide(answer)
     opened = opening.result(Opened)
-    asked = asked.at(opened.path)
     ranks.bulk.renew(opened.bulk)
-    if opened.index is not None:
-        encoded = opened.index
-    else:  # it is too long for the answer
+    if opened.indexes is not None:
+        encoded = opened.indexes
+    else:  # they are too long for the answer
         with ranks.channel.exchange(f"index{suffix}"):
-            encoded = ranks.bulk.broadcast(encoded or None)
-    return asked, opened, index, encoded
+            sent = ranks.bulk.broadcast(typed_msgpack.encode(encoded) if found else None)
+            encoded = typed_msgpack.decode(sent, tuple[bytes, ...])
+    return asked.at([path for path, _ in opened.attempts]), found_in(opened, found, encoded)
 
 
 def _examine(
@@ -247,7 +270,9 @@ def _examine(
 ) -> tuple[Checked | None, Findings]:
     stack.pop_all().close()  # what an attempt that is gone now has left open
     try:
-        with while_it_is_there(asked.storage, asked.request.path, found.attempt):
+        with ExitStack() as there:
+            for storage, one in zip(asked.storages, found.checkpoints, strict=True):
+                there.enter_context(while_it_is_there(storage, one.path, one.attempt))
             return examine(call, asked, found, stack)
     except NotFoundError:
         return None, Findings(is_gone=True)

@@ -16,7 +16,13 @@ from typing import Literal
 from dist_ckpt.binding.bind import unexpected_problem
 from dist_ckpt.comm.exchange import check_alike
 from dist_ckpt.commit import attempts
-from dist_ckpt.errors import IncompatibleError, StorageError, listed, ranks_text
+from dist_ckpt.errors import (
+    CheckpointError,
+    IncompatibleError,
+    StorageError,
+    listed,
+    ranks_text,
+)
 from dist_ckpt.format import filenames, index_json
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, Key
@@ -38,12 +44,12 @@ MAX_SPREAD_NBYTES = 4 << 20
 
 
 class LoadRequest(Message, frozen=True):
-    """What a rank asks for, up to `read_once` the same on all.
+    """What a rank asks for, up to `read_once` the same on all. Of several sources `path` has all.
 
     `keys` are those of its per-rank templates; `bulk` numbers the bulk connections.
     """
 
-    path: str
+    path: str | tuple[str, ...]
     strict: bool
     check_first: bool
     read_once: ReadOnce
@@ -51,36 +57,62 @@ class LoadRequest(Message, frozen=True):
     keys: tuple[tuple[str, Key], ...]
     bulk: int
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of all sources."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
 
 class Opened(Message, frozen=True):
-    """The checkpoint that all ranks load, at `path`; `index` is None if it comes by a broadcast.
+    """The checkpoints that all ranks load: the path and the attempt of each.
 
-    `keys` are the keys that the ranks' per-rank templates have. `meeting` is a name for what the
-    ranks share when they read; "" if they can share nothing.
+    `indexes` are theirs, or None if they come by a broadcast. `keys` are the keys that the ranks'
+    per-rank templates have. `meeting` is a name for what the ranks share when they read; "" if they
+    can share nothing.
     """
 
-    path: str
-    attempt: str
-    index: bytes | None
+    attempts: tuple[tuple[str, str], ...]
+    indexes: tuple[bytes, ...] | None
     keys: dict[str, tuple[Key, ...]]
     bulk: int
     meeting: str
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """An `Opened`, decoded."""
+class FoundCheckpoint:
+    """One checkpoint that a load reads."""
 
+    path: str
     attempt: Attempt
     index: Index
-    keys: Mapping[str, Sequence[Key]]
-    meeting: str
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all that was saved."""
         catalog = self.index.catalog
         return (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An `Opened`, decoded."""
+
+    checkpoints: tuple[FoundCheckpoint, ...]
+    keys: Mapping[str, Sequence[Key]]
+    meeting: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all that was saved, those of several checkpoints one after another."""
+        return tuple(name for one in self.checkpoints for name in one.names)
+
+    def by_checkpoint(self, bits: int) -> list[tuple[FoundCheckpoint, list[str]]]:
+        """Return which names of each checkpoint some bits tell of all `names`."""
+        told = iter(f"{bits:0{len(self.names)}b}")
+        return [
+            (one, [name for name, bit in zip(one.names, told, strict=False) if bit == "1"])
+            for one in self.checkpoints
+        ]
 
 
 class Findings(Message, frozen=True):
@@ -143,25 +175,36 @@ class JobTotals(Message, frozen=True):
 
 
 def find(
-    storage: Storage, told: Sequence[LoadRequest], held: ExitStack
-) -> tuple[Opened, Index, bytes]:
-    """Find the checkpoint. Returns its index as well, encoded too if others are to have it.
+    storages: Sequence[Storage], told: Sequence[LoadRequest], held: ExitStack
+) -> tuple[Opened, tuple[FoundCheckpoint, ...], tuple[bytes, ...]]:
+    """Find the checkpoints, each on its storage. Returns their indexes encoded, too, if asked for.
 
-    One that is named by a selector is held until `held` ends.
+    That is if others are to have them. What is named by a selector is held until `held` ends. If
+    several are not found, the error says all of them.
     """
     check_alike("load", told, ("path", "strict", "check_first", "read_once"))
-    path = resolve_and_hold(storage, told[0].path, held)
-    attempt, index = attempts.find(storage, path)
-    encoded = index_json.encode(index) if len(told) > 1 else b""
+    found: list[FoundCheckpoint] = []
+    errors: list[CheckpointError | ValueError] = []
+    for storage, asked in zip(storages, told[0].paths, strict=True):
+        try:
+            path = resolve_and_hold(storage, asked, held)
+            found.append(FoundCheckpoint(path, *attempts.find(storage, path)))
+        except (CheckpointError, ValueError) as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise type(errors[0])("; ".join(map(str, errors))) from errors[0]
+    if errors:
+        raise errors[0]
+    encoded = tuple(index_json.encode(one.index) for one in found) if len(told) > 1 else ()
+    is_short = sum(map(len, encoded)) * len(told) <= MAX_SPREAD_NBYTES
     opened = Opened(
-        path=path,
-        attempt=attempt.name,
-        index=short(encoded, len(told)),
+        attempts=tuple((one.path, one.attempt.name) for one in found),
+        indexes=encoded if is_short else None,
         keys=_merge_keys([one.keys for one in told]),
         bulk=max(one.bulk for one in told),
         meeting=os.urandom(16).hex() if _can_share(told) else "",
     )
-    return opened, index, encoded
+    return opened, tuple(found), encoded
 
 
 def short(data: bytes, world_size: int) -> bytes | None:
@@ -169,38 +212,51 @@ def short(data: bytes, world_size: int) -> bytes | None:
     return data if len(data) * world_size <= MAX_SPREAD_NBYTES else None
 
 
-def found_in(opened: Opened, index: Index | None, encoded: bytes) -> Found:
-    """Return what was found; the coordinator has the index, others have it encoded."""
-    attempt = filenames.parse_attempt(opened.attempt)
+def found_in(opened: Opened, found: tuple[FoundCheckpoint, ...], encoded: Sequence[bytes]) -> Found:
+    """Return what was found; the coordinator has it, others have the indexes encoded."""
+    if not found:
+        found = tuple(
+            _decoded(path, attempt, index)
+            for (path, attempt), index in zip(opened.attempts, encoded, strict=True)
+        )
+    return Found(found, opened.keys, opened.meeting)
+
+
+def _decoded(path: str, name: str, encoded: bytes) -> FoundCheckpoint:
+    attempt, index = filenames.parse_attempt(name), index_json.decode(encoded)
     assert attempt is not None
-    if index is None:
-        decoded = index_json.decode(encoded)
-        assert isinstance(decoded, Index)
-        index = decoded
-    return Found(attempt, index, opened.keys, opened.meeting)
+    assert isinstance(index, Index)
+    return FoundCheckpoint(path, attempt, index)
 
 
-def judge(storage: Storage, asked: LoadRequest, found: Found, told: Sequence[Findings]) -> Passed:
+def judge(
+    storages: Sequence[Storage], asked: LoadRequest, found: Found, told: Sequence[Findings]
+) -> Passed:
     """Return what all ranks are to know. IncompatibleError names every problem of every rank."""
     if gone := [rank for rank, one in enumerate(told) if one.is_gone]:
-        _check_shared(storage, asked.path, found.attempt, gone)
+        _check_shared(storages, found, gone)
         return Passed(is_gone=True)
-    unexpected = _in_all([one.unclaimed for one in told], found.names)
+    unexpected = found.by_checkpoint(_common_bits([one.unclaimed for one in told]))
     problems = _merge_problems([one.problems for one in told])
-    if unexpected and asked.strict:
-        problems.append(unexpected_problem(unexpected))
+    one_holds = "the checkpoint" if len(unexpected) == 1 else None
+    if asked.strict:
+        problems += [
+            unexpected_problem(names, one_holds or one.path) for one, names in unexpected if names
+        ]
     unmatched = unmatched_on_all(one.unmatched for one in told)
     if asked.strict:
         problems += unmatched
     elif unmatched:
-        _log.warning("%s: %s", asked.path, listed(unmatched, "; "))
+        _log.warning("%s: %s", " and ".join(asked.paths), listed(unmatched, "; "))
     if problems:
         lines = listed(["", *problems], "\n  - ")
-        raise IncompatibleError(f"{asked.path} does not fit the state; nothing was changed:{lines}")
+        paths = [one.path for one in found.checkpoints]
+        do_not = f"{' and '.join(paths)} do{'es' * (len(paths) == 1)} not"
+        raise IncompatibleError(f"{do_not} fit the state; nothing was changed:{lines}")
     between_hosts = asked.read_once == "job"
     shares, wants = _in_common([one.wants for one in told], between_hosts=between_hosts)
     return Passed(
-        unexpected=tuple(unexpected),
+        unexpected=tuple(dict.fromkeys(name for _, names in unexpected for name in names)),
         makes_memory=any(one.makes_memory for one in told),
         places=any(one.places for one in told),
         loads_objects=any(one.loads_objects for one in told),
@@ -231,11 +287,16 @@ def bits_of(some: Sequence[str], names: Sequence[str]) -> bytes:
     return int(f"0{bits}", 2).to_bytes((len(names) + 7) // 8, "big")
 
 
-def _check_shared(storage: Storage, path: str, attempt: Attempt, gone: Sequence[int]) -> None:
-    """Raise StorageError if only some ranks see the checkpoint's folder no more."""
-    if attempts.is_there(storage, path, attempt):
+def _check_shared(storages: Sequence[Storage], found: Found, gone: Sequence[int]) -> None:
+    """Raise StorageError if only some ranks see no more what all are to read."""
+    there = [
+        attempts.is_there(storage, one.path, one.attempt)
+        for storage, one in zip(storages, found.checkpoints, strict=True)
+    ]
+    if all(there):
+        folders = " or ".join(f"{one.path}/{one.attempt}" for one in found.checkpoints)
         raise StorageError(
-            f"{path}/{attempt} is not seen by {ranks_text(gone)}, though the coordinator sees it: "
+            f"{folders} is not seen by {ranks_text(gone)}, though the coordinator sees it: "
             "the path is not on storage that all ranks share. Pass a path that is"
         )
 
@@ -266,13 +327,12 @@ def _can_share(told: Sequence[LoadRequest]) -> bool:
     return mode != "off" and num_places < len(told)
 
 
-def _in_all(ranks: Sequence[bytes], names: Sequence[str]) -> list[str]:
-    """Return the names that `bits_of` has told of every rank."""
+def _common_bits(ranks: Sequence[bytes]) -> int:
+    """Return the bits of the names that `bits_of` has told of every rank."""
     common = -1
     for packed in ranks:
         common &= int.from_bytes(packed, "big")
-    bits = f"{common:0{len(names)}b}"
-    return [name for name, bit in zip(names, bits, strict=False) if bit == "1"]
+    return common
 
 
 def _merge_keys(ranks: Sequence[Sequence[tuple[str, Key]]]) -> dict[str, tuple[Key, ...]]:

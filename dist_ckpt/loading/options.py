@@ -8,8 +8,9 @@ from typing import get_args
 
 from dist_ckpt.binding.rename import rename_of
 from dist_ckpt.loading.load_steps import ReadOnce
-from dist_ckpt.planning.selection import Selection, selection_of
+from dist_ckpt.planning.selection import Cast, Selection, cast_of, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.runs.description import check_description
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,11 @@ class LoadOptions:
     exclude: str | Sequence[str] | None = None
     rename: Mapping[str, str | None] | None = None
     frozen: bool = True
+    config: Mapping[str, object] | None = None
+    kind: str | None = None
     read_once: ReadOnce = "host"
     notes: bool = True
+    cast: Cast = None
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""
@@ -41,6 +45,8 @@ class LoadOptions:
             raise ValueError(f'read_once={self.read_once!r}: give "host", "job" or "off"')
         self.selection()
         rename_of(self.rename)
+        cast_of(self.cast)
+        check_description(None, self.config, self.kind)
 
     def selection(self) -> Selection:
         """Return which names are loaded. Raises TypeError or ValueError."""

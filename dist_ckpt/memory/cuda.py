@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.memory.buffers import address_of
-from dist_ckpt.memory.protocol import Source
+from dist_ckpt.memory.protocol import CellSource
 from dist_ckpt.memory.torch_tensor import TensorSource
 from dist_ckpt.runtime.threads import DaemonThreads
 
@@ -78,11 +78,11 @@ class BesideCopies:
         self._training = training
         self._own = own
 
-    def takes(self, source: Source) -> bool:
+    def takes(self, source: CellSource) -> bool:
         """Say whether these devices have it; what they have not is the host's to copy."""
         return isinstance(source, TensorSource) and source.device in self._own
 
-    def send(self, source: Source, start: int, stop: int, memory: memoryview) -> None:
+    def send(self, source: CellSource, start: int, stop: int, memory: memoryview) -> None:
         """Have its bytes `start` to `stop` copied; both stay until a later mark is reached."""
         assert isinstance(source, TensorSource)
         source.send(start, stop, memory)

@@ -30,7 +30,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 class TensorSource:
-    """The bytes of a local tensor in row-major order (`Source`).
+    """The bytes of a local tensor in row-major order (`CellSource`).
 
     A contiguous CPU tensor is read in place; anything else is copied as it is asked for, and
     conjugate and negative views are resolved then.
@@ -142,9 +142,11 @@ class TensorTarget:
         dtype = self._tensor.dtype if _is_typed(self._tensor) else _WORDS[itemsize]
         factor = itemsize // dtype.itemsize
         extra = (factor,) if factor > 1 else ()
-        last = sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
-        values = _over(data[: (last + 1) * itemsize], dtype).as_strided(
-            (*box.shape, *extra), (*(s * factor for s in strides), *((1,) * len(extra)))
+        values = values_in(
+            data,
+            dtype,
+            (*box.shape, *extra),
+            (*(s * factor for s in strides), *((1,) * len(extra))),
         )
         with torch.no_grad():
             self._box(piece, box).copy_(values)
@@ -212,6 +214,12 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
             return tensor.numel() > 0
         reach += stride * (size - 1)
     return False
+
+
+def values_in(data: memoryview, dtype: torch.dtype, shape: Shape, strides: Shape) -> torch.Tensor:
+    """Return the elements of a box that begin where `data` does; strides count in elements."""
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return _over(data[: (last + 1) * dtype.itemsize], dtype).as_strided(shape, strides)
 
 
 def _is_typed(tensor: torch.Tensor) -> bool:

@@ -14,21 +14,24 @@ from threading import Lock
 
 from dist_ckpt.commit import attempts
 from dist_ckpt.config import Config
-from dist_ckpt.errors import CorruptError
-from dist_ckpt.format import filenames
+from dist_ckpt.errors import CorruptError, IncompatibleError, listed
+from dist_ckpt.format import filenames, strict_json
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.geometry import Region, Shape
 from dist_ckpt.format.index import Index, Key
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.format.plain_types import ArrayValue, StandIn
+from dist_ckpt.format.strict_json import Json
 from dist_ckpt.memory.host_array import Array, ArrayTarget
 from dist_ckpt.offline.basic_index import BasicIndex, select
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import LoadPlan, Wanted
+from dist_ckpt.runs.description import as_json, config_of, kind_of, problems_of_report
+from dist_ckpt.runs.parameters import ParameterCounts, count_parameters
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.shard_io.block_reader import Reading
-from dist_ckpt.shard_io.open_files import OpenFile, open_files, read_objects
+from dist_ckpt.shard_io.open_files import OpenFile, open_files, read_attached_file, read_objects
 from dist_ckpt.shard_io.reading_work import CellTargets
 from dist_ckpt.storage import Storage, open_storage
 
@@ -104,8 +107,7 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """The size of all its data files."""
-        index = self.index
-        return sum(f.nbytes for f in index.files) + sum(f.nbytes for f in index.objects)
+        return self.index.nbytes
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -155,6 +157,77 @@ class Checkpoint:
     def metadata(self) -> Mapping[str, object]:
         """The metadata that was given to `save`."""
         return self._main.metadata
+
+    @property
+    def config(self) -> Mapping[str, object] | None:
+        """The `config` that was given to `save`; None if none was."""
+        return config_of(self.metadata)
+
+    @property
+    def kind(self) -> str | None:
+        """The `kind` that was given to `save`; None if none was."""
+        return kind_of(self.index.metadata)
+
+    @property
+    def num_parameters(self) -> int | None:
+        """How many elements its parameters have, tied ones counted once; None if it is not known.
+
+        It is counted from what was saved: of modules it is known, of plain state dicts not. All
+        components count; a quantized tensor counts as the whole that it stands for.
+        """
+        return None if self._counts is None else self._counts.num_parameters
+
+    @property
+    def num_trainable(self) -> int | None:
+        """How many of these required a gradient when they were saved."""
+        return None if self._counts is None else self._counts.num_trainable
+
+    @cached_property
+    def _counts(self) -> ParameterCounts | None:
+        return count_parameters(self.index.catalog, lambda fqn: self.objects[fqn])
+
+    # --- what is attached ---
+
+    @property
+    def attached(self) -> Mapping[str, int]:
+        """The files that were attached to it, by name, and their sizes in bytes."""
+        return {record.name: record.nbytes for record in self.index.attached}
+
+    def read_attached(self, name: str) -> bytes:
+        """Return an attached file, read alone and checked. KeyError if there is none of the name.
+
+        CorruptError if it is damaged.
+        """
+        for record in self.index.attached:
+            if record.name == name:
+                with attempts.while_it_is_there(self._storage, self.path, self._attempt):
+                    return read_attached_file(self._storage, self._folder, record)
+        there = f"there are {listed(list(self.attached))}" if self.attached else "there is nothing"
+        raise KeyError(f"{self.path} has no attached {name!r}; {there}")
+
+    def report(self, name: str) -> Json:
+        """Return what an attached JSON file says, having held it against this checkpoint.
+
+        A `kind`, `config`, `num_parameters` or `num_params` in it that is another than the
+        checkpoint's own, where that is known, is an IncompatibleError, which tells what differs.
+        ValueError if it is no JSON; otherwise as `read_attached`.
+        """
+        data = self.read_attached(name)
+        try:
+            found = strict_json.parse(data, name)
+        except CorruptError as error:
+            raise ValueError(
+                f"{self.path}: the attached {name!r} is no strict JSON, {error}: see read_attached"
+            ) from None
+        if isinstance(found, dict) and (problems := self._problems_of(found)):
+            raise IncompatibleError(
+                f"{self.path}: its report {name!r} is of another model: {listed(problems, '; ')}"
+            )
+        return found
+
+    def _problems_of(self, report: Mapping[str, Json]) -> list[str]:
+        own = None if self.config is None else as_json(self.config)
+        return problems_of_report(report, self.kind, own, self.num_parameters)
 
     def __getitem__(self, fqn: str) -> StoredTensor:
         if fqn not in self:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from dist_ckpt import __version__
 from dist_ckpt.commit import attempts, order
-from dist_ckpt.commit.receipts import check_receipts, sizes_of
+from dist_ckpt.commit.receipts import attached_of, check_receipts, sizes_of
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
@@ -27,7 +27,7 @@ from dist_ckpt.planning.sharded_views import plan_stored
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.shard_io.open_files import read_objects
+from dist_ckpt.shard_io.open_files import read_attached_file, read_objects
 from dist_ckpt.shard_io.read_windows import StoredTensors, Windows, read_windows
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import open_storage
@@ -135,6 +135,13 @@ class Stored:
             raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
         return file
 
+    def attached(self) -> dict[str, bytes]:
+        """Return what users have attached, by the names of its files in an attempt."""
+        return {
+            one.file_name: read_attached_file(self.storage, self._folder, one)
+            for one in self.index.attached
+        }
+
 
 class _Reshard:
     """One run: claim, write what each rank would, commit."""
@@ -194,7 +201,7 @@ class _Reshard:
             step=self._stored.index.step,
             plans=files,
             sources=windows.sources,
-            objects=self._objects(rank),
+            objects={**self._objects(rank), **(self._stored.attached() if rank == 0 else {})},
         )
         # One thread: a window is read at a time, and its blocks are written in its order.
         return write_all(self._storage, folder, content, threads=1)
@@ -221,6 +228,7 @@ class _Reshard:
             catalog=self._plan.catalog,
             files=files,
             objects=objects_files,
+            attached=attached_of(receipts),
             saved_by={**self._stored.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
             saved_at=time.time(),
         )

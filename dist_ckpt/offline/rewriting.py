@@ -53,15 +53,14 @@ def report_of(
     linked: Tally = Tally(),  # noqa: B008 - it is frozen
 ) -> SaveReport:
     """Return what one process reports of a checkpoint that it has committed."""
-    sizes = [file.nbytes for file in index.files] + [file.nbytes for file in index.objects]
     return SaveReport(
         path=path,
         step=index.step,
         attempt=index.attempt,
         world_size=1,  # one process writes for all ranks, one after another
-        nbytes=sum(sizes),
+        nbytes=index.nbytes,
         num_tensors=len(index.catalog.tensors),
-        num_files=len(sizes),
+        num_files=index.num_files,
         seconds=seconds,
         slowest_rank=0,
         slowest_s=seconds["write"],

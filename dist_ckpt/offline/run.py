@@ -13,6 +13,7 @@ from dist_ckpt.commit.holds import Subject
 from dist_ckpt.errors import CheckpointError, NotFoundError, listed
 from dist_ckpt.offline.checkpoint import Checkpoint, open_at
 from dist_ckpt.offline.verify import verify
+from dist_ckpt.runs.best import best_measured
 from dist_ckpt.runs.facts import put_metrics
 from dist_ckpt.runs.holding import TTL_S, hold_chosen, subject_of
 from dist_ckpt.runs.keep import Keep
@@ -57,6 +58,23 @@ class Run:
         if isinstance(which, str) and which.startswith("@"):
             return select(self._list(), which[1:])
         raise ValueError(f'{which!r}: give a step, or a selector such as "@latest"')
+
+    def best(
+        self,
+        *,
+        min: str | None = None,  # noqa: A002 - as of `dc.keep.best`
+        max: str | None = None,  # noqa: A002
+    ) -> RunCheckpoint | None:
+        """Return the checkpoint with the best value of a metric; None if it was never measured.
+
+        Of two that are equal the older. What is left behind, or was replaced, does not count. If a
+        better value is known of a step whose checkpoint is gone or damaged, that is a
+        NotFoundError, which names it. (What a pruner removes is forgotten with what was measured of
+        it: let `keep.best` be among its rules.) Give `min` or `max`.
+        """
+        if (min is None) == (max is None):
+            raise ValueError('give min= or max=, the name of a metric: best(min="val/loss")')
+        return best_measured(self._storage, self._list(), min or max or "", is_max=min is None)
 
     def wait_newer(
         self, after: int | None = None, *, timeout_s: float = 3600.0, poll_s: float = _POLL_S

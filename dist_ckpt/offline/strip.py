@@ -120,7 +120,7 @@ class _Part:
     def write(
         self, storage: Storage, source: str, target: str
     ) -> tuple[tuple[ObjectsFileRecord, ...], Tally]:
-        """Write the objects files, and link the shard files; return them, and what was linked."""
+        """Write the objects files, link all others; return the former, and what was linked."""
         records = []
         for name, file in sorted(self.files.items()):
             _, nbytes, _, digest = write_objects(storage, target, name, objects_file.encode(file))
@@ -135,7 +135,10 @@ class _Part:
             self.source,
             source,
             target,
-            {name: record for name, record in shards.items() if name in kept},
+            {
+                **{name: record for name, record in shards.items() if name in kept},
+                **{one.file_name: one for one in self.source.attached},
+            },
             threads=Config.from_environment().threads,
         )
         return tuple(records), linked
@@ -170,6 +173,7 @@ def _commit(storage: Storage, claim: Claim, index: Index, source: Index) -> None
     """Commit, with what was measured, and the pin, put down before: so it is never without."""
     sizes = {index.file_name(one): one.nbytes for one in index.files}
     sizes |= {one.name: one.nbytes for one in index.objects}
+    sizes |= {one.file_name: one.nbytes for one in index.attached}
     order.check_files(storage, claim.folder, sizes)
     if (places := _places(storage, claim, source)) is not None:
         old, new = places

@@ -18,7 +18,7 @@ from dist_ckpt.format import filenames, index_json, objects_file
 from dist_ckpt.format.checksums import block_digest
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Shape, Span
-from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
+from dist_ckpt.format.index import AttachedFileRecord, Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.format.shard_file import ShardFile
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.planning.save_planner import cells_of_ranks
@@ -33,6 +33,7 @@ from dist_ckpt.shard_io.open_files import (
     damage,
     digest_problem,
     open_readable,
+    read_attached_file,
     read_header,
     read_objects,
     rows_of,
@@ -87,11 +88,11 @@ def verify(
 
     `dist-ckpt verify` of a run's folder does this with each checkpoint in it.
     "quick" checks the index, every file's presence and size, every shard file's header against
-    the index, and the objects files; "full" also every byte of every shard. A damaged checkpoint
-    is a report, not an error: NotFoundError if there is none, IncompatibleError if a newer
-    dist_ckpt wrote it. `path` may name one of a run, such as "runs/a@latest"; where a run keeps
-    records, a full check that finds nothing wrong is put down there. Needs no torch; one process,
-    some threads.
+    the index, the objects files and what is attached; "full" also every byte of every shard. A
+    damaged checkpoint is a report, not an error: NotFoundError if there is none, IncompatibleError
+    if a newer dist_ckpt wrote it. `path` may name one of a run, such as "runs/a@latest"; where a
+    run keeps records, a full check that finds nothing wrong is put down there. Needs no torch; one
+    process, some threads.
     """
     if level not in ("full", "quick"):
         raise ValueError(f'level={level!r}: give "full" or "quick"')
@@ -129,7 +130,7 @@ def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) 
         level=level,
         problems=tuple(sorted(verifying.problems, key=_order)),
         notes=tuple(sorted(verifying.notes)),
-        num_files=len(index.files) + len(index.objects),
+        num_files=index.num_files,
         nbytes_checked=verifying.nbytes_checked,
     )
 
@@ -170,9 +171,11 @@ class _Verifying:
         self._check_listing()
         self._check_claim()
         sizes = [file.nbytes if level == "full" else file.header_nbytes for file in index.files]
-        nbytes = sum(sizes) + sum(record.nbytes for record in index.objects)
+        tables = (index.objects, index.attached)
+        nbytes = sum(sizes) + sum(record.nbytes for table in tables for record in table)
         work: Iterator[Callable[[], object]] = chain(
             (partial(self._check_objects, record) for record in index.objects),
+            (partial(self._check_attached, record) for record in index.attached),
             self._blocks() if level == "full" else self._headers(),
         )
         each(lambda one: one(), self._watched(work, nbytes), threads=threads)
@@ -195,6 +198,7 @@ class _Verifying:
         index, folder = self._index, self._folder
         known = {filenames.INDEX, filenames.CLAIM, *(record.name for record in index.objects)}
         known.update(index.file_name(record) for record in index.files)
+        known.update(record.file_name for record in index.attached)
         if filenames.OBJECTS not in known:
             what = f"{folder}: the index lists no {filenames.OBJECTS}"
             self.problems.append(Problem(filenames.INDEX, None, None, None, what))
@@ -229,6 +233,14 @@ class _Verifying:
         for what in objects_file.lacking(file, record.name, catalog, contents):
             text = f"{path} lacks {what}, which the checkpoint should hold"
             self.problems.append(Problem(record.name, rank, None, None, text))
+
+    def _check_attached(self, record: AttachedFileRecord) -> None:
+        try:
+            read_attached_file(self._storage, self._folder, record)
+        except CheckpointError as error:
+            self.problems.append(Problem(record.file_name, 0, None, None, str(error)))
+            return
+        self._count(record.nbytes)
 
     # --- shard files ---
 

@@ -73,6 +73,9 @@ class Selection:
 
 EVERYTHING = Selection()
 
+# Which names a load may convert into another dtype: all, or those that match patterns.
+Cast = bool | str | Sequence[str] | None
+
 
 def selection_of(
     include: str | Sequence[str] | None,
@@ -86,6 +89,13 @@ def selection_of(
     if type(frozen) is not bool:
         raise TypeError(f"frozen={frozen!r}: give True or False")
     return Selection(chosen, () if exclude is None else patterns(exclude, "exclude"), frozen)
+
+
+def cast_of(asked: Cast) -> Selection | None:
+    """Check a load's `cast`: None for nothing. Raises TypeError or ValueError."""
+    if asked is None or asked is False:
+        return None
+    return EVERYTHING if asked is True else Selection(patterns(asked, "cast"))
 
 
 def unmatched_on_all(told: Iterable[Iterable[str]]) -> list[str]:

@@ -16,6 +16,7 @@ from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
 from dist_ckpt.format.strict_json import Json
+from dist_ckpt.runs.description import kind_of
 from dist_ckpt.runs.facts import KnownFacts, known_of
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.storage import Storage, open_storage
@@ -60,6 +61,11 @@ class RunCheckpoint:
     def is_pinned(self) -> bool:
         """Say whether somebody wants it kept until it is unpinned."""
         return self.pin is not None
+
+    @property
+    def kind(self) -> str | None:
+        """The `kind` that was given to the save; None if none was, or it is not committed."""
+        return kind_of(self.metadata or {})
 
     @property
     def where(self) -> Where | None:
@@ -160,7 +166,7 @@ def _look(storage: Storage, path: str) -> RunCheckpoint | None:
         path=path,
         state="committed",
         step=index.step,
-        nbytes=sum(f.nbytes for f in index.files) + sum(f.nbytes for f in index.objects),
+        nbytes=index.nbytes,
         world_size=index.catalog.world_size,
         num_tensors=len(index.catalog.tensors),
         saved_at=index.saved_at,

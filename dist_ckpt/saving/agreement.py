@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dist_ckpt.comm.collective import Bodies
+from dist_ckpt.comm.collective import Bodies, distinct
 from dist_ckpt.comm.exchange import check_alike
 from dist_ckpt.comm.session import Session
-from dist_ckpt.errors import listed
+from dist_ckpt.errors import listed, ranks_text
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.planning.plan import Inventory, SavePlan
 from dist_ckpt.planning.save_planner import plan_save
@@ -37,7 +37,8 @@ class Planned:
 class Offer(Message, frozen=True):
     """What a rank asks for, all but the last three the same on all.
 
-    `metadata` is a digest of the user's metadata; `chosen` says what of the state is saved. `root`
+    `metadata` is a digest of the user's metadata, `attached` those of the files to attach, by name,
+    and empty where a rank leaves them to rank 0; `chosen` says what of the state is saved. `root`
     and `start` are of the run that saves, "" and 0 without one, and `boundary` is which of its
     boundaries this is. `last` is the name of the last plan's save if it still is good here, else
     ""; `bulk` numbers the bulk connections. `unmatched` are the problems of patterns that select
@@ -48,6 +49,7 @@ class Offer(Message, frozen=True):
     path: str
     overwrite: bool
     metadata: str
+    attached: tuple[tuple[str, str], ...]
     chosen: str
     root: str
     start: int
@@ -57,7 +59,8 @@ class Offer(Message, frozen=True):
     unmatched: tuple[str, ...]
 
 
-_ALIKE = Offer.__struct_fields__[:-3]
+_BY_DIGEST = ("metadata", "attached")
+_ALIKE = tuple(name for name in Offer.__struct_fields__[:-3] if name not in _BY_DIGEST)
 
 
 class Agreed(Message, frozen=True):
@@ -82,10 +85,35 @@ def is_plan_good(told: Sequence[Offer]) -> bool:
     ValueError if these want different things, or a pattern selects nothing on any of them.
     """
     check_alike("save", told, _ALIKE)
+    _check_metadata(told)
+    _check_attached(told)
     if problems := unmatched_on_all(one.unmatched for one in told):
         raise ValueError(f"{told[0].path}: {listed(problems, '; ')}")
     names = {one.last for one in told}
     return len(names) == 1 and "" not in names
+
+
+def _check_metadata(told: Sequence[Offer]) -> None:
+    """Raise ValueError if ranks give other metadata, of which a digest is all that is known."""
+    if len(given := distinct(one.metadata for one in told)) > 1:
+        who = " differs from ".join(ranks_text(ranks) for ranks in given.values())
+        raise ValueError(
+            f"the ranks call save with different metadata=, config= or kind=: that of {who}. Every "
+            f"rank must pass the same."
+        )
+
+
+def _check_attached(told: Sequence[Offer]) -> None:
+    """Raise ValueError if a rank attaches what rank 0 does not; those that attach nothing may."""
+    first = dict(told[0].attached)
+    for rank, one in enumerate(told):
+        own = dict(one.attached)
+        differing = sorted(n for n in own.keys() | first.keys() if own.get(n) != first.get(n))
+        if own and differing:
+            raise ValueError(
+                f"rank {rank} attaches another {differing[0]!r} than rank 0: give attach= on rank "
+                f"0 alone, or the same on every rank"
+            )
 
 
 def plan_together(ranks: Session, inventory: Inventory) -> Planned:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from dist_ckpt.comm.exchange import Channel, Exchange
 from dist_ckpt.comm.messages import NoAnswerError
 from dist_ckpt.commit import attempts, order, removal, verdicts
-from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
+from dist_ckpt.commit.receipts import attached_of, check_receipts, differing_groups, sizes_of
 from dist_ckpt.commit.starts import OfRun
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
@@ -41,10 +41,11 @@ _log = logging.getLogger("dist_ckpt")
 class SaveRequest:
     """What a rank asks for; but for the storage all must ask alike.
 
-    `metadata` is a digest of the user's metadata; `chosen` says what of the state is saved;
-    `mirrored`, `saved_by`, `saved_at` and the save's id, `save`, go into the index as the
-    coordinator has them. `saved_at`: None for the time of the
-    commit. `run` is the start of a run that saves, if one does, at its `boundary`.
+    `metadata` is a digest of the user's metadata; `attached` are the files to attach, by name, with
+    their digests, empty where a rank leaves them to rank 0; `chosen` says what of the state is
+    saved. `mirrored`, `saved_by`, `saved_at` and the save's id, `save`, go into the index as the
+    coordinator has them. `saved_at`: None for the time of the commit. `run` is the start of a run
+    that saves, if one does, at its `boundary`.
     """
 
     storage: Storage
@@ -58,6 +59,7 @@ class SaveRequest:
     run: OfRun | None = None
     boundary: int | None = None
     chosen: str = ""
+    attached: tuple[tuple[str, str], ...] = ()
     save: str = field(default_factory=partial(secrets.token_hex, 16))
 
     def offer(
@@ -69,6 +71,7 @@ class SaveRequest:
             step=self.step,
             overwrite=self.overwrite,
             metadata=self.metadata,
+            attached=self.attached,
             chosen=self.chosen,
             root="" if self.run is None else self.run.root,
             start=0 if self.run is None else self.run.start,
@@ -201,6 +204,7 @@ class AttemptRun:
             catalog=text.catalog,
             files=files,
             objects=objects,
+            attached=attached_of(receipts),
             metadata=self._request.mirrored,
             saved_by=self._request.saved_by,
             saved_at=time.time() if self._request.saved_at is None else self._request.saved_at,
@@ -281,8 +285,7 @@ class AttemptRun:
 
 
 def _verdict(index: Index, slowest_rank: int, slowest_s: float) -> Verdict:
-    sizes = [file.nbytes for file in index.files] + [file.nbytes for file in index.objects]
-    return Verdict(index.attempt, sum(sizes), len(sizes), slowest_rank, slowest_s)
+    return Verdict(index.attempt, index.nbytes, index.num_files, slowest_rank, slowest_s)
 
 
 def _unequal_replicas(told: Sequence[Mapping[str, Mapping[str, str]]]) -> str:

@@ -137,6 +137,11 @@ def _checked(report: object, world_size: int) -> LoadReport:
         raise TypeError(
             f"carry is a {type(report).__name__}: give the report that dc.load has returned"
         )
+    if len(report.sources) > 1:
+        raise ValueError(
+            f"carry: {' and '.join(one.path for one in report.sources)} were loaded together: load "
+            f"from one after the other, and give the report of that whose rest is to come along"
+        )
     if not report.as_saved:
         raise ValueError(
             f"carry: {report.path} was loaded with a rename, so that what is left of it has other "

@@ -13,7 +13,7 @@ from dist_ckpt.comm.session import Session
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.plain_encoder import encode_value
-from dist_ckpt.memory.protocol import Source
+from dist_ckpt.memory.protocol import CellSource
 from dist_ckpt.planning.plan import (
     FilePlan,
     Inventory,
@@ -138,15 +138,27 @@ class HeldState:
         found = {part.device for some in parts for part in some if part.is_cuda}
         return sorted(found, key=str)
 
-    def files(self, plan: SavePlan, step: int | None, metadata: Mapping[str, object]) -> RankFiles:
-        """Return what this rank writes. Its tensors may not be finished: `local.synchronize`."""
+    def files(
+        self,
+        plan: SavePlan,
+        step: int | None,
+        metadata: Mapping[str, object],
+        attached: Mapping[str, bytes],
+    ) -> RankFiles:
+        """Return what this rank writes. Its tensors may not be finished: `local.synchronize`.
+
+        Rank 0 writes what users attach, beside the objects files.
+        """
         with paused_collector():
             part = self._part(plan)
+        objects = objects_files(plan, self.local, self._rank, metadata)
+        if self._rank == 0:
+            objects |= {filenames.attached_file(name): data for name, data in attached.items()}
         return RankFiles(
             step=step,
             plans=part.files,
             sources=tuple(partial(self._source_of, origins) for origins in part.origins),
-            objects=objects_files(plan, self.local, self._rank, metadata),
+            objects=objects,
         )
 
     def replica_digests(self, plan: SavePlan) -> ReplicaDigests:
@@ -176,7 +188,7 @@ class HeldState:
             self._ranks.keep(known)
         return known
 
-    def _source_of(self, origins: Sequence[Origin], number: int) -> Source:
+    def _source_of(self, origins: Sequence[Origin], number: int) -> CellSource:
         fqn, held_number, part = origins[number]
         source = self.local.source(fqn, held_number)
         return source if part is None else source.part(part)

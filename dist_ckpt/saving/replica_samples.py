@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dist_ckpt.format.checksums import block_digest, document_digest
-from dist_ckpt.memory.protocol import Source
+from dist_ckpt.memory.protocol import CellSource
 from dist_ckpt.planning.plan import FileReceipt, Receipt, ReplicaDigests
 
 # What is smaller is read whole. Of the rest, 16 blocks of 64 KiB: that is 1 MiB too.
@@ -14,7 +14,7 @@ _BLOCKS = _WHOLE_NBYTES // _BLOCK_NBYTES
 _ITEM_NBYTES = 16
 
 
-def digest_sample(source: Source, name: str) -> str:
+def digest_sample(source: CellSource, name: str) -> str:
     """Return the digest of a sample: all up to 1 MiB, else 16 blocks of 64 KiB.
 
     Where the blocks lie follows from the size and `name`, which all holders must call the same.

@@ -28,6 +28,7 @@ from dist_ckpt.planning.plan import FileReceipt
 from dist_ckpt.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport, Phases, SaveReport, Tally
+from dist_ckpt.runs.description import check_description, described
 from dist_ckpt.saving.agreement import (
     Agreed,
     Planned,
@@ -35,6 +36,7 @@ from dist_ckpt.saving.agreement import (
     last_plan,
     plan_together,
 )
+from dist_ckpt.saving.attached import Attached, AttachedNow, read_attached
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
 from dist_ckpt.saving.carry import Carrying, CarrySource, open_source
 from dist_ckpt.saving.held_state import HeldState
@@ -64,6 +66,9 @@ class SaveOptions:
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
     frozen: bool = True
+    config: Mapping[str, object] | None = None
+    kind: str | None = None
+    attach: Attached | AttachedNow | None = None
     reuse: str | Sequence[str] = ()
     carry: LoadReport | None = None
     run: OfRun | None = None
@@ -85,7 +90,12 @@ class SaveOptions:
             if not isinstance(self.metadata, Mapping):
                 raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
             check_plain(dict(self.metadata), "metadata")
+        check_description(self.metadata, self.config, self.kind)
         patterns(self.reuse, "reuse")
+
+    def all_metadata(self) -> dict[str, object]:
+        """Return the metadata, with the configuration and the kind in it."""
+        return described(self.metadata, self.config, self.kind)
 
     def held(self, ranks: Session, state: State) -> HeldState:
         """See what this rank holds of a state. ValueError, TypeError for what cannot be saved."""
@@ -114,6 +124,9 @@ def save(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     frozen: bool = True,
+    config: Mapping[str, object] | None = None,
+    kind: str | None = None,
+    attach: Attached | None = None,
     reuse: str | Sequence[str] = (),
     carry: LoadReport | None = None,
 ) -> SaveReport:
@@ -128,6 +141,12 @@ def save(
     it. `include` and `exclude` are globs on the names of the state, as of `dc.load`, each of which
     must match one; `frozen=False` leaves parameters out that require no gradient. Load such a
     checkpoint with the same three options.
+
+    `config` is what the model was made from, a dict of plain data, and `kind` a short text that
+    says what it is: they are kept as the metadata's `config` and `kind`, for `dc.load` to compare
+    and for `dc.build` to make the model from. `attach` are small files to keep with it, by name: a
+    `Path`, whose file is read now, bytes, or a dict or list that becomes JSON; 100 files and 64 MiB
+    at most. They are rank 0's; another rank gives none, or the same.
 
     Tensors whose names match `reuse`, globs as well, get files of their own. What does not change,
     such as frozen weights, is written by the first two saves of this group; later ones of the same
@@ -146,7 +165,8 @@ def save(
     rank dies or never calls.
     """
     options = SaveOptions(
-        step, sharding, overwrite, metadata, include, exclude, frozen, reuse, carry
+        *(step, sharding, overwrite, metadata, include, exclude, frozen),
+        *(config, kind, attach, reuse, carry),
     )
     return save_together(session_of(group), state, path, options)
 
@@ -206,6 +226,7 @@ class _ClaimedSave:
     storage: CountingStorage
     request: SaveRequest
     held: HeldState
+    attached: Mapping[str, bytes]
     planned: Planned
     attempt: Attempt
     run: AttemptRun
@@ -237,7 +258,8 @@ def _agree_and_claim(
             options.check()
             own, path = open_storage(where)
             counting = CountingStorage(storage or own)
-            request = request_of(counting, path, options)
+            attached = read_attached(options.attach)
+            request = request_of(counting, path, options, attached)
             run = AttemptRun(ranks.channel, ranks.config, request)
             held = options.held(ranks, state)
             last = last_plan(ranks, held.inventory)
@@ -265,7 +287,7 @@ def _agree_and_claim(
     attempt = parse_attempt(name)
     assert attempt is not None
     earlier = ranks.kept(EarlierSaves) or EarlierSaves()
-    return _ClaimedSave(counting, request, held, planned, attempt, run, earlier, carrying)
+    return _ClaimedSave(counting, request, held, attached, planned, attempt, run, earlier, carrying)
 
 
 def _write(
@@ -278,7 +300,7 @@ def _write(
     carried: tuple[FileReceipt, ...] = ()
     linked = Tally()
     held.local.synchronize()
-    files = held.files(plan, options.step, options.metadata or {})
+    files = held.files(plan, options.step, options.all_metadata(), claimed.attached)
     if carrying is not None:
         if ranks.channel.rank == COORDINATOR:
             carrying.source.hold(claimed.storage, claimed.request.path, source)
@@ -303,9 +325,11 @@ def _write(
     )
 
 
-def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest:
+def request_of(
+    storage: Storage, path: str, options: SaveOptions, attached: Mapping[str, bytes]
+) -> SaveRequest:
     """Return what a save with these options, which make sense, asks for."""
-    metadata = dict(options.metadata or {})
+    metadata = options.all_metadata()
     return SaveRequest(
         storage=storage,
         path=path,
@@ -317,6 +341,7 @@ def request_of(storage: Storage, path: str, options: SaveOptions) -> SaveRequest
         run=options.run,
         boundary=options.boundary,
         chosen=options.chosen(),
+        attached=tuple((name, document_digest(data)) for name, data in sorted(attached.items())),
     )
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 
 from dist_ckpt.errors import ConflictError, CorruptError, StorageError
 from dist_ckpt.format.checksums import block_digest, document_digest
-from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
+from dist_ckpt.format.index import AttachedFileRecord, Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.reports import Tally
 from dist_ckpt.runtime.threads import each
 from dist_ckpt.shard_io.block_reads import BlockRead, every_block, reads_of
@@ -22,13 +22,15 @@ from dist_ckpt.shard_io.open_files import (
 from dist_ckpt.storage import ReadableFile, Storage, WritableFile
 from dist_ckpt.storage.linking import linked
 
-FileRecord = ShardFileRecord | ObjectsFileRecord
+_Document = ObjectsFileRecord | AttachedFileRecord
+FileRecord = ShardFileRecord | _Document
 
 
 def files_of(index: Index) -> dict[str, FileRecord]:
     """Return all files that an index lists, by name."""
     shards = {index.file_name(record): record for record in index.files}
-    return {**shards, **{record.name: record for record in index.objects}}
+    attached = {record.file_name: record for record in index.attached}
+    return {**shards, **{record.name: record for record in index.objects}, **attached}
 
 
 def carry_files(  # noqa: PLR0913 - what, from where to where, and how
@@ -43,26 +45,26 @@ def carry_files(  # noqa: PLR0913 - what, from where to where, and how
 ) -> Tally:
     """Have files of an attempt in another one's folder as well; return what was linked of them.
 
-    `index` is that of `source`, which has the `files`, maybe under other names than those that they
-    get; both are folders. On return the files are durable, with their names. What cannot be linked
-    is copied, and every byte of it checked: CorruptError if the source is damaged. Of what is
-    linked nothing is read; but with `most_names` the headers of the shard files are, and those that
-    have so many names are copied. ConflictError if `target` is gone, or has such a file already.
+    `index` is that of `source`, which has the `files`, of shards maybe under other names than those
+    that they get; both are folders. On return the files are durable, with their names. What cannot
+    be linked is copied, and every byte of it checked: CorruptError if the source is damaged. Of
+    what is linked nothing is read; but with `most_names` the headers of the shard files are, and
+    those that have so many names are copied. ConflictError if `target` is gone, or has such a file
+    already.
     """
 
     def carry(name: str) -> int:
         record, new = files[name], f"{target}/{name}"
         try:
-            if isinstance(record, ObjectsFileRecord):
-                old = f"{source}/{record.name}"
-                if linked(storage, old, new):
-                    return record.nbytes
-                _copy_document(storage, record, old, new)
-            else:
+            if isinstance(record, ShardFileRecord):
                 old = f"{source}/{index.file_name(record)}"
                 if _may_link(storage, index, record, old, most_names) and linked(storage, old, new):
                     return record.nbytes
                 _copy_shards(storage, index, record, old, new)
+            else:
+                if linked(storage, f"{source}/{name}", new):
+                    return record.nbytes
+                _copy_document(storage, record, f"{source}/{name}", new)
         except FileExistsError as error:
             raise ConflictError(
                 f"{target}/{name} exists already: see that nobody else writes there, then try again"
@@ -117,7 +119,7 @@ def _checked(file: OpenFile, source: ReadableFile, one: BlockRead) -> memoryview
     return data
 
 
-def _copy_document(storage: Storage, record: ObjectsFileRecord, old: str, new: str) -> None:
+def _copy_document(storage: Storage, record: _Document, old: str, new: str) -> None:
     try:
         source = storage.open(old)
     except FileNotFoundError as error:

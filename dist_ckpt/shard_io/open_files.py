@@ -13,7 +13,7 @@ from dist_ckpt.errors import CorruptError, listed
 from dist_ckpt.format import checksums, objects_file
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, Span
-from dist_ckpt.format.index import Index, ObjectsFileRecord, ShardFileRecord
+from dist_ckpt.format.index import AttachedFileRecord, Index, ObjectsFileRecord, ShardFileRecord
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.format.plain_types import StandIn
 from dist_ckpt.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
@@ -95,18 +95,20 @@ class OpenFiles:
             file.close()
 
 
-def open_files(
+def open_files(  # noqa: PLR0913 - both of the last are for who opens more than this
     storage: Storage,
     folder: str,
     index: Index,
     plan: LoadPlan,
     *,
     threads: int,
+    most_open: int = MAX_OPEN,
     known: Mapping[int, OpenFile] = MappingProxyType({}),
 ) -> OpenFiles:
     """Open the files that a plan reads, and check sizes, headers and every shard it needs.
 
-    `folder` is the attempt's; `known` are files that are open already. Raises CorruptError that
+    `folder` is the attempt's; `known` are files that are open already, and `most_open` is how many
+    more stay open. Raises CorruptError that
     names every file that is missing or damaged, the rank that wrote it and the tensors it is
     needed for; IncompatibleError if a newer dist_ckpt wrote it.
     """
@@ -117,7 +119,7 @@ def open_files(
         file = known.get(number)
         try:
             if file is None:
-                file = open_file(storage, folder, index, number, keep=len(opened) < MAX_OPEN)
+                file = open_file(storage, folder, index, number, keep=len(opened) < most_open)
                 opened[number] = file
         except CorruptError as error:
             problems.append(f"{error}; it holds {_names_of(plan[number])}")
@@ -298,6 +300,18 @@ def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecor
     path = f"{folder}/{record.name}"
     if record.nbytes > objects_file.MAX_NBYTES:
         raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
+    return _read_whole(storage, path, record)
+
+
+def read_attached_file(storage: Storage, folder: str, record: AttachedFileRecord) -> bytes:
+    """Return the bytes of a file that a user has attached. CorruptError if they are others."""
+    return _read_whole(storage, f"{folder}/{record.file_name}", record)
+
+
+def _read_whole(
+    storage: Storage, path: str, record: ObjectsFileRecord | AttachedFileRecord
+) -> bytes:
+    """Return the bytes of a file that has one digest. CorruptError if they are others."""
     try:
         file = storage.open(path)
     except FileNotFoundError as error:

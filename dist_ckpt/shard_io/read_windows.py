@@ -14,7 +14,7 @@ from dist_ckpt.format.index import Index
 from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.memory.host_array import ArrayTarget
-from dist_ckpt.memory.protocol import Source
+from dist_ckpt.memory.protocol import CellSource
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import FilePlan, Wanted
 from dist_ckpt.shard_io.block_reader import Reading
@@ -146,7 +146,7 @@ class Windows:
         self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
         self.sources = tuple(partial(self._source_of, file.items) for file in files)
 
-    def _source_of(self, items: Sequence[StoredShard], number: int) -> Source:
+    def _source_of(self, items: Sequence[StoredShard], number: int) -> CellSource:
         return _ItemSource(self, items[number])
 
     def view(self, item: StoredShard, start: int, stop: int) -> memoryview:
@@ -196,7 +196,7 @@ def _cut(
 
 
 class _ItemSource:
-    """A stored item as a `Source`: its bytes come out of the windows."""
+    """A stored item as a `CellSource`: its bytes come out of the windows."""
 
     def __init__(self, windows: Windows, item: StoredShard) -> None:
         self._windows = windows

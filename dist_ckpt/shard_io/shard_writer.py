@@ -20,7 +20,7 @@ from dist_ckpt.config import patience_s
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.format import checksums
 from dist_ckpt.memory.buffers import Slots, address_of, copy, move
-from dist_ckpt.memory.protocol import Source
+from dist_ckpt.memory.protocol import CellSource
 from dist_ckpt.planning.plan import FilePlan, FileReceipt
 from dist_ckpt.planning.write_batches import Batch, BatchPart
 from dist_ckpt.runtime.threads import WORK_STALL_S, each, results_of
@@ -33,7 +33,7 @@ NUM_WAITING = 2
 MAX_PREPARING = 3
 
 # The memory of an item, by its number in the file's plan.
-SourceOf = Callable[[int], Source]
+SourceOf = Callable[[int], CellSource]
 
 
 class WritableStorage(Protocol):

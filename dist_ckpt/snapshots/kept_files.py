@@ -134,6 +134,8 @@ def records_of(index: Index) -> Iterator[FileReceipt]:
         yield index.file_name(file), file.nbytes, file.header_nbytes, file.digest
     for one in index.objects:
         yield one.name, one.nbytes, 0, one.digest
+    for attached in index.attached:
+        yield attached.file_name, attached.nbytes, 0, attached.digest
 
 
 def _problem(file: KeptFile, receipt: FileReceipt) -> str | None:

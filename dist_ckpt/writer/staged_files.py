@@ -82,14 +82,15 @@ class Staging:
 def files_of(followed: Followed, staging: Staging, plans: Sequence[FilePlan]) -> RankFiles:
     """Return what the rank of a snapshot writes by its plans, out of the arena.
 
-    CorruptError unless the images are the files of the plans, and objects files after them.
+    CorruptError unless the images are the files of the plans, and objects files and attached ones
+    after them.
     """
     snapshot = followed.snapshot
     num = len(plans)
     planned = [(plan.name, plan.nbytes) for plan in plans]
     named = [(image.name, image.nbytes) for image in snapshot.images[:num]]
     others = [image.name for image in snapshot.images[num:]]
-    if named != planned or any(filenames.parse_objects_file(name) is None for name in others):
+    if named != planned or not all(_is_whole_file(name) for name in others):
         raise CorruptError(
             f"snapshot {snapshot.id} of {snapshot.path} has other files than its plan says: "
             "do trainer and writer run one version of dist_ckpt?"
@@ -107,6 +108,12 @@ def files_of(followed: Followed, staging: Staging, plans: Sequence[FilePlan]) ->
     }
     objects = _Objects(dict(zip(others, mapped[num:], strict=True)))
     return RankFiles(snapshot.step, tuple(plans), sources, objects, headers)
+
+
+def _is_whole_file(name: str) -> bool:
+    """Say whether a file is one that is encoded when the save begins: of objects, or attached."""
+    is_attached = filenames.parse_attached_file(name) is not None
+    return is_attached or filenames.parse_objects_file(name) is not None
 
 
 class _MappedImage:
@@ -135,7 +142,7 @@ class _MappedImage:
 
 
 class StagedSource:
-    """One shard in the image of its file (`Source`). All calls but `nbytes` may wait."""
+    """One shard in the image of its file (`CellSource`). All calls but `nbytes` may wait."""
 
     __slots__ = ("_image", "_start", "_stop")
 

@@ -227,6 +227,20 @@ def put_a_file_there(saved: kept.Saved) -> None:
     Path(saved.path).write_text("no folder")
 
 
+def test_the_index_of_a_save_in_memory_has_what_is_attached(root, folder):
+    saved = kept.save(root / "ck", 2, 7, attach={"a.json": {"loss": 0.5}})
+    kept.keep(folder, saved)
+    with kept_saves([folder.rank(0), folder.rank(1)]) as found:
+        (save,) = found.saves.values()
+        index = decode(rebuilt_index(save, saved.attempt))
+    assert isinstance(index, Index)
+    assert index.attached == attempts.find(*open_storage(saved.path))[1].attached
+    assert [one.name for one in index.attached] == ["a.json"]
+    remove(saved)
+    _, states = kept.restore(folder, 2)
+    assert kept.step_in(states) == 7
+
+
 @pytest.mark.parametrize("lose", [remove, put_a_file_there, claim_later])
 @pytest.mark.parametrize("unclaimed", [(0, 1), (0,), (1,)])
 def test_a_save_is_restored_though_writers_knew_of_no_attempt(root, folder, lose, unclaimed):

@@ -17,6 +17,7 @@ from dist_ckpt.checkpointer import resume
 from dist_ckpt.commit import starts
 from dist_ckpt.commit.starts import read_history
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
+from dist_ckpt.loading import load as loading
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.storage import open_storage
 from run_training import damage, fresh, steps_at, steps_in, train
@@ -199,11 +200,45 @@ def test_a_fresh_run_begins_with_what_init_gives_and_a_resume_wins(
 def test_init_takes_a_part_and_other_names(base: Path, tmp_path: Path) -> None:
     net = {"small": torch.zeros(3)}
     state = {"net": net, "progress": {"step": -1}}
-    init = dc.Init(f"{base}@2", include="net", rename={"model": "net"}, strict=False)
+    init = dc.Source(f"{base}@2", include="net.small", rename={"model": "net"})
     with checkpointer(tmp_path / "run", init=init) as ck:
         assert ck.restore(state) is None
     assert net["small"].tolist() == [2.0] * 3
     assert state["progress"] == {"step": -1}
+
+
+def test_a_fresh_run_may_begin_with_several_sources_which_are_held(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is pruned while it is read, nor asked for once the run has checkpoints."""
+    seen: list[tuple[int, ...]] = []
+
+    def fill(*arguments: Any) -> Any:
+        seen.append(tuple(len(dc.Run(base).find(step).holds) for step in (1, 3)))
+        return real(*arguments)
+
+    real = loading._fill
+    monkeypatch.setattr(loading, "_fill", fill)
+    state = fresh()
+    init = {"model": f"{base}@1", "progress": [dc.Source(f"{base}@latest")]}
+    with checkpointer(tmp_path / "run", init=init) as ck:
+        assert ck.restore(state) is None
+        assert seen == [(1, 1)]
+        one, three = (f"{base}/step-0000000{step}" for step in (1, 3))
+        assert why(tmp_path / "run").endswith(f"it begins with {one} and {three}")
+        train(state, 7)
+        ck.step(7)
+    assert restored(tmp_path / "run", init={"model": tmp_path / "nothing"}) == 7
+
+
+def test_an_init_that_lacks_something_is_refused_unless_it_may(base: Path, tmp_path: Path) -> None:
+    state = {**fresh(), "more": 1}
+    ck = checkpointer(tmp_path / "run", init=f"{base}@2")
+    with ck, pytest.raises(IncompatibleError, match="lacks more"):
+        ck.restore(state)
+    with checkpointer(tmp_path / "run", init=f"{base}@2", init_strict=False) as ck:
+        assert ck.restore(state) is None
+    assert (steps_in(state), state["more"]) == ({2.0}, 1)
 
 
 def test_an_init_that_is_not_there_begins_nothing(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ FOREIGN = [
         "model-0000x.safetensors",
         "model-\u0660\u0660\u0660\u0660\u0661.safetensors",
     ),
+    *("attached.", "attached..a", "attached.-a", "attached.a/b", "attached.a\n"),
+    *("attached." + "a" * 101, "Attached.a", "attached.a b", "attached.\u00e9"),
     *("m" * 33 + "-00001.safetensors", "model-00001.safetensors\0", "mödel-00001.safetensors"),
 ]
 
@@ -80,6 +82,7 @@ def test_shard_files_are_named_by_component_and_rank():
     [
         *("index.json", "claim.json", "objects.msgpack", "objects-00003.msgpack"),
         *("model-00000.safetensors", filenames.temporary_index("0123456789abcdef")),
+        *("attached.a", "attached.training_report.json", "attached.index.json"),
     ],
 )
 def test_what_a_save_writes_may_stand_in_an_attempt(name):

@@ -15,6 +15,7 @@ from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Elements, Region
 from dist_ckpt.format.index import (
     Abandoned,
+    AttachedFileRecord,
     Catalog,
     Component,
     Index,
@@ -289,7 +290,8 @@ def test_the_table_of_extension_types_is_that_of_the_code():
 
 
 def test_the_fields_of_the_index_are_those_of_the_code():
-    index = Index("a1-" + "0" * 16, 1, CATALOG, (), (), {}, {}, 1.5, "0f" * 16)
+    attached = (AttachedFileRecord("a", 1, "0f" * 16),)
+    index = Index("a1-" + "0" * 16, 1, CATALOG, (), (), {}, {}, 1.5, "0f" * 16, attached)
     section = TEXT[TEXT.index("## 4.") : TEXT.index("An abandoned attempt's")]
     assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == re.findall(
         r'(?:^\{|,)"(\w+)":', strip_nested(encode(index).decode())

@@ -15,6 +15,7 @@ from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import (
     Abandoned,
+    AttachedFileRecord,
     Catalog,
     Component,
     Index,
@@ -280,7 +281,9 @@ def small():
         per_rank={"rng": ((("dp", 0), 0), (("dp", 1), 1))},
         parameters={"w": True, "b": False},
     )
-    return index_of(catalog, metadata={"loss": 0.5}, saved_by={"host": "n1"})
+    attached = (AttachedFileRecord("a.json", 7, document_digest(b"")),)
+    facts = {"metadata": {"loss": 0.5}, "saved_by": {"host": "n1"}, "attached": attached}
+    return index_of(catalog, **facts)
 
 
 @pytest.mark.parametrize("kind", ["committed", "abandoned"])
@@ -482,6 +485,18 @@ CORRUPTIONS = {
     "an objects file that is missing": drop("objects", 0),
     "the global objects file that is missing": drop("objects", 2),
     "an objects file listed twice": lambda doc: doc["objects"].append(doc["objects"][0]),
+    # what is attached
+    "an attached file that is a path": put("attached", 0, 0, "../a"),
+    "an attached file of another's name": put("attached", 0, 0, "a/index.json"),
+    "an attached file that is no row": put("attached", 0, ["a.json", 1]),
+    "an attached file that is too large": put("attached", 0, 1, (64 << 20) + 1),
+    "attached files that are too large together": add("attached", ["c", 64 << 20, DIGEST]),
+    "an attached file listed twice": add("attached", ["a.json", 9, DIGEST]),
+    "attached files of one name but for the case": add("attached", ["A.json", 9, DIGEST]),
+    "too many attached files": lambda doc: doc["attached"].extend(
+        [f"f{n}", 0, DIGEST] for n in range(100)
+    ),
+    "attached files that are no list": put("attached", {}),
     # layouts
     "holders of no rank": put("holders", 0, [[0], [2]]),
     "holders that do not ascend": put("holders", 1, [[1, 0], [0, 1]]),

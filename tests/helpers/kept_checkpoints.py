@@ -17,7 +17,7 @@ from dist_ckpt.comm.collective import Bodies
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.attempts import find
 from dist_ckpt.commit.starts import History
-from dist_ckpt.format.filenames import parse_objects_file, parse_shard_file
+from dist_ckpt.format.filenames import parse_attached_file, parse_objects_file, parse_shard_file
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.runtime import typed_msgpack
@@ -86,6 +86,7 @@ class Saved:
             for name in self.files
             if rank == ((shard := parse_shard_file(name)) and shard[1])
             or rank == parse_objects_file(name)
+            or (rank == 0 and parse_attached_file(name) is not None)
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dist_ckpt.memory.protocol import Source
+from dist_ckpt.memory.protocol import CellSource
 
 
-def read_all(source: Source, block_nbytes: int) -> bytes:
+def read_all(source: CellSource, block_nbytes: int) -> bytes:
     """Return all bytes of a source, read a block at a time."""
     scratch = memoryview(bytearray(block_nbytes))
     return b"".join(

@@ -109,7 +109,7 @@ def rows(shape: Shape, *cuts: int, ranks: Iterable[int] | None = None) -> Layout
 
 
 class BytesSource:
-    """The bytes of a cell, lent as they are or copied into the scratch (`Source`)."""
+    """The bytes of a cell, lent as they are or copied into the scratch (`CellSource`)."""
 
     def __init__(self, saved: Saved, cell: Cell, *, copies: bool = False) -> None:
         self._copies = copies

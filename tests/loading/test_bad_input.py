@@ -125,7 +125,7 @@ DOORS: dict[str, Callable[[Any], object]] = {
         (3, TypeError, "path is a int"),
         (None, TypeError, "path is a NoneType"),
         (b"ck", TypeError, "path is a bytes"),
-        (["ck"], TypeError, "path is a list"),
+        ({"ck"}, TypeError, "path is a set"),
         ("", ValueError, "path is ''"),
         ("a\0b", ValueError, r"path is 'a\x00b'"),
         ("s3://bucket/ck", ValueError, "path begins with s3://"),

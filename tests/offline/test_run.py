@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.commit import guards
 from dist_ckpt.commit.root_records import read_facts
+from dist_ckpt.commit.starts import begin
 from dist_ckpt.errors import ConflictError, NotFoundError
 from dist_ckpt.runs.holding import subject_of
 from dist_ckpt.storage.local import LocalStorage
@@ -172,3 +174,64 @@ def test_what_has_no_step_has_no_facts(tmp_path: Path) -> None:
 def test_a_run_without_a_folder_has_no_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="is no folder"):
         _ = dc.Run(tmp_path / "none").checkpoints
+
+
+def test_the_best_is_known_only_once_something_was_measured(run: dc.Run) -> None:
+    assert run.best(min="loss") is None
+    assert dc.Run(run.root).best(max="loss") is None
+    for step, loss in ((1, 0.5), (2, 0.2), (3, float("nan"))):
+        run.metrics(step, {"loss": loss})
+    lowest, highest = run.best(min="loss"), run.best(max="loss")
+    assert lowest is not None
+    assert highest is not None
+    assert (lowest.step, highest.step) == (2, 1)
+    run.metrics(3, {"loss": 0.2})
+    assert run.best(min="loss") == run.find(2), "of two the older"
+    run.metrics(3, {"loss": 0.1})
+    assert run.best(min="loss") == run.find("@latest"), "the last one is the best"
+    for options in ({}, {"min": "a", "max": "b"}):
+        with pytest.raises(ValueError, match="give min= or max="):
+            run.best(**options)
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_a_best_that_is_gone_is_an_error_that_names_it(run: dc.Run, how: str) -> None:
+    for step, loss in ((1, 0.5), (2, 0.2), (3, 0.3)):
+        run.metrics(step, {"loss": loss})
+    path = Path(run.find(2).path)
+    if how == "gone":
+        shutil.rmtree(path)
+    else:
+        next(path.glob("a*/index.json")).write_bytes(b"{}")
+    with pytest.raises(NotFoundError, match=r"best loss is 0\.2, of step 2, whose checkpoint a1-"):
+        run.best(min="loss")
+    assert run.find("@min:loss").step == 3, "what is left"
+    best = run.best(max="loss")
+    assert best is not None
+    assert best.step == 1
+
+
+def test_a_best_that_was_replaced_or_left_behind_does_not_count(tmp_path: Path) -> None:
+    storage, root = LocalStorage(), str(tmp_path / "run")
+    old = committed(storage, 1, root=root)
+    run = dc.Run(root)
+    run.metrics(1, {"loss": 0.1})
+    shutil.rmtree(tmp_path / "run" / "step-1" / old[1].name)
+    committed(storage, 1, start=1, root=root)
+    assert run.best(min="loss") is None
+    run.metrics(1, {"loss": 0.4})
+    assert run.best(min="loss") == run.find(1)
+    left = committed(storage, 2, start=1, root=root)
+    run.metrics(2, {"loss": 0.2})
+    begin(storage, root, restored=run.find(1).where, why="", by="", after=0)
+    assert run.best(min="loss") == run.find(1)
+    shutil.rmtree(tmp_path / "run" / "step-2")
+    assert run.best(min="loss") == run.find(1), left
+
+
+def test_keep_best_removes_a_best_that_is_none_any_more(run: dc.Run) -> None:
+    for step, loss in ((1, 0.2), (2, 0.1), (3, 0.3)):
+        run.metrics(step, {"loss": loss})
+        run.prune(dc.keep.best(1, min="loss"))
+    assert list(found(run)) == [2, 3]
+    assert run.best(min="loss") == run.find(2)

@@ -160,6 +160,14 @@ def test_where_there_are_no_links_all_is_copied_and_counted_as_written() -> None
     assert numbers_at(storage, B) == {"head": 9, "rest": 1}
 
 
+def test_one_source_may_be_given_as_the_one_of_a_key() -> None:
+    storage = memory()
+    sources: Any = {"model": dc.Source(A, include="model.head")}
+    report = rank_threads.load(storage, [head(0)], sources)
+    rank_threads.save(storage, [head(9)], B, carry=report)
+    assert numbers_at(storage, B) == {"head": 9, "rest": 1}
+
+
 def test_a_load_that_took_what_is_there_leniently_carries_the_rest() -> None:
     storage = memory()
     mine = {"step": 0}
@@ -362,6 +370,11 @@ def test_what_is_no_report_of_such_a_load_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"carry: /runs/a was loaded with a rename"):
         rank_threads.save(storage, [head(2)], B, carry=renamed)
+    rank_threads.save(storage, [state(4)], f"{ROOT}/c")
+    sources: Any = {"model": A, "ema": f"{ROOT}/c"}
+    both = rank_threads.load(storage, [{"model": {}, "ema": {}}], sources)
+    with pytest.raises(ValueError, match=r"carry: /runs/a and /runs/c were loaded together"):
+        rank_threads.save(storage, [head(2)], B, carry=both)
     with pytest.raises(NotFoundError):
         find(storage, B)
 

@@ -160,6 +160,21 @@ def test_the_exchanges_of_a_load_do_not_depend_on_the_number_of_tensors(num_tens
     assert with_values == [{together(LOAD, PLACE)}] * RANKS
 
 
+def test_a_load_from_several_sources_takes_no_exchange_more():
+    assert documented("a load from several sources, as one from one source") == LOAD
+    storage = MemoryStorage()
+    for path in ("/a", "/b", "/c"):
+        rank_threads.save(storage, [many(50, rank) for rank in range(RANKS)], path)
+    states = [{**many(50, rank), "bias": None} for rank in range(RANKS)]
+    sources: Any = {"model": ["/a", "/c"], "step": "/b", "bias": dc.Source("/b", include="bias")}
+    for outcome in rank_threads.try_load(
+        lambda _: storage, states, sources, read_once="off", strict=False
+    ):
+        assert outcome.value is not None, outcome.error
+        assert talks(outcome.value) == together(LOAD, PLACE)
+        assert [one.path for one in outcome.value.sources] == ["/a", "/c", "/b"]
+
+
 def test_a_load_has_steps_only_where_a_rank_has_something_to_do_in_them():
     def one_has_an_object(rank: int) -> dict[str, Any]:
         return {"w": torch.ones(9), **({"scheduler": Scheduler()} if rank == 2 else {})}
@@ -350,6 +365,12 @@ def test_a_report_reads_as_one_line():
     assert str(LOADED) == loaded
     kept = f"{loaded[:-1]}; 1.2 MB here from memory)"
     assert str(replace(LOADED, nbytes_from_memory=1_200_000)) == kept
+
+
+def test_of_several_sources_the_line_names_all():
+    one = dc.LoadedSource("/runs/a", 7, "a1-0", ("w",))
+    sources = (one, replace(one, path="/runs/b", step=None))
+    assert str(replace(LOADED, sources=sources)).startswith("loaded /runs/a and /runs/b: 16 GB on")
 
 
 def test_without_a_step_the_line_names_the_path_and_of_one_rank_it_names_none():

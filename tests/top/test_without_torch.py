@@ -60,6 +60,7 @@ path, other = sys.argv[1:]
 assert dc.verify(path).ok
 dc.reshard(path, other, world_size=2)
 dc.reshard(path, other, world_size=1, overwrite=True)
+assert dc.Source(path, include="model") == dc.Source(path, "model")
 with dc.open(other) as found:
     assert found.step == 3 and found.objects == {"lr": 1.0}
     array = found["model.w"][1:3]

@@ -1,0 +1,108 @@
+"""The command that looks at several runs: compare. It does not import torch."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from math import isfinite
+
+import click
+
+from dist_ckpt.cli import output
+from dist_ckpt.offline.compare import Comparison, RunSummary
+from dist_ckpt.offline.compare import compare as compare_runs
+from dist_ckpt.runs.description import as_json
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path())
+@click.option("--min", "lowest", help="Sort by the lowest value of this metric.")
+@click.option("--max", "highest", help="Sort by the highest value of this metric.")
+@click.option("--json", "as_document", is_flag=True, help="Print one JSON document.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print a table of comma-separated values.")
+def compare(
+    paths: tuple[str, ...],
+    lowest: str | None,
+    highest: str | None,
+    *,
+    as_document: bool,
+    as_csv: bool,
+) -> None:
+    """Show several runs side by side, as those of a sweep.
+
+    PATHS are folders of runs, or one folder in which each folder is a run. What was not the same in
+    their configurations is shown below the table.
+
+    \b
+    dist-ckpt compare sweep --min val/loss
+    dist-ckpt compare runs/a runs/b --csv > table.csv
+    """  # noqa: D301 - click knows the backspace
+    if as_document and as_csv:
+        raise click.UsageError("--json and --csv are given: give one of them")
+    found = compare_runs(*paths, min=lowest, max=highest)
+    if as_document:
+        output.print_json("compare", _document(found))
+    elif as_csv:
+        _print_csv(found)
+    else:
+        _print_table(found)
+
+
+def _document(found: Comparison) -> dict[str, object]:
+    rows = [
+        {**asdict(run), "config": as_json(run.config), "metrics": as_json(run.metrics)}
+        | {"best": as_json(run.best)}
+        for run in found.runs
+    ]
+    return {"metric": found.metric, "runs": rows, "differing": dict(found.differing)}
+
+
+def _print_csv(found: Comparison) -> None:
+    """Print a row a run; a column for each metric, and for what differs in the configurations."""
+    metrics = sorted({name for run in found.runs for name in run.metrics})
+    facts = ("name", "path", "kind", "num_parameters", "num_trainable", "num_checkpoints", "step")
+    best = ("best", "best_step", "best_path")
+    heads = [*facts, *best, *(f"metrics.{name}" for name in metrics)]
+    heads += [*(f"config.{name}" for name in found.differing), "problems"]
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow([output.printable(head) for head in heads])
+    for run in found.runs:
+        row = [getattr(run, name) for name in (*facts, *best)]
+        row += [run.metrics.get(name) for name in metrics]
+        row += [by_run.get(run.name) for by_run in found.differing.values()]
+        row.append("; ".join(run.problems))
+        writer.writerow(["" if one is None else output.printable(str(one)) for one in row])
+
+
+def _print_table(found: Comparison) -> None:
+    best = [] if found.metric is None else [f"BEST {found.metric}", "AT STEP"]
+    heads = ["RUN", "KIND", "PARAMETERS", "CHECKPOINTS", "STEP", *best, "METRICS", "NOTES"]
+    rows = [_row(run, has_best=bool(best)) for run in found.runs]
+    right = {2, 3, 4, *range(5, 5 + len(best))}
+    output.print_table([output.printable(head) for head in heads], rows, right=frozenset(right))
+    for name, by_run in found.differing.items():
+        told = ", ".join(f"{run}: {value}" for run, value in by_run.items())
+        click.echo(output.printable(f"config.{name} differs: {told}"))
+
+
+def _row(run: RunSummary, *, has_best: bool) -> list[str]:
+    best = [_text(run.best), _text(run.best_step)] if has_best else []
+    return [
+        *(run.name, _text(run.kind)),
+        "-" if run.num_parameters is None else f"{run.num_parameters:,}",
+        *(str(run.num_checkpoints), _text(run.step), *best),
+        _metrics(run.metrics),
+        "; ".join(run.problems),
+    ]
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in metrics.items())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float) and isfinite(value):
+        return f"{value:g}"
+    return "-" if value is None else str(value)
