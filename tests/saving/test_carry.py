@@ -379,6 +379,16 @@ def test_what_is_no_report_of_such_a_load_is_refused() -> None:
         find(storage, B)
 
 
+def test_who_cannot_carry_on_says_so_and_what_to_do(tmp_path: Path) -> None:
+    dc.save(state(1), tmp_path / "a")
+    report = dc.load(head(0), tmp_path / "a", include="model.head")
+    with dc.AsyncSaver() as saver, pytest.raises(ValueError, match=r"carry: .*use dc.save\(state"):
+        saver.save(head(2), tmp_path / "b", carry=report)
+    options: Any = {"carry": True}
+    with pytest.raises(ValueError, match=r"carry: .*put all that is to be saved there"):
+        dc.Checkpointer(tmp_path / "run", **options)
+
+
 def test_where_the_state_has_a_container_or_a_tensor_it_hides_what_was_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
