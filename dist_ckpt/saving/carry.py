@@ -37,6 +37,7 @@ from dist_ckpt.shard_io.read_windows import StoredTensors, Windows, read_windows
 from dist_ckpt.shard_io.reuse import MAX_SHARED
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import Storage, open_storage, real_path
+from dist_ckpt.storage.counting import CountingStorage
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -68,7 +69,8 @@ class RestoredNames(Message, frozen=True):
 class CarrySource:
     """The checkpoint that a save carries on from.
 
-    `names` are those that no rank has loaded of it, `excluded` says which of them are left out.
+    `names` are those that no rank has loaded of it, `excluded` says which of them are left out;
+    `reads` is what it took on this rank to find it.
     """
 
     path: str
@@ -76,6 +78,7 @@ class CarrySource:
     index: Index
     names: tuple[str, ...]
     excluded: Selection
+    reads: Tally
 
     def unmatched(self, problems: Sequence[str]) -> tuple[str, ...]:
         """Return the problems of patterns that match nothing here either: `exclude` is for both."""
@@ -110,13 +113,14 @@ def open_source(
     storage: Storage | None,
 ) -> CarrySource:
     """Find the checkpoint of a load's `report`, and agree on what of it was loaded. Collective."""
-    channel, encoded = ranks.channel, b""
+    channel, encoded, reads = ranks.channel, b"", Tally()
     with channel.exchange("carry") as opening:
         loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
         asked = CarryAsked(loaded.path, loaded.attempt, ranks.bulk.epoch)
         if told := opening.gather(asked):
             check_alike("save", told, ("carry", "attempt"))
-            encoded = index_json.encode(_find(storage or open_storage(loaded.path)[0], loaded))
+            counting = CountingStorage(storage or open_storage(loaded.path)[0])
+            encoded, reads = index_json.encode(_find(counting, loaded)), counting.reads
             opening.decide(CarryOpened(max(one.bulk for one in told)))
     ranks.bulk.renew(opening.result(CarryOpened).bulk)
     with channel.exchange("carried names"):
@@ -129,7 +133,7 @@ def open_source(
     attempt = parse_attempt(index.attempt)
     assert attempt is not None
     names = tuple(name for name in names_of(index.catalog) if name not in done)
-    return CarrySource(loaded.path, attempt, index, names, excluded)
+    return CarrySource(loaded.path, attempt, index, names, excluded, reads)
 
 
 def _checked(report: object, world_size: int) -> LoadReport:

@@ -188,6 +188,7 @@ def save_together(
                 source = open_source(ranks, options.carry, options.exclude, storage)
             claimed = _agree_and_claim(ranks, state, path, options, storage, source)
         plan, run = claimed.planned.plan, claimed.run
+        found = Tally() if source is None else source.reads
         with phases.phase("write"):
             verdict = run.write_and_commit(
                 claimed.text, claimed.attempt, lambda: _write(ranks, claimed, options, held)
@@ -207,7 +208,9 @@ def save_together(
             exchanges=ranks.exchanges,
             collectives=ranks.collectives,
             nbytes_receipt=run.nbytes_receipt,
-            storage_reads=claimed.storage.reads,
+            storage_reads=claimed.storage.reads.plus_all(
+                Tally() if source is None else source.reads
+            ),
             storage_writes=claimed.storage.writes,
             **asdict(verdict),
         )
