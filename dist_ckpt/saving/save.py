@@ -208,9 +208,7 @@ def save_together(
             exchanges=ranks.exchanges,
             collectives=ranks.collectives,
             nbytes_receipt=run.nbytes_receipt,
-            storage_reads=claimed.storage.reads.plus_all(
-                Tally() if source is None else source.reads
-            ),
+            storage_reads=claimed.storage.reads.plus_all(found),
             storage_writes=claimed.storage.writes,
             **asdict(verdict),
         )
