@@ -19,7 +19,7 @@ from dist_ckpt.commit.order import Claim
 from dist_ckpt.commit.removal import now_at
 from dist_ckpt.commit.root_records import read_facts
 from dist_ckpt.config import Config
-from dist_ckpt.errors import ConflictError
+from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.index import Index, ObjectsFileRecord
 from dist_ckpt.format.objects_file import ObjectsFile
@@ -89,7 +89,13 @@ def strip_at(
             with phases.phase("commit"):
                 index = part.index(claim, records)
                 _commit(counting, claim, index, source[1])
-        _move_guards(counting, path, source[1], claim)
+        try:
+            _move_guards(counting, path, source[1], claim)
+        except CheckpointError as error:
+            raise StorageError(
+                f"{path} is stripped, but tags may be on {source[0]} still, which stays beside it: "
+                f"{error}. Give it its tags again"
+            ) from error
     report = report_of(path, index, phases.seconds, counting.reads, counting.writes, linked)
     phases.done(report)
     return report
