@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dist_ckpt.binding.saved_tree import state_of
 from dist_ckpt.format.index import Catalog, Node
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.planning.selection import names_above
-from dist_ckpt.state.containers import is_mapping, join
+from dist_ckpt.planning.selection import Selection, names_above
+from dist_ckpt.state.containers import RECORD, is_mapping, join
 
 _PARAMS = ".params"
 
@@ -38,6 +38,28 @@ class CarriedNames:
 def names_of(catalog: Catalog) -> tuple[str, ...]:
     """Return the names of all that is stored."""
     return (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
+
+
+def not_loaded(
+    source: Catalog, done: Collection[str], excluded: Selection
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of which nothing was loaded, and those of them that are not left out.
+
+    A tensor that is made of others is taken as a whole, by its own name.
+    """
+    whole = _wholes(source)
+    loaded = {whole(name) for name in done}
+    left = [name for name in names_of(source) if whole(name) not in loaded]
+    return tuple(map(whole, left)), tuple(name for name in left if whole(name) in excluded)
+
+
+def _wholes(source: Catalog) -> Callable[[str], str]:
+    """Return what tells of which tensor a name is a part: of the outermost, if of several."""
+    mark = f".{RECORD}"
+    made = {name.removesuffix(mark) for name in source.values if name.endswith(mark)}
+    if not made:
+        return lambda name: name
+    return lambda name: [above for above in names_above(name) if above in made or above == name][-1]
 
 
 def carried_names(
@@ -160,6 +182,8 @@ def _merged_tree(
         if node.fqn in empty - own and above is not None and above.fqn not in own:
             carried[node.fqn] = node
     merged = [_merged(node, carried.pop(node.fqn, None)) for node in live]
+    for node in (*merged, *carried.values()):
+        _check_list(node)
     return (*merged, *carried.values())
 
 
@@ -174,3 +198,14 @@ def _merged(live: Node, carried: Node | None) -> Node:
         )
     held = {str(key) for key in live.keys}
     return Node(live.fqn, live.kind, (*live.keys, *(k for k in carried.keys if str(k) not in held)))
+
+
+def _check_list(node: Node) -> None:
+    """Raise ValueError for a list that lacks an item: the others would move."""
+    if not is_mapping(node.kind) and node.keys != (*range(len(node.keys)),):
+        lacking = next(number for number, key in enumerate(node.keys) if number != key)
+        raise ValueError(
+            f"carry: {node.fqn} would be a {node.kind} without its item {lacking}, and the others "
+            f"would move: leave out what would be carried on of it (exclude={node.fqn!r}), or load "
+            f"all of it"
+        )

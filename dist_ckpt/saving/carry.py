@@ -29,7 +29,7 @@ from dist_ckpt.reports import LoadReport, Tally
 from dist_ckpt.runs.holding import held_source
 from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.runtime.typed_msgpack import Message
-from dist_ckpt.saving.carried_names import carried_names, names_of, with_carried
+from dist_ckpt.saving.carried_names import carried_names, not_loaded, with_carried
 from dist_ckpt.saving.carried_plan import CarryPlan, plan_carried
 from dist_ckpt.shard_io.carried_files import carry_files
 from dist_ckpt.shard_io.open_files import read_objects
@@ -69,27 +69,27 @@ class RestoredNames(Message, frozen=True):
 class CarrySource:
     """The checkpoint that a save carries on from.
 
-    `names` are those that no rank has loaded of it, `excluded` says which of them are left out;
-    `reads` is what it took on this rank to find it.
+    `names` are carried on unless the state holds them; `found` are all of which no rank has
+    loaded anything, and `excluded` leaves some out. `reads` is what it took here to find it.
     """
 
     path: str
     attempt: Attempt
     index: Index
     names: tuple[str, ...]
+    found: tuple[str, ...]
     excluded: Selection
     reads: Tally
 
     def unmatched(self, problems: Sequence[str]) -> tuple[str, ...]:
         """Return the problems of patterns that match nothing here either: `exclude` is for both."""
-        of_exclude, left = self.excluded.unmatched(()), self.excluded.unmatched(self.names)
+        of_exclude, left = self.excluded.unmatched(()), self.excluded.unmatched(self.found)
         return tuple(one for one in problems if one not in of_exclude or one in left)
 
     def planned(self, plan: SavePlan) -> Carrying:
         """Return what is carried on beside the state that is planned. ValueError if it cannot."""
-        chosen = [name for name in self.names if name in self.excluded]
         live = plan.catalog
-        names = carried_names(self.index.catalog, chosen, live, plan.tree)
+        names = carried_names(self.index.catalog, self.names, live, plan.tree)
         found = plan_carried(live, self.index, names)
         return Carrying(self, found, CatalogText(found.catalog))
 
@@ -132,8 +132,8 @@ def open_source(
         done = {name for names in told_names for name in names}
     attempt = parse_attempt(index.attempt)
     assert attempt is not None
-    names = tuple(name for name in names_of(index.catalog) if name not in done)
-    return CarrySource(loaded.path, attempt, index, names, excluded, reads)
+    found, names = not_loaded(index.catalog, done, excluded)
+    return CarrySource(loaded.path, attempt, index, names, found, excluded, reads)
 
 
 def _checked(report: object, world_size: int) -> LoadReport:

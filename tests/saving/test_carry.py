@@ -12,6 +12,7 @@ import pytest
 
 import dist_ckpt as dc
 import rank_threads
+from compound_tensors import Quantized
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit import removal
 from dist_ckpt.commit.attempts import find, list_attempts
@@ -243,6 +244,42 @@ def test_an_optimizer_of_a_part_of_the_model_gets_the_state_of_the_rest(tmp_path
     assert len(taken["optim"]["param_groups"][0]["params"]) == 4
     assert isinstance(taken["more"]["t"], numpy.ndarray)
     assert taken["more"]["l"] == [torch.ones(1), 5]
+
+
+def test_a_quantized_tensor_is_carried_and_left_out_as_a_whole() -> None:
+    storage = MemoryStorage({ROOT: None})
+    weights = [Quantized.of(torch.arange(6.0).reshape(2, 3) + number) for number in range(2)]
+    rank_threads.save(storage, [{"w": weights[0], "v": weights[1], "x": 1}], A)
+    report = rank_threads.load(storage, [{"x": 0}], A, include="x")
+    rank_threads.save(storage, [{"x": 2}], B, carry=report, exclude="v")
+    assert "v" not in str(find(storage, B)[1].catalog.tensors)
+    back = {"w": Quantized.of(torch.ones(2, 3)), "x": 0}
+    rank_threads.load(storage, [back], B)
+    assert torch.equal(back["w"].dequantize(), weights[0].dequantize())
+    with pytest.raises(ValueError, match=r"exclude: 'v.scale' matches no name"):
+        rank_threads.save(storage, [{"x": 2}], f"{ROOT}/c", carry=report, exclude="v.scale")
+    # What was loaded of one, and is not in the state any more, does not come back in parts.
+    part = {"w": {"scale": torch.zeros(2, 1)}}
+    report = rank_threads.load(storage, [part], A, include="w.scale")
+    rank_threads.save(storage, [{"x": 2}], f"{ROOT}/c", carry=report)
+    assert {*find(storage, f"{ROOT}/c")[1].catalog.tensors} == {"v.qdata", "v.scale"}
+
+
+def test_a_list_loses_no_item() -> None:
+    storage = MemoryStorage({ROOT: None})
+    items = [torch.full((1,), float(number)) for number in range(3)]
+    rank_threads.save(storage, [{"l": items}], A)
+    report = rank_threads.load(storage, [{"l": [torch.zeros(1)]}], A, include="l.0")
+    match = r"l would be a list without its item 0, .*exclude='l'"
+    with pytest.raises(ValueError, match=match):
+        rank_threads.save(storage, [{"new": items[1]}], B, carry=report)
+    with pytest.raises(ValueError, match=r"without its item 1"):
+        rank_threads.save(storage, [{"l": items[:1]}], B, carry=report, exclude="l.1")
+    rank_threads.save(storage, [{"new": items[1]}], B, carry=report, exclude="l")
+    rank_threads.save(storage, [{"l": [items[2]]}], B, carry=report, overwrite=True)
+    found: dict[str, Any] = {}
+    rank_threads.load(storage, [found], B)
+    assert found["l"] == [items[2], items[1], items[2]]
 
 
 # --- tied tensors ----------------------------------------------------------------------------
