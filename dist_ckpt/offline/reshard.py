@@ -7,6 +7,7 @@ of the source checkpoint instead of memory, a window of them at a time.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -23,10 +24,12 @@ from dist_ckpt.format.index import Index, Key, ObjectsFileRecord
 from dist_ckpt.offline.rewriting import new_attempt, report_of
 from dist_ckpt.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
 from dist_ckpt.planning.save_planner import items_of_ranks, stored_nbytes
+from dist_ckpt.planning.selection import Selection, selection_of
 from dist_ckpt.planning.sharded_views import plan_stored
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.saving.stored_part import part_of
 from dist_ckpt.shard_io.open_files import read_attached_file, read_objects
 from dist_ckpt.shard_io.read_windows import StoredTensors, Windows, read_windows
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
@@ -44,6 +47,8 @@ def reshard(
     world_size: int | None = None,
     max_memory: int = 1 << 30,
     overwrite: bool = False,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Write the checkpoint at `source` again at `target`, laid out for other ranks.
@@ -53,7 +58,8 @@ def reshard(
     memory besides, without torch or a GPU. Every byte read is checked. Plain data and per-rank
     values, with the keys they were saved under, are carried over; the keys go round the ranks.
 
-    `source` may name one of a run, such as "runs/a@latest".
+    `include` and `exclude` are globs on the names in the checkpoint, as of `dc.save`: then only a
+    part of it is written. `source` may name one of a run, such as "runs/a@latest".
     On return the target is complete and durable. `overwrite` replaces the checkpoint that is
     there, which may be the source itself, once the new one is durable. Raises ExistsError if
     something is there; otherwise as a load from `source` and a save to `target` would, so
@@ -67,6 +73,7 @@ def reshard(
         raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    selection = selection_of(include, exclude)
     config = sharding if sharding is not None else ShardingConfig.even(_count(world_size))
     source_storage, source_path = open_storage(resolve(source))
     target_storage, target_path = open_storage(target)
@@ -83,7 +90,9 @@ def reshard(
     attempt, index = attempts.find(counted, source_path)
     with attempts.while_it_is_there(counted, source_path, attempt):
         stored = Stored(counted, f"{source_path}/{attempt.name}", index)
-        plan = plan_stored(index.catalog, config, stored.main.tree, stored.main.numpy)
+        if not selection.is_everything:
+            stored.choose(selection)
+        plan = plan_stored(stored.catalog, config, stored.main.tree, stored.main.numpy)
         storage = CountingStorage(target_storage)
         run = _Reshard(stored, plan, storage, target_path, max_memory, progress)
         with closing(stored.tensors):
@@ -99,7 +108,11 @@ def _count(world_size: int | None) -> int:
 
 
 class Stored:
-    """The checkpoint to read from: its index, its objects files, and its tensors."""
+    """The checkpoint to read from: its index, its objects files, and its tensors.
+
+    `catalog` is what is to be written of it, and `main` the global objects file of that, with the
+    values of all ranks.
+    """
 
     def __init__(self, storage: CountingStorage, folder: str, index: Index) -> None:
         self.index = index
@@ -110,11 +123,14 @@ class Stored:
         self.files = {one.name: self._read_objects(one, contents) for one in index.objects}
         if filenames.OBJECTS not in self.files:
             raise CorruptError(f"{folder}: the index lists no {filenames.OBJECTS}")
+        self.catalog = index.catalog
+        values = {fqn: one for file in self.files.values() for fqn, one in file.values.items()}
+        self.main = replace(self.files[filenames.OBJECTS], values=values, per_rank={})
 
-    @property
-    def main(self) -> objects_file.ObjectsFile:
-        """The global objects file."""
-        return self.files[filenames.OBJECTS]
+    def choose(self, selection: Selection) -> None:
+        """Take only a part of it, as a checkpoint with an id of its own."""
+        self.catalog, self.main = part_of(self.catalog, self.main, selection)
+        self.index = replace(self.index, save=secrets.token_hex(16))
 
     def keyed(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
         """Return the per-rank values by the ranks that store them in a plan."""
@@ -210,10 +226,7 @@ class _Reshard:
         """Return a rank's objects files: its keys, and all values in the global one, rank 0's."""
         encoded = {}
         if rank == 0:
-            files = self._stored.files.values()
-            values = {fqn: value for file in files for fqn, value in file.values.items()}
-            main = replace(self._stored.main, values=values, per_rank={})
-            encoded[filenames.OBJECTS] = objects_file.encode(main)
+            encoded[filenames.OBJECTS] = objects_file.encode(self._stored.main)
         if keyed := self._keyed.get(rank):
             encoded[filenames.objects_file(rank)] = objects_file.encode(
                 objects_file.ObjectsFile(per_rank=keyed)
