@@ -33,13 +33,13 @@ from dist_ckpt.errors import NotFoundError
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import parse_attempt
 from dist_ckpt.format.index import Index
-from dist_ckpt.offline.read_windows import Windows
 from dist_ckpt.planning.plan import FileReceipt
 from dist_ckpt.planning.selection import selection_of
 from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
 from dist_ckpt.shard_io.open_files import read_encoded_objects
+from dist_ckpt.shard_io.read_windows import Windows
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
@@ -77,7 +77,8 @@ def average(
     floating-point tensors. All else (buffers, integers, what is frozen, the optimizer's state,
     values, metadata, values per rank) is taken from the newest source, which is the one of the
     highest step; of one step, or if one has no step, the one that was saved last. Its step, world
-    size and layout are those of the average; facts about it, such as metrics, are not.
+    size and layout are those of the average; facts about it, such as metrics, and what is attached
+    to it are not.
 
     The average is uniform, or `weights` has a number for each source, in their order (of a run,
     oldest first); or, with `decay` d, a source that has k newer ones has the weight d**k: an

@@ -46,7 +46,8 @@ class DataPosition:
     any batch size and number of workers, lets the next pass over the loader begin behind these
     samples, in the same epoch: no sample is lost or doubled, but for what evens out the last row
     (see `ElasticSampler`) and what the loader's own `drop_last` leaves out at the end.
-    `sampler.epoch` is that epoch then.
+    `sampler.epoch` is that epoch then. Once the loop over an epoch has ended, the position is the
+    beginning of the next one, if `sampler.set_epoch` is called for each.
 
     A save raises ValueError if ranks stand at different positions, or differ in seed or length. A
     load raises IncompatibleError, before it changes anything, if the dataset has another length, or
@@ -119,7 +120,9 @@ class DataPosition:
                 )
             return sampler.next_pass
         batches, is_over = _progress(loader.state_dict())
-        if is_over or sampler.last_pass is None or not (batches or loader.num_workers):
+        if is_over:
+            return sampler.after_last_pass
+        if sampler.last_pass is None or not (batches or loader.num_workers):
             return sampler.next_pass  # the next `iter` or `next` begins it
         epoch, start = sampler.last_pass
         return epoch, sampler.reached(start, batches * (loader.batch_size or 1))

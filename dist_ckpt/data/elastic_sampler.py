@@ -53,12 +53,24 @@ class ElasticSampler(_Base):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.length = len(dataset)
         self.begin_at(0, 0)
+        self._is_told_epochs = False
         self._first: tuple[int, list[int]] = (-1, [])
 
     @property
     def next_pass(self) -> tuple[int, int]:
         """The epoch of the next pass, and how many of its samples that leaves out."""
         return self.epoch, self._start
+
+    @property
+    def after_last_pass(self) -> tuple[int, int]:
+        """As `next_pass`, of a loop that is through with the last one.
+
+        The epoch after that one's if somebody says which epoch it is, and has not said so yet.
+        """
+        is_next_said = self.last_pass is None or self.epoch != self.last_pass[0]
+        if is_next_said or not self._is_told_epochs:
+            return self.next_pass
+        return self.epoch + 1, 0
 
     def begin_at(self, epoch: int, consumed: int) -> None:
         """Let the next pass begin in `epoch` behind its first `consumed` samples, of all ranks.
@@ -87,6 +99,7 @@ class ElasticSampler(_Base):
                 f"{self._start} of {self.length}: loop over range(sampler.epoch, epochs), or give "
                 f"up the rest of that epoch with sampler.begin_at({epoch}, 0)"
             )
+        self._is_told_epochs = True
         if epoch != self.epoch:
             self.epoch, self._start = epoch, 0
 

@@ -19,11 +19,11 @@ from dist_ckpt.commit.order import Claim
 from dist_ckpt.commit.removal import now_at
 from dist_ckpt.commit.root_records import read_facts
 from dist_ckpt.config import Config
-from dist_ckpt.errors import ConflictError
+from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.index import Index, ObjectsFileRecord
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.offline.rewriting import held_source, new_attempt, report_of
+from dist_ckpt.offline.rewriting import new_attempt, report_of
 from dist_ckpt.planning.stripping import (
     Stripped,
     owner_of,
@@ -33,6 +33,7 @@ from dist_ckpt.planning.stripping import (
 )
 from dist_ckpt.reports import Phases, SaveReport, Tally
 from dist_ckpt.runs.facts import keeps_records, known_of, put_metrics
+from dist_ckpt.runs.holding import held_source
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.shard_io.carried_files import carry_files
 from dist_ckpt.shard_io.open_files import read_objects
@@ -88,7 +89,13 @@ def strip_at(
             with phases.phase("commit"):
                 index = part.index(claim, records)
                 _commit(counting, claim, index, source[1])
-        _move_guards(counting, path, source[1], claim)
+        try:
+            _move_guards(counting, path, source[1], claim)
+        except CheckpointError as error:
+            raise StorageError(
+                f"{path} is stripped, but tags may be on {source[0]} still, which stays beside it: "
+                f"{error}. Give it its tags again"
+            ) from error
     report = report_of(path, index, phases.seconds, counting.reads, counting.writes, linked)
     phases.done(report)
     return report

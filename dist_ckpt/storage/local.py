@@ -132,7 +132,14 @@ class LocalStorage:
             there = stack.enter_context(_real_folder(target))
             if not stat.S_ISREG(os.lstat(name, dir_fd=place).st_mode):
                 raise OSError(errno.EINVAL, f"{old} is no regular file")
-            os.link(name, new_name, src_dir_fd=place, dst_dir_fd=there, follow_symlinks=False)
+            was_there = _is_named(new_name, there)
+            try:
+                os.link(name, new_name, src_dir_fd=place, dst_dir_fd=there, follow_symlinks=False)
+            except FileExistsError:
+                # NFS repeats a request, and finds what its first, unanswered one did.
+                made = os.lstat(new_name, dir_fd=there)
+                if was_there or not os.path.samestat(os.lstat(name, dir_fd=place), made):
+                    raise
 
     def remove(self, path: str) -> None:
         """Remove a file (of a link, the link) or an empty folder."""
@@ -301,6 +308,14 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
     if stat.S_ISDIR(status.st_mode):
         return Entry(item.name, "folder", 0, status.st_mtime)
     return Entry(item.name, "other", 0, status.st_mtime)
+
+
+def _is_named(name: str, folder: int) -> bool:
+    try:
+        os.lstat(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _is_odd(path: str) -> bool:

@@ -161,6 +161,24 @@ def test_the_epoch_comes_back() -> None:
     assert other.state()["epoch"] == 2
 
 
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_of_a_loop_that_has_ended_the_next_epoch_is_saved(workers: dict[str, Any]) -> None:
+    """A save between two epochs, where most are: the one that is over is not had again."""
+    job, had = Job(1, **workers), []
+    while (epoch := job.samplers[0].epoch) < 3:
+        job.samplers[0].set_epoch(epoch)
+        had.append(job.epoch())
+        state = job.state()
+        assert (state["epoch"], state["consumed"]) == (epoch + 1, 0)
+        job = Job(1, **workers).load(state)
+    straight = Job(1)
+    for epoch in range(3):
+        straight.samplers[0].set_epoch(epoch)
+        assert had[epoch] == straight.epoch()
+    straight.samplers[0].set_epoch(7)  # said before the save: it is that one
+    assert (straight.state()["epoch"], straight.state()["consumed"]) == (7, 0)
+
+
 def test_a_pass_that_has_not_begun_is_the_next_one() -> None:
     job = Job(1)
     job.epoch(2)  # given up

@@ -26,6 +26,7 @@ from dist_ckpt.interop import lone_save, shrew, shrew_format
 from dist_ckpt.interop.local_files import new_file
 from dist_ckpt.memory.host_array import Array
 from dist_ckpt.offline.checkpoint import open_at
+from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
@@ -487,6 +488,29 @@ def test_a_fault_at_any_storage_call_of_an_import_leaves_no_half_checkpoint(
             except NotFoundError:
                 pass
     assert number > 10
+
+
+def test_an_import_that_crashes_anywhere_is_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, disk = tmp_path / "a.shrew", CrashStorage()
+    file.write_bytes(w.FILES["version 2"])
+    disk.make_folder("/runs")
+    disk.sync("/")
+    monkeypatch.setattr(lone_save, "open_storage", lambda _: (disk, "/runs/ck"))
+    shrew.import_file(file, tmp_path / "unused")
+    disk.mark("imported")
+    seen = set()
+    for point, storage in states(disk.log, limit=4):
+        try:
+            with open_at(storage, "/runs/ck") as found:
+                held = {name: found[name][...].tolist() for name in found}
+            assert held["model.pixels"] == [0, 128, 255], point
+            seen.add(True)
+        except NotFoundError:
+            assert "imported" not in point.marks, point
+            seen.add(False)
+    assert seen == {True, False}
 
 
 def test_import_and_export_on_the_command_line(

@@ -11,7 +11,8 @@ import pytest
 import dist_ckpt as dc
 import rank_threads
 from dist_ckpt.commit.attempts import find, list_attempts
-from dist_ckpt.commit.guards import HOLD
+from dist_ckpt.commit.guards import HOLD, PIN, guards_of
+from dist_ckpt.commit.holds import Subject, tag
 from dist_ckpt.commit.removal import collect
 from dist_ckpt.commit.root_records import read_facts
 from dist_ckpt.errors import (
@@ -20,6 +21,7 @@ from dist_ckpt.errors import (
     CorruptError,
     NotFoundError,
 )
+from dist_ckpt.offline import strip
 from dist_ckpt.offline.strip import strip_at
 from dist_ckpt.runs.facts import put_metrics
 from dist_ckpt.runs.keep import last
@@ -288,6 +290,23 @@ def test_a_save_over_it_meanwhile_wins() -> None:
     assert number_at(storage, PATH) == 5
 
 
+def test_a_save_over_it_just_before_the_claim_is_not_stripped_unseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = MemoryStorage({ROOT: None})
+    save(storage, 1)
+    real = strip.new_attempt
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        rank_threads.save(storage, [state(5)], PATH, step=1, overwrite=True)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(strip, "new_attempt", late)
+    with pytest.raises(ConflictError, match="replaced meanwhile"):
+        strip_at(storage, PATH, OPTIM)
+    assert number_at(storage, PATH) == 5
+
+
 # --- crashes and faults ----------------------------------------------------------------------
 
 
@@ -320,6 +339,9 @@ def test_after_any_crash_it_is_what_it_was_or_stripped_and_can_be_stripped(wrap)
     assert seen == {"all", "without"}
 
 
+TELLS_OF_A_COMMIT = ("is stripped", "outlives a power cut")
+
+
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "done, but reported as failed"])
 def test_an_error_at_any_storage_call_loses_nothing(done: bool) -> None:
     number = num_linked = 0
@@ -327,15 +349,24 @@ def test_an_error_at_any_storage_call_loses_nothing(done: bool) -> None:
         number += 1
         storage = MemoryStorage({ROOT: None})
         made(storage)
+        subject = Subject(storage, ROOT, PATH, (1, find(storage, PATH)[0]))
+        tag(subject, "release")
+        subject.put(PIN, {"pinned": True, "why": "the paper"})
         faulty = FaultyStorage(storage, fail_at_call=number, done=done)
         error: CheckpointError | None = None
         try:
-            strip_at(faulty, PATH, OPTIM)
+            strip_at(faulty, PATH, OPTIM, force=True)
         except CheckpointError as caught:
             error = caught
         there = left_at(storage)
+        (one,) = list_run(storage, ROOT, now=0.0).checkpoints
+        assert one.pin == "the paper", faulty.failed
+        tags = guards_of(read_facts(storage, ROOT), 0.0).tags
+        assert [*tags.values()] == [["release"]], faulty.failed  # of the old one, or of the new
+        if error is not None and there == "without":  # it says so
+            assert any(text in str(error) for text in TELLS_OF_A_COMMIT), (faulty.failed, error)
         if error is None:
-            assert there == "without", faulty.failed
+            assert (there, one.tags) == ("without", ("release",)), faulty.failed
             num_linked += faulty.failed.startswith("link")
         assert there in ("all", "without"), faulty.failed
         if number > faulty.calls:

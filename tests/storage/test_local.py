@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -290,6 +291,30 @@ def test_where_the_system_has_no_exclusive_rename_at_all_a_link_does_it(storage,
     write(storage, f"{root}/old", b"1")
     storage.rename(f"{root}/old", f"{root}/new")
     assert os.listdir(root) == ["new"]
+
+
+def test_a_link_that_was_made_but_asked_for_again_is_made(storage, root, monkeypatch):
+    """NFS does so if the answer is lost; what another has put there is none of ours."""
+    real = os.link
+
+    def twice(*names: str, **options: Any) -> None:
+        real(*names, **options)
+        real(*names, **options)
+
+    write(storage, f"{root}/f", b"1")
+    monkeypatch.setattr(os, "link", twice)
+    storage.link(f"{root}/f", f"{root}/g")
+    assert os.path.samefile(f"{root}/f", f"{root}/g")
+    with pytest.raises(FileExistsError):
+        storage.link(f"{root}/f", f"{root}/g")
+
+    def too_late(old: str, new: str, **options: Any) -> None:
+        os.close(os.open(new, os.O_CREAT | os.O_EXCL, dir_fd=options["dst_dir_fd"]))
+        real(old, new, **options)
+
+    monkeypatch.setattr(os, "link", too_late)
+    with pytest.raises(FileExistsError):
+        storage.link(f"{root}/f", f"{root}/h")
 
 
 # --- renaming without the newest calls -------------------------------------------------------
