@@ -153,7 +153,7 @@ def test_many_groups_of_a_later_source_stand_behind_those_of_the_first(tmp_path:
     rates = {number: float(number + 1) for number in range(13)}
     for name, own in (("a", {5: 6.0}), ("b", rates)):
         dc.save({"w": weights, "optim": grouped(own)}, tmp_path / name)
-    sources = [dc.Source(tmp_path / "a", include="optim"), tmp_path / "b"]
+    sources: list[Any] = [dc.Source(tmp_path / "a", include="optim"), tmp_path / "b"]
     optim = grouped(dict.fromkeys(rates, 99.0))
     dc.load({"w": weights, "optim": optim}, sources)
     assert [group["lr"] for group in optim.param_groups] == [*rates.values()]
