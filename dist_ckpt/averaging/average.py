@@ -77,7 +77,8 @@ def average(
     floating-point tensors. All else (buffers, integers, what is frozen, the optimizer's state,
     values, metadata, values per rank) is taken from the newest source, which is the one of the
     highest step; of one step, or if one has no step, the one that was saved last. Its step, world
-    size and layout are those of the average; facts about it, such as metrics, are not.
+    size and layout are those of the average; facts about it, such as metrics, and what is attached
+    to it are not.
 
     The average is uniform, or `weights` has a number for each source, in their order (of a run,
     oldest first); or, with `decay` d, a source that has k newer ones has the weight d**k: an

@@ -158,6 +158,7 @@ class AsyncSaver:
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         rename: Mapping[str, str | None] | None = None,
+        frozen: bool = True,
         config: Mapping[str, object] | None = None,
         kind: str | None = None,
     ) -> int | None:
@@ -181,6 +182,7 @@ class AsyncSaver:
             include=include,
             exclude=exclude,
             rename=rename,
+            frozen=frozen,
             config=config,
             kind=kind,
         )

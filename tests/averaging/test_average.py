@@ -136,7 +136,8 @@ def test_what_is_trained_is_averaged_and_all_else_is_of_the_newest(tmp_path):
         optimizer = torch.optim.AdamW([w for w in made.parameters() if w.requires_grad])
         made(torch.randn(5, 3)).sum().backward()
         optimizer.step()
-        dc.save({"model": made, "optim": optimizer}, tmp_path / f"{seed}", step=seed)
+        state = {"model": made, "optim": optimizer}
+        dc.save(state, tmp_path / f"{seed}", step=seed, attach={"report": b"of one step"})
     dc.average([tmp_path / f"{seed}" for seed in range(3)], to=tmp_path / "mean")
     averaged = {"0.weight", "1.weight", "1.bias"}
     with dc.open(tmp_path / "mean") as mean, dc.open(tmp_path / "2") as newest:
@@ -144,6 +145,7 @@ def test_what_is_trained_is_averaged_and_all_else_is_of_the_newest(tmp_path):
             several = [made.state_dict()[name] for made in modules]
             right = expected(several, [1, 1, 1]) if name in averaged else several[-1]
             assert bytes(mean[f"model.{name}"][...].data) == as_bytes(right), name
+        assert (list(newest.attached), list(mean.attached)) == (["report"], [])
         others = [fqn for fqn in newest if fqn.startswith("optim.")]
         assert others
         for fqn in others:
@@ -379,13 +381,13 @@ def test_an_average_that_crashes_anywhere_is_there_whole_or_not_at_all(ranks):
     assert problems == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_error_at_any_call_of_the_targets_storage_is_raised_on_all_ranks(ranks):
+@pytest.mark.parametrize(("ranks", "done"), [(1, False), (1, True), (2, False)])
+def test_an_error_at_any_call_of_the_targets_storage_is_raised_on_all_ranks(ranks, done):
     sources, number = in_memory(), 0
     while True:
         number += 1
         storage = MemoryStorage({"/runs": None})
-        faulty = FaultyStorage(storage, fail_at_call=number)
+        faulty = FaultyStorage(storage, fail_at_call=number, done=done)
         outcomes = try_average(
             ["/runs/1", "/runs/2"], ranks, rank_threads.everywhere(faulty), sources
         )

@@ -21,6 +21,7 @@ from dist_ckpt.errors import (
     CorruptError,
     NotFoundError,
 )
+from dist_ckpt.offline import strip
 from dist_ckpt.offline.strip import strip_at
 from dist_ckpt.runs.facts import put_metrics
 from dist_ckpt.runs.keep import last
@@ -286,6 +287,23 @@ def test_a_save_over_it_meanwhile_wins() -> None:
 
     with pytest.raises((ConflictError, NotFoundError)):
         strip_at(Meeting(storage, overwrite), PATH, OPTIM)
+    assert number_at(storage, PATH) == 5
+
+
+def test_a_save_over_it_just_before_the_claim_is_not_stripped_unseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = MemoryStorage({ROOT: None})
+    save(storage, 1)
+    real = strip.new_attempt
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        rank_threads.save(storage, [state(5)], PATH, step=1, overwrite=True)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(strip, "new_attempt", late)
+    with pytest.raises(ConflictError, match="replaced meanwhile"):
+        strip_at(storage, PATH, OPTIM)
     assert number_at(storage, PATH) == 5
 
 
