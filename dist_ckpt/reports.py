@@ -133,6 +133,8 @@ class LoadReport:
     longest of all ranks.
 
     `sources` says what came from where; `path`, `step` and `attempt` are of the first source.
+    `as_saved`: no rename has given saved names other ones. The report of a load that has left
+    something out says to `dc.save(carry=...)` what to carry on.
     """
 
     path: str
@@ -157,6 +159,7 @@ class LoadReport:
     collectives: Tally
     storage_reads: Tally
     sources: tuple[LoadedSource, ...] = ()
+    as_saved: bool = True
 
     @property
     def total_s(self) -> float:

@@ -33,13 +33,13 @@ from dist_ckpt.errors import NotFoundError
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import parse_attempt
 from dist_ckpt.format.index import Index
-from dist_ckpt.offline.read_windows import Windows
 from dist_ckpt.planning.plan import FileReceipt
 from dist_ckpt.planning.selection import selection_of
 from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
 from dist_ckpt.runtime.typed_msgpack import Message
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
 from dist_ckpt.shard_io.open_files import read_encoded_objects
+from dist_ckpt.shard_io.read_windows import Windows
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage

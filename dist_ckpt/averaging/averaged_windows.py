@@ -12,9 +12,9 @@ from dist_ckpt.commit.attempts import while_it_is_there
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.buffers import Slots
-from dist_ckpt.offline.read_windows import StoredTensors, Window, windows_of
 from dist_ckpt.planning.plan import FilePlan, Wanted
 from dist_ckpt.runtime.threads import results_of
+from dist_ckpt.shard_io.read_windows import StoredTensors, Window, windows_of
 
 # A multiple of a block. Seven of them and the sums are in memory at once, so that it is this which
 # counts, and not the largest tensor.

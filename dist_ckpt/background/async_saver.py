@@ -106,11 +106,12 @@ class AsyncSaver:
         kind: str | None = None,
         attach: Attached | None = None,
         reuse: str | Sequence[str] = (),
+        carry: LoadReport | None = None,
     ) -> SaveHandle:
         """Save a state as the checkpoint at `path`. Collective: every rank calls this.
 
-        The options are those of `dc.save`. On return the state is staged, and may change (on CUDA
-        devices: see `fence`); nothing is durable yet: see `SaveHandle.result`.
+        The options are those of `dc.save`; `carry` is refused. On return the state is staged, and
+        may change (on CUDA devices: see `fence`); nothing is durable yet: see `SaveHandle.result`.
 
         Raises what `dc.save` raises for a state that cannot be saved, on all ranks; then nothing
         was staged. If an earlier background save has failed that nobody was told of, its error is
@@ -119,7 +120,7 @@ class AsyncSaver:
         """
         options = SaveOptions(
             *(step, sharding, overwrite, metadata, include, exclude, frozen),
-            *(config, kind, attach, reuse),
+            *(config, kind, attach, reuse, carry),
         )
         return self.save_with(state, path, options)
 
@@ -157,6 +158,7 @@ class AsyncSaver:
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         rename: Mapping[str, str | None] | None = None,
+        frozen: bool = True,
         config: Mapping[str, object] | None = None,
         kind: str | None = None,
     ) -> int | None:
@@ -180,6 +182,7 @@ class AsyncSaver:
             include=include,
             exclude=exclude,
             rename=rename,
+            frozen=frozen,
             config=config,
             kind=kind,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 
 from dist_ckpt.binding.fresh_compounds import fresh_compound
@@ -78,11 +78,15 @@ class Requests:
 
     def unmatched(self) -> tuple[str, ...]:
         """Return the problem of each pattern that matches no name, saved or of this state."""
-        names = [*self.saved.leaves, *self.template.names()]
-        cast = self._cast.unmatched(names) if self._cast is not None else ()
+
+        def names() -> Iterator[str]:  # nobody looks at them where there is no pattern
+            yield from self.saved.leaves
+            yield from self.template.names()
+
+        cast = self._cast.unmatched(names()) if self._cast is not None else ()
         return (
             *self.saved.unmatched,
-            *self._selection.unmatched(names),
+            *self._selection.unmatched(names()),
             *(problem.replace("include", "cast", 1) for problem in cast),
         )
 

@@ -280,8 +280,8 @@ class Targets:
         if lost := list(dict.fromkeys(name for name, one in self._casts if one.has_overflown)):
             raise IncompatibleError(
                 f"{listed(lost)}: values that were saved are too large for the dtype in the state, "
-                "where they would be infinite: make it a wider one (bfloat16 or float32) and load "
-                "again"
+                "which is filled now, and infinite there: make it a wider one (bfloat16 or "
+                "float32) and load again"
             )
 
     def _target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:

@@ -64,7 +64,7 @@ class Checkpointer:
     returns what to attach to its checkpoint, as for `dc.save`; it is called on rank 0, when that
     step is saved, by whatever policy. `include`, `exclude` and `frozen` say what of the state is
     saved and resumed, as in `dc.save` and `dc.load`; tensors that match `reuse`, such as frozen
-    weights, are linked and not written.
+    weights, are linked and not written. `carry` is of `dc.save`, and refused here.
 
     With `background` a process of its own writes, see `dc.AsyncSaver`. A save that fails is told
     once, with what is safe, and tried again; `on_failure` is "warn", "raise" or a function that is
@@ -94,6 +94,7 @@ class Checkpointer:
         exclude: str | Sequence[str] | None = None,
         frozen: bool = True,
         reuse: str | Sequence[str] = (),
+        carry: None = None,
         on_commit: Callable[[Checkpoint], object] | None = None,
         on_failure: OnFailure = "warn",
         max_failures: int = 3,
@@ -118,10 +119,7 @@ class Checkpointer:
                 *(sharding, include, exclude, frozen),
             ),
             Hooks(on_commit, on_failure, max_failures),
-            background=background,
-            stop_within_s=stop_within_s,
-            attach=attach,
-            reuse=reuse,
+            *(background, stop_within_s, attach, reuse, carry),
         )
         self._run = open_run(options, group, _check_alone)
         self._dropped = weakref.finalize(self, self._run.let_go)

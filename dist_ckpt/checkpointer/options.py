@@ -52,6 +52,7 @@ class RunOptions:
     stop_within_s: float
     attach: Callable[[int], Attached | None] | None = None
     reuse: str | Sequence[str] = ()
+    carry: object = None
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""
@@ -66,6 +67,11 @@ class RunOptions:
         self._check_hooks()
         if not (self.attach is None or callable(self.attach)):
             raise TypeError(f"attach={self.attach!r}: give a function of the step, or None")
+        if self.carry is not None:
+            raise ValueError(
+                "carry: a run saves what is in its state: put all that is to be saved there "
+                "(reuse= links what does not change), or end with dc.save(state, path, carry=...)"
+            )
 
     def _check_hooks(self) -> None:
         commit, failure = self.hooks.on_commit, self.hooks.on_failure

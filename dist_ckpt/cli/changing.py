@@ -63,7 +63,9 @@ class Bytes(click.ParamType[int]):
     is_flag=True,
     help="Replace the checkpoint at TARGET, which may be SOURCE, once the new one is durable.",
 )
-def reshard(
+@click.option("--include", multiple=True, help="Only names that match; may be given again.")
+@click.option("--exclude", multiple=True, help="Not what matches; may be given again.")
+def reshard(  # noqa: PLR0913 - those of dc.reshard
     source: str,
     target: str,
     *,
@@ -71,6 +73,8 @@ def reshard(
     sharding: str | None,
     max_memory: int,
     overwrite: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
 ) -> None:
     """Write the checkpoint SOURCE again at TARGET, laid out for other ranks.
 
@@ -78,6 +82,7 @@ def reshard(
 
     \b
     dist-ckpt reshard run/step-00001000 run-8 --world-size 8
+    dist-ckpt reshard run@latest model --world-size 1 --include model
     """  # noqa: D301 - click knows the backspace
     if (world_size is None) == (sharding is None):
         raise click.UsageError("give either --world-size or --sharding")
@@ -90,6 +95,8 @@ def reshard(
             world_size=world_size,
             max_memory=max_memory,
             overwrite=overwrite,
+            include=include or None,
+            exclude=exclude or None,
             progress=update,
         )
     click.echo(

@@ -46,7 +46,7 @@ from dist_ckpt.snapshots.kept_files import KeptFiles
 from dist_ckpt.snapshots.overlay_storage import SnapshotStorage
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.state.plain_torch import make
-from dist_ckpt.state.tree import frozen_names
+from dist_ckpt.state.tree import without_frozen
 from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
 
@@ -123,6 +123,7 @@ def ask(call: LoadCall) -> Asked:
     selection = _selection(options, uses, template)
     request = LoadRequest(
         path=paths[0] if len(paths) == 1 else paths,
+        sources=tuple((use.key, paths[use.place]) for use in uses),
         strict=options.strict,
         check_first=options.check_first,
         read_once=options.read_once,
@@ -146,9 +147,7 @@ def _selection(
     options: LoadOptions, uses: Sequence[SourceUse], template: Template
 ) -> Selection | Scopes:
     """Return the names that a load is about. Raises TypeError or ValueError for bad patterns."""
-    asked = options.selection()
-    if not asked.frozen:
-        asked = replace(asked, without=frozen_names(template.root))
+    asked = without_frozen(options.selection(), template.root)
     own = [selection_of(use.source.include, use.source.exclude) for use in uses]
     for use in uses:
         rename_of(use.source.rename)

@@ -202,6 +202,8 @@ def _load(call: LoadCall) -> LoadReport:
             collectives=ranks.collectives,
             storage_reads=reduce(Tally.plus_all, (one.counting.reads for one in asked.places)),
             sources=checked.sources(),
+            as_saved=call.options.rename is None
+            and all(use.source.rename is None for use in asked.uses),
         )
         is_noted = call.options.notes and ranks.channel.rank == COORDINATOR
         if is_noted and _is_complete(call.options, asked, report, passed):

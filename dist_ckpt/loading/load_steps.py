@@ -46,10 +46,12 @@ MAX_SPREAD_NBYTES = 4 << 20
 class LoadRequest(Message, frozen=True):
     """What a rank asks for, up to `read_once` the same on all. Of several sources `path` has all.
 
-    `keys` are those of its per-rank templates; `bulk` numbers the bulk connections.
+    `sources` are the key and the path of each, in order. `keys` are those of its per-rank
+    templates; `bulk` numbers the bulk connections.
     """
 
     path: str | tuple[str, ...]
+    sources: tuple[tuple[str, str], ...]
     strict: bool
     check_first: bool
     read_once: ReadOnce
@@ -182,7 +184,7 @@ def find(
     That is if others are to have them. What is named by a selector is held until `held` ends. If
     several are not found, the error says all of them.
     """
-    check_alike("load", told, ("path", "strict", "check_first", "read_once"))
+    check_alike("load", told, ("path", "sources", "strict", "check_first", "read_once"))
     found: list[FoundCheckpoint] = []
     errors: list[CheckpointError | ValueError] = []
     for storage, asked in zip(storages, told[0].paths, strict=True):

@@ -1,8 +1,8 @@
 """The protocols `CellSource` and `Target`: where a shard's bytes come from and go to.
 
 `torch_tensor.py` keeps both for torch, and `host_array.py` has a target in plain host memory;
-`offline/read_windows.py` and `writer/staged_files.py` have sources, for bytes of another checkpoint
-and of an arena. Who writes and reads shards knows nothing else about memory.
+`shard_io/read_windows.py` and `writer/staged_files.py` have sources, for bytes of another
+checkpoint and of an arena. Who writes and reads shards knows nothing else about memory.
 """
 
 from __future__ import annotations

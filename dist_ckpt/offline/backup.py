@@ -14,8 +14,9 @@ from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
 from dist_ckpt.format.filenames import BACKUP, Attempt
 from dist_ckpt.format.index import Index
-from dist_ckpt.offline.rewriting import held_source, new_attempt
+from dist_ckpt.offline.rewriting import new_attempt
 from dist_ckpt.runs.facts import known_of, put_metrics
+from dist_ckpt.runs.holding import held_source
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.shard_io.carried_files import carry_files, files_of
 from dist_ckpt.storage import Storage

@@ -7,6 +7,7 @@ of the source checkpoint instead of memory, a window of them at a time.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,26 +16,22 @@ from dataclasses import replace
 from dist_ckpt import __version__
 from dist_ckpt.commit import attempts, order
 from dist_ckpt.commit.receipts import attached_of, check_receipts, sizes_of
+from dist_ckpt.errors import CorruptError
 from dist_ckpt.format import filenames, objects_file
-from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE, runs_of
+from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.checksums import BLOCK_NBYTES
-from dist_ckpt.format.index import Index
-from dist_ckpt.offline.read_windows import Stored, Windows, read_windows
+from dist_ckpt.format.index import Index, Key, ObjectsFileRecord
 from dist_ckpt.offline.rewriting import new_attempt, report_of
-from dist_ckpt.planning.plan import (
-    FilePlan,
-    FileReceipt,
-    Inventory,
-    Receipt,
-    SavePlan,
-    TensorEntry,
-    View,
-)
-from dist_ckpt.planning.save_planner import items_of_ranks, plan_save, stored_nbytes
-from dist_ckpt.planning.sharded_views import target_views
+from dist_ckpt.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
+from dist_ckpt.planning.save_planner import items_of_ranks, stored_nbytes
+from dist_ckpt.planning.selection import Selection, selection_of
+from dist_ckpt.planning.sharded_views import plan_stored
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.saving.stored_part import part_of
+from dist_ckpt.shard_io.open_files import read_attached_file, read_objects
+from dist_ckpt.shard_io.read_windows import StoredTensors, Windows, read_windows
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.counting import CountingStorage
@@ -50,6 +47,8 @@ def reshard(
     world_size: int | None = None,
     max_memory: int = 1 << 30,
     overwrite: bool = False,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Write the checkpoint at `source` again at `target`, laid out for other ranks.
@@ -59,7 +58,8 @@ def reshard(
     memory besides, without torch or a GPU. Every byte read is checked. Plain data and per-rank
     values, with the keys they were saved under, are carried over; the keys go round the ranks.
 
-    `source` may name one of a run, such as "runs/a@latest".
+    `include` and `exclude` are globs on the names in the checkpoint, as of `dc.save`: then only a
+    part of it is written. `source` may name one of a run, such as "runs/a@latest".
     On return the target is complete and durable. `overwrite` replaces the checkpoint that is
     there, which may be the source itself, once the new one is durable. Raises ExistsError if
     something is there; otherwise as a load from `source` and a save to `target` would, so
@@ -73,6 +73,7 @@ def reshard(
         raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    selection = selection_of(include, exclude)
     config = sharding if sharding is not None else ShardingConfig.even(_count(world_size))
     source_storage, source_path = open_storage(resolve(source))
     target_storage, target_path = open_storage(target)
@@ -89,7 +90,9 @@ def reshard(
     attempt, index = attempts.find(counted, source_path)
     with attempts.while_it_is_there(counted, source_path, attempt):
         stored = Stored(counted, f"{source_path}/{attempt.name}", index)
-        plan = plan_target(index, stored.main, config)
+        if not selection.is_everything:
+            stored.choose(selection)
+        plan = plan_stored(stored.catalog, config, stored.main.tree, stored.main.numpy)
         storage = CountingStorage(target_storage)
         run = _Reshard(stored, plan, storage, target_path, max_memory, progress)
         with closing(stored.tensors):
@@ -104,37 +107,56 @@ def _count(world_size: int | None) -> int:
     return world_size
 
 
-def plan_target(index: Index, main: objects_file.ObjectsFile, config: ShardingConfig) -> SavePlan:
-    """Return the plan of a save, by the ranks of `config`, of what a checkpoint holds. Pure."""
-    catalog = index.catalog
-    components = tuple(component.name for component in catalog.components)
-    views: dict[View, int] = {}
-    tensors = []
-    for fqn, view in target_views(config, catalog).items():
-        record = catalog.tensors[fqn]
-        number = views.setdefault(view, len(views))
-        tensors.append(TensorEntry(fqn, record.dtype, record.shape, number, record.component))
-    inventory = Inventory(
-        mesh=catalog.mesh,
-        components=components,
-        views=tuple(views),
-        tensors=tuple(tensors),
-        aliases=tuple(catalog.aliases.items()),
-        values=tuple(catalog.values),
-        per_rank=(),
-        tree=main.tree,
-        name_lists=(),
-        numpy=main.numpy,
-        parameters=runs_of((entry.fqn for entry in tensors), catalog.parameters),
-    )
-    plan = plan_save([(inventory, tuple(range(config.world_size)))], config.world_size)
-    # The keys mean what they meant to the ranks that saved, so the mesh stays theirs as well. They
-    # go round the ranks: an objects file has a limit.
-    per_rank = {
-        fqn: tuple((key, number % config.world_size) for number, (key, _) in enumerate(keys))
-        for fqn, keys in catalog.per_rank.items()
-    }
-    return replace(plan, catalog=replace(plan.catalog, per_rank=per_rank))
+class Stored:
+    """The checkpoint to read from: its index, its objects files, and its tensors.
+
+    `catalog` is what is to be written of it, and `main` the global objects file of that, with the
+    values of all ranks.
+    """
+
+    def __init__(self, storage: CountingStorage, folder: str, index: Index) -> None:
+        self.index = index
+        self.storage = storage
+        self.tensors = StoredTensors(storage, folder, index)
+        self._folder = folder
+        contents = objects_file.contents_of(index.catalog)
+        self.files = {one.name: self._read_objects(one, contents) for one in index.objects}
+        if filenames.OBJECTS not in self.files:
+            raise CorruptError(f"{folder}: the index lists no {filenames.OBJECTS}")
+        self.catalog = index.catalog
+        values = {fqn: one for file in self.files.values() for fqn, one in file.values.items()}
+        self.main = replace(self.files[filenames.OBJECTS], values=values, per_rank={})
+
+    def choose(self, selection: Selection) -> None:
+        """Take only a part of it, as a checkpoint with an id of its own."""
+        self.catalog, self.main = part_of(self.catalog, self.main, selection)
+        self.index = replace(self.index, save=secrets.token_hex(16))
+
+    def keyed(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
+        """Return the per-rank values by the ranks that store them in a plan."""
+        keyed: dict[int, dict[str, dict[Key, object]]] = {}
+        for fqn, keys in plan.catalog.per_rank.items():
+            sources = dict(self.index.catalog.per_rank[fqn])
+            for key, rank in keys:
+                name = filenames.objects_file(sources[key])
+                value = self.files[name].per_rank[fqn][key]
+                keyed.setdefault(rank, {}).setdefault(fqn, {})[key] = value
+        return keyed
+
+    def _read_objects(
+        self, record: ObjectsFileRecord, contents: objects_file.Contents
+    ) -> objects_file.ObjectsFile:
+        file = read_objects(self.storage, self._folder, record)
+        for what in objects_file.lacking(file, record.name, self.index.catalog, contents):
+            raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
+        return file
+
+    def attached(self) -> dict[str, bytes]:
+        """Return what users have attached, by the names of its files in an attempt."""
+        return {
+            one.file_name: read_attached_file(self.storage, self._folder, one)
+            for one in self.index.attached
+        }
 
 
 class _Reshard:
@@ -204,10 +226,7 @@ class _Reshard:
         """Return a rank's objects files: its keys, and all values in the global one, rank 0's."""
         encoded = {}
         if rank == 0:
-            files = self._stored.files.values()
-            values = {fqn: value for file in files for fqn, value in file.values.items()}
-            main = replace(self._stored.main, values=values, per_rank={})
-            encoded[filenames.OBJECTS] = objects_file.encode(main)
+            encoded[filenames.OBJECTS] = objects_file.encode(self._stored.main)
         if keyed := self._keyed.get(rank):
             encoded[filenames.objects_file(rank)] = objects_file.encode(
                 objects_file.ObjectsFile(per_rank=keyed)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from dist_ckpt.commit import attempts, order, removal
-from dist_ckpt.commit.holds import Subject
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index
 from dist_ckpt.reports import SaveReport, Tally
-from dist_ckpt.runs.facts import keeps_records
-from dist_ckpt.runs.holding import holding
 from dist_ckpt.storage import Storage
 
 _log = logging.getLogger("dist_ckpt")
@@ -46,23 +42,6 @@ def _withdraw(storage: Storage, claim: order.Claim, error: BaseException) -> Non
             order.give_up(storage, claim)
     except (CheckpointError, OSError) as failure:
         _log.warning("%s could not be cleaned up: %s", claim.folder, failure)
-
-
-@contextmanager
-def held_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
-    """Yield the checkpoint at `path`, which nobody prunes or deletes meanwhile.
-
-    It is held where a run keeps records. Where none does, what is deleted under the block becomes
-    NotFoundError.
-    """
-    attempt, index = attempts.find(storage, path)
-    root = path.rpartition("/")[0] or "/"
-    with ExitStack() as stack:
-        if index.step is not None and keeps_records(storage, root):
-            subject = Subject(storage, root, path, (index.step, attempt))
-            stack.enter_context(holding(subject))
-        stack.enter_context(attempts.while_it_is_there(storage, path, attempt))
-        yield attempt, index
 
 
 def report_of(

@@ -23,7 +23,7 @@ from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.index import Index, ObjectsFileRecord
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.offline.rewriting import held_source, new_attempt, report_of
+from dist_ckpt.offline.rewriting import new_attempt, report_of
 from dist_ckpt.planning.stripping import (
     Stripped,
     owner_of,
@@ -33,6 +33,7 @@ from dist_ckpt.planning.stripping import (
 )
 from dist_ckpt.reports import Phases, SaveReport, Tally
 from dist_ckpt.runs.facts import keeps_records, known_of, put_metrics
+from dist_ckpt.runs.holding import held_source
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.shard_io.carried_files import carry_files
 from dist_ckpt.shard_io.open_files import read_objects

@@ -15,13 +15,14 @@ class Selection:
     the model, `*.bias` is every bias and what an optimizer stores under it. A `*` also crosses
     dots, and `**` is the same. `include=None` is everything. `without` are names, no patterns, that
     are left out with all that is below them: without `frozen`, who knows the state puts those there
-    of parameters that require no gradient.
+    of parameters that require no gradient; `knows_parameters` is whether there are any parameters.
     """
 
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
     frozen: bool = True
     without: frozenset[str] = frozenset()
+    knows_parameters: bool = True
     # By name: a name above many is looked at once.
     _matches: dict[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -52,19 +53,25 @@ class Selection:
         return known
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the problem of each pattern that none of the names is selected by."""
+        """Return the problem of each pattern, and of `frozen`, that none of the names is about."""
         left = dict.fromkeys(self._patterns)
         for name in names if left else ():
             for pattern in self.matches(name):
                 left.pop(pattern, None)
             if not left:
                 break
-        return tuple(
+        problems = [
             f"{option}: {pattern!r} matches no name: mend or remove it"
             for option, patterns in (("include", self.include), ("exclude", self.exclude))
             for pattern in patterns or ()
             if pattern in left
-        )
+        ]
+        if not self.knows_parameters:
+            problems.append(
+                "frozen=False: the state has no parameters, of which alone it is known whether "
+                "they require a gradient: put the module there, not its state_dict()"
+            )
+        return tuple(problems)
 
     @property
     def _patterns(self) -> tuple[str, ...]:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
+from dist_ckpt.format.catalog_json import runs_of
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Shape
-from dist_ckpt.format.index import Catalog
+from dist_ckpt.format.index import Catalog, Node
 from dist_ckpt.planning.balance import evenly
-from dist_ckpt.planning.plan import Flattened, Mesh, Placed, Replicate, Ruled, Shard, View, Whole
+from dist_ckpt.planning.plan import (
+    Flattened,
+    Inventory,
+    Mesh,
+    Placed,
+    Replicate,
+    Ruled,
+    SavePlan,
+    Shard,
+    TensorEntry,
+    View,
+    Whole,
+)
+from dist_ckpt.planning.save_planner import plan_save
 from dist_ckpt.planning.sharding_config import ShardingConfig, axes_under, name_of, parameter_of
 
 
@@ -72,6 +87,40 @@ def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
         owner = owners.get(parameter[0] if parameter else names[fqn])
         views[fqn] = target_view(config, names[fqn], record.shape, parameter=parameter, owner=owner)
     return views
+
+
+def plan_stored(
+    catalog: Catalog, config: ShardingConfig, tree: tuple[Node, ...], numpy: tuple[str, ...]
+) -> SavePlan:
+    """Return the plan of a save, by the ranks of `config`, of what a checkpoint holds."""
+    components = tuple(component.name for component in catalog.components)
+    views: dict[View, int] = {}
+    tensors = []
+    for fqn, view in target_views(config, catalog).items():
+        record = catalog.tensors[fqn]
+        number = views.setdefault(view, len(views))
+        tensors.append(TensorEntry(fqn, record.dtype, record.shape, number, record.component))
+    inventory = Inventory(
+        mesh=catalog.mesh,
+        components=components,
+        views=tuple(views),
+        tensors=tuple(tensors),
+        aliases=tuple(catalog.aliases.items()),
+        values=tuple(catalog.values),
+        per_rank=(),
+        tree=tree,
+        name_lists=(),
+        numpy=numpy,
+        parameters=runs_of((entry.fqn for entry in tensors), catalog.parameters),
+    )
+    plan = plan_save([(inventory, tuple(range(config.world_size)))], config.world_size)
+    # The keys mean what they meant to the ranks that saved, so the mesh stays theirs as well. They
+    # go round the ranks: an objects file has a limit.
+    per_rank = {
+        fqn: tuple((key, number % config.world_size) for number, (key, _) in enumerate(keys))
+        for fqn, keys in catalog.per_rank.items()
+    }
+    return replace(plan, catalog=replace(plan.catalog, per_rank=per_rank))
 
 
 def _is_partitioned(config: ShardingConfig, parameter: tuple[str, Shape] | None) -> bool:

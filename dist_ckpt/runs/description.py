@@ -147,7 +147,8 @@ def as_json(value: object) -> Json:
     if isinstance(value, Mapping):
         return {str(key): as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return [as_json(inner) for inner in value]
+        items = [as_json(inner) for inner in value]
+        return sorted(items, key=str) if isinstance(value, set | frozenset) else items
     if value is None or isinstance(value, bool | int | str):
         return value
     return value if isinstance(value, float) and isfinite(value) else str(value)
@@ -158,7 +159,17 @@ def leaves_of(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves_of(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        yield name, repr(list(value))
     else:
-        yield name, repr(value)
+        yield name, _text(value)
+
+
+def _text(value: object) -> str:
+    """Return the same text for what is equal: mappings and sets have no order."""
+    if isinstance(value, Mapping):
+        items = sorted(f"{key!r}: {_text(inner)}" for key, inner in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, set | frozenset) and value:
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    return repr(value)

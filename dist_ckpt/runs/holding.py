@@ -7,8 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from dist_ckpt.commit import attempts
 from dist_ckpt.commit.holds import Hold, Subject, checked_ttl
 from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.format.filenames import Attempt
+from dist_ckpt.format.index import Index
 from dist_ckpt.runs.facts import keeps_records
 from dist_ckpt.runs.listing import RunCheckpoint
 from dist_ckpt.runs.selectors import resolve_at
@@ -97,6 +100,23 @@ def resolve_and_hold(storage: Storage, path: str, stack: ExitStack) -> str:
     except StorageError as error:
         _log.debug("%s is not held: %s", first.path, error)
         return first.path
+
+
+@contextmanager
+def held_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
+    """Yield the checkpoint at `path`, which nobody prunes or deletes meanwhile.
+
+    It is held where a run keeps records. Where none does, what is deleted under the block becomes
+    NotFoundError.
+    """
+    attempt, index = attempts.find(storage, path)
+    root = path.rpartition("/")[0] or "/"
+    with ExitStack() as stack:
+        if index.step is not None and keeps_records(storage, root):
+            subject = Subject(storage, root, path, (index.step, attempt))
+            stack.enter_context(holding(subject))
+        stack.enter_context(attempts.while_it_is_there(storage, path, attempt))
+        yield attempt, index
 
 
 def subject_of(storage: Storage, one: RunCheckpoint) -> Subject:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
@@ -17,14 +18,16 @@ from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.starts import OfRun
+from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.format.filenames import Attempt, parse_attempt
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.plain_encoder import check_plain, encode_value
 from dist_ckpt.format.strict_json import Scalar, is_text
+from dist_ckpt.planning.plan import FileReceipt
 from dist_ckpt.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.reports import Phases, SaveReport
+from dist_ckpt.reports import LoadReport, Phases, SaveReport, Tally
 from dist_ckpt.runs.description import check_description, described
 from dist_ckpt.saving.agreement import (
     Agreed,
@@ -35,6 +38,7 @@ from dist_ckpt.saving.agreement import (
 )
 from dist_ckpt.saving.attached import Attached, AttachedNow, read_attached
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
+from dist_ckpt.saving.carry import Carrying, CarrySource, open_source
 from dist_ckpt.saving.held_state import HeldState
 from dist_ckpt.shard_io.reuse import EarlierSaves, SavedFiles, write_or_link
 from dist_ckpt.state.containers import State
@@ -66,6 +70,7 @@ class SaveOptions:
     kind: str | None = None
     attach: Attached | AttachedNow | None = None
     reuse: str | Sequence[str] = ()
+    carry: LoadReport | None = None
     run: OfRun | None = None
     boundary: int | None = None
     hurries: Callable[[], bool] = bool
@@ -123,6 +128,7 @@ def save(
     kind: str | None = None,
     attach: Attached | None = None,
     reuse: str | Sequence[str] = (),
+    carry: LoadReport | None = None,
 ) -> SaveReport:
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -148,13 +154,19 @@ def save(
     there and whole; else they write. A file has at most 8 names, and is read back within 8 saves
     before it gets another.
 
+    `carry` is what a `dc.load` of the same group has returned, which has left something out. What
+    that has not restored, and is not saved of the state, goes from its checkpoint into this one,
+    but for what `exclude` leaves out. So what was loaded and is not in the state any more does not
+    come back. Whole files are linked if as many ranks save as then; all else is copied and checked.
+    Raises NotFoundError if that checkpoint was replaced or deleted, CorruptError if it is damaged.
+
     Raises ValueError or TypeError for a state that cannot be saved, that ranks disagree on, or for
     a pattern that matches nothing; ExistsError, ConflictError, StorageError, and RankError if a
     rank dies or never calls.
     """
     options = SaveOptions(
         *(step, sharding, overwrite, metadata, include, exclude, frozen),
-        *(config, kind, attach, reuse),
+        *(config, kind, attach, reuse, carry),
     )
     return save_together(session_of(group), state, path, options)
 
@@ -168,15 +180,20 @@ def save_together(
 ) -> SaveReport:
     """Save over a given session. Collective: every rank of the session calls this."""
     channel = ranks.channel
-    with ranks.operation(f"save to {path}"):
+    with ranks.operation(f"save to {path}"), ExitStack() as held:
         phases = Phases("save", str(path), quiet=channel.rank != COORDINATOR)
         with phases.phase("agree"):
-            claimed = _agree_and_claim(ranks, state, path, options, storage)
+            source = None
+            if options.carry is not None:
+                source = open_source(ranks, options.carry, options.exclude, storage)
+            claimed = _agree_and_claim(ranks, state, path, options, storage, source)
         plan, run = claimed.planned.plan, claimed.run
+        found = Tally() if source is None else source.reads
         with phases.phase("write"):
             verdict = run.write_and_commit(
-                claimed.planned.text, claimed.attempt, lambda: _write(ranks, claimed, options)
+                claimed.text, claimed.attempt, lambda: _write(ranks, claimed, options, held)
             )
+        held.close()
         for saved in claimed.parts:
             claimed.earlier.committed(plan, saved)
         ranks.keep(claimed.earlier)
@@ -186,12 +203,12 @@ def save_together(
             path=claimed.request.path,
             step=options.step,
             world_size=channel.world_size,
-            num_tensors=len(plan.catalog.tensors),
+            num_tensors=len(claimed.text.catalog.tensors),
             seconds=phases.seconds,
             exchanges=ranks.exchanges,
             collectives=ranks.collectives,
             nbytes_receipt=run.nbytes_receipt,
-            storage_reads=claimed.storage.reads,
+            storage_reads=claimed.storage.reads.plus_all(found),
             storage_writes=claimed.storage.writes,
             **asdict(verdict),
         )
@@ -203,7 +220,8 @@ def save_together(
 class _ClaimedSave:
     """What all ranks save, and this one holds; the attempt is claimed.
 
-    `earlier` are the saves before, and `parts` what this rank has written for later ones.
+    `earlier` are the saves before, and `parts` what this rank has written for later ones;
+    `carrying` is what is carried on of a checkpoint that was loaded.
     """
 
     storage: CountingStorage
@@ -214,7 +232,13 @@ class _ClaimedSave:
     attempt: Attempt
     run: AttemptRun
     earlier: EarlierSaves
+    carrying: Carrying | None
     parts: list[SavedFiles] = field(default_factory=list)
+
+    @property
+    def text(self) -> CatalogText:
+        """The catalog of all that is stored."""
+        return self.planned.text if self.carrying is None else self.carrying.text
 
 
 def _agree_and_claim(
@@ -223,6 +247,7 @@ def _agree_and_claim(
     where: str | os.PathLike[str],
     options: SaveOptions,
     storage: Storage | None,
+    source: CarrySource | None,
 ) -> _ClaimedSave:
     """Agree on what is saved, and claim an attempt: until then nothing on disk has changed.
 
@@ -239,7 +264,8 @@ def _agree_and_claim(
             run = AttemptRun(ranks.channel, ranks.config, request)
             held = options.held(ranks, state)
             last = last_plan(ranks, held.inventory)
-            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, held.unmatched)):
+            unmatched = held.unmatched if source is None else source.unmatched(held.unmatched)
+            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, unmatched)):
                 name = run.claim() if is_plan_good(offers) else ""
                 agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
         agreed = agreeing.result(Agreed)
@@ -254,6 +280,7 @@ def _agree_and_claim(
                     planning.decide(run.claim())
             name = planning.result(str)
             ranks.keep(replace(planned, save_name=name))
+        carrying = None if source is None else source.planned(planned.plan)
     except BaseException as error:
         if run is not None:
             run.recover_claim(error)
@@ -261,25 +288,42 @@ def _agree_and_claim(
     attempt = parse_attempt(name)
     assert attempt is not None
     earlier = ranks.kept(EarlierSaves) or EarlierSaves()
-    return _ClaimedSave(counting, request, held, attached, planned, attempt, run, earlier)
+    return _ClaimedSave(counting, request, held, attached, planned, attempt, run, earlier, carrying)
 
 
-def _write(ranks: Session, claimed: _ClaimedSave, options: SaveOptions) -> PartWritten:
-    """Write this rank's files."""
+def _write(
+    ranks: Session, claimed: _ClaimedSave, options: SaveOptions, source: ExitStack
+) -> PartWritten:
+    """Write this rank's files; the coordinator holds the `source` of what is carried."""
     start = time.monotonic()
-    held, plan = claimed.held, claimed.planned.plan
+    held, plan, carrying = claimed.held, claimed.planned.plan, claimed.carrying
+    folder = f"{claimed.request.path}/{claimed.attempt.name}"
+    carried: tuple[FileReceipt, ...] = ()
+    linked = Tally()
     held.local.synchronize()
+    files = held.files(plan, options.step, options.all_metadata(), claimed.attached)
+    if carrying is not None:
+        if ranks.channel.rank == COORDINATOR:
+            carrying.source.hold(claimed.storage, claimed.request.path, source)
+        with carrying.reading(claimed.storage):
+            objects = carrying.objects(claimed.storage, files.objects, ranks.channel.rank)
+            carried, linked = carrying.write(ranks, claimed.storage, folder, options.step)
+        files = replace(files, objects=objects)
     part = write_or_link(
         claimed.storage,
-        f"{claimed.request.path}/{claimed.attempt.name}",
-        held.files(plan, options.step, options.all_metadata(), claimed.attached),
+        folder,
+        files,
         claimed.earlier.of(plan),
         threads=ranks.config.threads,
         slots=ranks.slots,
     )
     claimed.parts.append(part.saved)
-    seconds = time.monotonic() - start
-    return PartWritten(part.receipts, held.replica_digests(plan), seconds, part.linked)
+    return PartWritten(
+        (*carried, *part.receipts),
+        held.replica_digests(plan),
+        time.monotonic() - start,
+        linked.plus_all(part.linked),
+    )
 
 
 def request_of(

@@ -33,7 +33,7 @@ def files_of(index: Index) -> dict[str, FileRecord]:
     return {**shards, **{record.name: record for record in index.objects}, **attached}
 
 
-def carry_files(
+def carry_files(  # noqa: PLR0913 - what, from where to where, and how
     storage: Storage,
     index: Index,
     source: str,
@@ -41,24 +41,30 @@ def carry_files(
     files: Mapping[str, FileRecord],
     *,
     threads: int,
+    most_names: int | None = None,
 ) -> Tally:
     """Have files of an attempt in another one's folder as well; return what was linked of them.
 
-    `index` is that of `source`, which has the `files`; both are folders. On return the files are
-    durable, with their names. What cannot be linked is copied, and every byte of it checked:
-    CorruptError if the source is damaged. Of what is linked nothing is read. ConflictError if
-    `target` is gone, or has such a file already.
+    `index` is that of `source`, which has the `files`, of shards maybe under other names than those
+    that they get; both are folders. On return the files are durable, with their names. What cannot
+    be linked is copied, and every byte of it checked: CorruptError if the source is damaged. Of
+    what is linked nothing is read; but with `most_names` the headers of the shard files are, and
+    those that have so many names are copied. ConflictError if `target` is gone, or has such a file
+    already.
     """
 
     def carry(name: str) -> int:
-        record = files[name]
+        record, new = files[name], f"{target}/{name}"
         try:
-            if linked(storage, f"{source}/{name}", f"{target}/{name}"):
-                return record.nbytes
             if isinstance(record, ShardFileRecord):
-                _copy_shards(storage, index, record, f"{source}/{name}", f"{target}/{name}")
+                old = f"{source}/{index.file_name(record)}"
+                if _may_link(storage, index, record, old, most_names) and linked(storage, old, new):
+                    return record.nbytes
+                _copy_shards(storage, index, record, old, new)
             else:
-                _copy_document(storage, record, f"{source}/{name}", f"{target}/{name}")
+                if linked(storage, f"{source}/{name}", new):
+                    return record.nbytes
+                _copy_document(storage, record, f"{source}/{name}", new)
         except FileExistsError as error:
             raise ConflictError(
                 f"{target}/{name} exists already: see that nobody else writes there, then try again"
@@ -71,6 +77,19 @@ def carry_files(
     except FileNotFoundError as error:
         raise _gone(target) from error
     return Tally(len(done), sum(done))
+
+
+def _may_link(
+    storage: Storage, index: Index, record: ShardFileRecord, path: str, most_names: int | None
+) -> bool:
+    """Say whether a shard file has few names; CorruptError if its size or header is damaged."""
+    if most_names is None:
+        return True
+    with closing(open_readable(storage, path, record)) as file:
+        if (problem := size_problem(file, path, record)) is not None:
+            raise CorruptError(f"{problem}; use another checkpoint")
+        read_header(file, path, record, index)
+        return file.num_links < most_names
 
 
 def _copy_shards(

@@ -102,16 +102,17 @@ def open_files(  # noqa: PLR0913 - both of the last are for who opens more than 
     plan: LoadPlan,
     *,
     threads: int,
-    most_open: int = MAX_OPEN,
+    most_open: int | None = None,
     known: Mapping[int, OpenFile] = MappingProxyType({}),
 ) -> OpenFiles:
     """Open the files that a plan reads, and check sizes, headers and every shard it needs.
 
     `folder` is the attempt's; `known` are files that are open already, and `most_open` is how many
-    more stay open. Raises CorruptError that
-    names every file that is missing or damaged, the rank that wrote it and the tensors it is
-    needed for; IncompatibleError if a newer dist_ckpt wrote it.
+    more stay open, None for the usual number. Raises CorruptError that names every file that is
+    missing or damaged, the rank that wrote it and the tensors it is needed for; IncompatibleError
+    if a newer dist_ckpt wrote it.
     """
+    bound = MAX_OPEN if most_open is None else most_open
     opened: dict[int, OpenFile] = {}
     problems: list[str] = []
 
@@ -119,7 +120,7 @@ def open_files(  # noqa: PLR0913 - both of the last are for who opens more than 
         file = known.get(number)
         try:
             if file is None:
-                file = open_file(storage, folder, index, number, keep=len(opened) < most_open)
+                file = open_file(storage, folder, index, number, keep=len(opened) < bound)
                 opened[number] = file
         except CorruptError as error:
             problems.append(f"{error}; it holds {_names_of(plan[number])}")

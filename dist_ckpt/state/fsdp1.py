@@ -48,7 +48,8 @@ class ParameterPart(FlatShard):
     @property
     def requires_grad(self) -> bool:
         """Whether an optimizer may step on it."""
-        return (self.original.parameter or self.flat.parameter).requires_grad
+        own = self.original.parameter
+        return (self.flat.parameter if own is None else own).requires_grad
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,8 +43,8 @@ from dist_ckpt.state.tree import (
     Tree,
     children_of,
     choices,
-    frozen_names,
     selected,
+    without_frozen,
 )
 from dist_ckpt.state.wrappers import RNG, PerRank, key_of
 
@@ -119,8 +119,7 @@ def take(  # noqa: PLR0913 - who is asked, for what
     """
     root = unflattened(read_state(state))
     parameters = name_parameters(root)
-    if not selection.frozen:
-        selection = replace(selection, without=frozen_names(root))
+    selection = without_frozen(selection, root)
     taker = _Taker(
         Rules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
         parameters,
@@ -137,8 +136,12 @@ def take(  # noqa: PLR0913 - who is asked, for what
         return state_names(leaf.held, parameters[fqn], fqn)
 
     kept = selected(root, "", selection, of_optimizer)
-    taker.add_root(kept if isinstance(kept, Branch) else Branch(root.kind, None, {}))
-    return replace(taker.taken(), unmatched=selection.unmatched(choices(root, of_optimizer)))
+    assert kept is None or isinstance(kept, Branch), "as the root is"
+    taker.add_root(kept or Branch(root.kind, None, {}))
+    unmatched = selection.unmatched(choices(root, of_optimizer))
+    if kept is None or not kept.children:
+        unmatched += (f"nothing of the state is left to save: mend {selection}",)
+    return replace(taker.taken(), unmatched=unmatched)
 
 
 class _Taker:
@@ -323,8 +326,8 @@ class _Taker:
 
     def _tie(self, fqn: str, first: str) -> None:
         self._aliases.append((fqn, first))
-        if fqn in self._parameters:
-            self._parameters.setdefault(first, self._parameters[fqn])
+        if (trainable := self._parameters.get(fqn)) is not None:
+            self._parameters[first] = trainable or self._parameters.get(first, False)
 
     def _enter(self, fqn: str, dtype: str, shape: Shape, view: int) -> None:
         component = self._components.setdefault(self._component, len(self._components))

@@ -147,14 +147,14 @@ def states_branch(held: OptimizerState, names: Mapping[int, ParameterName], fqn:
 
 
 def state_names(held: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> list[str]:
-    """Return the names of what is in an optimizer's state; `fqn` is the optimizer's name."""
+    """Return the name of an optimizer's state, and of what is in it; `fqn` is the optimizer's."""
     above = join(fqn, STATE)
     own = [
         join(join(above, names[id(parameter)].stored), key)
         for parameter in held.parameters()
         for key in held.state.get(parameter, ())
     ]
-    return [*own, *(join(above, key) for key in held.shared())]
+    return [above, *own, *(join(above, key) for key in held.shared())]
 
 
 def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shape]) -> Branch:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -121,16 +121,18 @@ def walk(tree: Tree, fqn: str = "", *, tensors: bool = True) -> Iterator[tuple[s
             yield join(fqn, key), child  # without a generator for each
 
 
-def frozen_names(root: Tree) -> frozenset[str]:
-    """Return the names of the parameters of a state that require no gradient."""
-    names: set[str] = set()
+def without_frozen(selection: Selection, root: Tree) -> Selection:
+    """Return a selection that knows which parameters of a state require no gradient, if it asks."""
+    if selection.frozen:
+        return selection
+    named: dict[str, bool] = {}
     for fqn, tree in walk(root):
         if isinstance(tree, ModuleLeaf):
-            named = tree.state.parameters()
-            names.update(join(fqn, name) for name in named if not named[name])
+            named |= {join(fqn, name): trained for name, trained in tree.state.parameters().items()}
         elif isinstance(tree, TensorLeaf) and isinstance(tree.value, torch.nn.Parameter):
-            names.update([] if tree.value.requires_grad else [fqn])
-    return frozenset(names)
+            named[fqn] = tree.value.requires_grad
+    frozen = frozenset(name for name, trained in named.items() if not trained)
+    return replace(selection, without=frozen, knows_parameters=bool(named))
 
 
 # The names that a selection may choose among in the optimizer of a name.

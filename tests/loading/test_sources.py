@@ -16,10 +16,14 @@ from torch import nn
 
 import dist_ckpt as dc
 import rank_threads
+from dist_ckpt.comm.session import Session
 from dist_ckpt.loading import check, load_steps
 from dist_ckpt.loading import load as loading
+from dist_ckpt.loading.load import load_together
+from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from dist_ckpt.testing.thread_channel import TEST_CONFIG, try_ranks
 
 
 class Net(nn.Module):
@@ -282,6 +286,23 @@ def test_the_problems_of_all_sources_and_ranks_come_before_the_first_byte() -> N
     for rank, state in enumerate(states):
         assert torch.equal(state["w"]["x"].tensor, rows(rank, 4, -99).tensor)
         assert state["rng"].value is None
+
+
+def test_ranks_must_give_a_key_the_same_source() -> None:
+    storage = MemoryStorage()
+    for path in ("/a", "/b"):
+        rank_threads.save(storage, [{"m": torch.ones(1), "n": torch.ones(1)}], path)
+    state = {"m": torch.zeros(1), "n": torch.zeros(1)}
+    given = [{"m": "/a", "n": "/b"}, {"n": "/a", "m": "/b"}]
+    outcomes = try_ranks(
+        2,
+        lambda rank, channel, bulk: load_together(
+            Session(channel, bulk, TEST_CONFIG), state, given[rank], LoadOptions(), storage
+        ),
+    )
+    for error in rank_threads.errors_of(outcomes):
+        assert "with different sources: rank 0: (('m', '/a'), ('n', '/b'))" in str(error)
+    assert not state["m"].any()
 
 
 # --- what is refused ----------------------------------------------------------------------------

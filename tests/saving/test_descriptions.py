@@ -16,6 +16,7 @@ from compound_tensors import Pair, Quantized
 from dist_ckpt.cli import main
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.runs.description import as_json
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.snapshots import job_folder
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -103,6 +104,14 @@ def test_a_load_tells_each_difference_and_touches_nothing(tmp_path: Path) -> Non
     assert state["w"].sum() == 0
     dc.load(state, path, config=CONFIG, kind="ddl")
     assert state["w"].sum() == 2
+
+
+def test_the_order_of_a_mapping_or_a_set_is_no_difference(tmp_path: Path) -> None:
+    names = {f"name{number}" for number in range(50)}
+    path = saved(tmp_path / "ck", config={"layers": [{"dim": 2, "act": "gelu"}], "names": names})
+    other = {"layers": ({"act": "gelu", "dim": 2},), "names": {*sorted(names)}}
+    dc.load({"w": torch.zeros(2)}, path, config=other)
+    assert as_json(names) == sorted(names)
 
 
 def test_what_was_saved_without_a_description_cannot_be_compared(tmp_path: Path) -> None:

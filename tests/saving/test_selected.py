@@ -90,6 +90,29 @@ def test_a_frozen_parameter_that_stands_alone_is_left_out_too(path: Path) -> Non
     assert names(path) == {"b"}
 
 
+def test_a_frozen_name_of_a_trained_parameter_leaves_it_in(path: Path) -> None:
+    frozen = nn.Parameter(torch.arange(4.0), requires_grad=False)
+    state = {"a": frozen, "b": nn.Parameter(frozen.data)}
+    dc.save(state, path)
+    assert dc.open(path).num_trainable == 4
+    dc.save(state, path, frozen=False, overwrite=True)
+    assert names(path) == {"b"}
+
+
+def test_a_state_of_an_optimizer_may_be_left_out_before_there_is_any(path: Path) -> None:
+    model = nn.Linear(1, 1)
+    state = {"optim": torch.optim.AdamW(model.parameters()), "model": model}
+    dc.save(state, path, exclude="optim.state")
+    assert "optim.param_groups.0" in names(path)
+
+
+def test_a_load_without_frozen_parameters_has_to_know_them(path: Path) -> None:
+    dc.save({"model": nn.Linear(1, 1)}, path)
+    state = {"model": nn.Linear(1, 1).state_dict()}
+    with pytest.raises(dc.IncompatibleError, match="frozen=False: the state has no parameters"):
+        dc.load(state, path, frozen=False)
+
+
 def test_what_is_left_out_may_change_from_save_to_save(tmp_path: Path) -> None:
     storage, state = MemoryStorage({"/runs": None}), training()
     for exclude in ("optim", "step", None, "optim"):
@@ -127,6 +150,16 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]]
     "an item of a list": (
         *(lambda: {"l": [torch.ones(1), torch.ones(2)]}, {"exclude": "l.0"}, ValueError),
         "l.0: an item of a list cannot be left out",
+    ),
+    "all": (
+        training,
+        {"exclude": ["model", "*"]},
+        ValueError,
+        "nothing of the state is left to save",
+    ),
+    "what is not known to be frozen": (
+        *(lambda: {"m": nn.Linear(1, 1).requires_grad_(False).state_dict()}, {"frozen": False}),
+        *(ValueError, "frozen=False: the state has no parameters, of which alone it is known"),
     ),
     "a number": (training, {"include": 3}, TypeError, "give names or patterns"),
     "nothing": (training, {"include": []}, ValueError, "selects nothing"),
@@ -186,6 +219,16 @@ def test_one_hyperparameter_may_stay_as_it_is(path: Path) -> None:
     assert (group["lr"], group["weight_decay"]) == (0.001, 0.25)
     with pytest.raises(dc.IncompatibleError, match=r"exclude: '\*.rl' matches no name"):
         dc.load(state, path, exclude="*.rl")
+
+
+def test_a_background_save_without_frozen_parameters_comes_back(tmp_path: Path) -> None:
+    saved, state = training(frozen=True), training(frozen=True)
+    before = state["model"].get_parameter("0.weight").clone()
+    with dc.AsyncSaver(tmp_path) as saver:
+        saver.save(saved, tmp_path / "1", step=1, frozen=False).result()
+        assert saver.restore(state, frozen=False) == 1
+    assert torch.equal(state["model"].get_parameter("0.weight"), before)
+    assert torch.equal(*(one["model"].get_parameter("1.weight") for one in (saved, state)))
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -47,6 +47,7 @@ def documented(operation: str) -> tuple[int, int]:
 
 FIRST_SAVE = documented("a first save, and one of another layout")
 SAME_LAYOUT_AGAIN = documented("a save of the same layout again")
+CARRY = documented("besides, with `carry`")
 LOAD = documented("a load")
 PREPARE = documented("besides, if some rank makes tensors, or some share what they read")
 WANTS = documented(
@@ -102,6 +103,21 @@ def test_the_same_layout_again_takes_two_exchanges_and_no_collective():
     for _, steady in two_saves(3):
         assert talks(steady) == SAME_LAYOUT_AGAIN
         assert steady.collectives.nbytes == 0
+
+
+def test_a_save_that_carries_on_takes_two_exchanges_and_two_collectives_more():
+    assert CARRY == (2, 2)
+    storage = MemoryStorage()
+    rank_threads.save(storage, [many(3, rank) for rank in range(RANKS)])
+
+    def carry(rank: int, ranks: Session) -> dc.SaveReport:
+        state, options = {"step": 0}, LoadOptions(include="step")
+        loaded = load_together(ranks, state, rank_threads.PATH, options, storage)
+        return save_together(ranks, state, "/runs/2", SaveOptions(carry=loaded), storage)
+
+    for report in on_ranks(carry):
+        assert talks(report) == together(FIRST_SAVE, CARRY)
+        assert (report.num_linked, report.num_tensors) == (RANKS, 4)
 
 
 def test_the_same_layout_again_takes_under_1_kb_from_each_rank_besides_its_receipt():

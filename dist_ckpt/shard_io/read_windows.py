@@ -7,27 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from dist_ckpt.config import Config
-from dist_ckpt.errors import CorruptError
-from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.checksums import blocks
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Cell, Elements, Region, Span, boxes_of
-from dist_ckpt.format.index import Index, Key, ObjectsFileRecord
+from dist_ckpt.format.index import Index
 from dist_ckpt.format.shard_table import StoredShard
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.memory.host_array import ArrayTarget
 from dist_ckpt.memory.protocol import CellSource
 from dist_ckpt.planning.load_planner import plan_load
-from dist_ckpt.planning.plan import FilePlan, SavePlan, Wanted
+from dist_ckpt.planning.plan import FilePlan, Wanted
 from dist_ckpt.shard_io.block_reader import Reading
-from dist_ckpt.shard_io.open_files import (
-    OpenFile,
-    open_files,
-    read_attached_file,
-    read_objects,
-)
+from dist_ckpt.shard_io.open_files import OpenFile, open_files
 from dist_ckpt.storage import Storage
-from dist_ckpt.storage.counting import CountingStorage
 
 
 class StoredTensors:
@@ -80,51 +72,6 @@ class StoredTensors:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-
-class Stored:
-    """The checkpoint to read from: its index, its objects files, and its tensors."""
-
-    def __init__(self, storage: CountingStorage, folder: str, index: Index) -> None:
-        self.index = index
-        self.storage = storage
-        self.tensors = StoredTensors(storage, folder, index)
-        self._folder = folder
-        contents = objects_file.contents_of(index.catalog)
-        self.files = {one.name: self._read_objects(one, contents) for one in index.objects}
-        if filenames.OBJECTS not in self.files:
-            raise CorruptError(f"{folder}: the index lists no {filenames.OBJECTS}")
-
-    @property
-    def main(self) -> objects_file.ObjectsFile:
-        """The global objects file."""
-        return self.files[filenames.OBJECTS]
-
-    def keyed(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
-        """Return the per-rank values by the ranks that store them in a plan."""
-        keyed: dict[int, dict[str, dict[Key, object]]] = {}
-        for fqn, keys in plan.catalog.per_rank.items():
-            sources = dict(self.index.catalog.per_rank[fqn])
-            for key, rank in keys:
-                name = filenames.objects_file(sources[key])
-                value = self.files[name].per_rank[fqn][key]
-                keyed.setdefault(rank, {}).setdefault(fqn, {})[key] = value
-        return keyed
-
-    def _read_objects(
-        self, record: ObjectsFileRecord, contents: objects_file.Contents
-    ) -> objects_file.ObjectsFile:
-        file = read_objects(self.storage, self._folder, record)
-        for what in objects_file.lacking(file, record.name, self.index.catalog, contents):
-            raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
-        return file
-
-    def attached(self) -> dict[str, bytes]:
-        """Return what users have attached, by the names of its files in an attempt."""
-        return {
-            one.file_name: read_attached_file(self.storage, self._folder, one)
-            for one in self.index.attached
-        }
 
 
 @dataclass(frozen=True, slots=True)

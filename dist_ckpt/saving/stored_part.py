@@ -1,0 +1,71 @@
+"""A part of what a checkpoint holds, by names: its catalog and its global objects file. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from dist_ckpt.errors import listed
+from dist_ckpt.format.index import Catalog, Node
+from dist_ckpt.format.objects_file import ObjectsFile
+from dist_ckpt.planning.selection import Selection
+from dist_ckpt.saving.carried_names import carried_names, names_of, with_carried
+from dist_ckpt.state.containers import RECORD, is_mapping, join
+
+
+def part_of(
+    catalog: Catalog, main: ObjectsFile, selection: Selection
+) -> tuple[Catalog, ObjectsFile]:
+    """Return what a selection leaves of a catalog, and of the objects file with all its values.
+
+    ValueError for a pattern that matches nothing, if nothing is left, for a tied tensor without the
+    one that has its data, and where a list would lose an item.
+    """
+    names = names_of(catalog)
+    if problems := selection.unmatched(names):
+        raise ValueError(listed(problems, "; "))
+    chosen = {name for name in names if _whole(catalog, name) in selection}
+    if not chosen:
+        raise ValueError(f"{selection} leaves nothing: give other patterns")
+    # Carried on into a checkpoint that holds nothing.
+    nothing = replace(catalog, tensors={}, aliases={}, values={}, per_rank={}, parameters={})
+    part = carried_names(catalog, chosen, nothing, ())
+    if tied := [f"{name} (of {data})" for name, data in part.tensors.items() if name != data]:
+        raise ValueError(
+            f"tied tensors would lose their data: {listed(tied)}: leave both in or out"
+        )
+    values = {fqn: main.values[fqn] for fqn in part.values}
+    root = next(node for node in main.tree if not node.fqn)
+    left = with_carried(ObjectsFile((Node("", root.kind, ()),)), main, part, values)
+    _check_lists(main.tree, left.tree)
+    return (
+        replace(
+            catalog,
+            tensors={fqn: catalog.tensors[fqn] for fqn in part.tensors},
+            aliases=part.aliases,
+            values={fqn: catalog.values[fqn] for fqn in part.values},
+            per_rank={fqn: catalog.per_rank[fqn] for fqn in part.per_rank},
+            parameters={f: is_on for f, is_on in catalog.parameters.items() if f in part.tensors},
+        ),
+        replace(left, metadata=main.metadata),
+    )
+
+
+def _whole(catalog: Catalog, name: str) -> str:
+    """Return the name of the outermost tensor that this is a part of, or the name itself."""
+    above, whole = name, name
+    while above := above.rpartition(".")[0]:
+        if join(above, RECORD) in catalog.values:
+            whole = above
+    return whole
+
+
+def _check_lists(saved: Iterable[Node], left: Iterable[Node]) -> None:
+    before: dict[str, Collection[str | int]] = {node.fqn: node.keys for node in saved}
+    for node in left:
+        if not is_mapping(node.kind) and len(node.keys) < len(before[node.fqn]):
+            lost = next(key for key in before[node.fqn] if key not in node.keys)
+            raise ValueError(
+                f"{join(node.fqn, lost)}: an item of a {node.kind} cannot be left out, as the "
+                f"others would move: leave all of {node.fqn!r} out"
+            )
