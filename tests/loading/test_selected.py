@@ -64,6 +64,7 @@ def test_a_load_of_a_part_is_no_check(root: Path) -> None:
     run.metrics(1, {"loss": 1.0})
     dc.load({"x": 0}, root / "s1", verify=False)
     dc.load({"x": 0}, root / "s1", include="x")
+    dc.load({"y": 0}, root / "s1", strict=False)
     assert not run.find(1).is_verified
     dc.load({"x": 0}, root / "s1")
     assert run.find(1).is_verified

@@ -18,10 +18,12 @@ SECTIONS = re.split(r"^## From ", PAGE, flags=re.M)[1:]
 
 
 def lines_of(section: str) -> list[str]:
-    """Return the code in the right column of a section's table."""
-    rows = re.findall(r"^\| (?!---|You had)(?:.*) \| (.*) \|$", section, flags=re.M)
-    cells = [re.fullmatch(r"`([^`]*)`", row) for row in rows]
-    return [cell[1].replace(r"\|", "|") for cell in cells if cell]
+    """Return the code in the right column of a section's table: all of it, but words."""
+    rows = re.findall(r"^\|(?! ---| You had).* \| (.*) \|$", section, flags=re.M)
+    assert len(rows) == len(re.findall(r"^\|", section, flags=re.M)) - 2
+    code = [row for row in rows if row.startswith("`")]
+    assert all(re.fullmatch("`[^`]*`", cell) for cell in code)
+    return [cell[1:-1].replace(r"\|", "|") for cell in code]
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.split("\n")[0])
