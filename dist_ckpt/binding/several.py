@@ -147,20 +147,21 @@ class _Taken:
         """
         saved, key = offer.saved, offer.scope.key
         moved: dict[str, str | None] = {}
-        params = dict(saved.params)
+        behind: dict[str, Sequence[str]] = {}  # apart: a new number may be the old one of another
         for group in sorted(saved.params, key=_number_of):
             optimizer = _optimizer_of(group)
-            if (key, optimizer) not in self.groups or not offer.scope.gives(group):
+            if (key, optimizer) not in self.groups:
                 continue
-            known = set(self.groups[key, optimizer])
-            left = [name for name in params.pop(group) if name not in known]
             moved[group] = None
-            if left:
+            known = set(self.groups[key, optimizer])
+            left = [name for name in saved.params[group] if name not in known]
+            if left and offer.scope.gives(group):
                 number = self.numbers[key, optimizer]
                 self.numbers[key, optimizer] = number + 1
                 moved[group] = f"{optimizer}{_GROUPS}.{number}"
-                params[f"{optimizer}{_GROUPS}.{number}"] = left
-        return _moved(replace(saved, params=params), moved) if moved else saved
+                behind[f"{optimizer}{_GROUPS}.{number}"] = left
+        kept = {group: names for group, names in saved.params.items() if group not in moved}
+        return _moved(replace(saved, params=kept | behind), moved) if moved else saved
 
 
 def _moved(saved: Saved, groups: Mapping[str, str | None]) -> Saved:

@@ -143,6 +143,26 @@ def test_groups_of_two_optimizers_come_back_by_their_parameters(tmp_path: Path) 
     assert [group["lr"] for group in state["optim"].param_groups] == [1, 2]
 
 
+def test_many_groups_of_a_later_source_stand_behind_those_of_the_first(tmp_path: Path) -> None:
+    weights = nn.ParameterList(torch.ones(1) for _ in range(13))
+
+    def grouped(rates: Mapping[int, float]) -> torch.optim.Optimizer:
+        groups = [{"params": [weights[number]], "lr": rate} for number, rate in rates.items()]
+        return torch.optim.SGD(groups)
+
+    rates = {number: float(number + 1) for number in range(13)}
+    for name, own in (("a", {5: 6.0}), ("b", rates)):
+        dc.save({"w": weights, "optim": grouped(own)}, tmp_path / name)
+    sources = [dc.Source(tmp_path / "a", include="optim"), tmp_path / "b"]
+    optim = grouped(dict.fromkeys(rates, 99.0))
+    dc.load({"w": weights, "optim": optim}, sources)
+    assert [group["lr"] for group in optim.param_groups] == [*rates.values()]
+    whole: dict[str, Any] = {"w": weights, "optim": None}
+    dc.load(whole, sources)
+    found = [group["lr"] for group in whole["optim"]["param_groups"]]
+    assert found == [6.0, *(rate for rate in rates.values() if rate != 6.0)]
+
+
 def test_one_group_of_two_sources_must_agree(tmp_path: Path) -> None:
     first, second = halves(tmp_path)
     state = trained(9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -116,5 +117,11 @@ def test_the_command_prints_a_table_json_and_csv(
         *("0.2", "0.7", "3"),
     )
     assert rows[2]["problems"] == "no checkpoint"
+    dc.Run(sweep / "b-base").metrics(1, {"loss": -math.inf, "acc": math.nan})
+    dc.save({"w": torch.ones(2)}, sweep / "e-bare/only", config={"at": {"x"}}, overwrite=True)
+    _, out = told("compare", sweep, "--min", "loss", "--json")
+    first, *_, last = json.loads(out, parse_constant=pytest.fail)["runs"]
+    assert (first["best"], first["metrics"]["acc"]) == ("-inf", "nan")
+    assert last["config"] == {"at": ["x"]}
     assert told("compare", sweep, "--json", "--csv")[0] == 2
     assert told("compare", sweep / "gone")[0] == 3
