@@ -16,12 +16,16 @@ from dist_ckpt.planning.plan import FilePlan, Wanted
 from dist_ckpt.runtime.threads import results_of
 from dist_ckpt.shard_io.read_windows import StoredTensors, Window, windows_of
 
-# A multiple of a block. Four of them and the sums are in memory at once, so that it is this which
+# A multiple of a block. Seven of them and the sums are in memory at once, so that it is this which
 # counts, and not the largest tensor.
 WINDOW_NBYTES = 16 << 20
 
 # Of more sources no file stays open between two windows: a process may have 1024.
 _MOST_OPEN = 32
+
+
+# Of so many sources a window is added at once, while the next are read.
+_AT_ONCE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,10 @@ class _SourcePart:
     def wanted(self) -> tuple[Wanted, ...]:
         """What is read of the source."""
         return self.window.wanted if self.last else self.averaged
+
+
+# A part, its bytes, and what gives the memory back.
+_Read = tuple[_SourcePart, memoryview, ExitStack]
 
 
 class AveragedTensors:
@@ -67,7 +75,7 @@ class AveragedTensors:
         nbytes = min(sum(file.nbytes for file in files), WINDOW_NBYTES)
         slots, mean = Slots(max(nbytes, 1)), Mean([one.weight for one in self._chosen], nbytes)
 
-        def read(piece: _SourcePart) -> tuple[_SourcePart, memoryview, ExitStack]:
+        def read(piece: _SourcePart) -> _Read:
             lent = ExitStack()
             memory = lent.enter_context(slots.one())
             self._fetch(piece, memory)
@@ -75,13 +83,16 @@ class AveragedTensors:
 
         pieces = self._pieces(windows_of(files, nbytes, self._order))
         # One at a time: a source's files are read by several threads as it is.
-        with closing(results_of(read, pieces, threads=1, waiting=1)) as ready:
-            for piece, memory, lent in ready:
-                with lent:
-                    mean.add(piece.number, piece.runs, memory)
-                    tell(sum(_nbytes(want) for want in piece.wanted))
+        with closing(results_of(read, pieces, threads=1, waiting=_AT_ONCE)) as ready:
+            for several in _together(ready):
+                with ExitStack() as all_lent:
+                    for _, _, lent in several:
+                        all_lent.enter_context(lent)
+                    piece, memory, _ = several[-1]
+                    first = several[0][0].number
+                    mean.add(first, piece.runs, [window for _, window, _ in several])
+                    tell(sum(_nbytes(want) for one, _, _ in several for want in one.wanted))
                     if piece.last:
-                        mean.take(piece.runs, memory)
                         yield piece.window, memory
 
     def _order(self, item: StoredShard) -> tuple[object, ...]:
@@ -107,6 +118,16 @@ class AveragedTensors:
         """Close the files. Never raises."""
         for tensors in self._tensors:
             tensors.close()
+
+
+def _together(ready: Iterator[_Read]) -> Iterator[list[_Read]]:
+    """Yield what is read of one window, of some sources at a time."""
+    several: list[_Read] = []
+    for one in ready:
+        several.append(one)
+        if one[0].last or len(several) == _AT_ONCE:
+            yield several
+            several = []
 
 
 def _nbytes(want: Wanted) -> int:

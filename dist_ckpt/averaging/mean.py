@@ -18,9 +18,9 @@ from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.memory.buffers import scratch
 from dist_ckpt.planning.plan import Wanted
 
-# So many elements at a time: what is between two steps stays in a processor's cache, and torch does
-# them in this thread. From 32768 on its threads share them, and where others are at work as well,
-# to wait for each other took 20 times as long as to add.
+# So many elements at a time: the sum of several checkpoints stays in a processor's cache, and torch
+# does them in this thread. From 32768 on its threads share them, and where others are at work as
+# well, to wait for each other took 20 times as long as to add.
 _NUMEL = (1 << 15) - 64
 
 # No sum has more bytes for one of an element: float32 for a float8.
@@ -59,35 +59,38 @@ class Mean:
         self._weights = weights
         self._sum = fsum(weights)
         self._totals = scratch(window_nbytes * _MOST_GROWTH)
+        self._term = scratch(_NUMEL * 8)
 
-    def add(self, number: int, runs: Sequence[Stretch], memory: memoryview) -> None:
-        """Add what checkpoint `number` has in a window; the first one begins a new sum."""
-        weight = self._weights[number]
-        for values, totals in self._parts(runs, memory):
-            term = values.to(totals.dtype)
-            if weight != 1:
-                term = term * weight
-            if number:
-                totals.add_(term)
-            else:
-                totals.copy_(term)
+    def add(self, first: int, runs: Sequence[Stretch], windows: Sequence[memoryview]) -> None:
+        """Add what checkpoints `first` and the next have in a window; 0 begins a new sum.
 
-    def take(self, runs: Sequence[Stretch], memory: memoryview) -> None:
-        """Put the mean into the window, in the place of what the newest has."""
-        for values, totals in self._parts(runs, memory):
-            values.copy_(totals / self._sum)
+        With the newest the mean is put into its window, in the place of what it has.
+        """
+        for each, totals, own in self._parts(runs, windows):
+            for number, values in enumerate(each, first):
+                term = values if values.dtype == totals.dtype else own.copy_(values)
+                if (weight := self._weights[number]) != 1:
+                    term = torch.mul(term, weight, out=own)
+                if number:
+                    totals.add_(term)
+                else:
+                    totals.copy_(term)
+            if first + len(each) == len(self._weights):
+                each[-1].copy_(totals.div_(self._sum))
 
     def _parts(
-        self, runs: Sequence[Stretch], memory: memoryview
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the elements in a window with their sums, some at a time."""
+        self, runs: Sequence[Stretch], windows: Sequence[memoryview]
+    ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]]:
+        """Yield the elements in some windows, their sums and room for a term, some at a time."""
         start = 0
         for run in runs:
-            values = _tensor(memory, run.dtype, run.start, run.numel)
+            values = [_tensor(window, run.dtype, run.start, run.numel) for window in windows]
             totals = _tensor(self._totals, run.sum_dtype, start, run.numel)
             start += totals.nbytes
-            for first in range(0, run.numel, _NUMEL):
-                yield values[first : first + _NUMEL], totals[first : first + _NUMEL]
+            own = _tensor(self._term, run.sum_dtype, 0, min(run.numel, _NUMEL))
+            cut = zip(*(whole.split(_NUMEL) for whole in values), strict=True)
+            for each, part in zip(cut, totals.split(_NUMEL), strict=True):
+                yield each, part, own[: len(part)]
 
 
 def _tensor(memory: memoryview, dtype: str, start: int, numel: int) -> torch.Tensor:

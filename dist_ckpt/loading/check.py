@@ -271,11 +271,11 @@ def _serve(call: LoadCall, asked: Asked, found: Found, stack: ExitStack) -> bool
 
 
 # The main objects file of a checkpoint, and what reads those of its ranks.
-_Contents = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
+_MainAndOthers = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
 
 
 def _of_description(
-    options: LoadOptions, found: Found, contents: Sequence[_Contents]
+    options: LoadOptions, found: Found, contents: Sequence[_MainAndOthers]
 ) -> Iterator[str]:
     """Yield what is otherwise in a checkpoint's kind and configuration than who loads it has."""
     for one, (main, _) in zip(found.checkpoints, contents, strict=True):
@@ -289,7 +289,7 @@ def _saved(
     asked: Asked,
     selection: Selection | Scopes,
     found: Found,
-    contents: Sequence[_Contents],
+    contents: Sequence[_MainAndOthers],
 ) -> Saved:
     """Return what the checkpoints hold, under the names of the state."""
     with paused_collector():
@@ -310,7 +310,7 @@ def _saved(
         return merged(offers, [one.path for one in found.checkpoints])
 
 
-def _contents(storage: Storage, one: FoundCheckpoint) -> _Contents:
+def _contents(storage: Storage, one: FoundCheckpoint) -> _MainAndOthers:
     folder = f"{one.path}/{one.attempt.name}"
 
     def read(rank: int) -> ObjectsFile:

@@ -36,7 +36,7 @@ from dist_ckpt.shard_io.open_files import read_objects
 from dist_ckpt.shard_io.read_windows import StoredTensors, Windows, read_windows
 from dist_ckpt.shard_io.reuse import MAX_SHARED
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
-from dist_ckpt.storage import Storage, open_storage, real_path
+from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
 
 _log = logging.getLogger("dist_ckpt")
@@ -93,13 +93,11 @@ class CarrySource:
         found = plan_carried(live, self.index, names)
         return Carrying(self, found, CatalogText(found.catalog))
 
-    def hold(self, storage: Storage, target: str, held: ExitStack) -> None:
-        """Hold the source until `held` ends, if it can be. Coordinator only.
+    def hold(self, storage: Storage, held: ExitStack) -> None:
+        """Hold the source until `held` ends, if it can be. Coordinator only, after the claim.
 
-        Not where the save replaces it: nothing that is held is replaced.
+        Where the save replaces it: before that it could not, and it must end before the clean-up.
         """
-        if real_path(self.path) == real_path(target):
-            return
         try:
             held.enter_context(held_source(storage, self.path))
         except StorageError as error:

@@ -304,7 +304,7 @@ def _write(
     files = held.files(plan, options.step, options.all_metadata(), claimed.attached)
     if carrying is not None:
         if ranks.channel.rank == COORDINATOR:
-            carrying.source.hold(claimed.storage, claimed.request.path, source)
+            carrying.source.hold(claimed.storage, source)
         with carrying.reading(claimed.storage):
             objects = carrying.objects(claimed.storage, files.objects, ranks.channel.rank)
             carried, linked = carrying.write(ranks, claimed.storage, folder, options.step)

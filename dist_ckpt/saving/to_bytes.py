@@ -128,6 +128,7 @@ class _DataWriter:
         self._out = out
         self._room = room
         self._files = {file.name: file for file in files}
+        self._name, self._nbytes = "", 0
 
     def create(self, path: str, nbytes: int) -> _DataWriter:
         """Return itself: there is one file."""

@@ -22,6 +22,7 @@ from dist_ckpt.errors import (
     NotFoundError,
 )
 from dist_ckpt.offline import strip
+from dist_ckpt.offline.rewriting import new_attempt
 from dist_ckpt.offline.strip import strip_at
 from dist_ckpt.runs.facts import put_metrics
 from dist_ckpt.runs.keep import last
@@ -295,11 +296,10 @@ def test_a_save_over_it_just_before_the_claim_is_not_stripped_unseen(
 ) -> None:
     storage = MemoryStorage({ROOT: None})
     save(storage, 1)
-    real = strip.new_attempt
 
     def late(*arguments: Any, **options: Any) -> Any:
         rank_threads.save(storage, [state(5)], PATH, step=1, overwrite=True)
-        return real(*arguments, **options)
+        return new_attempt(*arguments, **options)
 
     monkeypatch.setattr(strip, "new_attempt", late)
     with pytest.raises(ConflictError, match="replaced meanwhile"):
