@@ -124,6 +124,7 @@ def training_state(shapes: Mapping[str, Shape], place: Place) -> Inventory:
         ),
         name_lists=(NameList("optim.param_groups.0.params", parameters),),
         numpy=(),
+        parameters=((0, len(model), True),),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dist_ckpt.errors import listed
 from dist_ckpt.format.index import Catalog, Node
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.planning.selection import Selection
+from dist_ckpt.planning.selection import Selection, names_above
 from dist_ckpt.saving.carried_names import carried_names, names_of, with_carried
 from dist_ckpt.state.containers import RECORD, is_mapping, join
 
@@ -27,6 +27,7 @@ def part_of(
     chosen = {name for name in names if _whole(catalog, name) in selection}
     if not chosen:
         raise ValueError(f"{selection} leaves nothing: give other patterns")
+    _check_lists(main.tree, {above for name in chosen for above in names_above(name)})
     # Carried on into a checkpoint that holds nothing.
     nothing = replace(catalog, tensors={}, aliases={}, values={}, per_rank={}, parameters={})
     part = carried_names(catalog, chosen, nothing, ())
@@ -37,7 +38,6 @@ def part_of(
     values = {fqn: main.values[fqn] for fqn in part.values}
     root = next(node for node in main.tree if not node.fqn)
     left = with_carried(ObjectsFile((Node("", root.kind, ()),)), main, part, values)
-    _check_lists(main.tree, left.tree)
     return (
         replace(
             catalog,
@@ -60,12 +60,12 @@ def _whole(catalog: Catalog, name: str) -> str:
     return whole
 
 
-def _check_lists(saved: Iterable[Node], left: Iterable[Node]) -> None:
-    before: dict[str, Collection[str | int]] = {node.fqn: node.keys for node in saved}
-    for node in left:
-        if not is_mapping(node.kind) and len(node.keys) < len(before[node.fqn]):
-            lost = next(key for key in before[node.fqn] if key not in node.keys)
+def _check_lists(tree: Iterable[Node], left: Collection[str]) -> None:
+    """Raise ValueError for a list of which only some items are among the names that are left."""
+    for node in tree:
+        lost = [key for key in node.keys if join(node.fqn, key) not in left]
+        if not is_mapping(node.kind) and 0 < len(lost) < len(node.keys):
             raise ValueError(
-                f"{join(node.fqn, lost)}: an item of a {node.kind} cannot be left out, as the "
+                f"{join(node.fqn, lost[0])}: an item of a {node.kind} cannot be left out, as the "
                 f"others would move: leave all of {node.fqn!r} out"
             )
