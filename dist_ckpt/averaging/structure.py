@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.format.index import Catalog
-from dist_ckpt.planning.selection import Selection, names_above
-from dist_ckpt.state.containers import RECORD
+from dist_ckpt.planning.selection import Selection
+from dist_ckpt.state.containers import whole_of
 
 # What is averaged: the dtype of its elements, and that of their sum. A complex number is two of
 # them.
@@ -64,7 +64,7 @@ def _chosen(path: str, catalog: Catalog, selection: Selection) -> set[str]:
             )
         # Parts of compounds are none that could be averaged, whatever their dtype: to be refused.
         trainable = {name for name, is_trainable in catalog.parameters.items() if is_trainable}
-        parts = {name for name in trainable if _whole_of(catalog, name)}
+        parts = {name for name in trainable if whole_of(name, catalog.values)}
         floating = floating & trainable | parts & catalog.tensors.keys()
     names = {name: [name] for name in floating}
     for alias, name in catalog.aliases.items():
@@ -74,12 +74,6 @@ def _chosen(path: str, catalog: Catalog, selection: Selection) -> set[str]:
 
 def _is_floating(catalog: Catalog, name: str) -> bool:
     return catalog.tensors[name].dtype in SUMS
-
-
-def _whole_of(catalog: Catalog, name: str) -> str | None:
-    """Return the compound tensor that a tensor is a part of, if it is one."""
-    _, *above = names_above(name)
-    return next((whole for whole in above if f"{whole}.{RECORD}" in catalog.values), None)
 
 
 def _check_matched(path: str, catalog: Catalog, selection: Selection) -> None:
@@ -93,7 +87,7 @@ def _check_matched(path: str, catalog: Catalog, selection: Selection) -> None:
 
 
 def _check_parts(path: str, catalog: Catalog, chosen: set[str]) -> None:
-    wholes = {whole for name in chosen if (whole := _whole_of(catalog, name)) is not None}
+    wholes = {whole for name in chosen if (whole := whole_of(name, catalog.values)) is not None}
     if wholes:
         raise ValueError(
             f"{path}: {listed(sorted(wholes))} "

@@ -9,9 +9,7 @@ from math import prod
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.format.index import Catalog
 from dist_ckpt.format.layout import check_shape
-
-# Under the name of a tensor that is made of others: what that is, see `state/compounds.py`.
-_RECORD = "__class__"
+from dist_ckpt.state.containers import RECORD, join, whole_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +33,16 @@ def count_parameters(
         record = catalog.tensors[fqn]
         if component not in (None, catalog.components[record.component].name):
             continue
-        if (whole := _whole_of(fqn, catalog.values)) is None:
+        if (whole := whole_of(fqn, catalog.values)) is None:
             wholes[fqn] = prod(record.shape), trainable
         elif whole not in wholes:
-            wholes[whole] = _numel_of(whole, value_of(f"{whole}.{_RECORD}")), trainable
+            wholes[whole] = _numel_of(whole, value_of(join(whole, RECORD))), trainable
     if not wholes:
         return None
     counts = list(wholes.values())
     return ParameterCounts(
         sum(numel for numel, _ in counts), sum(numel for numel, trains in counts if trains)
     )
-
-
-def _whole_of(fqn: str, values: Mapping[str, int]) -> str | None:
-    """Return the name of the outermost tensor that this is a part of; None if it is of none."""
-    place = fqn.find(".")
-    while place != -1:
-        if f"{fqn[:place]}.{_RECORD}" in values:
-            return fqn[:place]
-        place = fqn.find(".", place + 1)
-    return None
 
 
 def _numel_of(whole: str, record: object) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dist_ckpt.binding.saved_tree import state_of
 from dist_ckpt.format.index import Catalog, Node
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.planning.selection import Selection, names_above
-from dist_ckpt.state.containers import RECORD, is_mapping, join
+from dist_ckpt.state.containers import is_mapping, join, whole_of
 
 _PARAMS = ".params"
 
@@ -47,19 +47,16 @@ def not_loaded(
 
     A tensor that is made of others is taken as a whole, by its own name.
     """
-    whole = _wholes(source)
-    loaded = {whole(name) for name in done}
-    left = [name for name in names_of(source) if whole(name) not in loaded]
-    return tuple(map(whole, left)), tuple(name for name in left if whole(name) in excluded)
+    wholes = {name: whole_or_name(name, source) for name in names_of(source)}
+    loaded = {whole_or_name(name, source) for name in done}
+    left = [name for name, whole in wholes.items() if whole not in loaded]
+    found = tuple(wholes[name] for name in left)
+    return found, tuple(name for name in left if wholes[name] in excluded)
 
 
-def _wholes(source: Catalog) -> Callable[[str], str]:
-    """Return what tells of which tensor a name is a part: of the outermost, if of several."""
-    mark = f".{RECORD}"
-    made = {name.removesuffix(mark) for name in source.values if name.endswith(mark)}
-    if not made:
-        return lambda name: name
-    return lambda name: [above for above in names_above(name) if above in made or above == name][-1]
+def whole_or_name(name: str, source: Catalog) -> str:
+    """Return the tensor of which a name is a part, or the name itself."""
+    return whole_of(name, source.values) or name
 
 
 def carried_names(

@@ -9,8 +9,8 @@ from dist_ckpt.errors import listed
 from dist_ckpt.format.index import Catalog, Node
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.planning.selection import Selection, names_above
-from dist_ckpt.saving.carried_names import carried_names, names_of, with_carried
-from dist_ckpt.state.containers import RECORD, is_mapping, join
+from dist_ckpt.saving.carried_names import carried_names, names_of, whole_or_name, with_carried
+from dist_ckpt.state.containers import is_mapping, join
 
 
 def part_of(
@@ -24,7 +24,7 @@ def part_of(
     names = names_of(catalog)
     if problems := selection.unmatched(names):
         raise ValueError(listed(problems, "; "))
-    chosen = {name for name in names if _whole(catalog, name) in selection}
+    chosen = {name for name in names if whole_or_name(name, catalog) in selection}
     if not chosen:
         raise ValueError(f"{selection} leaves nothing: give other patterns")
     _check_lists(main.tree, {above for name in chosen for above in names_above(name)})
@@ -49,15 +49,6 @@ def part_of(
         ),
         replace(left, metadata=main.metadata),
     )
-
-
-def _whole(catalog: Catalog, name: str) -> str:
-    """Return the name of the outermost tensor that this is a part of, or the name itself."""
-    above, whole = name, name
-    while above := above.rpartition(".")[0]:
-        if join(above, RECORD) in catalog.values:
-            whole = above
-    return whole
 
 
 def _check_lists(tree: Iterable[Node], left: Collection[str]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.format.plain_types import FACTORIES
+from dist_ckpt.planning.selection import names_above
 
 PathKey = str | int
 
@@ -71,6 +72,15 @@ def entries_of(value: object) -> Mapping[PathKey, object] | None:
         return None
     assert isinstance(value, Mapping | list | tuple)
     return value if isinstance(value, Mapping) else dict(enumerate(value))
+
+
+def whole_of(name: str, values: Container[str]) -> str | None:
+    """Return the compound tensor that a name is a part of, the outermost; None if it is of none.
+
+    `values` are the names of a checkpoint's values, by which it tells what is compound.
+    """
+    _, *above = names_above(name)
+    return next((one for one in reversed(above) if join(one, RECORD) in values), None)
 
 
 def join(fqn: str, key: PathKey) -> str:
