@@ -21,16 +21,23 @@ StorageOf = Callable[[int], Storage]
 
 
 def try_save(
-    storage_of: StorageOf, states: Sequence[Any], path: str = PATH, **options: Any
+    storage_of: StorageOf,
+    states: Sequence[Any],
+    path: str = PATH,
+    each: Any = (),
+    **options: Any,
 ) -> list[Outcome[SaveReport]]:
-    """Save `states[rank]` on each rank, and return what each rank's call came to."""
+    """Save `states[rank]` on each rank, and return what each rank's call came to.
+
+    `each` are the options of each rank alone, a mapping a rank.
+    """
     return try_ranks(
         len(states),
         lambda rank, channel, bulk: save_together(
             Session(channel, bulk, TEST_CONFIG),
             states[rank],
             path,
-            SaveOptions(**options),
+            SaveOptions(**options, **(each[rank] if each else {})),
             storage_of(rank),
         ),
     )

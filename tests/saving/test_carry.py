@@ -13,7 +13,6 @@ import pytest
 import dist_ckpt as dc
 import rank_threads
 from compound_tensors import Quantized
-from dist_ckpt.comm.session import Session
 from dist_ckpt.commit import removal
 from dist_ckpt.commit.attempts import find, list_attempts
 from dist_ckpt.errors import CheckpointError, CorruptError, NotFoundError
@@ -21,14 +20,13 @@ from dist_ckpt.reports import LoadReport, SaveReport
 from dist_ckpt.runs.facts import put_metrics
 from dist_ckpt.runs.keep import last
 from dist_ckpt.runs.prune import prune
-from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.shard_io.reuse import MAX_SHARED
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.wrapping import WrappedStorage
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, try_ranks
+from dist_ckpt.testing.thread_channel import Outcome
 from linking import NoLinks, inodes
 from long_mode import IS_LONG
 
@@ -84,16 +82,8 @@ def saved_by(
     **options: Any,
 ) -> list[Outcome[SaveReport]]:
     """Save `some` on as many ranks, each with its report of a load."""
-    return try_ranks(
-        len(some),
-        lambda rank, channel, bulk: save_together(
-            Session(channel, bulk, TEST_CONFIG),
-            some[rank],
-            path,
-            SaveOptions(carry=reports[rank], **options),
-            storage_of(rank),
-        ),
-    )
+    each = [{"carry": report} for report in reports]
+    return rank_threads.try_save(storage_of, some, path, each, **options)
 
 
 def carry(storage: Storage, path: str = B, source: str = A, **options: Any) -> SaveReport:

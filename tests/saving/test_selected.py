@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
-from dist_ckpt.comm.session import Session
-from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, try_ranks
 from rank_threads import everywhere, load, save, try_save
 
 
@@ -193,20 +190,9 @@ def test_a_pattern_may_match_on_some_ranks_only() -> None:
 def test_ranks_must_leave_out_the_same() -> None:
     state = {"a": torch.ones(2), "b": torch.ones(2)}
 
-    def asked(rank: int) -> Any:
-        return "a" if rank else "b"
-
     storage = MemoryStorage({"/runs": None})
-    outcomes = try_ranks(
-        2,
-        lambda rank, channel, bulk: save_together(
-            Session(channel, bulk, TEST_CONFIG),
-            state,
-            "/runs/ck",
-            SaveOptions(exclude=asked(rank)),
-            storage,
-        ),
-    )
+    each = [{"exclude": "b"}, {"exclude": "a"}]
+    outcomes = try_save(everywhere(storage), [state, state], each=each)
     assert all("with different chosen: rank 0: \"exclude=['b']\"" in str(o.error) for o in outcomes)
 
 
