@@ -149,10 +149,10 @@ def save(
     at most. They are rank 0's; another rank gives none, or the same.
 
     Tensors whose names match `reuse`, globs as well, get files of their own. What does not change,
-    such as frozen weights, is written by the first two saves of this group; later ones of the same
-    layout link to those files, where the storage makes hard links, and the older checkpoint is
-    there and whole; else they write. A file has at most 8 names, and is read back within 8 saves
-    before it gets another.
+    such as frozen weights, is written by the first two saves of this group that have it; later ones
+    link to those files, where the storage makes hard links, and the older checkpoint is there and
+    whole; else they write. A file has at most 8 names, and is read back within 8 saves before it
+    gets another.
 
     `carry` is what a `dc.load` of the same group has returned, which has left something out. What
     that has not restored, and is not saved of the state, goes from its checkpoint into this one,
@@ -187,7 +187,7 @@ def save_together(
             if options.carry is not None:
                 source = open_source(ranks, options.carry, options.exclude, storage)
             claimed = _agree_and_claim(ranks, state, path, options, storage, source)
-        plan, run = claimed.planned.plan, claimed.run
+        run = claimed.run
         found = Tally() if source is None else source.reads
         with phases.phase("write"):
             verdict = run.write_and_commit(
@@ -195,8 +195,7 @@ def save_together(
             )
         held.close()
         for saved in claimed.parts:
-            claimed.earlier.committed(plan, saved)
-        ranks.keep(claimed.earlier)
+            ranks.keep(claimed.earlier.plus(saved))
         with phases.phase("clean up"):
             run.clean_up()
         report = SaveReport(
@@ -313,7 +312,7 @@ def _write(
         claimed.storage,
         folder,
         files,
-        claimed.earlier.of(plan),
+        claimed.earlier,
         threads=ranks.config.threads,
         slots=ranks.slots,
     )

@@ -12,6 +12,7 @@ that goes bad takes at most some of the checkpoints, and the digests say which.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,10 @@ _log = logging.getLogger("dist_ckpt")
 # So many checkpoints, backups too, share a file at most.
 MAX_SHARED = 8
 
+# Of so many saves it is known what they have: a state that is saved in turns with seven others is
+# linked as one that is saved alone.
+_REMEMBERED = 16
+
 # What is linked to was read back from the disk, whole, within so many saves.
 READ_BACK_EVERY = 8
 
@@ -60,37 +65,32 @@ class PartOfSave:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSources:
-    """The saves that one may link to, the older first; `number` counts the saves so far."""
-
-    saves: tuple[SavedFiles, ...]
-    number: int
-
-
 class EarlierSaves:
-    """The last two committed saves of a process, of one plan. One thread uses it at a time."""
+    """The last committed saves of a process, the older first; `number` counts all there were."""
 
-    def __init__(self) -> None:
-        self._number = 0
-        self._plan: object = None
-        self._saves: tuple[SavedFiles, ...] = ()
+    saves: tuple[SavedFiles, ...] = ()
+    number: int = 0
 
-    def of(self, plan: object) -> LinkSources:
-        """Return those of a plan."""
-        return LinkSources(self._saves if plan is self._plan else (), self._number)
+    def names(self) -> set[str]:
+        """Return what two of them have, so that it may be linked."""
+        seen = Counter(name for saved in self.saves for name in saved.files)
+        return {name for name, count in seen.items() if count > 1}
 
-    def committed(self, plan: object, saved: SavedFiles) -> None:
-        """Take a save by its plan as committed."""
-        self._saves = (*self.of(plan).saves[-1:], saved)
-        self._plan = plan
-        self._number += 1
+    def with_file(self, wanted: FileReceipt) -> tuple[SavedFiles, ...]:
+        """Return the last two that have such a file: the bytes are the same, whatever the plan."""
+        return tuple(one for one in self.saves if one.files.get(wanted[0]) == wanted)[-2:]
+
+    def plus(self, saved: SavedFiles) -> EarlierSaves:
+        """Return them with one more that is committed."""
+        saves = (*self.saves, saved)[-_REMEMBERED:] if saved.files else self.saves
+        return EarlierSaves(saves, self.number + 1)
 
 
 def write_or_link(
     storage: Storage,
     folder: str,
     files: RankFiles,
-    earlier: LinkSources,
+    earlier: EarlierSaves,
     *,
     threads: int,
     slots: Slots | None = None,
@@ -99,10 +99,10 @@ def write_or_link(
 
     Whatever forbids a link, the file is written. Raises what `write_all` does.
     """
-    known = {name for saved in earlier.saves for name in saved.files}
+    known = earlier.names()
     tried = [n for n, one in enumerate(files.plans) if one.is_reused and one.name in known]
     wanted: tuple[FileReceipt, ...] = ()
-    if len(earlier.saves) > 1:  # the first two have files of their own
+    if tried:
         digested = _only(files, tried)
         wanted = write_shard_files(
             NoStorage(), "", digested, threads=threads, slots=slots or Slots()
@@ -143,12 +143,12 @@ def _link(
     storage: Storage,
     folder: str,
     wanted: FileReceipt,
-    earlier: LinkSources,
+    earlier: EarlierSaves,
     threads: int,
 ) -> int | None:
     """Link a file of an earlier save; return which save has read it back. None: write it."""
-    name = wanted[0]
-    for saved in earlier.saves:
+    name, candidates = wanted[0], earlier.with_file(wanted)
+    for saved in candidates if len(candidates) > 1 else ():  # the first two have their own
         checked = _checked(storage, saved, wanted, earlier.number, threads)
         if checked == "gone":  # pruned: then the newer one, or with keep.last(1) all is written
             continue
@@ -170,8 +170,6 @@ def _checked(
 ) -> int | Literal["gone"] | None:
     """Return which save has last read a file back, this one if need be; None if it is no good."""
     name, nbytes, header_nbytes, digest = wanted
-    if saved.files.get(name) != wanted:
-        return None
     path = f"{saved.folder}/{name}"
     try:
         file = storage.open(path)

@@ -211,7 +211,7 @@ class WriterSave:
                 verdict = run.write_and_commit(staged.text, attempt, lambda: self._write(staged))
             staged.followed.mark_committed()
             if self._saved is not None:
-                self._saves.earlier.committed(staged.plan, self._saved)
+                self._saves.earlier = self._saves.earlier.plus(self._saved)
             with phases.phase("clean up"):
                 run.clean_up()
             return verdict
@@ -306,7 +306,7 @@ class WriterSave:
             PacedStorage(self._storage, allowance) if allowance else self._storage,
             f"{self.write.path}/{self._attempt}",
             self._attempt,
-            self._saves.earlier.of(staged.plan),
+            self._saves.earlier,
             threads=self._saves.hello.config.threads,
             slots=self._saves.slots,
         )

@@ -12,7 +12,7 @@ from dist_ckpt.planning.plan import FileReceipt, SavePlan
 from dist_ckpt.planning.save_planner import items_of
 from dist_ckpt.runtime import typed_msgpack
 from dist_ckpt.shard_io.no_storage import NoStorage
-from dist_ckpt.shard_io.reuse import LinkSources, PartOfSave, write_or_link
+from dist_ckpt.shard_io.reuse import EarlierSaves, PartOfSave, write_or_link
 from dist_ckpt.shard_io.shard_writer import WritableStorage, write_all
 from dist_ckpt.snapshots.arena import Followed
 from dist_ckpt.snapshots.arena_layout import Seal
@@ -66,7 +66,7 @@ class StagedSave:
         storage: Storage,
         folder: str,
         attempt: str,
-        earlier: LinkSources,
+        earlier: EarlierSaves,
         *,
         threads: int,
         slots: Slots,

@@ -114,6 +114,33 @@ def test_two_saves_write_what_does_not_change_and_later_ones_link_it_in_turns(
     assert dc.verify(tmp_path / "s6").ok
 
 
+def test_states_that_are_saved_in_turns_are_linked_each_to_its_own(tmp_path: Path) -> None:
+    others: list[dict[str, Any]] = [{"ema": torch.ones(3)}, {"model": {"base": torch.zeros(4)}}]
+    linked: list[list[int]] = []
+    for step in range(4):
+        linked.append([])
+        for number, held in enumerate([state(step), *others]):
+            reuse = "model.base" if "model" in held else ()
+            report = dc.save(held, tmp_path / f"{number}-{step}", step=step, reuse=reuse)
+            linked[-1].append(report.num_linked)
+    assert linked == [[0, 0, 0], [0, 0, 0], [1, 0, 1], [1, 0, 1]]
+    assert step_at(LocalStorage(), f"{tmp_path}/0-3") == 3
+
+
+def test_a_file_is_linked_where_something_else_of_the_state_has_another_plan(
+    tmp_path: Path,
+) -> None:
+    reports = [
+        dc.save(
+            {**state(step, base=9.0), "seen": torch.zeros(step)},
+            tmp_path / f"{step}",
+            reuse="model.base",
+        )
+        for step in range(1, 4)
+    ]
+    assert [one.num_linked for one in reports] == [0, 0, 1]
+
+
 def test_what_has_changed_is_written_and_linked_from_then_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
