@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import click
 
 from dist_ckpt.cli import output
-from dist_ckpt.interop import shrew
+from dist_ckpt.interop import hf, shrew
 from dist_ckpt.reports import size
 
 _IMPORTS = {"shrew": shrew.import_file}
-_EXPORTS = {"shrew": shrew.export_file}
+# What writes a format, and which options it takes.
+_EXPORTS: Mapping[str, tuple[Callable[..., int], frozenset[str]]] = {
+    "shrew": (shrew.export_file, frozenset({"version"})),
+    "hf": (
+        hf.export_folder,
+        frozenset({"only", "dtype", "max_shard_size", "include", "exclude", "reflink", "progress"}),
+    ),
+}
 
 
 @click.command("import")
@@ -45,20 +54,37 @@ def import_(from_: str, file: str, target: str, *, overwrite: bool) -> None:
 )
 @click.argument("source", type=click.Path())
 @click.argument("file", type=click.Path())
+@click.option("--overwrite", is_flag=True, help="Replace FILE once the new one is durable.")
 @click.option(
     "--version",
     type=click.IntRange(1, 2),
-    help="Of a .shrew file; 1 takes the model alone.  [default: the one that fits]",
+    help="shrew: of the file; 1 takes the model alone.  [default: the one that fits]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace FILE once the new one is durable.")
-def export(format_: str, source: str, file: str, *, version: int | None, overwrite: bool) -> None:
+@click.option("--only", help="hf: the component to write.  [default: model]")
+@click.option("--dtype", help="hf: convert floating tensors to this, such as bf16.")
+@click.option("--max-shard-size", help="hf: most data of a file, as 500MiB.  [default: 5GB]")
+@click.option("--include", multiple=True, help="hf: glob of names to write; may be repeated.")
+@click.option("--exclude", multiple=True, help="hf: glob of names to leave out; may be repeated.")
+@click.option(
+    "--reflink", is_flag=True, help="hf: share the data with SOURCE where the file system can."
+)
+def export(format_: str, source: str, file: str, *, overwrite: bool, **options: object) -> None:
     """Write the checkpoint SOURCE as FILE, for another system.
 
-    What FILE cannot hold is refused by name. Of an imported checkpoint it has the same bytes as
-    the file that was imported.
+    What FILE cannot hold is refused by name. As shrew, it has of an imported checkpoint the same
+    bytes as the file that was imported. As hf, it is a folder of safetensors files with the model,
+    as transformers reads it; with --overwrite its other files stay, such as config.json.
 
     \b
     dist-ckpt export --format shrew runs/a@latest training.shrew
+    dist-ckpt export --format hf --dtype bf16 runs/a@latest exported
     """  # noqa: D301 - click knows the backspace
-    nbytes = _EXPORTS[format_](source, file, version=version, overwrite=overwrite)
+    write, known = _EXPORTS[format_]
+    given = {name: value for name, value in options.items() if value not in (None, (), False)}
+    for name in given.keys() - known:
+        raise click.UsageError(f"--{name.replace('_', '-')} is not for --format {format_}")
+    with output.progress("export") as update:
+        if "progress" in known:
+            given["progress"] = update
+        nbytes = write(source, file, overwrite=overwrite, **given)
     click.echo(f"{output.printable(file)}: {size(nbytes)}")

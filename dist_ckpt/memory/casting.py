@@ -55,8 +55,7 @@ class CastTarget:
     def __init__(self, tensor: torch.Tensor, cell: Cell, saved: torch.dtype) -> None:
         self._target = TensorTarget(tensor, cell)
         self._dtype, self._saved = tensor.dtype, saved
-        both_float = tensor.dtype.is_floating_point and saved.is_floating_point
-        self._narrows = both_float and torch.finfo(tensor.dtype).max < torch.finfo(saved).max
+        self._narrows = _narrows(saved, tensor.dtype)
         self.has_overflown = False
 
     def memory(self) -> memoryview | None:
@@ -69,8 +68,27 @@ class CastTarget:
             return
         values = values_in(data, self._saved, box.shape, strides)
         cast = values.to(self._dtype).contiguous()
-        if self._narrows and bool((cast.isinf() & values.isfinite()).any()):
+        if self._narrows and _has_overflown(values, cast):
             self.has_overflown = True
         memory = host_memory(cast)
         assert memory is not None, "it was made here"
         self._target.place(piece, box, memory, row_major_strides(box.shape))
+
+
+def converted(data: memoryview, saved: str, live: str) -> memoryview | None:
+    """Return elements in another dtype; None if one that was finite is not any more."""
+    values = torch.frombuffer(data, dtype=getattr(torch, saved))
+    cast = values.to(getattr(torch, live))
+    if _narrows(values.dtype, cast.dtype) and _has_overflown(values, cast):
+        return None
+    return host_memory(cast)
+
+
+def _narrows(saved: torch.dtype, live: torch.dtype) -> bool:
+    both_float = live.is_floating_point and saved.is_floating_point
+    return both_float and torch.finfo(live).max < torch.finfo(saved).max
+
+
+def _has_overflown(values: torch.Tensor, cast: torch.Tensor) -> bool:
+    infinite = cast.isinf()
+    return bool(infinite.any()) and bool((infinite & values.isfinite()).any())

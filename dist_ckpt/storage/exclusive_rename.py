@@ -1,4 +1,4 @@
-"""Rename and never replace: by the system's own call, else by what comes nearest to it."""
+"""Rename and never replace: by the system's own call, else by what comes nearest; or exchange."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ def rename_exclusively(old: str, new: str) -> None:
         _rename_folder(old, new)
     else:
         _rename_by_link(old, new)
+
+
+def exchange(one: str, other: str) -> bool:
+    """Exchange what two names have, at once; False where the system cannot, or not here."""
+    if sys.platform != "linux" or (call := system_call("renameat2")) is None:
+        return False
+    # AT_FDCWD twice, RENAME_EXCHANGE
+    if not call(-100, os.fsencode(one), -100, os.fsencode(other), 2):
+        return True
+    code = ctypes.get_errno()
+    if code in UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), one, None, other)
 
 
 @cache

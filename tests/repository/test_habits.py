@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt
+import dist_ckpt.interop.hf
 import dist_ckpt.interop.shrew
 import dist_ckpt.storage
 
@@ -110,6 +111,7 @@ def test_every_decision_is_in_the_list_of_decisions() -> None:
 def test_the_api_reference_has_every_public_name() -> None:
     assert documented("dist_ckpt") == set(dist_ckpt.__all__)
     assert documented("dist_ckpt.storage") == set(dist_ckpt.storage.__all__)
+    assert documented("dist_ckpt.interop.hf") == set(dist_ckpt.interop.hf.__all__)
     assert documented("dist_ckpt.interop.shrew") == set(dist_ckpt.interop.shrew.__all__)
 
 

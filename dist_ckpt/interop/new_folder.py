@@ -1,0 +1,130 @@
+"""Folders of files for other systems: there whole and durable, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    ExistsError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
+from dist_ckpt.foreign import safetensors_files
+from dist_ckpt.interop.hf_plan import METADATA
+from dist_ckpt.storage import Storage
+from dist_ckpt.storage.exclusive_rename import exchange
+
+_log = logging.getLogger("dist_ckpt")
+
+
+@contextmanager
+def new_folder(storage: Storage, path: str, *, overwrite: bool) -> Iterator[str]:
+    """Yield a folder to write files into, durably; it is at `path` when the `with` has ended well.
+
+    Until then it has another name, beside that one; after an error it is removed. An empty folder
+    at `path` is replaced, and with `overwrite` one that an export has made: other files in it, such
+    as a config.json, are in the new one as well. ExistsError if something else is there.
+    """
+    check_replaceable(storage, path, overwrite=overwrite)
+    parent, name = os.path.split(path)
+    # So short that it is no longer than a name may be because of what we add.
+    temporary = f"{parent.rstrip('/')}/.{name[:100]}.{secrets.token_hex(8)}.tmp"
+    try:
+        storage.make_folder(temporary)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"{parent}: there is no such folder; make it first") from None
+    is_put = False
+    try:
+        yield temporary
+        for file in check_replaceable(storage, path, overwrite=overwrite):
+            storage.link(f"{path}/{file}", f"{temporary}/{file}")
+        storage.sync(temporary)
+        _put(storage, temporary, path)
+        is_put = True
+        storage.sync(parent)
+    except BaseException:
+        if not is_put:
+            _remove(storage, temporary)
+        raise
+    _remove(storage, temporary)  # after an exchange, what was there before
+
+
+def check_replaceable(storage: Storage, path: str, *, overwrite: bool) -> tuple[str, ...]:
+    """Return which files of a folder at `path` are to stay. ExistsError if it must not be replaced.
+
+    With `overwrite` a folder may be whose safetensors files are all of exports: the others stay.
+    """
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    try:
+        entries = storage.list(path)
+    except FileNotFoundError:
+        return ()
+    except NotADirectoryError:
+        raise ExistsError(f"{path} is no folder: choose another path") from None
+    if entries and not overwrite:
+        raise ExistsError(
+            f"{path}: something is there already: choose another path, or replace it "
+            "(overwrite=True, on the command line --overwrite)"
+        )
+    others = [one.name for one in entries if one.kind != "file"]
+    ours = [one.name for one in entries if one.name.endswith(safetensors_files.SUFFIX)]
+    files = [name for name in ours if name not in others]
+    others += [name for name in files if not _is_of_export(storage, path, name)]
+    if others:
+        raise ExistsError(
+            f"{path} has {', '.join(sorted(others)[:5])}, which no export has written: it is not "
+            f"replaced, choose another path or remove it yourself"
+        )
+    gone = {*ours, safetensors_files.INDEX}
+    return tuple(one.name for one in entries if one.name not in gone)
+
+
+def _is_of_export(storage: Storage, folder: str, name: str) -> bool:
+    try:
+        state = safetensors_files.read_file(storage, f"{folder}/{name}")
+    except (CorruptError, IncompatibleError):
+        return False
+    return state.metadata.get("exported_by") == METADATA["exported_by"]
+
+
+def _put(storage: Storage, temporary: str, path: str) -> None:
+    """Give the folder its name; what had it before has the other one, if that was not empty."""
+    try:
+        if os.path.lexists(path):
+            with suppress(OSError):
+                os.rmdir(path)
+        if not os.path.lexists(path):
+            storage.rename(temporary, path)
+        elif not exchange(temporary, path):
+            old = f"{temporary[:-4]}.old.tmp"
+            storage.rename(path, old)
+            try:
+                storage.rename(temporary, path)
+            except BaseException:
+                storage.rename(old, path)
+                raise
+            storage.rename(old, temporary)
+    except FileExistsError:
+        raise ExistsError(f"{path}: something was put there meanwhile: look what it is") from None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _remove(storage: Storage, folder: str) -> None:
+    """Remove a folder of files. Logs what cannot be."""
+    try:
+        for entry in storage.list(folder):
+            storage.remove(f"{folder}/{entry.name}")
+        storage.remove(folder)
+    except FileNotFoundError:
+        return
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s is left and can be removed: %s", folder, error)
