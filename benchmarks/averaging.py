@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             turns = deque(works.items())
             turns.rotate(number)
             for name, work in turns:
-                _forget(files)
+                forget(files)
                 start = time.monotonic()
                 work()
                 seconds[name].append(time.monotonic() - start)
@@ -109,7 +109,7 @@ def _read(files: Sequence[Path], free: SimpleQueue[mmap.mmap]) -> None:
         list(threads.map(read, places))
 
 
-def _forget(files: Sequence[Path]) -> None:
+def forget(files: Sequence[Path]) -> None:
     """Put files out of the page cache."""
     for file in files:
         fd = os.open(file, os.O_RDONLY)

@@ -135,7 +135,7 @@ def chosen(
     tensors: dict[str, Exported] = {}
     for name in names:
         data = catalog.aliases.get(name, name)
-        if data not in catalog.tensors or data in tensors or _is_within(name, records):
+        if data not in catalog.tensors or data in tensors:
             continue
         record = catalog.tensors[data]
         new = dtype if dtype and _ALL_FLOATS.fullmatch(record.dtype) else record.dtype

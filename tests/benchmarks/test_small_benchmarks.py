@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import averaging, frozen
+from benchmarks import averaging, exporting, frozen
 
 
 def test_averages_are_measured_beside_reading_and_verifying(
@@ -30,4 +30,14 @@ def test_saves_with_frozen_weights_write_less_where_they_are_reused(
     plain, reused = capsys.readouterr().out.split("reuse=")[1:]
     assert plain.count(" 0.00 MB linked") == 3
     assert reused.count("0.00 MB linked") == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_exports_are_measured_beside_a_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporting.main(["--dir", str(tmp_path), "--gb", "0.001", "--rounds", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["copy", "export", "bfloat16"]
+    assert all("GB/s" in line for line in lines[1:])
     assert not list(tmp_path.iterdir())
