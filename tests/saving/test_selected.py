@@ -70,8 +70,12 @@ def test_frozen_parameters_are_left_out_and_stay_as_they_are(path: Path) -> None
     before = state["model"].get_parameter("0.weight").clone()
     dc.save(saved, path, frozen=False)
     assert "model.0.weight" not in names(path)
-    with pytest.raises(dc.IncompatibleError, match=r"lacks 2 names: model\.0\.weight"):
+    left_out = r"lacks 2 names: model\.0\.weight.* which require no gradient: .*frozen=False if"
+    with pytest.raises(dc.IncompatibleError, match=left_out):
         dc.load(state, path)
+    both = {**state, "more": torch.ones(1)}
+    with pytest.raises(dc.IncompatibleError, match=r"lacks 3 names: (?!.*frozen)"):
+        dc.load(both, path)
     dc.load(state, path, frozen=False)
     assert torch.equal(state["model"].get_parameter("0.weight"), before)
     assert torch.equal(*(one["model"].get_parameter("1.weight") for one in (saved, state)))
