@@ -27,7 +27,7 @@ from dist_ckpt.binding.saved_tree import Saved, saved_of
 from dist_ckpt.binding.scopes import Scopes
 from dist_ckpt.binding.template import Template, survey
 from dist_ckpt.binding.values import Known, Made, Value, filled, taken
-from dist_ckpt.data.data_position import DataPosition
+from dist_ckpt.data.data_position import DataPosition, check_ranks
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 from dist_ckpt.format.index import Key
 from dist_ckpt.memory.protocol import Target
@@ -333,11 +333,13 @@ def _object(requests: Requests, name: str, leaf: ObjectLeaf) -> None:
         requests.problems.append(
             f"{what}some of it is found{first}, and some{others[0]}: exclude it from one of the two"
         )
-    if isinstance(leaf.owner, DataPosition):
-        try:
+    try:
+        saved_by = requests.saved.catalog_of(saved[0]).world_size
+        check_ranks(leaf.owner, saved_by, requests.template.world_size)
+        if isinstance(leaf.owner, DataPosition):
             leaf.owner.check(state())  # it has no tensors: all of it is known
-        except IncompatibleError as error:
-            requests.problems.append(f"{name}: {error}")
+    except IncompatibleError as error:
+        requests.problems.append(f"{name}: {error}")
     _load(requests, name, leaf.owner, state)
 
 
