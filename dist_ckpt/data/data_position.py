@@ -143,6 +143,20 @@ def _progress(state: Mapping[str, Any]) -> tuple[int, bool]:
         ) from error
 
 
+def check_ranks(owner: object, saved_by: int, world_size: int) -> None:
+    """Raise IncompatibleError for a bare loader of torchdata that another number of ranks saved."""
+    library = sys.modules.get("torchdata.stateful_dataloader")
+    if library is None or not isinstance(owner, library.StatefulDataLoader):
+        return
+    if saved_by != world_size:
+        raise IncompatibleError(
+            f"a {_name(owner)} saved by {saved_by} ranks, now there are {world_size}: its position "
+            "is that of one rank of so many, and samples would be lost or doubled: save a "
+            "dc.DataPosition, which goes on with any number; here put None there to take what was "
+            "saved, or exclude the name and begin the epoch anew"
+        )
+
+
 def _known(loader: Any) -> Any:
     """Return a loader whose position is one number; raise TypeError for others."""
     library = sys.modules.get("torchdata.stateful_dataloader")

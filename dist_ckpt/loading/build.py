@@ -152,8 +152,16 @@ def _described(storage: Storage, asked: _BuildRequest, held: ExitStack) -> _Desc
         raise IncompatibleError(
             f"{path} is of the kind {kind!r}, and the table has {listed(list(asked.kinds))}: add it"
         )
+    catalog = index.catalog
+    names = [*catalog.tensors, *catalog.aliases, *catalog.values]
+    if not any(name.startswith(f"{asked.component}.") for name in names):
+        there = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
+        raise IncompatibleError(
+            f"{path} holds nothing of {asked.component!r}: give as component= one of "
+            f"{listed([*there])}"
+        )
     value_of = _values_of(index, read)
-    counts = count_parameters(index.catalog, value_of, asked.component)
+    counts = count_parameters(catalog, value_of, asked.component)
     num_parameters = None if counts is None else counts.num_parameters
     return _Description(path, kind, encode_value(dict(config)), num_parameters)
 

@@ -102,7 +102,11 @@ def cast_of(asked: Cast) -> Selection | None:
     """Check a load's `cast`: None for nothing. Raises TypeError or ValueError."""
     if asked is None or asked is False:
         return None
-    return EVERYTHING if asked is True else Selection(patterns(asked, "cast"))
+    if asked is True:
+        return EVERYTHING
+    if not isinstance(asked, Iterable):
+        raise TypeError(f"cast={asked!r}: give True or patterns; the dtype is that of the state")
+    return Selection(patterns(asked, "cast"))
 
 
 def unmatched_on_all(told: Iterable[Iterable[str]]) -> list[str]:

@@ -369,6 +369,10 @@ def test_a_torch_optimizer_and_missing_fields_are_refused_by_name(tmp_path: Path
     assert "epoch, global_step, best_loss, loss_history is missing" in str(refused.value)
     shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew", version=1)
     assert list(shrew.read(tmp_path / "a.shrew")) == ["model"]
+    with pytest.raises(IncompatibleError, match=r"'model' is a Linear: give its state_dict\(\)$"):
+        shrew.write({"model": torch.nn.Linear(1, 1)})
+    with pytest.raises(IncompatibleError, match=r"model.a is a dict: .* names such as 'a\.b'$"):
+        shrew.write({"model": {"a": {"b": torch.ones(1)}}})
     with pytest.raises(IncompatibleError, match="there is no 'model'"):
         shrew.write({"weights": {}})
     for version in (0, 3, True, "1"):

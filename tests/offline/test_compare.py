@@ -105,6 +105,10 @@ def test_the_command_prints_a_table_json_and_csv(
     assert lines[0].split()[:3] == ["RUN", "KIND", "PARAMETERS"]
     assert lines[1].split()[:7] == ["b-base", "baseline", "8", "1", "1", "0.1", "1"]
     assert lines[-1] == "config.model.dim differs: a-ddl: 3, b-base: 7"
+    code, out = told("compare", sweep, "--min", "los")
+    assert (code, out.splitlines()[-2]) == (
+        *(0, "no run has a value of 'los'; the metrics there are: acc, loss"),
+    )
     _, out = told("compare", sweep, "--max", "acc", "--json")
     document = json.loads(out)
     assert document["schema"] == "dist-ckpt.compare/1"

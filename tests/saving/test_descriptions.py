@@ -55,6 +55,7 @@ def test_config_and_kind_come_back_and_are_metadata(tmp_path: Path) -> None:
     [
         ({"config": [1]}, TypeError, "config is a list: give a dict"),
         ({"config": {"a": object()}}, TypeError, re.escape("config['a'] is a builtins.object")),
+        ({"config": {"a": torch.ones(1)}}, TypeError, r"in a config or metadata .*value\.tolist"),
         ({"kind": 3}, TypeError, "kind=3: give a text"),
         ({"kind": ""}, ValueError, "kind='': give a text of 1 to 200"),
         ({"kind": "x" * 201}, ValueError, "give a text of 1 to 200"),
