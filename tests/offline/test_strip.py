@@ -339,6 +339,31 @@ def test_after_any_crash_it_is_what_it_was_or_stripped_and_can_be_stripped(wrap)
     assert seen == {"all", "without"}
 
 
+def test_after_any_crash_the_next_strip_moves_what_keeps_it() -> None:
+    disk = CrashStorage()
+    disk.make_folder(ROOT)
+    disk.sync("/")
+    made(disk)
+    subject = Subject(disk, ROOT, PATH, (1, find(disk, PATH)[0]))
+    tag(subject, "release")
+    subject.put(PIN, {"pinned": True, "why": "the paper"})
+    disk.mark("saved")
+    strip_at(disk, PATH, OPTIM, force=True)
+    were_left = set()
+    for point, storage in states(disk.log, since="saved", limit=4):
+        tags = guards_of(read_facts(storage, ROOT), 0.0).tags
+        were_left.add(left_at(storage) == "without" and subject.where in tags)
+        with suppress(ValueError):  # it is stripped already
+            strip_at(storage, PATH, OPTIM, force=True)
+        assert left_at(storage) == "without"
+        guards = guards_of(read_facts(storage, ROOT), 0.0)
+        *lower, newest = ((1, attempt) for attempt in list_attempts(storage, PATH))
+        assert guards.tags == {newest: ["release"]}, point
+        assert guards.pins[newest] == "the paper"
+        assert guards.pins.keys().isdisjoint(lower), point  # who died may hold it, no more
+    assert were_left == {True, False}
+
+
 TELLS_OF_A_COMMIT = ("is stripped", "outlives a power cut")
 
 
