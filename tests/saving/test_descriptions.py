@@ -114,6 +114,13 @@ def test_the_order_of_a_mapping_or_a_set_is_no_difference(tmp_path: Path) -> Non
     assert as_json(names) == sorted(names)
 
 
+def test_names_with_dots_hide_no_difference(tmp_path: Path) -> None:
+    path = saved(tmp_path / "ck", config={"a.b": 1, "a": {"b": 2}, "": {"c": 3}})
+    for other in ({"a.b": 9, "a": {"b": 2}, "": {"c": 3}}, {"a.b": 1, "a": {"b": 2}, "c": 3}):
+        with pytest.raises(IncompatibleError, match=r"config\.('a\.b': 1 there, 9 here|''\.c)"):
+            dc.load({}, path, config=other)
+
+
 def test_what_was_saved_without_a_description_cannot_be_compared(tmp_path: Path) -> None:
     path, state = saved(tmp_path / "ck"), {"w": torch.zeros(2)}
     with pytest.raises(IncompatibleError, match="it was saved without config="):
