@@ -254,6 +254,17 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(options, told
     assert not (tmp_path / "mean").exists()
 
 
+def test_sources_without_an_order_and_a_progress_that_is_none_are_refused(two, tmp_path):
+    sources: Any
+    for sources in ({*two}, dict.fromkeys(two), iter(two), 5, b"run"):
+        with pytest.raises(TypeError, match=r"^sources is a \w+: give a list of checkpoints"):
+            dc.average(sources, to=tmp_path / "out", include="w")
+    five: Any = 5
+    with pytest.raises(TypeError, match="progress=5: give a function"):
+        dc.average(two, to=tmp_path / "out", include="w", progress=five)
+    assert not (tmp_path / "out").exists()
+
+
 def test_sources_that_make_no_average_are_refused(two, tmp_path):
     run_of(tmp_path / "run", [1, 2])
     first = two[0]

@@ -86,6 +86,7 @@ def test_without_kind_or_config_nothing_can_be_made(tmp_path: Path, path: Path, 
         ({1: Ddl}, {}, "table: give a dict"),
         ({"ddl": "Ddl"}, {}, r"table\['ddl'\] cannot be called"),
         ({"ddl": Ddl}, {"component": ""}, "component=''"),
+        ({"ddl": Ddl}, {"component": "\udcff"}, "component='"),
         ({"ddl": lambda config: 5}, {}, r"table\['ddl'\] has returned a int"),
     ],
 )

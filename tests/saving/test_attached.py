@@ -108,6 +108,7 @@ def test_a_report_whose_count_of_parameters_is_not_ours_is_refused(tmp_path: Pat
         ({"a": Path("/gone/away")}, ValueError, "there is no file /gone/away"),
         ({"a": Path("/dev/null")}, ValueError, "/dev/null is no file"),
         ({"a": Path("/")}, ValueError, "/ is no file"),
+        ({"a": Path("a\0b")}, ValueError, r"attach\['a'\]: 'a\\x00b' is no path"),
         ({"a": {"b": [float("nan")]}}, ValueError, r"attach\['a'\]\['b'\]\[0\] is nan, which JSON"),
         ({"a": {"b": 1 << 64}}, ValueError, "which JSON does not have"),
         ({"a": {1: 2}}, TypeError, "has the key 1: keys in JSON are valid text"),
