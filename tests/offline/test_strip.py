@@ -21,6 +21,7 @@ from dist_ckpt.errors import (
     CorruptError,
     NotFoundError,
 )
+from dist_ckpt.format.objects_file import decode
 from dist_ckpt.offline import strip
 from dist_ckpt.offline.rewriting import new_attempt
 from dist_ckpt.offline.strip import strip_at
@@ -132,6 +133,19 @@ def test_values_aliases_parameters_and_values_of_ranks_go_with_their_component(
     dc.strip(tmp_path / "ck", "loader")
     assert "objects-00000.msgpack" not in inodes(tmp_path / "ck")
     assert dc.verify(tmp_path / "ck").ok
+
+
+def test_that_something_was_a_numpy_array_goes_with_it(root: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    arrays = {name: {"a": numpy.ones(2)} for name in ("model", "optim")}
+    dc.save(arrays, root / "s3", step=3)
+    dc.strip(root / "s3", "optim")
+    (file,) = (root / "s3").glob("a2-*/objects.msgpack")
+    assert decode(file.read_bytes()).numpy == ("model.a",)
+    loaded: dict[str, Any] = {}
+    dc.load(loaded, root / "s3")
+    assert [*loaded] == ["model"]
+    assert type(loaded["model"]["a"]) is numpy.ndarray
 
 
 def test_of_several_ranks_each_files_stay(tmp_path: Path) -> None:
