@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from threading import Lock
 
 from dist_ckpt.averaging.choosing import Chosen
 from dist_ckpt.averaging.mean import Mean, Stretch, stretches_of
@@ -59,6 +60,7 @@ class AveragedTensors:
             StoredTensors(one.storage, one.folder, one.index, slots=slots, keeps_open=keeps_open)
             for one in chosen
         ]
+        self._locks = [Lock() for _ in chosen]
 
     def nbytes_to_read(self, files: Sequence[FilePlan]) -> int:
         """Return how many bytes are read for some files."""
@@ -82,8 +84,8 @@ class AveragedTensors:
             return piece, memory, lent
 
         pieces = self._pieces(windows_of(files, nbytes, self._order))
-        # One at a time: a source's files are read by several threads as it is.
-        with closing(results_of(read, pieces, threads=1, waiting=_AT_ONCE)) as ready:
+        # Each is read by several threads as it is; of two at a time one begins as another ends.
+        with closing(results_of(read, pieces, threads=2, waiting=_AT_ONCE - 1)) as ready:
             for several in _together(ready):
                 with ExitStack() as all_lent:
                     for _, _, lent in several:
@@ -111,7 +113,10 @@ class AveragedTensors:
 
     def _fetch(self, piece: _SourcePart, memory: memoryview) -> None:
         one = self._chosen[piece.number]
-        with while_it_is_there(one.storage, one.path, one.attempt):
+        with (
+            self._locks[piece.number],
+            while_it_is_there(one.storage, one.path, one.attempt),
+        ):
             self._tensors[piece.number].fetch(piece.wanted, memory)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.values import Value
 from dist_ckpt.state.containers import join
 from dist_ckpt.state.local_tensors import PLAIN
-from dist_ckpt.state.modules import ModulePart
+from dist_ckpt.state.modules import ModulePart, ModuleState
 from dist_ckpt.state.read_tree import read_tensor, users_code
 from dist_ckpt.state.tensors import is_meta
 from dist_ckpt.state.tree import CompoundLeaf, ModuleLeaf, TensorLeaf
@@ -17,10 +17,23 @@ from dist_ckpt.state.tree import CompoundLeaf, ModuleLeaf, TensorLeaf
 def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
     """Ask for what a module's state dict holds. Modules are closed."""
     state = leaf.state
+    assigned = _bind_live(requests, fqn, state)
+    further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
+    extras = requests.parts(fqn, further)
+    for part in state.parts:
+        _assign(requests, fqn, part, {n: v for n, v in assigned.items() if n in part.keys})
+        if part.flat is not None:
+            requests.effects.append(part.flat.settle)
+        _load(requests, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
+
+
+def _bind_live(requests: Requests, fqn: str, state: ModuleState) -> dict[str, object]:
+    """Ask for the live tensors; return what is to be put in the place of those on meta."""
     made: dict[int, tuple[str, object]] = {}
     assigned: dict[str, object] = {}
-    for name, live in state.live.items():
-        full = join(fqn, name)
+    tied = _tied_to_saved(requests, fqn, state)
+    for name in (one for one in state.live if one not in tied):
+        full, live = join(fqn, name), state.live[name]
         # The live tensor, not what the state dict returned: a hook may have copied that.
         own = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
         if isinstance(own, CompoundLeaf):
@@ -36,13 +49,30 @@ def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
         # Tied parameters stay one object.
         first, assigned[name] = made[id(live)]
         requests.targets.check_tied(first, full)
-    further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
-    extras = requests.parts(fqn, further)
-    for part in state.parts:
-        _assign(requests, fqn, part, {n: v for n, v in assigned.items() if n in part.keys})
-        if part.flat is not None:
-            requests.effects.append(part.flat.settle)
-        _load(requests, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
+    for name in tied:
+        requests.restored[join(fqn, name)] = None
+        if (twin := made.get(id(state.live[name]))) is not None:
+            assigned[name] = twin[1]
+    return assigned
+
+
+def _tied_to_saved(requests: Requests, fqn: str, state: ModuleState) -> set[str]:
+    """Return the names of tensors that are saved under another of their names, but not under this.
+
+    Others save tied tensors under one of their names: with that all of them are filled.
+    """
+    names: dict[int, list[str]] = {}
+    for name, live in state.live.items():
+        names.setdefault(id(live), []).append(name)
+    if len(names) == len(state.live):
+        return set()
+    tied: set[str] = set()
+    for some in names.values():
+        selected = [name for name in some if requests.selected(join(fqn, name))]
+        lacking = [name for name in selected if not requests.has(join(fqn, name))]
+        if any(requests.saved.tensor(join(fqn, name)) for name in selected):
+            tied.update(lacking)
+    return tied
 
 
 def _assign(requests: Requests, fqn: str, part: ModulePart, assigned: Mapping[str, object]) -> None:

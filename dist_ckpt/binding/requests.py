@@ -205,8 +205,9 @@ class Requests:
             return [name for name in value["params"] if isinstance(name, str)]
         if group in self.saved.params:
             return self.saved.params[group]
-        # A group with tensors that was saved as a dict is a container.
-        names = self.saved.main.get(self.saved.leaves.get(f"{group}.params", ""))
+        # A group with tensors that was saved as a dict is a container; so is any that DCP saved.
+        own = f"{group}.params"
+        names = self.saved.value(own) if self.saved.is_value(own) else None
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else ()
 
     # --- tensors that are made of others -----------------------------------------------------

@@ -124,6 +124,11 @@ class AttachedFileRecord:
         return filenames.attached_file(self.name)
 
 
+# The attempt of what is no checkpoint of ours, but read as one: see `foreign/`. No folder has this
+# name, nor does a save make one: its digits are random.
+NO_DIGESTS = "a1-ffffffffffffffff"
+
+
 @dataclass(frozen=True, slots=True)
 class Index:
     """A committed checkpoint. `metadata` mirrors the scalars of the user's metadata.
@@ -145,6 +150,11 @@ class Index:
     saved_at: float
     save: str | None = None
     attached: tuple[AttachedFileRecord, ...] = ()
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether the blocks of its files have digests: those of other systems do not."""
+        return self.attempt != NO_DIGESTS
 
     @property
     def nbytes(self) -> int:

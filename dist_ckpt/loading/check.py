@@ -17,6 +17,7 @@ from dist_ckpt.binding.several import Offering, merged
 from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError
+from dist_ckpt.foreign.find import open_source
 from dist_ckpt.format import filenames
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.objects_file import ObjectsFile
@@ -47,7 +48,7 @@ from dist_ckpt.snapshots.overlay_storage import SnapshotStorage
 from dist_ckpt.state.containers import MutableState
 from dist_ckpt.state.plain_torch import make
 from dist_ckpt.state.tree import without_frozen
-from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.storage import Storage
 from dist_ckpt.storage.counting import CountingStorage
 
 
@@ -137,10 +138,11 @@ def ask(call: LoadCall) -> Asked:
 def _place(call: LoadCall, path: str) -> Place:
     # What is read twice, or by several ranks, is left to the page cache to fetch once.
     direct_reads = call.options.read_once != "off" and not call.options.check_first
-    counting = CountingStorage(call.storage or open_storage(path, direct_reads=direct_reads)[0])
-    storage = SnapshotStorage(counting)
-    storage.serve(call.kept.unfound)
-    return Place(storage, counting)
+    storage = call.storage or open_source(path, direct_reads=direct_reads)[0]
+    counting = CountingStorage(storage)
+    with_kept = SnapshotStorage(counting)
+    with_kept.serve(call.kept.unfound)
+    return Place(with_kept, counting)
 
 
 def _selection(

@@ -5,12 +5,13 @@ The bytes are taken apart into the files of a small checkpoint, and those are lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from mmap import mmap
 from typing import Any
 
 from dist_ckpt.comm.process_group import session_alone
-from dist_ckpt.errors import IncompatibleError, StorageError, listed
+from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.format import filenames
 from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.format.strict_json import corrupt
@@ -19,12 +20,12 @@ from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.shard_io import state_bytes
 from dist_ckpt.state.containers import MutableState
-from dist_ckpt.storage.protocol import Entry, ReadableFile, WritableFile
+from dist_ckpt.storage import ReadableFile
+from dist_ckpt.storage.read_only import FileOfBytes, ReadOnlyFiles
 
 # Where the files seem to lie.
 _PATH = "/bytes"
 _FOLDER = f"{_PATH}/{state_bytes.ATTEMPT}"
-_SHARDS = f"{_FOLDER}/{filenames.shard_file(state_bytes.STEM, 0)}"
 
 
 def from_bytes(data: Buffer | mmap) -> dict[Any, Any]:
@@ -81,98 +82,16 @@ def load_bytes(
         return load_together(session_alone(), state, _PATH, options, _files_in(view))
 
 
-def _files_in(view: memoryview) -> _FilesInBytes:
+def _files_in(view: memoryview) -> ReadOnlyFiles:
     documents, start = state_bytes.decode(view)
-    objects = {f"{_FOLDER}/{name}": (data, b"") for name, data in documents.objects.items()}
-    files: dict[str, tuple[bytes, Buffer]] = {
-        **objects,
-        f"{_FOLDER}/{filenames.INDEX}": (documents.index, b""),
+    files: dict[str, Callable[[], ReadableFile]] = {
+        name: partial(FileOfBytes, data) for name, data in documents.objects.items()
     }
+    files[filenames.INDEX] = partial(FileOfBytes, documents.index)
     if documents.header:
-        files[_SHARDS] = documents.header, view[start:]
+        name = filenames.shard_file(state_bytes.STEM, 0)
+        files[name] = partial(FileOfBytes, documents.header, view[start:])
     elif start < len(view):
         raise corrupt(state_bytes.WHAT, "data, but no tensors")
-    return _FilesInBytes(files)
-
-
-class _FilesInBytes:
-    """The files of one checkpoint, in memory, as a `Storage` that nothing is written to.
-
-    Each is some bytes and, behind them, others.
-    """
-
-    def __init__(self, files: Mapping[str, tuple[bytes, Buffer]]) -> None:
-        self._files = files
-
-    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
-        """See `Storage.list`."""
-        del follow
-        if folder == _PATH:
-            return [Entry(state_bytes.ATTEMPT, "folder", 0, 0.0)]
-        if folder != _FOLDER:
-            raise FileNotFoundError(folder)
-        files = {path: self.open(path).nbytes for path in sorted(self._files)}
-        return [Entry(path.rpartition("/")[2], "file", files[path], 0.0) for path in files]
-
-    def open(self, path: str) -> ReadableFile:
-        """See `Storage.open`."""
-        if path not in self._files:
-            raise FileNotFoundError(path)
-        return _FileInBytes(*self._files[path])
-
-    def make_folder(self, folder: str) -> None:
-        """Refuse."""
-        raise _read_only(folder)
-
-    def create(self, path: str, nbytes: int) -> WritableFile:
-        """Refuse."""
-        raise _read_only(path)
-
-    def link(self, old: str, new: str) -> None:
-        """Refuse."""
-        raise _read_only(old)
-
-    def rename(self, old: str, new: str) -> None:
-        """Refuse."""
-        raise _read_only(old)
-
-    def remove(self, path: str) -> None:
-        """Refuse."""
-        raise _read_only(path)
-
-    def sync(self, folder: str) -> None:
-        """Refuse."""
-        raise _read_only(folder)
-
-
-def _read_only(path: str) -> StorageError:
-    return StorageError(f"{path}: the bytes of a state are only read: save to a folder")
-
-
-class _FileInBytes:
-    """A file that is open; what is read of it is copied."""
-
-    def __init__(self, first: bytes, rest: Buffer) -> None:
-        self._first = first
-        self._rest = memoryview(rest)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._first) + len(self._rest)
-
-    @property
-    def num_links(self) -> int:
-        return 1
-
-    def read_into(self, offset: int, target: memoryview) -> int:
-        done = 0
-        for part in (memoryview(self._first), self._rest):
-            start = min(max(offset + done, 0), len(part))
-            count = min(len(target) - done, len(part) - start)
-            target[done : done + count] = part[start : start + count]
-            done += count
-            offset -= len(part)
-        return done
-
-    def close(self) -> None:
-        self._rest.release()
+    remedy = "the bytes of a state are only read: save to a folder"
+    return ReadOnlyFiles(_FOLDER, files, remedy)

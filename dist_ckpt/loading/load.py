@@ -90,6 +90,9 @@ def load(
     `path` may name one of a run, such as "runs/a@latest" or "runs/a@min:val/loss": the ranks load
     what rank 0 finds, and where a run keeps records it is held meanwhile against being pruned.
 
+    `path` may be a safetensors file of another system, or a folder of them as Hugging Face writes
+    it: what is in them is the state of a model, `{"model": model}`. Such files have no digests.
+
     Any layout loads into any other. Names, shapes, dtypes, coverage, file sizes and headers are
     agreed by all ranks before the first byte lands: until then nothing is touched. Every block is
     checked as it is read. If one is damaged, all ranks raise the same CorruptError, whose

@@ -15,6 +15,7 @@ from threading import Lock
 from dist_ckpt.commit import attempts
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
+from dist_ckpt.foreign.find import open_source
 from dist_ckpt.format import filenames, strict_json
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.filenames import Attempt
@@ -33,7 +34,7 @@ from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.open_files import OpenFile, open_files, read_attached_file, read_objects
 from dist_ckpt.shard_io.reading_work import CellTargets
-from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.storage import Storage
 
 # So many shard files stay open between reads: enough for a tensor's shards on one host.
 MAX_KEPT = 64
@@ -46,7 +47,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  # it is `dc
     NotFoundError if there is none, CorruptError if its index is damaged, IncompatibleError
     if a newer dist_ckpt wrote it.
     """
-    return open_at(*open_storage(resolve(path)))
+    return open_at(*open_source(resolve(path)))
 
 
 def open_at(storage: Storage, path: str) -> Checkpoint:

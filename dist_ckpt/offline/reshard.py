@@ -17,6 +17,7 @@ from dist_ckpt import __version__
 from dist_ckpt.commit import attempts, order
 from dist_ckpt.commit.receipts import attached_of, check_receipts, sizes_of
 from dist_ckpt.errors import CorruptError
+from dist_ckpt.foreign.find import open_source
 from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.checksums import BLOCK_NBYTES
@@ -59,7 +60,8 @@ def reshard(
     values, with the keys they were saved under, are carried over; the keys go round the ranks.
 
     `include` and `exclude` are globs on the names in the checkpoint, as of `dc.save`: then only a
-    part of it is written. `source` may name one of a run, such as "runs/a@latest".
+    part of it is written. `source` may name one of a run, such as "runs/a@latest"; or it is what
+    other systems wrote and `dc.load` reads, which has no digests to check.
     On return the target is complete and durable. `overwrite` replaces the checkpoint that is
     there, which may be the source itself, once the new one is durable. Raises ExistsError if
     something is there; otherwise as a load from `source` and a save to `target` would, so
@@ -75,7 +77,7 @@ def reshard(
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     selection = selection_of(include, exclude)
     config = sharding if sharding is not None else ShardingConfig.even(_count(world_size))
-    source_storage, source_path = open_storage(resolve(source))
+    source_storage, source_path = open_source(resolve(source))
     target_storage, target_path = open_storage(target)
     # By whatever links they lead there.
     real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)
@@ -90,6 +92,8 @@ def reshard(
     attempt, index = attempts.find(counted, source_path)
     with attempts.while_it_is_there(counted, source_path, attempt):
         stored = Stored(counted, f"{source_path}/{attempt.name}", index)
+        if not index.has_digests:
+            stored.index = replace(index, save=secrets.token_hex(16))
         if not selection.is_everything:
             stored.choose(selection)
         plan = plan_stored(stored.catalog, config, stored.main.tree, stored.main.numpy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,6 +82,16 @@ class _Reused:
         return _Reused(chosen, inventory.tensors, inventory.aliases, reused, unmatched)
 
 
+@dataclass(frozen=True, slots=True)
+class StateReader:
+    """Instead of a state, what reads one: others may know better than we what is to be saved.
+
+    It is called once the ranks have begun to agree, so that all are told what it raises.
+    """
+
+    read: Callable[[], LocalState]
+
+
 class HeldState:
     """One rank's state in one save: what it holds, and what a plan makes of it."""
 
@@ -95,12 +105,14 @@ class HeldState:
     @staticmethod
     def take(
         ranks: Session,
-        state: State,
+        state: State | StateReader,
         sharding: ShardingConfig | None,
         selection: Selection = EVERYTHING,
         reuse: tuple[str, ...] = (),
     ) -> HeldState:
         """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
+        if isinstance(state, StateReader):
+            return HeldState(ranks, state.read())
         last = ranks.kept(Planned)
         with paused_collector():
             local = take(

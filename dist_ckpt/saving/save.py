@@ -39,7 +39,7 @@ from dist_ckpt.saving.agreement import (
 from dist_ckpt.saving.attached import Attached, AttachedNow, read_attached
 from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
 from dist_ckpt.saving.carry import Carrying, CarrySource, open_source
-from dist_ckpt.saving.held_state import HeldState
+from dist_ckpt.saving.held_state import HeldState, StateReader
 from dist_ckpt.shard_io.reuse import EarlierSaves, SavedFiles, write_or_link
 from dist_ckpt.state.containers import State
 from dist_ckpt.storage import Storage, open_storage
@@ -97,7 +97,7 @@ class SaveOptions:
         """Return the metadata, with the configuration and the kind in it."""
         return described(self.metadata, self.config, self.kind)
 
-    def held(self, ranks: Session, state: State) -> HeldState:
+    def held(self, ranks: Session, state: State | StateReader) -> HeldState:
         """See what this rank holds of a state. ValueError, TypeError for what cannot be saved."""
         reused = patterns(self.reuse, "reuse")
         return HeldState.take(ranks, state, self.sharding, self.selection(), reused)
@@ -173,7 +173,7 @@ def save(
 
 def save_together(
     ranks: Session,
-    state: State,
+    state: State | StateReader,
     path: str | os.PathLike[str],
     options: SaveOptions,
     storage: Storage | None = None,
@@ -242,7 +242,7 @@ class _ClaimedSave:
 
 def _agree_and_claim(
     ranks: Session,
-    state: State,
+    state: State | StateReader,
     where: str | os.PathLike[str],
     options: SaveOptions,
     storage: Storage | None,

@@ -113,6 +113,9 @@ class Reading:
                     self.place(file, one, data)
         return one.span.nbytes
 
+    def _verifies(self, file: OpenFile) -> bool:
+        return self._verify and file.has_digests
+
     def _fetch_row(self, file: OpenFile, row: Row, data: memoryview) -> None:
         shards, begin = file.shards, row.span.start
         with file.reading() as readable:
@@ -120,7 +123,7 @@ class Reading:
         if count < row.span.nbytes:
             cut_off = bisect_right(shards.starts, begin + count) - 1
             raise CorruptError(damage(file, _only_block(file, cut_off), _CUT_OFF))
-        if self._verify:
+        if self._verifies(file):
             self._check_row(file, row, data)
 
     def _check_row(self, file: OpenFile, row: Row, data: memoryview) -> None:
@@ -132,7 +135,7 @@ class Reading:
 
     def check(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
         """Check bytes that another rank has read as `fetch` does those that it reads."""
-        if not self._verify:
+        if not self._verifies(file):
             return
         if isinstance(one, Row):
             self._check_row(file, one, data)
@@ -173,18 +176,18 @@ class Reading:
         """Read and check blocks: one in several steps, or several that come in one."""
         first = needs[0].start
         nbytes = needs[-1].stop - first
-        digest = streamed_digest()
+        digest, verifies = streamed_digest(), self._verifies(file)
         for start in range(0, nbytes, BITE_NBYTES):
             part = data[start : min(start + BITE_NBYTES, nbytes)]
             count = readable.read_into(file.header.header_nbytes + first + start, part)
             if count < part.nbytes:
                 cut_off = next(need for need in needs if need.stop > first + start + count)
                 raise CorruptError(damage(file, cut_off, _CUT_OFF))
-            if self._verify and len(needs) == 1:
+            if verifies and len(needs) == 1:
                 digest.update(part)
-        if self._verify and len(needs) == 1:
+        if verifies and len(needs) == 1:
             _check(file, needs[0], digest.hexdigest())
-        elif self._verify:
+        elif verifies:
             _check_blocks(file, needs, data)
 
     def place(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:

@@ -42,8 +42,11 @@ class OpenFile:
         record: ShardFileRecord,
         header: ShardFile,
         kept: ReadableFile | None = None,
+        *,
+        has_digests: bool = True,
     ) -> None:
         """`kept` is the file, if it stays open until `close`."""
+        self.has_digests = has_digests
         self.path = path
         self.record = record
         self.header = header
@@ -154,7 +157,8 @@ def open_file(storage: Storage, folder: str, index: Index, number: int, *, keep:
         raise
     if not keep:
         file.close()
-    return OpenFile(storage, path, record, header, file if keep else None)
+    kept = file if keep else None
+    return OpenFile(storage, path, record, header, kept, has_digests=index.has_digests)
 
 
 def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> ReadableFile:

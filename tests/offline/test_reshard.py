@@ -115,7 +115,7 @@ def test_a_source_that_is_replaced_while_it_is_read_is_not_called_damaged(
     real = LocalStorage.open
 
     def open_late(storage, path):
-        if "/source/" in path and not path.endswith(".json") and len(opened) < number:
+        if "/source/a" in path and not path.endswith(".json") and len(opened) < number:
             opened.append(path)
             if len(opened) == number and what == "deleted":
                 dc.delete(source)

@@ -28,6 +28,7 @@ ORDER = (
     "interop",
     "offline",
     "loading",
+    "foreign",
     "saving",
     "snapshots",
     "binding",
@@ -46,7 +47,7 @@ ORDER = (
 )
 
 # What a reader can take in: `dist_ckpt` itself, one folder of it, one module.
-MOST_FOLDERS = 23
+MOST_FOLDERS = 24
 MOST_FILES_BESIDE_THEM = 6
 MOST_MODULES = 16
 MOST_LINES = 400

@@ -1,0 +1,64 @@
+"""Which files of another system lie at a path that a user gives, if any do."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+
+from dist_ckpt.errors import CheckpointError, IncompatibleError
+from dist_ckpt.foreign import safetensors_files
+from dist_ckpt.foreign.virtual_checkpoint import checkpoint_of
+from dist_ckpt.storage import Storage, open_storage, real_path
+
+# How a zip archive begins, and a pickle: torch.save writes the one, and once wrote the other.
+_PICKLED = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+def open_source(path: str | os.PathLike[str], *, direct_reads: bool = False) -> tuple[Storage, str]:
+    """Return what `open_storage` does, or what `foreign_at` finds, for who reads a checkpoint."""
+    storage, text = open_storage(path, direct_reads=direct_reads)
+    return foreign_at(storage, text) or storage, text
+
+
+def foreign_at(storage: Storage, path: str) -> Storage | None:
+    """Return what reads the files of another system at `path` as a checkpoint there, else None.
+
+    A safetensors file, or a folder of them as Hugging Face writes it. IncompatibleError, with what
+    to do, for files that only their own library may read. CorruptError, NotFoundError for what is
+    damaged, or lacks files.
+    """
+    if (start := _start_of(storage, path)) is not None:
+        if path.endswith(safetensors_files.SUFFIX):
+            found = safetensors_files.read_file(storage, path)
+            return checkpoint_of(storage, path, found, "a safetensors file")
+        if start.startswith(_PICKLED):
+            raise IncompatibleError(
+                f"{path} is a file of torch.save, which is read by unpickling: load it with "
+                f"torch.load(weights_only=True), and save it with dist_ckpt.save"
+            )
+        return None
+    if _start_of(storage, f"{path}/{safetensors_files.INDEX}") is not None:
+        found = safetensors_files.read_folder(storage, path)
+        return checkpoint_of(storage, path, found, "a folder of safetensors files")
+    one = f"{path}/{safetensors_files.ONE_FILE}"
+    if _start_of(storage, one) is not None:
+        found = safetensors_files.read_file(storage, one)
+        return checkpoint_of(storage, path, found, "a folder with a safetensors file")
+    if _start_of(storage, f"{path}/.metadata") is not None:
+        raise IncompatibleError(
+            f"{path} is a checkpoint of torch.distributed.checkpoint, which is read by unpickling: "
+            f"load it with that, and save it with dist_ckpt.save"
+        )
+    return None
+
+
+def _start_of(storage: Storage, path: str) -> bytes | None:
+    """Return the first bytes of a file; None if there is no file."""
+    try:
+        # Through links: of what Hugging Face has downloaded all files are some.
+        file = storage.open(real_path(path))
+    except (FileNotFoundError, NotADirectoryError, CheckpointError):
+        return None
+    with closing(file):
+        start = bytearray(4)
+        return bytes(start[: file.read_into(0, memoryview(start))])

@@ -1,0 +1,231 @@
+"""`torch.distributed.checkpoint` over our format: a storage writer and a reader for its planners.
+
+    import torch.distributed.checkpoint as dcp
+    from dist_ckpt.interop.dcp import StorageReader, StorageWriter
+
+    dcp.save(state_dict, storage_writer=StorageWriter("runs/a/step-100", step=100))
+    dcp.load(state_dict, storage_reader=StorageReader("runs/a@latest"))
+
+What they write is a checkpoint like any other, which `dc.load` and the command line read, and they
+read what `dc.save` has written, as far as its names are those of the state dict.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dist_ckpt.comm.process_group import session_alone, session_of
+from dist_ckpt.errors import ConflictError
+from dist_ckpt.interop.dcp_items import local_state_of
+from dist_ckpt.interop.dcp_metadata import StoredState
+from dist_ckpt.reports import SaveReport
+from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.saving.held_state import StateReader
+from dist_ckpt.saving.save import SaveOptions, save_together
+from dist_ckpt.storage import open_storage
+
+DcpPath = str | os.PathLike[str]
+
+
+class StorageWriter(dcp.StorageWriter):
+    """Writes what a planner of DCP's has planned as a checkpoint at `path`.
+
+    It serves `dcp.save`, and `dcp.async_save` in a thread or a process. DCP plans, gathers and
+    stages; from there on it is `dc.save`: all files are durable and checked, and the checkpoint is
+    committed by one rename, before DCP is told that this rank has written. So if `dcp.save` raises,
+    what was there before is still there, and whole. `report` is what the last save came to.
+
+    `step` and `metadata` are those of `dc.save`. `overwrite` replaces the checkpoint that is there
+    once the new one is durable; it is on, as in DCP. `process_group` is what `dcp.save` is given,
+    None if that is given none. `checkpoint_id` of `dcp.save` comes before `path`.
+
+    Values that are no tensors must be plain data: what DCP would pickle is refused by name.
+    """
+
+    def __init__(
+        self,
+        path: DcpPath | None = None,
+        *,
+        step: int | None = None,
+        overwrite: bool = True,
+        metadata: Mapping[str, object] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.checkpoint_id = path
+        self.report: SaveReport | None = None
+        self._options = SaveOptions(step=step, overwrite=overwrite, metadata=metadata)
+        self._group = process_group
+        self._plans_together = self._is_alone = False
+
+    def reset(self, checkpoint_id: DcpPath | None = None) -> None:
+        """Begin another save, at `checkpoint_id` if that is given."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+        self.report = None
+        self._is_alone = False
+
+    # DCP says whether ranks plan together only to who has a parameter of this name.
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+        """Note how the ranks plan. ValueError without a path."""
+        del is_coordinator, args
+        self._plans_together = bool(kwargs.get("use_collectives", True))
+        _checked(self.checkpoint_id, "StorageWriter")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is: DCP keeps plans for later saves, of other writers too."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Check that those who planned are those who will save. Of the coordinator."""
+        if not self._plans_together:
+            return plans
+        size = dist.get_world_size(self._group) if dist.is_initialized() else 1
+        self._is_alone = len(plans) == 1 < size
+        if not self._is_alone and len(plans) != size:
+            raise ValueError(
+                f"dcp.save is called by {len(plans)} ranks, and the group of the StorageWriter has "
+                f"{size}: give both the same process_group="
+            )
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Save and commit, together with the other ranks. Raises what `dc.save` does."""
+        ranks = session_alone() if self._is_alone else session_of(self._group)
+        found: list[WriteResult] = []
+
+        def read() -> Any:
+            local, sizes = local_state_of(plan, planner, ranks)
+            found.extend(WriteResult(index, nbytes, None) for index, nbytes in sizes)
+            return local
+
+        path = _checked(self.checkpoint_id, "StorageWriter")
+        self.report = save_together(ranks, StateReader(read), path, self._options)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(found)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do nothing: it is committed, with all of DCP's metadata that is not in it anyway."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Say where it goes."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: DcpPath) -> bool:
+        """Say whether this may be a path."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a process of DCP's is given, which makes a group of all ranks by itself."""
+        if self._group is not None:
+            raise TypeError(
+                "a StorageWriter with a process_group cannot go to another process: save in a "
+                "thread (AsyncCheckpointerType.THREAD), or with all ranks and no process_group"
+            )
+        return self.__dict__
+
+
+class StorageReader(dcp.StorageReader):
+    """Reads a checkpoint for a planner of DCP's: what it asks for, and no more, each byte checked.
+
+    `path` may name one of a run, such as "runs/a@latest". Of a tensor any box may be asked for,
+    whatever the ranks that saved it; another dtype is converted, as DCP does. Values per rank are
+    those of the same rank. `checkpoint_id` of `dcp.load` comes before `path`.
+
+    Raises NotFoundError if there is no checkpoint, CorruptError if it is damaged; DCP puts them
+    into a CheckpointException of its own.
+    """
+
+    def __init__(self, path: DcpPath | None = None) -> None:
+        super().__init__()
+        self.checkpoint_id = path
+        self._stored: StoredState | None = None
+
+    def reset(self, checkpoint_id: DcpPath | None = None) -> None:
+        """Begin another load, of `checkpoint_id` if that is given."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+        self._stored = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what is in the checkpoint, by DCP's names."""
+        del args, kwargs
+        path = _checked(self.checkpoint_id, "StorageReader")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._stored = StoredState(*open_storage(resolve(path)), rank)
+        return self._stored.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Do nothing: all is known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Say in the plan what this rank has found."""
+        return replace(plan, storage_data=self._found.name)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Check that all ranks have found the same. ConflictError if it was replaced meanwhile."""
+        found = sorted({str(plan.storage_data) for plan in plans})
+        if len(found) > 1:
+            raise ConflictError(
+                f"{self.checkpoint_id}: the ranks have found different checkpoints there, "
+                f"{' and '.join(found)}: one was saved meanwhile; load again"
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what is asked for into the planner's tensors. CorruptError names what is damaged."""
+        stored = self._found
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                data = io.BytesIO()
+                # For memory alone: the planner takes values so, and no other way.
+                torch.save(stored.value(item.storage_index.fqn), data)  # noqa: TID251
+                data.seek(0)
+                planner.load_bytes(item, data)
+        stored.fill([item for item in plan.items if item.type != LoadItemType.BYTE_IO], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: DcpPath) -> bool:
+        """Say whether this may be a path."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    @property
+    def _found(self) -> StoredState:
+        if self._stored is None:
+            raise ValueError("this StorageReader has read no metadata: dcp.load calls that first")
+        return self._stored
+
+
+def _checked(path: DcpPath | None, who: str) -> DcpPath:
+    if path is None:
+        raise ValueError(f"where is not known: give {who} a path, or dcp a checkpoint_id=")
+    return path

@@ -1,0 +1,244 @@
+"""A checkpoint as DCP sees it: its metadata, by the keys of a flattened state dict, and reading."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from dist_ckpt.commit import attempts
+from dist_ckpt.config import Config
+from dist_ckpt.errors import CorruptError
+from dist_ckpt.format import filenames
+from dist_ckpt.format.geometry import Region
+from dist_ckpt.format.index import Catalog, TensorRecord
+from dist_ckpt.format.objects_file import ObjectsFile
+from dist_ckpt.interop.dcp_items import Path, join_all
+from dist_ckpt.memory.protocol import Target
+from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
+from dist_ckpt.planning.load_planner import plan_load
+from dist_ckpt.planning.plan import Wanted
+from dist_ckpt.shard_io.block_reader import Reading
+from dist_ckpt.shard_io.open_files import open_files, read_objects
+from dist_ckpt.state.containers import is_mapping, join
+from dist_ckpt.state.local_tensors import torch_dtype
+from dist_ckpt.state.plain_torch import make
+from dist_ckpt.storage import Storage
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+# The names of the parameters in a group of an optimizer.
+_PARAMS = re.compile(r"(.+)\.param_groups\.\d+\.params")
+
+
+class StoredState:
+    """A checkpoint that was found: `name` is its attempt's. `rank` is who loads.
+
+    Raises NotFoundError, CorruptError or IncompatibleError if it cannot be read.
+    """
+
+    def __init__(self, storage: Storage, path: str, rank: int) -> None:
+        attempt, self._index = attempts.find(storage, path)
+        self.name = attempt.name
+        self._attempt = attempt
+        self._storage = storage
+        self._path = path
+        self._folder = f"{path}/{attempt.name}"
+        self._objects = {record.name: record for record in self._index.objects}
+        main = self._objects_file(filenames.OBJECTS)
+        values = {**main.values, **dict(self._further_values(rank))}
+        tensors = (*self._catalog.tensors, *self._catalog.aliases)
+        paths, models = _paths_of(main), _models_of(values, frozenset(tensors))
+        # By DCP's keys: where each is in the nested state, which tensor it is, and each value.
+        self._paths: dict[str, Path] = {}
+        self._tensors: dict[str, str] = {}
+        self._values: dict[str, object] = {}
+        for fqn in tensors:
+            self._tensors[self._add(_path_of(fqn, paths, models))] = fqn
+        for fqn, value in values.items():
+            for where, leaf in _leaves(_path_of(fqn, paths, models), value):
+                self._values[self._add(where)] = _relative(fqn, leaf, models)
+
+    def _add(self, path: Path) -> str:
+        self._paths[join_all(path)] = path
+        return join_all(path)
+
+    def _further_values(self, rank: int) -> Iterator[tuple[str, object]]:
+        """Yield the values that other files have, and those of this rank."""
+        read = cache(lambda holder: self._objects_file(filenames.objects_file(holder)))
+        for fqn, holder in self._catalog.values.items():
+            if holder:
+                yield fqn, _held(read(holder).values, fqn, self._folder)
+        for fqn, keys in self._catalog.per_rank.items():
+            for key, holder in keys:
+                if key == rank:
+                    per_rank = _held(read(holder).per_rank, fqn, self._folder)
+                    yield fqn, _held(per_rank, key, self._folder)
+
+    def _objects_file(self, name: str) -> ObjectsFile:
+        if name not in self._objects:
+            return ObjectsFile()
+        with attempts.while_it_is_there(self._storage, self._path, self._attempt):
+            return read_objects(self._storage, self._folder, self._objects[name], make=make)
+
+    @property
+    def _catalog(self) -> Catalog:
+        return self._index.catalog
+
+    def metadata(self, storage_meta: StorageMeta) -> Metadata:
+        """Return what DCP plans with: each tensor is one chunk, of which any part may be read."""
+        entries: dict[str, STORAGE_TYPES] = {
+            key: _described(self._record(key)) for key in self._tensors
+        }
+        entries.update((key, BytesStorageMetadata()) for key in self._values)
+        return Metadata(entries, planner_data=self._paths, storage_meta=storage_meta)
+
+    def value(self, key: str) -> object:
+        """Return a value that the metadata names."""
+        return self._values[key]
+
+    def fill(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Fill the tensors of a planner. CorruptError if what is read is damaged."""
+        tensors: dict[str, list[tuple[Region, torch.Tensor]]] = {}
+        late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        resolved: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in items:
+            own = planner.resolve_tensor(item)
+            resolved.append((item, own))
+            target, dtype = own.detach(), torch_dtype(self._record(item.storage_index.fqn).dtype)
+            if target.dtype != dtype:
+                late.append((target, torch.empty(target.shape, dtype=dtype)))
+                target = late[-1][1]
+            where = item.storage_index.offset or torch.Size([0] * len(item.lengths))
+            offset = tuple(a + b for a, b in zip(where, item.storage_offsets, strict=True))
+            region = Region(offset, tuple(item.lengths))
+            tensors.setdefault(item.storage_index.fqn, []).append((region, target))
+        self._read(tensors)
+        for target, read in late:
+            target.copy_(read)
+        for item, own in resolved:
+            planner.commit_tensor(item, own)
+
+    def _read(self, tensors: Mapping[str, Sequence[tuple[Region, torch.Tensor]]]) -> None:
+        wanted = []
+        targets: dict[tuple[str, int], Target] = {}
+        for key, every_part in tensors.items():
+            record, fqn = self._record(key), self._tensors[key]
+            parts = [(region, tensor) for region, tensor in every_part if region.numel]
+            wanted.append(
+                Wanted(fqn, record.dtype, record.shape, tuple(region for region, _ in parts))
+            )
+            for number, (region, tensor) in enumerate(parts):
+                targets[fqn, number] = TensorTarget(tensor, region)
+        every = [tensor for parts in tensors.values() for _, tensor in parts]
+        threads = Config.from_environment().threads
+        plan = plan_load(self._index, wanted)
+        synchronize(every)
+        with attempts.while_it_is_there(self._storage, self._path, self._attempt):
+            opened = open_files(self._storage, self._folder, self._index, plan, threads=threads)
+            with closing(opened):
+                Reading(opened, targets, verify=True).run(threads)
+        synchronize(every)
+
+    def _record(self, key: str) -> TensorRecord:
+        fqn = self._tensors[key]
+        return self._catalog.tensors[self._catalog.aliases.get(fqn, fqn)]
+
+
+def _described(record: TensorRecord) -> TensorStorageMetadata:
+    size = torch.Size(record.shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(torch_dtype(record.dtype)), size, [whole])
+
+
+def _paths_of(main: ObjectsFile) -> dict[str, Path]:
+    """Return the path of each name in the containers that were saved."""
+    paths: dict[str, Path] = {"": ()}
+    for node in main.tree:
+        above = paths.get(node.fqn, (node.fqn,))
+        for key in node.keys:
+            own = str(key) if is_mapping(node.kind) else key
+            paths[join(node.fqn, key)] = (*above, own)
+    return paths
+
+
+def _held(values: Mapping[K, T], name: K, folder: str) -> T:
+    if name not in values:
+        raise CorruptError(f"{folder}: its objects files lack {name!r}; load an older checkpoint")
+    return values[name]
+
+
+def _path_of(fqn: str, paths: Mapping[str, Path], models: Mapping[str, str]) -> Path:
+    """Return where a name is in DCP's nested state; below what is no container it is one key."""
+    above = fqn
+    while above not in paths:
+        above = above.rpartition(".")[0]
+    below = fqn[len(above) :].removeprefix(".")
+    path = (*paths[above], below) if below else paths[above]
+    for number in range(1, len(path)):
+        model = models.get(join_all(path[:number]))
+        key = path[number]
+        if model is not None and isinstance(key, str) and key.startswith(f"{model}."):
+            return (*path[:number], key.removeprefix(f"{model}."), *path[number + 1 :])
+    return path
+
+
+def _models_of(values: Mapping[str, object], tensors: Collection[str]) -> dict[str, str]:
+    """Return for the state of each optimizer the key of the one model that it trains.
+
+    `dc.save` names parameters as the whole state does, "model.0.weight", and torch as their model.
+    """
+    found: dict[str, set[str]] = {}
+    for fqn, value in values.items():
+        if (match := _PARAMS.fullmatch(fqn)) and isinstance(value, list):
+            names = [str(name) for name in value]
+            # A name that is no tensor's here is one of torch's already.
+            keys = {name.partition(".")[0] if name in tensors else "" for name in names}
+            found.setdefault(match[1], set()).update(keys)
+    return {
+        f"{optimizer}.state": keys.pop()
+        for optimizer, keys in found.items()
+        if len(keys) == 1 and keys != {""}
+    }
+
+
+def _relative(fqn: str, value: object, models: Mapping[str, str]) -> object:
+    """Return an optimizer's list of names as torch has them; anything else as it is."""
+    match = _PARAMS.fullmatch(fqn)
+    model = models.get(f"{match[1]}.state") if match else None
+    if model is None or not isinstance(value, list):
+        return value
+    return [str(name).removeprefix(f"{model}.") for name in value]
+
+
+def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+    """Yield what DCP takes for the values in a value: it looks into dicts, and lists of those."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _leaves((*path, str(key)), child)
+    elif isinstance(value, list) and any(map(_holds_mappings, value)):
+        for number, child in enumerate(value):
+            yield from _leaves((*path, number), child)
+    else:
+        yield path, value
+
+
+def _holds_mappings(value: object) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, list) and any(map(_holds_mappings, value))
+    )
