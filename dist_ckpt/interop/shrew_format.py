@@ -334,7 +334,7 @@ def _problems(state: Mapping[str, object]) -> Iterator[str]:
     alone = "or write version 1, which takes the model alone"
     for name in state:
         if name not in ("model", "optim", *_TRAINING):
-            yield f"it has no place for {_shown(name)}: leave it out, {alone}"
+            yield f"it has no place for {_shown(str(name))}: leave it out, {alone}"
     if "optim" in state:
         yield from _optimizer_problems(state["optim"], alone)
     if missing := [name for name in _TRAINING if name not in state]:

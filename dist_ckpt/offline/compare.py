@@ -96,6 +96,8 @@ def compare(
     if min is not None and max is not None:
         raise ValueError("min= and max= are given: give one of them")
     name = max if min is None else min
+    if name is not None and (not isinstance(name, str) or not name):
+        raise TypeError(f'{name!r} is no name of a metric: give a text, such as "val/loss"')
     goal = None if name is None else _Goal(name, max is not None)
     # A run that is named twice is one.
     found = {run: at for path in paths for at, run in _runs_at(*open_storage(path))}

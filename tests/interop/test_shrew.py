@@ -450,6 +450,41 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
             shrew.import_file(path, tmp_path / "ck")
 
 
+@pytest.mark.parametrize("given", [None, 5, [b"SHRW"], {"model": {}}])
+def test_what_is_no_path_and_no_bytes_is_named(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"give the path of a \.shrew file, or its bytes"):
+        shrew.read(given)
+    with pytest.raises(TypeError, match=r"the file is a \w+: pass a str or a pathlib.Path"):
+        shrew.import_file(given, tmp_path / "ck")
+    with (
+        pytest.raises(TypeError, match=r"the file is a \w+: pass"),
+        new_file(given, overwrite=False),
+    ):
+        pass
+    for no_path in ("", "a\0b"):
+        with pytest.raises(ValueError, match=r"the file is '.*': pass the path of a file"):
+            shrew.import_file(no_path, tmp_path / "ck")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_is_no_state_is_not_written(tmp_path: Path) -> None:
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    for state in ("model", [1], None):
+        with pytest.raises(TypeError, match=r"the state is a \w+: give a dict"):
+            shrew.write(state)  # type: ignore[arg-type]
+    for bad in ({"model": endless}, {"model": {}, 5: 1}):
+        with pytest.raises(IncompatibleError, match="cannot hold this state"):
+            shrew.write(bad)  # type: ignore[arg-type]
+
+
+def test_a_file_may_have_the_longest_name_that_there_is(tmp_path: Path) -> None:
+    path = tmp_path / ("\N{GRINNING FACE}" * 63)
+    with new_file(path, overwrite=False) as file:
+        file.write(b"x")
+    assert path.read_bytes() == b"x"
+
+
 def test_a_file_that_shrinks_while_it_is_imported_makes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

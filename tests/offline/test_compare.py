@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,12 @@ def test_runs_and_checkpoints_may_be_named_one_by_one(sweep: Path, tmp_path: Pat
         dc.compare()
     with pytest.raises(ValueError, match="give one of them"):
         dc.compare(sweep, min="a", max="b")
+
+
+@pytest.mark.parametrize("metric", [5, "", ["loss"]])
+def test_what_is_no_name_of_a_metric_is_refused(sweep: Path, metric: Any) -> None:
+    with pytest.raises(TypeError, match="is no name of a metric: give a text"):
+        dc.compare(sweep, max=metric)
 
 
 def test_what_is_damaged_of_the_newest_is_said_and_all_else_is_there(sweep: Path) -> None:
