@@ -127,8 +127,9 @@ def names_above(name: str) -> Iterator[str]:
 
 def patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
     """Return the patterns that an option gives, one or several. Raises TypeError or ValueError."""
-    if not isinstance(value, Iterable):
-        raise TypeError(f"{option}={value!r}: give names or patterns as strings")
+    # An iterator is used up by who looks first.
+    if not isinstance(value, Iterable) or isinstance(value, Iterator):
+        raise TypeError(f"{option}={value!r}: give names or patterns as strings, or a list of them")
     given = (value,) if isinstance(value, str) else tuple(value)
     for pattern in given:
         if not isinstance(pattern, str):

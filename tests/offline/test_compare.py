@@ -16,7 +16,8 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.cli import main
-from dist_ckpt.errors import NotFoundError
+from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.storage.local import LocalStorage
 
 CONFIG = {"lr": 0.1, "model": {"dim": 3}}
 
@@ -101,6 +102,22 @@ def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
         return int(done.value.code or 0), capsys.readouterr().out
 
     return run
+
+
+def test_a_run_that_may_not_be_read_says_so_beside_the_others(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalStorage.list
+
+    def list_it(storage: LocalStorage, folder: str, *, follow: bool = True) -> Any:
+        if folder.endswith("c-empty"):
+            raise StorageError(f"{folder}: Permission denied")
+        return real(storage, folder, follow=follow)
+
+    monkeypatch.setattr(LocalStorage, "list", list_it)
+    found = {run.name: run for run in dc.compare(sweep).runs}
+    assert "Permission denied" in found["c-empty"].problems[0]
+    assert found["a-ddl"].step == 3
 
 
 def test_the_command_prints_a_table_json_and_csv(
