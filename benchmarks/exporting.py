@@ -3,10 +3,10 @@
     .venv/bin/python -m benchmarks.exporting --dir /tmp --gb 2
 
 Each round copies the checkpoint's files (`cp` and fsync of each), and exports it, as it is and as
-bfloat16, in a process of its own that may have no more memory (RLIMIT_DATA, which counts what
-threads may use of their stacks) than --memory-mb; another one begins each time. Before each the
-files are put out of the page cache, but on storage in memory. A rate is the checkpoint's bytes by
-the seconds, which do not count the start of the process.
+bfloat16, in a process of its own that may have no more memory than --memory-mb (RLIMIT_DATA, which
+counts what threads may use of their stacks: 1 MiB here); another one begins each time. Before each
+the files are put out of the page cache, but on storage in memory. A rate is the checkpoint's bytes
+by the seconds, which do not count the start of the process.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ RANKS = 4
 # Its arguments: the most memory, the source, the folder, the dtype. Torch's own memory, and its
 # import, are no part of what is measured.
 EXPORT = """
-import resource, sys, time
+import resource, sys, threading, time
 from dist_ckpt.interop import hf
 limit, dtype = int(sys.argv[1]), sys.argv[4] or None
 if dtype:
     import dist_ckpt.memory.casting
+threading.stack_size(1 << 20)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 start = time.monotonic()
 hf.export_folder(sys.argv[2], sys.argv[3], dtype=dtype)

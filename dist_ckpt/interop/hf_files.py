@@ -22,10 +22,8 @@ from dist_ckpt.shard_io.open_files import open_file, open_files
 from dist_ckpt.shard_io.read_windows import StoredTensors
 from dist_ckpt.storage import Storage
 
-# Multiples of a block: three of them are in memory at once. Converted tensors may be four times as
-# large where they are read, and their conversion has memory of its own.
+# A multiple of a block; three of them are in memory at once, with what is read for them.
 WINDOW_NBYTES = 16 << 20
-CONVERTED_NBYTES = 4 << 20
 
 # What a file system says that makes no clones, nor copies within itself, or not between these two.
 _NO_CLONES = (
@@ -76,9 +74,9 @@ class FileWriter:
 
     def _windows(self, file: ExportedFile) -> Iterator[tuple[ExportWindow, memoryview]]:
         """Yield the windows of a file; one is read while the one before it is written."""
-        converts = any(tensor.saved != tensor.dtype for tensor, _ in file.tensors)
-        nbytes = CONVERTED_NBYTES if converts else WINDOW_NBYTES
-        slots = Slots(WINDOW_NBYTES)
+        # What is converted may be larger where it is read, which is what has to fit.
+        ratios = [_itemsize(one.saved) // _itemsize(one.dtype) for one, _ in file.tensors]
+        nbytes, slots = WINDOW_NBYTES // max(1, *ratios), Slots(WINDOW_NBYTES)
         with closing(StoredTensors(self._storage, self._folder, self._index)) as tensors:
 
             def read(window: ExportWindow) -> _Filled:
@@ -121,6 +119,10 @@ class FileWriter:
         return found
 
 
+def _itemsize(dtype: str) -> int:
+    return DTYPES[dtype].itemsize
+
+
 def _as_written(window: ExportWindow, data: memoryview) -> Iterator[memoryview]:
     """Yield the bytes of a window as they are written, from parts that are read one by one."""
     if all(tensor.saved == tensor.dtype for tensor, _ in window.parts):
@@ -130,7 +132,7 @@ def _as_written(window: ExportWindow, data: memoryview) -> Iterator[memoryview]:
 
     start = 0
     for tensor, numel in window.parts:
-        stop = start + numel * DTYPES[tensor.saved].itemsize
+        stop = start + numel * _itemsize(tensor.saved)
         part: memoryview | None = data[start:stop]
         start = stop
         if part is not None and tensor.saved != tensor.dtype:
