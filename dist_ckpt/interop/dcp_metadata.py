@@ -23,11 +23,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from dist_ckpt.commit import attempts
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError
+from dist_ckpt.foreign.nested_state import Path
 from dist_ckpt.format import filenames
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Catalog, TensorRecord
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.interop.dcp_items import Path, join_all
+from dist_ckpt.interop.dcp_items import join_all
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.load_planner import plan_load

@@ -86,6 +86,7 @@ WITH_TORCH = {
 WITHOUT_TORCH_TOO = (
     "dist_ckpt.background.former_writers",
     "dist_ckpt.background.writer_process",
+    "dist_ckpt.interop.imports",
     "dist_ckpt.interop.shrew",
 )
 
