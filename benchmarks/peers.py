@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from benchmarks.contenders import Contender
 from benchmarks.workload import Spec, Workload
+from dist_ckpt.interop.dcp import StorageReader, StorageWriter
 
 INSTALL = "not installed: pip install -c constraints.txt -e '.[bench]'"
 SYNCED_AFTER = "its files are synced after it"
@@ -45,12 +46,17 @@ class Dcp:
         return None
 
     def save(self, workload: Workload, folder: Path) -> None:
-        writer = dcp.FileSystemWriter(folder, thread_count=self.threads)
-        dcp.save(dcp_state(workload), storage_writer=writer)
+        dcp.save(dcp_state(workload), storage_writer=self._writer(folder))
+
+    def _writer(self, folder: Path) -> dcp.StorageWriter:
+        return dcp.FileSystemWriter(folder, thread_count=self.threads)
+
+    def _reader(self, folder: Path) -> dcp.StorageReader:
+        return dcp.FileSystemReader(folder)
 
     def load(self, workload: Workload, folder: Path) -> None:
         state = dcp_state(workload)
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, storage_reader=self._reader(folder))
         if workload.model is not None and workload.optimizer is not None:
             set_state_dict(
                 workload.model,
@@ -58,6 +64,27 @@ class Dcp:
                 model_state_dict=state["model"],
                 optim_state_dict=state["optim"],
             )
+
+
+@dataclass(frozen=True, slots=True)
+class DcpOnOurs(Dcp):
+    """torch.distributed.checkpoint over this library's format: its planners, our files."""
+
+    load_note: str = "verifies checksums"
+
+    @property
+    def name(self) -> str:
+        return "DCP-on-dist_ckpt"
+
+    @property
+    def save_note(self) -> str:
+        return "computes checksums"
+
+    def _writer(self, folder: Path) -> dcp.StorageWriter:
+        return StorageWriter(folder)
+
+    def _reader(self, folder: Path) -> dcp.StorageReader:
+        return StorageReader(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +221,7 @@ class Safetensors:
 PEERS: tuple[Contender, ...] = (
     Dcp(),
     Dcp(threads=2),
+    DcpOnOurs(),
     TorchCheckpointing(),
     TorchSnapshot(),
     TorchSave(),

@@ -222,6 +222,7 @@ def _agree(
     with ranks.channel.exchange("agree") as agreeing:
         of_run = isinstance(call.sources, str | os.PathLike)
         call.options.check(of_run=of_run)
+        _check(call)
         given = [call.sources] if isinstance(call.sources, str | os.PathLike) else call.sources
         sources = [storages.source(path) for path in given]
         target_storage, target = storages.target()
@@ -234,6 +235,19 @@ def _agree(
                 _AgreedSources(tuple((one.path, one.attempt.name, one.weight) for one in chosen))
             )
     return chosen, agreeing.result(_AgreedSources)
+
+
+def _check(call: AverageCall) -> None:
+    """Raise TypeError for sources in no order, and for a progress that nobody can be told."""
+    if isinstance(call.sources, bytes) or not isinstance(
+        call.sources, str | os.PathLike | Sequence
+    ):
+        raise TypeError(
+            f"sources is a {type(call.sources).__name__}: give a list of checkpoints, or the "
+            f"folder of a run"
+        )
+    if call.progress is not None and not callable(call.progress):
+        raise TypeError(f"progress={call.progress!r}: give a function, or None")
 
 
 def _found(storages: _Storages, path: str, name: str, weight: float) -> Chosen:

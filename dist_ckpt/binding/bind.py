@@ -27,7 +27,7 @@ from dist_ckpt.binding.saved_tree import Saved, saved_of
 from dist_ckpt.binding.scopes import Scopes
 from dist_ckpt.binding.template import Template, survey
 from dist_ckpt.binding.values import Known, Made, Value, filled, taken
-from dist_ckpt.data.data_position import DataPosition
+from dist_ckpt.data.data_position import DataPosition, check_ranks
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 from dist_ckpt.format.index import Key
 from dist_ckpt.memory.protocol import Target
@@ -46,6 +46,7 @@ from dist_ckpt.state.tree import (
     PlainLeaf,
     TensorLeaf,
     Tree,
+    frozen_names,
 )
 from dist_ckpt.state.wrappers import RNG
 
@@ -131,7 +132,11 @@ class Binding:
         for name in self.missing:
             if name not in known:
                 lacking.setdefault(self._requests.looked_in(name), []).append(name)
-        self.problems += tuple(missing_problem(some, where) for where, some in lacking.items())
+        frozen = frozen_names(self._requests.template.root) if lacking else frozenset()
+        self.problems += tuple(
+            missing_problem(some, where, are_frozen=frozen.issuperset(some))
+            for where, some in lacking.items()
+        )
 
     def allocate(self) -> Mapping[tuple[str, int], Target]:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
@@ -166,18 +171,25 @@ class Binding:
             generators.restore(saved())
 
 
-def missing_problem(names: Sequence[str], looked_in: Sequence[str] | None = None) -> str:
+def missing_problem(
+    names: Sequence[str], looked_in: Sequence[str] | None = None, *, are_frozen: bool = False
+) -> str:
     """Word the error about names that the state asks for and the checkpoint lacks.
 
     Of several sources `looked_in` are those in which they were looked for; None if there is one.
+    `are_frozen`: all of them are parameters that require no gradient.
     """
     who = "the checkpoint lacks"
     if looked_in is not None:
         who = f"{' and '.join(looked_in)} lack{'s' * (len(looked_in) == 1)}"
     remedy = f"remove {_them(names)} from the state or `exclude` what it shall not restore"
+    told = _counted(names)
+    if are_frozen:
+        told += f", which require{'s' * (len(names) == 1)} no gradient"
+        remedy += ", load with frozen=False if it was saved with that"
     if looked_in == ():
         who, remedy = "no source is given for", f"give {_them(names)} one, {remedy}"
-    return f"{who} {_counted(names)}: {remedy}, or load with strict=False"
+    return f"{who} {told}: {remedy}, or load with strict=False"
 
 
 def misnamed_problem(names: Sequence[str], rules: Mapping[str, str]) -> str:
@@ -321,11 +333,13 @@ def _object(requests: Requests, name: str, leaf: ObjectLeaf) -> None:
         requests.problems.append(
             f"{what}some of it is found{first}, and some{others[0]}: exclude it from one of the two"
         )
-    if isinstance(leaf.owner, DataPosition):
-        try:
+    try:
+        saved_by = requests.saved.catalog_of(saved[0]).world_size
+        check_ranks(leaf.owner, saved_by, requests.template.world_size)
+        if isinstance(leaf.owner, DataPosition):
             leaf.owner.check(state())  # it has no tensors: all of it is known
-        except IncompatibleError as error:
-            requests.problems.append(f"{name}: {error}")
+    except IncompatibleError as error:
+        requests.problems.append(f"{name}: {error}")
     _load(requests, name, leaf.owner, state)
 
 

@@ -298,7 +298,7 @@ class Keeper:
                 self._warn_once(
                     name,
                     f"{self._root}: keep= looks at the metric {name!r}, which no checkpoint has: "
-                    f"give it by `metrics(step, {{{name!r}: ...}})`",
+                    f"give it of a step that is saved, by `metrics(step, {{{name!r}: ...}})`",
                 )
 
     def _warn_once(self, what: str, text: str) -> None:

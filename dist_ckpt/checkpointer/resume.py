@@ -269,7 +269,15 @@ class Resume:
                     subject = Subject(self.storage, self.root, one.path, where)
                     self._held.enter_context(holding(subject))
         options = self.options.load_options(notes=not self.options.read_only)
-        load_together(self.ranks, state, one.path, options, kept=KeptFiles(kept_on_host))
+        try:
+            load_together(self.ranks, state, one.path, options, kept=KeptFiles(kept_on_host))
+        except IncompatibleError as error:
+            raise IncompatibleError(
+                f"{error}\nA run goes on with the state that it has saved. To begin another with "
+                f"this state: Checkpointer(ANOTHER_ROOT, init={one.path!r}, init_strict=False)",
+                rank=error.rank,
+                phase=error.phase,
+            ) from error
 
     def _fresh(self, state: MutableState, look: _RunLook) -> str:
         """Fill the state with what a fresh run begins with; raise if this is to be no fresh one."""

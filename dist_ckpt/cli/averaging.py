@@ -46,6 +46,10 @@ def average(  # noqa: PLR0913  (one for each option)
     of_run = last is not None or best is not None
     if of_run and len(sources) > 1:
         raise click.UsageError("--last and --best are of one run's folder: give only that")
+    if not of_run and len(sources) == 1:
+        raise click.UsageError(
+            "one checkpoint has no average: give two or more, or --last or --best of a run's folder"
+        )
     try:
         from dist_ckpt.averaging.average import average_alone  # noqa: PLC0415  (it needs torch)
         from dist_ckpt.averaging.options import AverageOptions  # noqa: PLC0415  (it goes with that)

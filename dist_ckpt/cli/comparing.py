@@ -82,6 +82,10 @@ def _print_table(found: Comparison) -> None:
     rows = [_row(run, has_best=bool(best)) for run in found.runs]
     right = {2, 3, 4, *range(5, 5 + len(best))}
     output.print_table([output.printable(head) for head in heads], rows, right=frozenset(right))
+    metrics = sorted({name for run in found.runs for name in run.metrics})
+    if found.metric is not None and all(run.best is None for run in found.runs):
+        there = f"; the metrics there are: {', '.join(metrics)}" if metrics else ""
+        click.echo(output.printable(f"no run has a value of {found.metric!r}{there}"))
     for name, by_run in found.differing.items():
         told = ", ".join(f"{run}: {value}" for run, value in by_run.items())
         click.echo(output.printable(f"config.{name} differs: {told}"))

@@ -8,7 +8,7 @@ from typing import Any, Final, Never
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from dist_ckpt.data.elastic_sampler import ElasticSampler
+from dist_ckpt.data.elastic_sampler import MAX_EPOCH, ElasticSampler
 from dist_ckpt.errors import CheckpointError, IncompatibleError
 
 _BY_HAND = "count in the loop and give that to ElasticSampler.begin_at after the load"
@@ -16,8 +16,6 @@ _ONE_BY_ONE = (
     "give dc.PerRank(loader), which goes on with the same number of ranks only, or make it a "
     "map-style dataset with a dc.ElasticSampler"
 )
-
-_MAX_EPOCH: Final = 1 << 62  # with a seed added to it, torch's generators still take it
 
 # What is stored, and of which class each is.
 _FIELDS: Final[Mapping[str, type]] = {
@@ -92,7 +90,7 @@ class DataPosition:
                     f"meaning there: {remedy}, or exclude it and begin the epoch anew"
                 )
         epoch, consumed = state["epoch"], state["consumed"]
-        if not 0 <= consumed <= state["length"] or abs(epoch) >= _MAX_EPOCH:
+        if not 0 <= consumed <= state["length"] or abs(epoch) >= MAX_EPOCH:
             raise IncompatibleError(
                 f"it is at {consumed} of {state['length']} samples of epoch {epoch}, which cannot "
                 "be: load an older checkpoint"
@@ -141,6 +139,20 @@ def _progress(state: Mapping[str, Any]) -> tuple[int, bool]:
             f"the state of this torchdata's StatefulDataLoader has no {error}: use torchdata 0.11, "
             f"or {_BY_HAND}"
         ) from error
+
+
+def check_ranks(owner: object, saved_by: int, world_size: int) -> None:
+    """Raise IncompatibleError for a bare loader of torchdata that another number of ranks saved."""
+    library = sys.modules.get("torchdata.stateful_dataloader")
+    if library is None or not isinstance(owner, library.StatefulDataLoader):
+        return
+    if saved_by != world_size:
+        raise IncompatibleError(
+            f"a {_name(owner)} saved by {saved_by} ranks, now there are {world_size}: its position "
+            "is that of one rank of so many, and samples would be lost or doubled: save a "
+            "dc.DataPosition, which goes on with any number; here put None there to take what was "
+            "saved, or exclude the name and begin the epoch anew"
+        )
 
 
 def _known(loader: Any) -> Any:

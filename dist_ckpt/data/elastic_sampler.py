@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,8 @@ else:
 _COMPARED = 8
 # Indices become Python's integers so many at a time: a rank may have hundreds of millions.
 _CHUNK = 4096
+# With a seed added to it, torch's generators still take it.
+MAX_EPOCH = 1 << 62
 
 
 class ElasticSampler(_Base):
@@ -50,6 +53,10 @@ class ElasticSampler(_Base):
     ) -> None:
         num_replicas = _world_size() if num_replicas is None else num_replicas
         rank = _rank() if rank is None else rank
+        if not isinstance(dataset, Sized):
+            raise TypeError(f"`dataset` is a {type(dataset).__name__}: give one with a length")
+        num_replicas, rank = _whole("num_replicas", num_replicas), _whole("rank", rank)
+        seed = _whole("seed", seed)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.length = len(dataset)
         self.begin_at(0, 0)
@@ -79,6 +86,7 @@ class ElasticSampler(_Base):
         `consumed += batch_size * num_replicas`; `DataPosition` counts for a `StatefulDataLoader`.
         Raises ValueError unless 0 <= `consumed` <= the number of samples.
         """
+        epoch, consumed = _whole("epoch", epoch), _whole("consumed", consumed)
         if not 0 <= consumed <= self.length:
             raise ValueError(
                 f"`consumed` is {consumed} of {self.length} samples: give how many of the epoch "
@@ -93,6 +101,7 @@ class ElasticSampler(_Base):
         Raises ValueError if a load has put the sampler into the middle of another epoch, whose
         rest would be lost.
         """
+        epoch = _whole("epoch", epoch)
         if epoch != self.epoch and 0 < self._start < self.length:
             raise ValueError(
                 f"set_epoch({epoch}) after a load that left epoch {self.epoch} at sample "
@@ -157,6 +166,17 @@ class ElasticSampler(_Base):
         generator = torch.Generator()
         generator.manual_seed(self.seed + epoch)
         return torch.randperm(self.length, generator=generator)
+
+
+def _whole(name: str, value: object) -> int:
+    """Return a number of the sampler's as an integer. TypeError or ValueError if it is none."""
+    try:
+        number = index(value)  # type: ignore[arg-type]  # that is what it says then
+    except TypeError:
+        raise TypeError(f"`{name}` is {value!r}: give a whole number") from None
+    if abs(number) >= MAX_EPOCH:
+        raise ValueError(f"`{name}` is 2**62 or more: give a smaller number")
+    return number
 
 
 def _has_group() -> bool:

@@ -108,11 +108,17 @@ def _refusal(value: object) -> str:
     elif is_dataclass(value) and not isinstance(value, type):
         remedy = f"store dataclasses.asdict(value), and make it again with {name}(**saved)"
     elif any(one.__name__ in tensors for one in cls.__mro__):
-        remedy = "put it into dicts, lists and tuples alone, where tensors and arrays are stored"
+        remedy = (
+            "in the state put it into dicts, lists and tuples alone, where tensors and arrays are "
+            "stored; in a config or metadata store value.tolist()"
+        )
     elif line := next((line for one, line in _LINES.items() if isinstance(value, one)), None):
         remedy = f"store {line}"
     else:
-        remedy = f"convert it to plain data ({_TYPES}), or give it state_dict and load_state_dict"
+        remedy = (
+            f"convert it to plain data ({_TYPES}), or in the state give it state_dict and "
+            "load_state_dict"
+        )
     return f"is a {cls.__module__}.{cls.__qualname__}, which cannot be stored: {remedy}"
 
 

@@ -22,7 +22,7 @@ class LocalFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
+        self.path = _checked(path)
         try:
             # It may be a pipe, whose other end nobody opens.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,12 +96,13 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[IO[by
     """
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
-    where = os.path.abspath(os.fspath(path))
+    where = os.path.abspath(_checked(path))
     if os.path.lexists(where) and not overwrite:
         raise _exists(where)
     folder, name = os.path.split(where)
     # So short that it is no longer than a name may be because of what we add.
-    temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
+    short = os.fsdecode(os.fsencode(name)[:100])
+    temporary = os.path.join(folder, f".{short}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -119,6 +120,16 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[IO[by
     finally:
         with suppress(OSError):
             os.unlink(temporary)
+
+
+def _checked(path: object) -> str:
+    """Return the path of a file as text. TypeError or ValueError for what is none."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise TypeError(f"the file is a {type(path).__name__}: pass a str or a pathlib.Path")
+    if not text or "\0" in text:
+        raise ValueError(f"the file is {text!r}: pass the path of a file")
+    return text
 
 
 def _exists(where: str) -> ExistsError:

@@ -42,7 +42,13 @@ def read(source: str | os.PathLike[str] | Buffer) -> dict[str, object]:
     if isinstance(source, str | os.PathLike):
         with closing(LocalFile(source)) as file:
             return _with_data(shrew_format.parse(file, file.path), file.read)
-    with memoryview(source).cast("B") as view:
+    try:
+        data = memoryview(source).cast("B")
+    except TypeError:
+        raise TypeError(
+            f"the source is a {type(source).__name__}: give the path of a .shrew file, or its bytes"
+        ) from None
+    with data as view:
         held = _FileInMemory(view)
         return _with_data(shrew_format.parse(held, "the .shrew bytes"), held.read)
 
@@ -54,6 +60,10 @@ def write(state: Mapping[str, object], *, version: int | None = None) -> bytes:
     is 1 for a state that is only a model, else 2. Raises IncompatibleError for what such a file
     cannot hold, with all names and what to do; ValueError for another version.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"the state is a {type(state).__name__}: give a dict, {{'model': {{name: tensor}}}}"
+        )
     number = shrew_format.version_for(state, version)
     known = {name: _as_arrays(value, name) for name, value in state.items()}
     return b"".join(shrew_format.encode(known, number, _data_of))
@@ -109,6 +119,10 @@ def export_file(
             return sum(out.write(part) for part in parts)
 
 
+# As deep lies what a file has: in "optim" in "buffers".
+_MAX_DEPTH = 3
+
+
 class _FileInMemory:
     """Bytes in memory, as a file."""
 
@@ -139,10 +153,14 @@ def _with_data(value: object, read_at: Callable[[int, int], bytes]) -> dict[str,
     return state
 
 
-def _as_arrays(value: object, fqn: str) -> object:
+def _as_arrays(value: object, fqn: str, *, depth: int = 1) -> object:
     """Return a value with `Array`s in place of torch's and numpy's tensors."""
     if isinstance(value, Mapping):
-        return {key: _as_arrays(child, f"{fqn}.{key}") for key, child in value.items()}
+        if depth == _MAX_DEPTH:  # what lies deeper is refused, whatever it is
+            return value
+        return {
+            key: _as_arrays(child, f"{fqn}.{key}", depth=depth + 1) for key, child in value.items()
+        }
     if is_tensor(value):
         return value
     if not hasattr(value, "dtype"):

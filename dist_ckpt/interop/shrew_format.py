@@ -311,12 +311,16 @@ def _model_problems(state: Mapping[str, object]) -> Iterator[str]:
     """Yield what of the model no version can hold."""
     model = state.get("model")
     if not isinstance(model, Mapping):
-        yield "there is no 'model': save the tensors as {'model': {name: tensor}}"
+        kind = f"'model' is a {type(model).__name__}: give its state_dict()"
+        none = "there is no 'model': save the tensors as {'model': {name: tensor}}"
+        yield kind if hasattr(model, "state_dict") else none
         return
     for name, tensor in model.items():
         fqn = f"model.{name}"
         if problem := _name_problem(name):
             yield f"{fqn}: {problem}"
+        elif isinstance(tensor, Mapping):
+            yield f"{fqn} is a dict: put its tensors beside the others, under names such as 'a.b'"
         elif not is_tensor(tensor):
             yield f"{fqn} is a {type(tensor).__name__}: leave out of the model what is no tensor"
         elif tensor.dtype not in _TAGS:
@@ -330,7 +334,7 @@ def _problems(state: Mapping[str, object]) -> Iterator[str]:
     alone = "or write version 1, which takes the model alone"
     for name in state:
         if name not in ("model", "optim", *_TRAINING):
-            yield f"it has no place for {_shown(name)}: leave it out, {alone}"
+            yield f"it has no place for {_shown(str(name))}: leave it out, {alone}"
     if "optim" in state:
         yield from _optimizer_problems(state["optim"], alone)
     if missing := [name for name in _TRAINING if name not in state]:

@@ -21,6 +21,7 @@ from dist_ckpt.format.index import Index
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.format.plain_decoder import decode_value
 from dist_ckpt.format.plain_encoder import encode_value
+from dist_ckpt.format.strict_json import is_text
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.runs.description import config_of, kind_of
@@ -122,7 +123,7 @@ def _check(table: object, component: object) -> None:
         raise TypeError('table: give a dict of what makes each kind, such as {"ddl": Ddl}')
     if bad := [kind for kind, maker in table.items() if not callable(maker)]:
         raise TypeError(f"table[{bad[0]!r}] cannot be called: give a class, or a function")
-    if type(component) is not str or not component:
+    if type(component) is not str or not component or not is_text(component):
         raise TypeError(f'component={component!r}: give the key of the model, such as "model"')
 
 
@@ -152,8 +153,16 @@ def _described(storage: Storage, asked: _BuildRequest, held: ExitStack) -> _Desc
         raise IncompatibleError(
             f"{path} is of the kind {kind!r}, and the table has {listed(list(asked.kinds))}: add it"
         )
+    catalog = index.catalog
+    names = [*catalog.tensors, *catalog.aliases, *catalog.values]
+    if not any(name.startswith(f"{asked.component}.") for name in names):
+        there = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
+        raise IncompatibleError(
+            f"{path} holds nothing of {asked.component!r}: give as component= one of "
+            f"{listed([*there])}"
+        )
     value_of = _values_of(index, read)
-    counts = count_parameters(index.catalog, value_of, asked.component)
+    counts = count_parameters(catalog, value_of, asked.component)
     num_parameters = None if counts is None else counts.num_parameters
     return _Description(path, kind, encode_value(dict(config)), num_parameters)
 

@@ -17,6 +17,7 @@ from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.format.strict_json import corrupt
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.planning.selection import Cast
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.shard_io import state_bytes
 from dist_ckpt.state.containers import MutableState
@@ -48,7 +49,7 @@ def from_bytes(data: Buffer | mmap) -> dict[Any, Any]:
     return state
 
 
-def load_bytes(
+def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
     state: MutableState,
     data: Buffer | mmap,
     *,
@@ -56,6 +57,7 @@ def load_bytes(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     rename: Mapping[str, str | None] | None = None,
+    cast: Cast = None,
 ) -> LoadReport:
     """Fill a state from the bytes that `dc.to_bytes` has returned, as `dc.load` does.
 
@@ -75,6 +77,7 @@ def load_bytes(
         include=include,
         exclude=exclude,
         rename=rename,
+        cast=cast,
         read_once="off",
         notes=False,
     )

@@ -66,15 +66,11 @@ def uses_of(given: object) -> tuple[tuple[str, ...], tuple[SourceUse, ...]]:
 
 def text_of(given: object) -> str:
     """Return what a load is given in short, for messages and logs. Never raises for it."""
-    if isinstance(given, Source):
-        return str(given.path)
-    if isinstance(given, Mapping):
-        return _together(given.values())
-    return _together(given) if isinstance(given, list | tuple) else str(given)
-
-
-def _together(some: Iterable[object]) -> str:
-    return ", ".join(dict.fromkeys(map(text_of, some)))
+    those = given.values() if isinstance(given, Mapping) else [given]
+    lists = (some if isinstance(some, list | tuple) else [some] for some in those)
+    # No deeper, however what is given may be nested.
+    paths = (one.path if isinstance(one, Source) else one for some in lists for one in some)
+    return ", ".join(dict.fromkeys(map(str, paths)))
 
 
 def _by_key(given: object) -> Iterable[tuple[str, object]]:

@@ -44,26 +44,25 @@ def backup(path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
 
 def backup_at(storage: Storage, path: str, *, overwrite: bool) -> str:
     """Do so for a checkpoint at a storage's path, in which no link leads elsewhere."""
-    root, _, name = path.rpartition("/")
+    above, _, name = path.rpartition("/")
+    root, folder = above or "/", f"{above}/{BACKUP}"
     if root.rpartition("/")[2] == BACKUP:
         raise ValueError(f"{path} is a backup itself: give the checkpoint of a run")
-    if attempts.list_attempts(storage, f"{root}/{BACKUP}"):
-        raise ExistsError(
-            f"{root}/{BACKUP} is a checkpoint, and backups would lie in it: rename that first"
-        )
-    target = f"{root}/{BACKUP}/{name}"
+    if attempts.list_attempts(storage, folder):
+        raise ExistsError(f"{folder} is a checkpoint, and backups would lie in it: rename it first")
+    target = f"{folder}/{name}"
     with held_source(storage, path) as (attempt, index):
         kept = _kept_at(storage, target, index)
         if kept is None:
             kept = _make(storage, path, attempt, index, target, overwrite=overwrite)
         # Whoever made what was there may have died before it had synced it.
-        for folder in (f"{target}/{kept}", target, f"{root}/{BACKUP}", root):
-            storage.sync(folder)
+        for one in (f"{target}/{kept}", target, folder, root):
+            storage.sync(one)
         if index.step is not None:
             measured = _measured(storage, root, (index.step, attempt))
-            known = _measured(storage, f"{root}/{BACKUP}", (index.step, kept))
+            known = _measured(storage, folder, (index.step, kept))
             if measured and measured != known:
-                put_metrics(storage, f"{root}/{BACKUP}", (index.step, kept), measured)
+                put_metrics(storage, folder, (index.step, kept), measured)
     return target
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,13 +10,15 @@ from dataclasses import dataclass, field, replace
 from math import isnan
 
 from dist_ckpt.commit.attempts import entries_at
-from dist_ckpt.errors import CheckpointError, NotFoundError, listed
+from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, listed
 from dist_ckpt.format.filenames import NO_CHECKPOINTS
 from dist_ckpt.offline.checkpoint import open_at
 from dist_ckpt.runs.description import leaves_of
 from dist_ckpt.runs.facts import keeps_records
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.storage import Storage, open_storage
+
+_log = logging.getLogger("dist_ckpt")
 
 _LACKING = "nothing"
 
@@ -96,6 +99,8 @@ def compare(
     if min is not None and max is not None:
         raise ValueError("min= and max= are given: give one of them")
     name = max if min is None else min
+    if name is not None and (not isinstance(name, str) or not name):
+        raise TypeError(f'{name!r} is no name of a metric: give a text, such as "val/loss"')
     goal = None if name is None else _Goal(name, max is not None)
     # A run that is named twice is one.
     found = {run: at for path in paths for at, run in _runs_at(*open_storage(path))}
@@ -115,9 +120,13 @@ def _order(run: RunSummary, goal: _Goal | None) -> tuple[bool, float, str]:
 
 def _runs_at(storage: Storage, folder: str) -> Sequence[tuple[Storage, str]]:
     """Return the run in a folder, or those in the folders below it."""
-    listing = list_run(storage, folder, now=time.time())
-    if listing.checkpoints or keeps_records(storage, folder):
-        return [(storage, folder)]
+    try:
+        listing = list_run(storage, folder, now=time.time())
+    except StorageError as error:  # of one of the folders in it, unless what follows fails too
+        _log.debug("%s", error)
+    else:
+        if listing.checkpoints or keeps_records(storage, folder):
+            return [(storage, folder)]
     entries = entries_at(storage, folder)
     names = [one.name for one in entries if one.kind == "folder" and one.name[0] != "."]
     names = sorted(name for name in names if name not in NO_CHECKPOINTS)

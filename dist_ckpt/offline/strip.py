@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dist_ckpt import __version__
-from dist_ckpt.commit import attempts, holds, order
+from dist_ckpt.commit import attempts, holds, order, removal
 from dist_ckpt.commit.guards import PIN, Where, guards_of
 from dist_ckpt.commit.holds import Subject, kept_at
 from dist_ckpt.commit.order import Claim
@@ -21,6 +21,7 @@ from dist_ckpt.commit.root_records import read_facts
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.format import filenames, objects_file
+from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, ObjectsFileRecord
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.offline.rewriting import new_attempt, report_of
@@ -41,6 +42,9 @@ from dist_ckpt.shard_io.shard_writer import write_objects
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.counting import CountingStorage
 
+# In `saved_by`: the attempt that this one has taken the place of.
+_STRIPPED_FROM = "stripped_from"
+
 
 def strip(path: str | os.PathLike[str], *components: str, force: bool = False) -> SaveReport:
     """Drop components, top-level keys of the state, from the checkpoint at `path`, for good.
@@ -49,7 +53,8 @@ def strip(path: str | os.PathLike[str], *components: str, force: bool = False) -
     shard files are hard links where the storage makes them, else checked copies. What was measured
     of the checkpoint, its pin and its tags are the new attempt's as well; that it was checked, and
     who holds it, are not. On return it is durable, and the old attempt removed; if this raises, the
-    checkpoint is what it was, unless the error says otherwise. One process calls it.
+    checkpoint is what it was, unless the error says otherwise. One process calls it. If it was
+    interrupted, or its process died, call it again: that also moves pin and tags that were left.
 
     Raises ConflictError if the checkpoint is pinned, tagged or held, unless `force`: what is held
     then stays, beside what takes its place, until it is not, and `dist-ckpt gc` removes it. Raises
@@ -71,6 +76,7 @@ def strip_at(
     counting = CountingStorage(storage)
     phases = Phases("strip", path, quiet=False)
     found = attempts.find(counting, path)
+    _finish_former(counting, path, *found)
     with attempts.while_it_is_there(counting, path, found[0]):
         part = _Part.of(counting, f"{path}/{found[0]}", found[1], names)
     told = kept_at(counting, path, [found[0]], now_at)
@@ -79,22 +85,25 @@ def strip_at(
             f"{path} is kept: {'; '.join(told[found[0]])}. Take that away first, or strip it with "
             f"force=True (on the command line --force)"
         )
-    with new_attempt(counting, path, "strip", overwrite=True, force=force) as claim:
+    with (
+        new_attempt(counting, path, "strip", overwrite=True, force=force) as claim,
         # Only now: what was committed before the claim is what it will replace.
-        with held_source(counting, path) as source:
-            if source != found:
-                raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
-            with phases.phase("write"):
-                records, linked = part.write(counting, f"{path}/{source[0]}", claim.folder)
-            with phases.phase("commit"):
-                index = part.index(claim, records)
-                _commit(counting, claim, index, source[1])
+        held_source(counting, path) as source,
+    ):
+        if source != found:
+            raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
+        with phases.phase("write"):
+            records, linked = part.write(counting, f"{path}/{source[0]}", claim.folder)
+        with phases.phase("commit"):
+            index = part.index(claim, records)
+            _commit(counting, claim, index, source[1])
         try:
-            _move_guards(counting, path, source[1], claim)
+            # At once: if this dies before, only the next strip moves them.
+            _move_guards(counting, path, source[1], claim.attempt)
         except CheckpointError as error:
             raise StorageError(
-                f"{path} is stripped, but tags may be on {source[0]} still, which stays beside it: "
-                f"{error}. Give it its tags again"
+                f"{path} is stripped, but tags may be on {source[0]} still, which stays beside "
+                f"it: {error}. Strip it again, which moves them"
             ) from error
     report = report_of(path, index, phases.seconds, counting.reads, counting.writes, linked)
     phases.done(report)
@@ -158,7 +167,11 @@ class _Part:
             catalog=self.left.catalog,
             files=self.left.files,
             objects=objects,
-            saved_by={**self.source.saved_by, "stripped_by": f"dist_ckpt {__version__}"},
+            saved_by={
+                **self.source.saved_by,
+                "stripped_by": f"dist_ckpt {__version__}",
+                _STRIPPED_FROM: self.source.attempt,
+            },
         )
 
 
@@ -181,7 +194,7 @@ def _commit(storage: Storage, claim: Claim, index: Index, source: Index) -> None
     sizes |= {one.name: one.nbytes for one in index.objects}
     sizes |= {one.file_name: one.nbytes for one in index.attached}
     order.check_files(storage, claim.folder, sizes)
-    if (places := _places(storage, claim, source)) is not None:
+    if (places := _places(storage, claim.path, source, claim.attempt)) is not None:
         old, new = places
         facts = read_facts(storage, new.root)
         if measured := known_of(facts, 0.0).metrics.get(old):
@@ -191,9 +204,17 @@ def _commit(storage: Storage, claim: Claim, index: Index, source: Index) -> None
     order.commit(storage, claim, index)
 
 
-def _move_guards(storage: Storage, path: str, source: Index, claim: Claim) -> None:
+def _finish_former(storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
+    """Do what a strip that died right after its commit has left to do."""
+    former = filenames.parse_attempt(index.saved_by.get(_STRIPPED_FROM, ""))
+    if former is not None and attempts.is_there(storage, path, former):
+        _move_guards(storage, path, replace(index, attempt=former.name), attempt)
+        removal.supersede(storage, path, attempt)
+
+
+def _move_guards(storage: Storage, path: str, source: Index, target: Attempt) -> None:
     """Have the new attempt kept for what the old one was kept for, and the old one no more."""
-    if (places := _places(storage, claim, source)) is None:
+    if (places := _places(storage, path, source, target)) is None:
         return
     old, new = places
     guards = guards_of(read_facts(storage, new.root), 0.0)
@@ -203,11 +224,13 @@ def _move_guards(storage: Storage, path: str, source: Index, claim: Claim) -> No
         holds.unpin(Subject(storage, new.root, path, old))
 
 
-def _places(storage: Storage, claim: Claim, source: Index) -> tuple[Where, Subject] | None:
+def _places(
+    storage: Storage, path: str, source: Index, target: Attempt
+) -> tuple[Where, Subject] | None:
     """Return what facts are about: the source, and the new attempt. None if there are no facts."""
-    root = claim.path.rpartition("/")[0] or "/"
+    root = path.rpartition("/")[0] or "/"
     attempt = filenames.parse_attempt(source.attempt)
     if source.step is None or attempt is None or not keeps_records(storage, root):
         return None
-    new = Subject(storage, root, claim.path, (source.step, claim.attempt))
+    new = Subject(storage, root, path, (source.step, target))
     return (source.step, attempt), new

@@ -102,7 +102,11 @@ def cast_of(asked: Cast) -> Selection | None:
     """Check a load's `cast`: None for nothing. Raises TypeError or ValueError."""
     if asked is None or asked is False:
         return None
-    return EVERYTHING if asked is True else Selection(patterns(asked, "cast"))
+    if asked is True:
+        return EVERYTHING
+    if not isinstance(asked, Iterable):
+        raise TypeError(f"cast={asked!r}: give True or patterns; the dtype is that of the state")
+    return Selection(patterns(asked, "cast"))
 
 
 def unmatched_on_all(told: Iterable[Iterable[str]]) -> list[str]:
@@ -123,8 +127,9 @@ def names_above(name: str) -> Iterator[str]:
 
 def patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
     """Return the patterns that an option gives, one or several. Raises TypeError or ValueError."""
-    if not isinstance(value, Iterable):
-        raise TypeError(f"{option}={value!r}: give names or patterns as strings")
+    # An iterator is used up by who looks first.
+    if not isinstance(value, Iterable) or isinstance(value, Iterator):
+        raise TypeError(f"{option}={value!r}: give names or patterns as strings, or a list of them")
     given = (value,) if isinstance(value, str) else tuple(value)
     for pattern in given:
         if not isinstance(pattern, str):

@@ -28,6 +28,11 @@ def strip_index(index: Index, names: Collection[str], keys: Collection[str]) -> 
         raise ValueError(
             f"{listed(unknown)}: no such component is here; there are {listed(list(keys))}"
         )
+    if not set(keys) - set(names):
+        raise ValueError(
+            f"{listed(sorted(names))} are all that is here, and nothing would be left: delete the "
+            f"checkpoint instead (dist_ckpt.delete)"
+        )
     dropped = {fqn for fqn in catalog.tensors if owner_of(fqn, keys) in names}
     numbers = {catalog.tensors[fqn].component for fqn in dropped}
     _check_files(catalog, dropped, numbers, names)

@@ -6,6 +6,7 @@ and a report are held against them.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from math import isfinite
@@ -20,6 +21,9 @@ CONFIG, KIND = "config", "kind"
 MAX_KIND_CHARS = 200
 
 _LACKING = "nothing"
+
+# What a key is made of that is told as it is.
+_PLAIN_KEY = re.compile(r"[^.'\"]+").fullmatch
 
 
 def check_description(
@@ -158,7 +162,9 @@ def leaves_of(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield the values in nested mappings by dotted name, as text; a list is one value."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from leaves_of(inner, f"{name}.{key}" if name else str(key))
+            # So that no two places have one name: {"a.b": 1} is not {"a": {"b": 1}}.
+            part = str(key) if _PLAIN_KEY(str(key)) else repr(key)
+            yield from leaves_of(inner, f"{name}.{part}" if name else part)
     else:
         yield name, _text(value)
 

@@ -92,6 +92,8 @@ def _read(path: str, place: str, most: int) -> bytes:
         raise ValueError(f"{place}: there is no file {path}: write it before the save") from None
     except OSError as error:
         raise StorageError(f"{place}: {path} cannot be read: {error.strerror}") from error
+    except ValueError:  # a zero byte
+        raise ValueError(f"{place}: {path!r} is no path: give that of a file") from None
     try:
         before = os.fstat(file)
         if not stat.S_ISREG(before.st_mode):

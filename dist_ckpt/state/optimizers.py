@@ -147,14 +147,14 @@ def states_branch(held: OptimizerState, names: Mapping[int, ParameterName], fqn:
 
 
 def state_names(held: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> list[str]:
-    """Return the name of an optimizer's state, and of what is in it; `fqn` is the optimizer's."""
+    """Return the name of an optimizer's state, and of what is in it; `fqn` is the optimizer's.
+
+    Of a parameter it is there before there is any state: patterns are about what may come, too.
+    """
     above = join(fqn, STATE)
-    own = [
-        join(join(above, names[id(parameter)].stored), key)
-        for parameter in held.parameters()
-        for key in held.state.get(parameter, ())
-    ]
-    return [above, *own, *(join(above, key) for key in held.shared())]
+    own = {join(above, names[id(one)].stored): held.state.get(one, ()) for one in held.parameters()}
+    entries = (join(name, key) for name, keys in own.items() for key in keys)
+    return [above, *own, *entries, *(join(above, key) for key in held.shared())]
 
 
 def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shape]) -> Branch:

@@ -125,14 +125,23 @@ def without_frozen(selection: Selection, root: Tree) -> Selection:
     """Return a selection that knows which parameters of a state require no gradient, if it asks."""
     if selection.frozen:
         return selection
+    knows = bool(_trained(root))
+    return replace(selection, without=frozen_names(root), knows_parameters=knows)
+
+
+def frozen_names(root: Tree) -> frozenset[str]:
+    """Return the names of a state's parameters that require no gradient."""
+    return frozenset(name for name, trained in _trained(root).items() if not trained)
+
+
+def _trained(root: Tree) -> dict[str, bool]:
     named: dict[str, bool] = {}
     for fqn, tree in walk(root):
         if isinstance(tree, ModuleLeaf):
             named |= {join(fqn, name): trained for name, trained in tree.state.parameters().items()}
         elif isinstance(tree, TensorLeaf) and isinstance(tree.value, torch.nn.Parameter):
             named[fqn] = tree.value.requires_grad
-    frozen = frozenset(name for name, trained in named.items() if not trained)
-    return replace(selection, without=frozen, knows_parameters=bool(named))
+    return named
 
 
 # The names that a selection may choose among in the optimizer of a name.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 
+from dist_ckpt.errors import NotFoundError
 from dist_ckpt.format.strict_json import is_text
 from dist_ckpt.storage.deadline import DeadlineStorage
 from dist_ckpt.storage.local import LocalStorage
@@ -29,7 +30,8 @@ def open_storage(
 
     Touches nothing. The path is made absolute here, once, so that a later `chdir` changes
     nothing. `direct_reads` is for who reads large files once: what the page cache does not hold
-    of them comes past it. Raises ValueError or TypeError for what is no path.
+    of them comes past it. Raises ValueError or TypeError for what is no path, NotFoundError for
+    one below a folder that was removed.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -41,7 +43,13 @@ def open_storage(
         )
     if not text or "\0" in text:
         raise ValueError(f"path is {text!r}: pass the path of a folder")
-    absolute = os.path.abspath(text).replace(os.sep, "/")
+    try:
+        absolute = os.path.abspath(text).replace(os.sep, "/")
+    except FileNotFoundError:
+        raise NotFoundError(
+            f"path is {text!r}, and the folder that this process is in was removed: change to "
+            f"another, or pass a path that begins with /"
+        ) from None
     if not is_text(absolute):
         raise ValueError(
             f"path is {absolute!r}, which is not UTF-8 and cannot be told to other ranks: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,23 @@ def module(seed: int) -> torch.nn.Sequential:
     return made
 
 
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float16", "float64"])
+def test_of_small_elements_and_of_odd_sizes_every_one_is_averaged(dtype, tmp_path):
+    # The sum of a float8 takes four times its room; and names do not come in the order of sizes.
+    sizes = {"a": (3, getattr(torch, dtype)), "b": (2, torch.float64), "c": (5, torch.bfloat16)}
+    for state in ({"w": (70000, getattr(torch, dtype))}, sizes):
+        for value in (1.0, 3.0):
+            made = {name: torch.full((n,), value).to(of) for name, (n, of) in state.items()}
+            dc.save(made, tmp_path / f"{value}", step=int(value), overwrite=True)
+        two = [tmp_path / "1.0", tmp_path / "3.0"]
+        dc.average(two, to=tmp_path / "mean", include="*", overwrite=True)
+        found: dict[str, Any] = {}
+        dc.load(found, tmp_path / "mean")
+        assert {name: {*one.double().tolist()} for name, one in found.items()} == {
+            name: {2.0} for name in state
+        }
+
+
 def test_what_is_trained_is_averaged_and_all_else_is_of_the_newest(tmp_path):
     modules = [module(seed) for seed in range(3)]
     for seed, made in enumerate(modules):
@@ -254,6 +272,17 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(options, told
     assert not (tmp_path / "mean").exists()
 
 
+def test_sources_without_an_order_and_a_progress_that_is_none_are_refused(two, tmp_path):
+    sources: Any
+    for sources in ({*two}, dict.fromkeys(two), iter(two), 5, b"run"):
+        with pytest.raises(TypeError, match=r"^sources is a \w+: give a list of checkpoints"):
+            dc.average(sources, to=tmp_path / "out", include="w")
+    five: Any = 5
+    with pytest.raises(TypeError, match="progress=5: give a function"):
+        dc.average(two, to=tmp_path / "out", include="w", progress=five)
+    assert not (tmp_path / "out").exists()
+
+
 def test_sources_that_make_no_average_are_refused(two, tmp_path):
     run_of(tmp_path / "run", [1, 2])
     first = two[0]
@@ -304,16 +333,18 @@ def test_a_damaged_source_is_named_and_nothing_is_committed(two, tmp_path):
     assert not (tmp_path / "mean").exists()
 
 
+@pytest.mark.parametrize("file", ["/1/.*[.]safetensors", "/2/.*/objects[.]msgpack"])
 def test_a_source_that_is_replaced_while_it_is_read_is_not_called_damaged(
-    two, tmp_path, monkeypatch
+    file, two, tmp_path, monkeypatch
 ):
     real = LocalStorage.open
     done: list[str] = []
 
     def open_late(storage: LocalStorage, path: str) -> Any:
-        if "/1/" in path and path.endswith(".safetensors") and not done:
+        if re.search(f"{file}$", path) and not done:
             done.append(path)
-            dc.save({"w": torch.zeros(2)}, two[0], step=1, overwrite=True)
+            one = two[int("/2/" in file)]
+            dc.save({"w": torch.zeros(2)}, one, step=int(one.name), overwrite=True)
         return real(storage, path)
 
     monkeypatch.setattr(LocalStorage, "open", open_late)

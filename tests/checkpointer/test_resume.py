@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -239,6 +240,18 @@ def test_an_init_that_lacks_something_is_refused_unless_it_may(base: Path, tmp_p
     with checkpointer(tmp_path / "run", init=f"{base}@2", init_strict=False) as ck:
         assert ck.restore(state) is None
     assert (steps_in(state), state["more"]) == ({2.0}, 1)
+
+
+def test_a_run_that_lacks_what_its_state_has_now_says_how_to_begin_another(
+    base: Path, tmp_path: Path
+) -> None:
+    state = {**fresh(), "more": 1}
+    with checkpointer(base) as ck, pytest.raises(IncompatibleError) as error:
+        ck.restore(state)
+    (init,) = re.findall(r"init='(.*)', init_strict=False\)", str(error.value))
+    with checkpointer(tmp_path / "run", init=init, init_strict=False) as ck:
+        assert ck.restore(state) is None
+    assert (steps_in(state), state["more"]) == ({3.0}, 1)
 
 
 def test_an_init_that_is_not_there_begins_nothing(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_average_writes_the_mean_and_tells_of_what(run, root, tmp_path, monkeypa
 def test_average_tells_what_is_wrong_by_its_exit_code(run, root, tmp_path):
     to = ("--to", tmp_path / "a")
     for code, *arguments in (
-        (3, root),
+        (2, root),
         (2, root, root, "--last", "2"),
         (2, root, "--last", "1"),
         (2, root, "--last", "2", "--include", "x"),
@@ -58,3 +58,10 @@ def test_average_tells_what_is_wrong_by_its_exit_code(run, root, tmp_path):
         found, _, err = run("average", *arguments, *to)
         assert (found, "Traceback" in err) == (code, False), (arguments, err)
     assert not (tmp_path / "a").exists()
+
+
+def test_average_of_one_checkpoint_says_what_to_give(run, root, tmp_path):
+    for one in (root, f"{root}@latest"):
+        found, _, err = run("average", one, "--to", tmp_path / "a")
+        assert found == 2
+        assert "give two or more, or --last or --best of a run's folder" in err

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import dist_ckpt as dc
+import rank_threads
+from dist_ckpt.testing.memory_storage import MemoryStorage
 
 pytest.importorskip("torchdata.stateful_dataloader")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -329,6 +331,31 @@ def test_a_sampler_that_another_reads_is_refused() -> None:
     job.loaders[0].load_state_dict({"_num_yielded": 3})
     with pytest.raises(dc.CheckpointError, match=r"load through the DataPosition alone"):
         job.state()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_loader_by_itself_is_refused_on_another_number_of_ranks(ranks: int) -> None:
+    def states(ranks: int) -> list[dict[str, Any]]:
+        data = cast(Any, [*range(LENGTH)])
+        samplers: list[Any] = [DistributedSampler(data, ranks, rank) for rank in range(ranks)]
+        return [{"data": StatefulDataLoader(data, 2, sampler=sampler)} for sampler in samplers]
+
+    storage, saved = MemoryStorage({"/run": None}), states(2)
+    for state in saved:
+        next(iter(state["data"]))
+    rank_threads.save(storage, saved, "/run/ck")
+    live = states(ranks)
+    wanted = rf"data: .* saved by 2 ranks, now there are {ranks}: .* dc.DataPosition"
+    with pytest.raises(dc.IncompatibleError, match=wanted):
+        rank_threads.load(storage, live, "/run/ck")
+    assert live[0]["data"].state_dict()["_num_yielded"] == 0
+    rank_threads.load(storage, live, "/run/ck", exclude="data", strict=False)
+    same = states(2)
+    rank_threads.load(storage, same, "/run/ck")
+    assert [len([*state["data"]]) for state in same] == [5, 5]
+    taken: list[dict[str, Any]] = [{"data": None} for _ in range(ranks)]
+    rank_threads.load(storage, taken, "/run/ck")
+    assert taken[0]["data"]["_num_yielded"] == 1
 
 
 def test_another_torchdata_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

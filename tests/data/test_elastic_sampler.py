@@ -104,3 +104,23 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match=r"WORLD_SIZE is 2, but there is no process group"):
         dc.ElasticSampler(data)
     assert len(dc.ElasticSampler(data, num_replicas=2, rank=1)) == 6
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_replicas": 1.5}, {"rank": "0"}, {"seed": None}, {"seed": 1 << 62}], ids=str
+)
+def test_what_is_no_whole_number_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"`{next(iter(wrong))}` is "):
+        dc.ElasticSampler([1, 2], **{"num_replicas": 1, "rank": 0, **wrong})
+
+
+def test_a_position_is_of_whole_numbers() -> None:
+    sampler = dc.ElasticSampler([*range(10)], 1, 0)
+    for position in (("0", 0), (0, 1.5), (0, float("nan")), (1 << 62, 0)):
+        with pytest.raises((TypeError, ValueError), match=r"`(epoch|consumed)` is "):
+            sampler.begin_at(*position)
+    with pytest.raises(TypeError, match="`epoch` is None: give a whole number"):
+        sampler.set_epoch(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`dataset` is a int: give one with a length"):
+        dc.ElasticSampler(5)  # type: ignore[arg-type]
+    assert (sampler.next_pass, len([*sampler])) == ((0, 0), 10)

@@ -79,6 +79,17 @@ def test_a_folder_of_files_is_one_model_also_behind_links(tmp_path: Path) -> Non
     assert torch.equal(torch.tensor(rows.data.cast("f").tolist()), expected)
 
 
+def test_a_tensor_that_two_files_have_is_that_of_the_file_which_the_index_names(
+    tmp_path: Path,
+) -> None:
+    folder = folder_of(tmp_path, {"a": torch.ones(2), "b": torch.zeros(2)})
+    other = folder / "model-00002-of-00002.safetensors"  # of b
+    save_file({"a": torch.full((2,), 9.0), "b": torch.zeros(2)}, other)
+    live: dict[str, Any] = {}
+    dc.load(live, folder)
+    assert torch.equal(live["model"]["a"], torch.ones(2))
+
+
 def test_a_folder_with_one_file_needs_no_index(tmp_path: Path) -> None:
     saved, live = model(), model(1)
     save_file(saved.state_dict(), tmp_path / "model.safetensors")

@@ -65,6 +65,7 @@ VALUES = {
     "note": {"names": ["a", "b"], "none": None, "size": torch.Size([2])},
     "list": [torch.arange(3), torch.zeros(2, dtype=torch.bfloat16)],
     "mixed": [{"x": 1, "w": torch.ones(1)}, {"x": 2, "w": torch.ones(2)}],
+    "rows": [{"x": 1}, {"x": [1, 2]}],
     "scalar": torch.tensor(7),
     "empty": torch.zeros(0, 3),
     "betas": (0.5, 0.25),

@@ -369,6 +369,10 @@ def test_a_torch_optimizer_and_missing_fields_are_refused_by_name(tmp_path: Path
     assert "epoch, global_step, best_loss, loss_history is missing" in str(refused.value)
     shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew", version=1)
     assert list(shrew.read(tmp_path / "a.shrew")) == ["model"]
+    with pytest.raises(IncompatibleError, match=r"'model' is a Linear: give its state_dict\(\)$"):
+        shrew.write({"model": torch.nn.Linear(1, 1)})
+    with pytest.raises(IncompatibleError, match=r"model.a is a dict: .* names such as 'a\.b'$"):
+        shrew.write({"model": {"a": {"b": torch.ones(1)}}})
     with pytest.raises(IncompatibleError, match="there is no 'model'"):
         shrew.write({"weights": {}})
     for version in (0, 3, True, "1"):
@@ -444,6 +448,41 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(ValueError, match="is no regular file"):
             shrew.import_file(path, tmp_path / "ck")
+
+
+@pytest.mark.parametrize("given", [None, 5, [b"SHRW"], {"model": {}}])
+def test_what_is_no_path_and_no_bytes_is_named(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"give the path of a \.shrew file, or its bytes"):
+        shrew.read(given)
+    with pytest.raises(TypeError, match=r"the file is a \w+: pass a str or a pathlib.Path"):
+        shrew.import_file(given, tmp_path / "ck")
+    with (
+        pytest.raises(TypeError, match=r"the file is a \w+: pass"),
+        new_file(given, overwrite=False),
+    ):
+        pass
+    for no_path in ("", "a\0b"):
+        with pytest.raises(ValueError, match=r"the file is '.*': pass the path of a file"):
+            shrew.import_file(no_path, tmp_path / "ck")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_is_no_state_is_not_written(tmp_path: Path) -> None:
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    for state in ("model", [1], None):
+        with pytest.raises(TypeError, match=r"the state is a \w+: give a dict"):
+            shrew.write(state)  # type: ignore[arg-type]
+    for bad in ({"model": endless}, {"model": {}, 5: 1}):
+        with pytest.raises(IncompatibleError, match="cannot hold this state"):
+            shrew.write(bad)  # type: ignore[arg-type]
+
+
+def test_a_file_may_have_the_longest_name_that_there_is(tmp_path: Path) -> None:
+    path = tmp_path / ("\N{GRINNING FACE}" * 63)
+    with new_file(path, overwrite=False) as file:
+        file.write(b"x")
+    assert path.read_bytes() == b"x"
 
 
 def test_a_file_that_shrinks_while_it_is_imported_makes_no_checkpoint(

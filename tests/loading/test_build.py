@@ -14,6 +14,7 @@ import rank_threads
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.loading import build as building
+from dist_ckpt.shard_io.open_files import read_objects
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, try_ranks
 
 
@@ -61,6 +62,9 @@ def test_the_model_is_made_from_the_stored_config_and_filled(path: Path) -> None
 def test_the_component_may_have_another_name(tmp_path: Path, path: Path) -> None:
     dc.save({"net[0]": trained()}, tmp_path / "ck", kind="ddl", config=CONFIG)
     assert same(dc.build(tmp_path / "ck", {"ddl": Ddl}, component="net[0]"), trained())
+    message = r"nothing of 'model': give as component= one of net\[0\]$"
+    with pytest.raises(IncompatibleError, match=message):
+        dc.build(tmp_path / "ck", {"ddl": Ddl})
 
 
 def test_a_kind_that_the_table_lacks_is_told_with_what_it_has(path: Path) -> None:
@@ -86,6 +90,7 @@ def test_without_kind_or_config_nothing_can_be_made(tmp_path: Path, path: Path, 
         ({1: Ddl}, {}, "table: give a dict"),
         ({"ddl": "Ddl"}, {}, r"table\['ddl'\] cannot be called"),
         ({"ddl": Ddl}, {"component": ""}, "component=''"),
+        ({"ddl": Ddl}, {"component": "\udcff"}, "component='"),
         ({"ddl": lambda config: 5}, {}, r"table\['ddl'\] has returned a int"),
     ],
 )
@@ -115,6 +120,50 @@ def test_what_is_replaced_by_another_kind_meanwhile_is_refused(path: Path) -> No
 
     with pytest.raises(IncompatibleError, match="kind: 'other' there, 'ddl' here"):
         dc.build(path, {"ddl": late})
+
+
+def test_what_is_replaced_by_another_config_meanwhile_is_refused(path: Path) -> None:
+    def late(config: dict[str, Any]) -> nn.Module:
+        model = Ddl(config)
+        other = {**CONFIG, "classes": 5}
+        dc.save({"model": model}, path, kind="ddl", config=other, overwrite=True)
+        return model
+
+    with pytest.raises(IncompatibleError, match=r"config\.classes: 5 there, 3 here"):
+        dc.build(path, {"ddl": late})
+
+
+def test_what_a_selector_names_is_held_until_the_model_is_filled(path: Path) -> None:
+    run = dc.Run(path.parent)
+    seen: list[str] = []
+    run.metrics(3, {"loss": 0.5})
+
+    def late(config: dict[str, Any]) -> nn.Module:
+        seen.extend(run.checkpoints[0].holds)
+        return Ddl(config)
+
+    assert same(dc.build(f"{path.parent}@min:loss", {"ddl": late}), trained())
+    assert len(seen) == 1
+    assert not run.checkpoints[0].holds
+
+
+def test_the_counts_are_those_of_the_component(tmp_path: Path, path: Path) -> None:
+    state = {"net": trained(), "model": nn.Linear(2, 2)}
+    dc.save(state, tmp_path / "two", kind="ddl", config=CONFIG)
+    with pytest.raises(IncompatibleError, match="those of 'net' in the checkpoint: 15"):
+        dc.build(tmp_path / "two", {"ddl": lambda config: nn.Linear(9, 9)}, component="net")
+
+
+def test_what_is_deleted_while_it_is_described_is_not_called_damaged(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_late(*args: Any) -> Any:
+        dc.delete(path)
+        return read_objects(*args)
+
+    monkeypatch.setattr(building, "read_objects", read_late)
+    with pytest.raises(NotFoundError, match="was replaced or deleted while it was read"):
+        dc.build(path, {"ddl": Ddl})
 
 
 def test_damage_is_an_error_and_no_model(path: Path) -> None:

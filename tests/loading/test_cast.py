@@ -135,7 +135,8 @@ def test_what_would_lose_something_is_refused_by_name(
 @pytest.mark.parametrize(
     ("cast", "error", "message"),
     [
-        (3, TypeError, "cast=3: give names or patterns"),
+        (3, TypeError, "cast=3: give True or patterns"),
+        (torch.bfloat16, TypeError, "the dtype is that of the state"),
         ([3], TypeError, "cast has 3"),
         ("", ValueError, "cast has an empty pattern"),
         ("nothing", dc.IncompatibleError, "cast: 'nothing' matches no name"),

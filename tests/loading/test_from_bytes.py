@@ -202,6 +202,15 @@ def test_nothing_is_touched_by_bytes_that_do_not_fit() -> None:
     assert torch.equal(other["net"]["w"], small()["model"]["w"])
 
 
+def test_what_is_loaded_is_converted_when_asked_for() -> None:
+    data = dc.to_bytes({"w": torch.tensor([1.5, 2.0])})
+    half = {"w": torch.zeros(2, dtype=torch.bfloat16)}
+    with pytest.raises(IncompatibleError, match="nothing is cast unless `cast` says so"):
+        dc.load_bytes(half, data)
+    assert dc.load_bytes(half, data, cast=True).restored == ("w",)
+    assert half["w"].tolist() == [1.5, 2.0]
+
+
 def test_damaged_data_is_told_by_name() -> None:
     data = bytearray(dc.to_bytes(small()))
     data[-1] ^= 1

@@ -328,6 +328,15 @@ def test_ranks_must_give_a_key_the_same_source() -> None:
 # --- what is refused ----------------------------------------------------------------------------
 
 
+def test_sources_that_contain_themselves_are_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    given: Any
+    for given in (endless, {"model": endless}, ["base", endless]):
+        with pytest.raises(TypeError, match="path is a list: pass a str"):
+            dc.load({}, given)
+
+
 def test_a_name_in_no_source_is_missing_and_says_where_it_was_looked_for(places) -> None:
     a, b = places
     state = {**trained(9), "lost": 3}

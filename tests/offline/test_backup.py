@@ -103,6 +103,13 @@ def test_a_checkpoint_without_a_step_and_outside_a_run_is_kept_too(tmp_path: Pat
     assert sorted(os.listdir(tmp_path)) == ["backup", "final"]
 
 
+def test_what_lies_at_the_top_of_a_storage_is_kept_too() -> None:
+    storage = MemoryStorage()
+    save(storage, 1, "/s1")
+    assert backup_at(storage, "/s1", overwrite=False) == "/backup/s1"
+    assert number_at(storage, "/backup/s1") == 1
+
+
 def test_a_root_that_is_a_symbolic_link_is_followed_once(root: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(root)
     assert dc.backup(f"{tmp_path}/link@1") == f"{root}/backup/s1"

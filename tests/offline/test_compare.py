@@ -9,13 +9,15 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dist_ckpt as dc
 from dist_ckpt.cli import main
-from dist_ckpt.errors import NotFoundError
+from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.storage.local import LocalStorage
 
 CONFIG = {"lr": 0.1, "model": {"dim": 3}}
 
@@ -77,6 +79,12 @@ def test_runs_and_checkpoints_may_be_named_one_by_one(sweep: Path, tmp_path: Pat
         dc.compare(sweep, min="a", max="b")
 
 
+@pytest.mark.parametrize("metric", [5, "", ["loss"]])
+def test_what_is_no_name_of_a_metric_is_refused(sweep: Path, metric: Any) -> None:
+    with pytest.raises(TypeError, match="is no name of a metric: give a text"):
+        dc.compare(sweep, max=metric)
+
+
 def test_what_is_damaged_of_the_newest_is_said_and_all_else_is_there(sweep: Path) -> None:
     next((sweep / "a-ddl").glob("step-3/a*/objects.msgpack")).write_bytes(b"")
     run = dc.compare(sweep / "a-ddl", min="loss").runs[0]
@@ -96,6 +104,22 @@ def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     return run
 
 
+def test_a_run_that_may_not_be_read_says_so_beside_the_others(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalStorage.list
+
+    def list_it(storage: LocalStorage, folder: str, *, follow: bool = True) -> Any:
+        if folder.endswith("c-empty"):
+            raise StorageError(f"{folder}: Permission denied")
+        return real(storage, folder, follow=follow)
+
+    monkeypatch.setattr(LocalStorage, "list", list_it)
+    found = {run.name: run for run in dc.compare(sweep).runs}
+    assert "Permission denied" in found["c-empty"].problems[0]
+    assert found["a-ddl"].step == 3
+
+
 def test_the_command_prints_a_table_json_and_csv(
     sweep: Path, told: Callable[..., tuple[int, str]]
 ) -> None:
@@ -105,6 +129,10 @@ def test_the_command_prints_a_table_json_and_csv(
     assert lines[0].split()[:3] == ["RUN", "KIND", "PARAMETERS"]
     assert lines[1].split()[:7] == ["b-base", "baseline", "8", "1", "1", "0.1", "1"]
     assert lines[-1] == "config.model.dim differs: a-ddl: 3, b-base: 7"
+    code, out = told("compare", sweep, "--min", "los")
+    assert (code, out.splitlines()[-2]) == (
+        *(0, "no run has a value of 'los'; the metrics there are: acc, loss"),
+    )
     _, out = told("compare", sweep, "--max", "acc", "--json")
     document = json.loads(out)
     assert document["schema"] == "dist-ckpt.compare/1"

@@ -21,6 +21,7 @@ from dist_ckpt.errors import (
     CorruptError,
     NotFoundError,
 )
+from dist_ckpt.format.objects_file import decode
 from dist_ckpt.offline import strip
 from dist_ckpt.offline.rewriting import new_attempt
 from dist_ckpt.offline.strip import strip_at
@@ -134,6 +135,19 @@ def test_values_aliases_parameters_and_values_of_ranks_go_with_their_component(
     assert dc.verify(tmp_path / "ck").ok
 
 
+def test_that_something_was_a_numpy_array_goes_with_it(root: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    arrays = {name: {"a": numpy.ones(2)} for name in ("model", "optim")}
+    dc.save(arrays, root / "s3", step=3)
+    dc.strip(root / "s3", "optim")
+    (file,) = (root / "s3").glob("a2-*/objects.msgpack")
+    assert decode(file.read_bytes()).numpy == ("model.a",)
+    loaded: dict[str, Any] = {}
+    dc.load(loaded, root / "s3")
+    assert [*loaded] == ["model"]
+    assert type(loaded["model"]["a"]) is numpy.ndarray
+
+
 def test_of_several_ranks_each_files_stay(tmp_path: Path) -> None:
     storage = MemoryStorage({ROOT: None})
 
@@ -217,7 +231,9 @@ def test_what_cannot_be_stripped_is_refused_and_stays(tmp_path: Path) -> None:
         dc.strip(tmp_path / "gone", "n")
     assert sorted(tmp_path.rglob("*")) == before
     dc.strip(tmp_path / "tied", "ema")  # the name goes, the data are the model's
-    dc.strip(tmp_path / "tied", "model", "n")  # nothing is left but the metadata
+    with pytest.raises(ValueError, match=r"model, n are all that is here.*dist_ckpt\.delete"):
+        dc.strip(tmp_path / "tied", "model", "n")
+    dc.strip(tmp_path / "tied", "model")
     assert dc.verify(tmp_path / "tied").ok
 
 
@@ -337,6 +353,31 @@ def test_after_any_crash_it_is_what_it_was_or_stripped_and_can_be_stripped(wrap)
             strip_at(storage, PATH, OPTIM, force=True)  # who died may hold it still
         assert left_at(storage) == "without", point
     assert seen == {"all", "without"}
+
+
+def test_after_any_crash_the_next_strip_moves_what_keeps_it() -> None:
+    disk = CrashStorage()
+    disk.make_folder(ROOT)
+    disk.sync("/")
+    made(disk)
+    subject = Subject(disk, ROOT, PATH, (1, find(disk, PATH)[0]))
+    tag(subject, "release")
+    subject.put(PIN, {"pinned": True, "why": "the paper"})
+    disk.mark("saved")
+    strip_at(disk, PATH, OPTIM, force=True)
+    were_left = set()
+    for point, storage in states(disk.log, since="saved", limit=4):
+        tags = guards_of(read_facts(storage, ROOT), 0.0).tags
+        were_left.add(left_at(storage) == "without" and subject.where in tags)
+        with suppress(ValueError):  # it is stripped already
+            strip_at(storage, PATH, OPTIM, force=True)
+        assert left_at(storage) == "without"
+        guards = guards_of(read_facts(storage, ROOT), 0.0)
+        *lower, newest = ((1, attempt) for attempt in list_attempts(storage, PATH))
+        assert guards.tags == {newest: ["release"]}, point
+        assert guards.pins[newest] == "the paper"
+        assert guards.pins.keys().isdisjoint(lower), point  # who died may hold it, no more
+    assert were_left == {True, False}
 
 
 TELLS_OF_A_COMMIT = ("is stripped", "outlives a power cut")

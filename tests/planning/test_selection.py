@@ -33,7 +33,8 @@ def test_exclude_wins_over_include() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "error"), [([], ValueError), ([3], TypeError), ([""], ValueError)]
+    ("option", "error"),
+    [([], ValueError), ([3], TypeError), ([""], ValueError), (iter(["a"]), TypeError)],
 )
 def test_patterns_that_make_no_sense_are_refused(option: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="include"):

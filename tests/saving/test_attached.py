@@ -108,6 +108,7 @@ def test_a_report_whose_count_of_parameters_is_not_ours_is_refused(tmp_path: Pat
         ({"a": Path("/gone/away")}, ValueError, "there is no file /gone/away"),
         ({"a": Path("/dev/null")}, ValueError, "/dev/null is no file"),
         ({"a": Path("/")}, ValueError, "/ is no file"),
+        ({"a": Path("a\0b")}, ValueError, r"attach\['a'\]: 'a\\x00b' is no path"),
         ({"a": {"b": [float("nan")]}}, ValueError, r"attach\['a'\]\['b'\]\[0\] is nan, which JSON"),
         ({"a": {"b": 1 << 64}}, ValueError, "which JSON does not have"),
         ({"a": {1: 2}}, TypeError, "has the key 1: keys in JSON are valid text"),
@@ -132,6 +133,19 @@ def test_data_that_contains_itself_is_refused() -> None:
         read_attached({"a": endless})
 
 
+def test_a_pipe_is_not_waited_for_and_a_large_file_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is no file"):
+        read_attached({"a": tmp_path / "pipe"})
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    monkeypatch.setattr(attached, "_all_of", lambda file, nbytes: pytest.fail("it is read"))
+    with pytest.raises(ValueError, match=r"attach\['a'\]: .* more than 67108864 bytes"):
+        read_attached({"a": tmp_path / "large"})
+
+
 def grow(path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"more")
@@ -139,6 +153,11 @@ def grow(path: Path) -> None:
 
 def rewrite(path: Path) -> None:
     path.write_bytes(b"ABCD")
+
+
+def rewrite_unseen(path: Path) -> None:
+    path.write_bytes(b"ABCD")
+    os.utime(path, (1, 1))
 
 
 def replace_it(path: Path) -> None:
@@ -150,7 +169,7 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("change", [grow, rewrite, replace_it, remove])
+@pytest.mark.parametrize("change", [grow, rewrite, rewrite_unseen, replace_it, remove])
 def test_a_file_that_changes_while_it_is_read_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:

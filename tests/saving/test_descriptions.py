@@ -16,7 +16,9 @@ from compound_tensors import Pair, Quantized
 from dist_ckpt.cli import main
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.runs.description import as_json
+from dist_ckpt.format.plain_decoder import decode_value
+from dist_ckpt.format.plain_encoder import encode_value
+from dist_ckpt.runs.description import as_json, differences
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.snapshots import job_folder
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -55,6 +57,7 @@ def test_config_and_kind_come_back_and_are_metadata(tmp_path: Path) -> None:
     [
         ({"config": [1]}, TypeError, "config is a list: give a dict"),
         ({"config": {"a": object()}}, TypeError, re.escape("config['a'] is a builtins.object")),
+        ({"config": {"a": torch.ones(1)}}, TypeError, r"in a config or metadata .*value\.tolist"),
         ({"kind": 3}, TypeError, "kind=3: give a text"),
         ({"kind": ""}, ValueError, "kind='': give a text of 1 to 200"),
         ({"kind": "x" * 201}, ValueError, "give a text of 1 to 200"),
@@ -112,6 +115,26 @@ def test_the_order_of_a_mapping_or_a_set_is_no_difference(tmp_path: Path) -> Non
     other = {"layers": ({"act": "gelu", "dim": 2},), "names": {*sorted(names)}}
     dc.load({"w": torch.zeros(2)}, path, config=other)
     assert as_json(names) == sorted(names)
+    assert not differences({"a": [{0, 8}]}, {"a": [{8, 0}]}), "they are told in another order"
+
+
+def test_a_config_that_was_read_without_torch_is_compared_with_a_live_one() -> None:
+    read = decode_value(encode_value(CONFIG))
+    assert read["dtype"] is not CONFIG["dtype"]
+    assert not differences(read, CONFIG)
+    assert [*differences(read, {**CONFIG, "dtype": torch.float16})] == ["dtype"]
+
+
+def test_an_empty_config_is_one(tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleError, match=r"config\.a: 1 there, nothing here"):
+        dc.load({}, saved(tmp_path / "ck", config={"a": 1}), config={})
+
+
+def test_names_with_dots_hide_no_difference(tmp_path: Path) -> None:
+    path = saved(tmp_path / "ck", config={"a.b": 1, "a": {"b": 2}, "": {"c": 3}})
+    for other in ({"a.b": 9, "a": {"b": 2}, "": {"c": 3}}, {"a.b": 1, "a": {"b": 2}, "c": 3}):
+        with pytest.raises(IncompatibleError, match=r"config\.('a\.b': 1 there, 9 here|''\.c)"):
+            dc.load({}, path, config=other)
 
 
 def test_what_was_saved_without_a_description_cannot_be_compared(tmp_path: Path) -> None:

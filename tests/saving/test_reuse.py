@@ -17,7 +17,7 @@ from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.shard_io import reuse as reusing
-from dist_ckpt.shard_io.reuse import MAX_SHARED, READ_BACK_EVERY
+from dist_ckpt.shard_io.reuse import MAX_SHARED, READ_BACK_EVERY, EarlierSaves, SavedFiles
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.crash_storage import CrashStorage, states
@@ -350,3 +350,12 @@ def test_an_error_at_any_storage_call_loses_nothing(done: bool) -> None:
         if not faulty.failed:
             break
     assert num_written >= 2  # where the link fails, or what it was to be made to
+
+
+def test_saves_that_may_not_be_linked_push_none_out_that_may() -> None:
+    earlier = EarlierSaves()
+    for number in range(40):
+        files = {"f": ("f", 1, 1, "d")} if number < 2 else {}
+        earlier = earlier.plus(SavedFiles(f"s{number}", files))
+    assert (earlier.number, earlier.names()) == (40, {"f"})
+    assert [one.folder for one in earlier.with_file(("f", 1, 1, "d"))] == ["s0", "s1"]

@@ -17,7 +17,7 @@ import pytest
 
 from commit_cases import save, step_at, write_rank
 from dist_ckpt.commit import attempts, order, removal
-from dist_ckpt.errors import CorruptError, ExistsError, StorageError
+from dist_ckpt.errors import CorruptError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.format.index import Abandoned
 from dist_ckpt.storage import Storage, exclusive_rename, local, open_storage
 from dist_ckpt.storage.local import LocalStorage, write_all
@@ -63,6 +63,15 @@ def test_a_relative_path_means_what_it_meant_when_it_was_given(tmp_path, monkeyp
     _, path = open_storage("runs//ck/")
     assert path == f"{tmp_path}/runs/ck"
     assert open_storage(Path("/a/../b"))[1] == "/b"
+
+
+def test_a_relative_path_in_a_folder_that_was_removed_says_so(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(NotFoundError, match=r"path is 'ck', and the folder .* was removed"):
+        open_storage("ck")
+    assert open_storage("/ck")[1] == "/ck"
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/ck", "file:///ck", "gs://b", "http://u:pw@h/x"])
