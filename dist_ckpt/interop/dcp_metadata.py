@@ -113,6 +113,15 @@ class StoredState:
         """Return a value that the metadata names."""
         return self._values[key]
 
+    @property
+    def per_rank(self) -> list[str]:
+        """The names of the values per rank."""
+        return [*self._catalog.per_rank]
+
+    def read_into(self, key: str, region: Region, tensor: torch.Tensor) -> None:
+        """Fill a tensor with a box of one that the metadata names. CorruptError for damage."""
+        self._read({key: [(region, tensor)]})
+
     def fill(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Fill the tensors of a planner. CorruptError if what is read is damaged."""
         tensors: dict[str, list[tuple[Region, torch.Tensor]]] = {}
