@@ -159,9 +159,13 @@ def _archives(storage: Storage, folder: str, items: list[_Item]) -> Iterator[tup
                 f"{path}: there is no such file, and {METADATA} says that "
                 f"{some[0].fqn} lies in it; copy it there, or use another checkpoint"
             ) from None
+        end = 0
         with closing(file):
             for item in some:
                 place, what = item.place, f"{path}, {item.fqn}"
+                if place.start < end:
+                    raise CorruptError(f"{what}: it overlaps another item; use another checkpoint")
+                end = place.start + place.nbytes
                 yield Archive(file, path, place.start, place.nbytes, what), item
 
 

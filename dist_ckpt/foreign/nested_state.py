@@ -18,6 +18,9 @@ from dist_ckpt.state.containers import MAX_DEPTH, PathKey, container, entries_of
 
 Path = tuple[PathKey, ...]
 
+# What a name costs beside its characters: it has a record of its own.
+_OF_NAMES = 64
+
 # Where a tensor's elements lie: the file, and from which byte on.
 Locate = Callable[[TensorView, str], tuple[str, int]]
 
@@ -53,10 +56,12 @@ class Nested:
         self.nodes: list[Node] = []
         self._what = what
         self._first: dict[object, str] = {}
+        self._known: dict[int, bool] = {}
 
     def add(self, fqn: str, value: object, locate: Locate, budget: PickleBudget) -> None:
         """Add what has a name, and what is in it."""
         try:
+            self._known = {}  # by identity, of what lives as long as the value
             self._add(fqn, value, locate, budget, 0)
         except ValueError as error:
             raise CorruptError(f"{self._what}: {fqn[:100] or 'the state'}: {error}") from None
@@ -64,14 +69,15 @@ class Nested:
     def _add(
         self, fqn: str, value: object, locate: Locate, budget: PickleBudget, depth: int
     ) -> None:
-        budget.spend(1)
         _check_depth(depth)
         if isinstance(value, TensorView):
+            budget.spend(_OF_NAMES + len(fqn))
             self._add_tensor(fqn, value, locate)
             return
-        if not _holds_tensors(value, {}, 0):
+        if not _holds_tensors(value, self._known, 0):
             self.add_value(fqn, value, budget)
             return
+        budget.spend(_OF_NAMES + len(fqn))
         kind, entries = kind_of(value), entries_of(value)
         if kind is None or entries is None:
             raise self._refused(fqn, f"a {type(value).__name__} that holds tensors")
@@ -140,7 +146,7 @@ def _holds_tensors(value: object, known: dict[int, bool], depth: int) -> bool:
 def _finished(value: Any, budget: PickleBudget, depth: int) -> object:
     """Return a value with arrays in place of what stood for them."""
     _check_depth(depth)
-    budget.spend(1 + (len(value) if type(value) in (str, bytes) else 0))
+    budget.spend(8 + (len(value) if type(value) in (str, bytes) else 0))
     if isinstance(value, NumpyArray):
         if value.value is None:
             raise ValueError("an array without its data")

@@ -18,7 +18,7 @@ from dist_ckpt.errors import CorruptError, IncompatibleError
 # A list or dict may be in several others, by two bytes each; what is made of a stream may be so
 # many times as large as it.
 _MOST_TIMES = 64
-_FREE = 1 << 20
+_FREE = 1 << 16
 _OF_CALLS = 16
 
 # Keys and members are hashed: of others than these a file could choose the hashes.

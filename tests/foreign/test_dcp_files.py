@@ -255,13 +255,15 @@ def of_other_dimensions(metadata: Metadata) -> None:
 
 
 def a_value_for_it(metadata: Metadata) -> None:
-    place = metadata.storage_data[MetadataIndex("step")]
-    metadata.storage_data[MetadataIndex(WEIGHT, [0, 0])] = place
+    there = metadata.storage_data
+    weight, step = MetadataIndex(WEIGHT, [0, 0]), MetadataIndex("step")
+    there[weight], there[step] = there[step], there[weight]
 
 
 def a_name_of_two(metadata: Metadata) -> None:
     metadata.state_dict_metadata["model"] = metadata.state_dict_metadata["step"]
     metadata.storage_data[MetadataIndex("model")] = metadata.storage_data[MetadataIndex("step")]
+    del metadata.state_dict_metadata["step"]
 
 
 LIES: dict[str, tuple[Callable[[Metadata], None], type[CheckpointError], str]] = {
@@ -270,7 +272,12 @@ LIES: dict[str, tuple[Callable[[Metadata], None], type[CheckpointError], str]] =
     "beyond the end": (lambda m: of_weight(m, offset=1 << 40), CorruptError, "cut off"),
     "before the start": (lambda m: of_weight(m, offset=-1), CorruptError, "no place"),
     "of another type": (lambda m: of_weight(m, length="x"), CorruptError, "'x' in place of a int"),
-    "no archive": (lambda m: of_weight(m, offset=5), CorruptError, "no file of torch.save"),
+    "no archive": (
+        lambda m: of_weight(m, offset=m.storage_data[MetadataIndex(WEIGHT, [0, 0])].offset + 5),
+        CorruptError,
+        "no file of torch.save",
+    ),
+    "in another": (lambda m: of_weight(m, offset=5), CorruptError, "overlaps another item"),
     "extensions": (
         lambda m: of_weight(m, transform_descriptors=["stream.zstd"]),
         IncompatibleError,
