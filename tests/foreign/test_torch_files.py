@@ -280,6 +280,23 @@ def test_an_archive_that_lies_is_named(
     assert "a.pt" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [(20, (1 << 20).to_bytes(4, "little") * 2, "beyond the end"), (42, bytes(4), "where it is to")],
+    ids=["sizes", "place"],
+)
+def test_a_directory_that_lies_is_named(
+    tmp_path: Path, field: int, value: bytes, message: str
+) -> None:
+    torch.save({"w": torch.ones(5)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    entry = data.index(b"a/data/0", data.index(b"PK\x01\x02")) - 46
+    data[entry + field : entry + field + len(value)] = value
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(CorruptError, match=message):
+        imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+
+
 def test_a_bomb_of_zeros_is_not_unpacked(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(5)}, tmp_path / "a.pt")
     zeros = bytes(200 << 20)

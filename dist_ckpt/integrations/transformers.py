@@ -1,0 +1,293 @@
+"""`transformers.Trainer`: checkpoints through a callback, and a resume that knows the data.
+
+callback = CheckpointCallback("runs/a", save=dc.every(steps=500), keep=dc.keep.last(3))
+trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), callbacks=[callback], ...)
+trainer.train(resume_from_checkpoint=callback.resume(trainer))
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import transformers
+from transformers.trainer_callback import ExportableState
+
+from dist_ckpt.checkpointer.checkpointer import Checkpointer
+from dist_ckpt.checkpointer.open_run import Stopped
+from dist_ckpt.errors import IncompatibleError, NotFoundError
+from dist_ckpt.offline.checkpoint import open as open_checkpoint
+from dist_ckpt.state.wrappers import RNG
+
+_log = logging.getLogger("dist_ckpt")
+
+# What the Trainer reads of a folder that it is told to resume from.
+_STATE_FILE = "trainer_state.json"
+
+
+_OWN = {"model", "optim", "scheduler", "trainer", "scaler", "rng"}
+
+
+class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  # it has no types
+    """Saves a `Trainer`'s run as `dc.Checkpointer` does, and resumes it, batch by batch.
+
+    The options are those of `dc.Checkpointer`; `state` holds more that is to be saved. A checkpoint
+    has the model, the optimizer, the scheduler, the Trainer's own state (steps, epochs, logs,
+    callbacks), the scaler of mixed precision and the random generators. What an evaluation measures
+    becomes metrics of the step. Turn the Trainer's own saving off: `save_strategy="no"`.
+
+    `resume(trainer)` returns what to give to `trainer.train(resume_from_checkpoint=...)`, on every
+    rank. Give it to fresh runs as well: it is None then, and `init` fills the model if it is given.
+    The Trainer passes over the batches of the epoch that are done. Saving is not in the background
+    by default, as a resume has to know the step before training begins.
+
+    After `train`, `stopped` says whether the run was told to stop, and how to exit.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        state: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.stopped: Stopped | None = None
+        self._root = root
+        self._more = dict(state or {})
+        if taken := sorted(self._more.keys() & _OWN):
+            raise ValueError(f"state has {', '.join(taken)}, which the callback saves: rename it")
+        self._options = {"background": False, **options}
+        self._trainer: Any = None
+        self._checkpointer: Checkpointer | None = None
+        self._is_pending = False
+        self._step: int | None = None
+        self._folder: str | None = None
+        self._generators: object = None
+
+    def resume(self, trainer: Any) -> str | None:
+        """Return the folder that `train` is to resume from; None if there is nothing to go on from.
+
+        Every rank calls it, before `train`. Nothing of the state is touched yet. Raises ValueError
+        for a Trainer that saves in another way at the same time.
+        """
+        args = trainer.args
+        if getattr(trainer, "is_deepspeed_enabled", False):
+            raise ValueError(
+                "CheckpointCallback does not save DeepSpeed engines: use FSDP, or the checkpoints "
+                "of the Trainer's own"
+            )
+        if getattr(args, "enable_jit_checkpoint", False):
+            raise ValueError(
+                "enable_jit_checkpoint takes SIGTERM for itself: leave it out, and give "
+                'save=dc.on_signal("TERM") to the callback'
+            )
+        if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
+            _log.warning('the Trainer saves as well: give TrainingArguments save_strategy="no"')
+        _check_version(trainer)
+        self._trainer = trainer
+        if (found := _newest(self._root)) is None:
+            return None
+        self._step, text = found
+        self._folder = tempfile.mkdtemp(prefix="dist_ckpt-resume-")
+        with open(os.path.join(self._folder, _STATE_FILE), "w", encoding="utf-8") as file:
+            file.write(text)
+        self._take_over(trainer, self._folder)
+        return self._folder
+
+    def _take_over(self, trainer: Any, folder: str) -> None:
+        """Have the Trainer take from this callback what it would read of the folder.
+
+        Weights are filled when it begins to train, with all else; and the generators are set where
+        it does that, when it has passed over the batches that are done.
+        """
+        load, load_generators = trainer._load_from_checkpoint, trainer._load_rng_state
+
+        def load_weights(checkpoint: str, *args: Any, **kwargs: Any) -> None:
+            if checkpoint != folder:
+                load(checkpoint, *args, **kwargs)
+
+        def set_generators(checkpoint: str | None) -> None:
+            if checkpoint != folder:
+                load_generators(checkpoint)
+            elif self._generators is not None:
+                RNG().restore(self._generators)
+
+        trainer._load_from_checkpoint, trainer._load_rng_state = load_weights, set_generators
+
+    # --- what the Trainer calls ------------------------------------------------------------------
+
+    def on_train_begin(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Fill the model, the optimizer and all else, and begin to count steps."""
+        del args, control
+        if self._trainer is None:
+            raise ValueError(
+                "train(resume_from_checkpoint=callback.resume(trainer)) is how a run with this "
+                "callback begins, a fresh one too"
+            )
+        if self._step is not None and state.global_step != self._step:
+            raise ValueError(
+                f"the Trainer goes on from step {state.global_step}, and the checkpoint is of step "
+                f"{self._step}: give resume_from_checkpoint what callback.resume(trainer) returns"
+            )
+        held = {key: kwargs[key] for key in ("model", "optimizer", "lr_scheduler")}
+        self._checkpointer = ck = Checkpointer(self._root, **self._options)
+        try:
+            ck.restore(lambda: self._state(held), None if self._step is None else f"@{self._step}")
+        except BaseException as error:
+            ck.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._generators = RNG().capture()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def on_step_end(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Save if it is time to; have the Trainer stop if the run is to.
+
+        A step after which the Trainer evaluates is done when it has: that uses the generators.
+        """
+        del args, kwargs
+        self._is_pending = True
+        if not control.should_evaluate and state.epoch != math.floor(state.epoch or 0):
+            self._boundary(state, control)
+
+    def on_step_begin(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Be done with the step before."""
+        del args, kwargs
+        self._boundary(state, control)
+
+    def on_epoch_begin(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Be done with the step before, as long as no batch of this epoch was drawn."""
+        del args, kwargs
+        self._boundary(state, control)
+
+    def _boundary(
+        self, state: transformers.TrainerState, control: transformers.TrainerControl
+    ) -> None:
+        if not self._is_pending:
+            return
+        assert self._checkpointer is not None, "training has begun"
+        self._is_pending = False
+        self._checkpointer.step(state.global_step)
+        if self._checkpointer.should_stop:
+            self.stopped = self._checkpointer.stopped
+            control.should_training_stop = True
+
+    def on_evaluate(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Note what was measured at this step."""
+        del args, control
+        measured = {
+            name: float(value)
+            for name, value in (kwargs.get("metrics") or {}).items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        if self._checkpointer is not None and measured:
+            self._checkpointer.metrics(state.global_step, measured)
+
+    def on_train_end(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Save the last step if `save` has `at_end`, and wait until it is durable."""
+        del args, kwargs
+        self._boundary(state, control)
+        self.close()
+
+    def close(self) -> None:
+        """End the run as the end of training does; for who catches what `train` raises."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+    def _state(self, held: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is saved, and filled: read anew for each save."""
+        found: dict[str, Any] = {
+            "model": held["model"],
+            "optim": held["optimizer"],
+            "scheduler": held["lr_scheduler"],
+            # Of another number of ranks the generators begin as the new ones do.
+            "rng": RNG(on_reshard="drop"),
+            **self._more,
+        }
+        if self._trainer.args.process_index == 0:  # others have other times in their logs
+            found["trainer"] = {"state": _text_of(self._trainer)}
+        if (scaler := getattr(self._trainer.accelerator, "scaler", None)) is not None:
+            found["scaler"] = scaler
+        return found
+
+
+def _newest(root: str | os.PathLike[str]) -> tuple[int, str] | None:
+    """Return the step of a run's newest checkpoint, and the state of the Trainer in it."""
+    try:
+        found = open_checkpoint(f"{os.fspath(root)}@latest")
+    except NotFoundError:
+        return None
+    with found:
+        trainer = found.objects.get("trainer")
+    text = trainer.get("state") if isinstance(trainer, dict) else None
+    if found.step is None or not isinstance(text, str):
+        raise IncompatibleError(
+            f"{found.path} was not saved by this callback: begin another run with it, "
+            f"CheckpointCallback(ANOTHER_ROOT, init={found.path!r}, init_strict=False)"
+        )
+    return found.step, text
+
+
+def _text_of(trainer: Any) -> str:
+    """Return the Trainer's own state as it would write it into a checkpoint of its own."""
+    told: dict[str, list[object]] = {}
+    for one in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(one, ExportableState):
+            told.setdefault(type(one).__name__, []).append(one.state())
+    # Of several of one class it wants a list, of one what that says.
+    own = {name: some if len(some) > 1 else some[0] for name, some in told.items()}
+    callbacks = {**trainer.state.stateful_callbacks, **own}
+    return json.dumps({**asdict(trainer.state), "stateful_callbacks": callbacks}, sort_keys=True)
+
+
+def _check_version(trainer: Any) -> None:
+    """Raise IncompatibleError where the Trainer lacks what this takes the place of."""
+    for name in ("_load_from_checkpoint", "_load_rng_state"):
+        if not hasattr(trainer, name):
+            raise IncompatibleError(
+                f"transformers {transformers.__version__} has no Trainer.{name}: use a version "
+                f"that this was tried with (5.23), or dc.Checkpointer in a loop of your own"
+            )
