@@ -7,10 +7,21 @@ from collections.abc import Callable, Mapping
 import click
 
 from dist_ckpt.cli import output
-from dist_ckpt.interop import hf, shrew
+from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
+from dist_ckpt.format.index import MAX_STEP
+from dist_ckpt.interop import hf, imports, shrew
 from dist_ckpt.reports import size
 
-_IMPORTS = {"shrew": shrew.import_file}
+
+def _export_dcp(source: str, file: str, *, overwrite: bool) -> int:
+    from dist_ckpt.interop import dcp_export  # noqa: PLC0415 - it needs torch
+
+    if overwrite:
+        raise click.UsageError("--overwrite is not for --format dcp: remove the folder first")
+    return dcp_export.export_folder(source, file)
+
+
+_IMPORTS = {"dcp": imports.from_dcp, "hf": imports.from_hf, "torch": imports.from_torch}
 # What writes a format, and which options it takes.
 _EXPORTS: Mapping[str, tuple[Callable[..., int], frozenset[str]]] = {
     "shrew": (shrew.export_file, frozenset({"version"})),
@@ -18,30 +29,72 @@ _EXPORTS: Mapping[str, tuple[Callable[..., int], frozenset[str]]] = {
         hf.export_folder,
         frozenset({"only", "dtype", "max_shard_size", "include", "exclude", "reflink", "progress"}),
     ),
+    "dcp": (_export_dcp, frozenset()),
 }
 
 
 @click.command("import")
 @click.option(
-    "--from", "from_", type=click.Choice([*_IMPORTS]), required=True, help="What FILE is."
+    "--from",
+    "from_",
+    type=click.Choice([*_IMPORTS, "shrew"]),
+    required=True,
+    help="What SOURCE is.",
 )
-@click.argument("file", type=click.Path())
+@click.argument("source", type=click.Path())
 @click.argument("target", type=click.Path())
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, MAX_WORLD_SIZE),
+    help="Cut every tensor evenly for so many ranks.  [default: 1]",
+)
+@click.option(
+    "--step", type=click.IntRange(0, MAX_STEP), help="Of a run, what it is a checkpoint of."
+)
 @click.option(
     "--overwrite",
     is_flag=True,
     help="Replace the checkpoint at TARGET once the new one is durable.",
 )
-def import_(from_: str, file: str, target: str, *, overwrite: bool) -> None:
-    """Make the checkpoint TARGET of FILE, which another system has written.
+def import_(
+    from_: str,
+    source: str,
+    target: str,
+    *,
+    ranks: int | None,
+    step: int | None,
+    overwrite: bool,
+) -> None:
+    """Make the checkpoint TARGET of SOURCE, which another system has written.
+
+    SOURCE is a folder of torch.distributed.checkpoint (dcp), a folder of Hugging Face or a
+    safetensors file (hf), or a file of torch.save (torch). A file of a model's tensors alone
+    becomes {"model": {name: tensor}}.
 
     A .shrew file becomes {"model": {name: tensor}}; one of version 2 has "optim", "epoch",
     "global_step", "best_loss" and "loss_history" besides. Nothing in a file is executed.
 
     \b
-    dist-ckpt import --from shrew training.shrew runs/a/step-00000500
+    dist-ckpt import --from dcp old/step-500 runs/a/step-00000500 --step 500 --ranks 8
+    dist-ckpt import --from torch old.pt runs/b/step-00000500 --step 500
     """  # noqa: D301 - click knows the backspace
-    report = _IMPORTS[from_](file, target, overwrite=overwrite)
+    if from_ == "shrew":
+        if ranks is not None or step is not None:
+            raise click.UsageError(
+                "a .shrew file is imported for one rank, of the step that it says: reshard it then"
+            )
+        report = shrew.import_file(source, target, overwrite=overwrite)
+    else:
+        make = _IMPORTS[from_]
+        with output.progress("import") as update:
+            report = make(
+                source,
+                target,
+                world_size=ranks or 1,
+                step=step,
+                overwrite=overwrite,
+                progress=update,
+            )
     click.echo(
         f"{output.printable(report.path)}: {report.num_tensors} tensors, {size(report.nbytes)} "
         f"in {report.num_files} files"
@@ -73,11 +126,13 @@ def export(format_: str, source: str, file: str, *, overwrite: bool, **options: 
 
     What FILE cannot hold is refused by name. As shrew, it has of an imported checkpoint the same
     bytes as the file that was imported. As hf, it is a folder of safetensors files with the model,
-    as transformers reads it; with --overwrite its other files stay, such as config.json.
+    as transformers reads it; with --overwrite its other files stay, such as config.json. As dcp, it
+    is a folder that torch.distributed.checkpoint.load reads.
 
     \b
     dist-ckpt export --format shrew runs/a@latest training.shrew
     dist-ckpt export --format hf --dtype bf16 runs/a@latest exported
+    dist-ckpt export --format dcp runs/a@latest for-dcp
     """  # noqa: D301 - click knows the backspace
     write, known = _EXPORTS[format_]
     given = {name: value for name, value in options.items() if value not in (None, (), False)}

@@ -6,16 +6,19 @@ digests: `Index.has_digests` is False, and nothing of them is compared but sizes
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 
 from dist_ckpt.commit.receipts import check_receipts
 from dist_ckpt.errors import CorruptError
+from dist_ckpt.foreign.strided import gathered
 from dist_ckpt.format import filenames, index_json, objects_file
 from dist_ckpt.format.checksums import BLOCK_DIGEST_CHARS, document_digest
-from dist_ckpt.format.geometry import Region, Shape
+from dist_ckpt.format.geometry import Region, Shape, Span
 from dist_ckpt.format.index import NO_DIGESTS, Index, Node
 from dist_ckpt.planning.plan import (
     FilePlan,
@@ -27,17 +30,26 @@ from dist_ckpt.planning.plan import (
     View,
 )
 from dist_ckpt.planning.save_planner import items_of, plan_save
+from dist_ckpt.planning.selection import names_above
 from dist_ckpt.storage import ReadableFile, Storage, real_path
 from dist_ckpt.storage.read_only import FileOfBytes, ReadOnlyFiles
+
+# The component of tensors that are themselves at the top of the state.
+LOOSE = "state"
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignChunk:
-    """A box of a tensor: row-major and little-endian in a file, from byte `start` on."""
+    """A box of a tensor, little-endian in a file, from byte `start` on.
+
+    It lies there row-major, or with its elements `strides` apart: then it is brought into order,
+    in memory as a whole, when it is read.
+    """
 
     region: Region
     file: str
     start: int
+    strides: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +66,15 @@ class ForeignTensor:
 class ForeignState:
     """What the files of another system hold: `tree` are the containers, as of an objects file.
 
-    `values` are plain data by name; `metadata` is what the files say of themselves.
+    `values` are plain data by name; `metadata` is what the files say of themselves; `aliases` are
+    names of tensors that have another name as well, each with that.
     """
 
     tensors: Sequence[ForeignTensor]
     tree: tuple[Node, ...]
     values: Mapping[str, object]
     metadata: Mapping[str, object]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -> ReadOnlyFiles:
@@ -79,7 +93,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
     main = objects_file.ObjectsFile(
         tree=plan.tree, values=dict(state.values), metadata=dict(state.metadata)
     )
-    starts = {(one.fqn, part.region): part.start for one in state.tensors for part in one.chunks}
+    chunks = {(one.fqn, part.region): part for one in state.tensors for part in one.chunks}
     documents = {filenames.OBJECTS: objects_file.encode(main)}
     files: dict[str, Callable[[], ReadableFile]] = {}
     receipts = []
@@ -88,8 +102,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
         for file in items_of(plan, rank):
             header = _header_of(file)
             segments = [
-                Segment(item.span.start, starts[item.fqn, _region(item.cell)], item.span.nbytes)
-                for item in file.items
+                _segment(chunks[item.fqn, _region(item.cell)], item.span) for item in file.items
             ]
             files[file.name] = partial(_open, storage, name, header, segments)
             digest = document_digest(header)
@@ -134,8 +147,10 @@ def _inventory(state: ForeignState, held: _Held, *, is_first: bool) -> Inventory
     components: dict[str, int] = {}
     views: dict[View, int] = {}
     entries = []
+    tops = {str(key) for key in state.tree[0].keys}
+    own = {tensor.fqn for tensor, _ in held}
     for tensor, cells in held:
-        component = components.setdefault(tensor.fqn.partition(".")[0], len(components))
+        component = components.setdefault(_component(tensor.fqn, tops), len(components))
         view = views.setdefault(Parts(cells), len(views))
         entries.append(TensorEntry(tensor.fqn, tensor.dtype, tensor.shape, view, component))
     return Inventory(
@@ -143,13 +158,19 @@ def _inventory(state: ForeignState, held: _Held, *, is_first: bool) -> Inventory
         components=tuple(components),
         views=tuple(views),
         tensors=tuple(entries),
-        aliases=(),
+        aliases=tuple((fqn, to) for fqn, to in state.aliases.items() if to in own),
         values=tuple(state.values) if is_first else (),
         per_rank=(),
         tree=state.tree,
         name_lists=(),
         numpy=(),
     )
+
+
+def _component(fqn: str, tops: Collection[str]) -> str:
+    """Return the key of the state that a tensor is below, or `LOOSE` if it is one itself."""
+    _, *above = names_above(fqn)
+    return next((name for name in above if name in tops), LOOSE)
 
 
 def _header_of(file: FilePlan) -> bytes:
@@ -164,11 +185,20 @@ def _region(cell: object) -> Region:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of a file's data section that lie in another file, from `there` on."""
+    """Bytes of a file's data section that lie in another file, from `there` on.
+
+    With `strides` they are elements of `shape` that lie apart there.
+    """
 
     start: int
     there: int
     nbytes: int
+    shape: Shape
+    strides: Shape | None
+
+
+def _segment(chunk: ForeignChunk, span: Span) -> Segment:
+    return Segment(span.start, chunk.start, span.nbytes, chunk.region.shape, chunk.strides)
 
 
 def _open(storage: Storage, path: str, header: bytes, segments: Sequence[Segment]) -> ReadableFile:
@@ -185,6 +215,9 @@ class _VirtualFile:
         self._header = header
         self._segments = segments
         self._starts = [segment.start for segment in segments]
+        # The last segment that was brought into order, as its parts are asked for one by one.
+        self._in_order: tuple[int, memoryview] | None = None
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -209,12 +242,32 @@ class _VirtualFile:
             wanted = min(len(target) - done, segment.nbytes - within)
             if wanted <= 0:
                 break
-            count = self._inner.read_into(segment.there + within, target[done : done + wanted])
+            count = self._read(number, within, target[done : done + wanted])
             done += count
             if count < wanted:
                 break
         return done
 
+    def _read(self, number: int, within: int, target: memoryview) -> int:
+        segment = self._segments[number]
+        if segment.strides is None:
+            return self._inner.read_into(segment.there + within, target)
+        with self._lock:
+            if self._in_order is None or self._in_order[0] != number:
+                self._in_order = None
+                self._in_order = number, self._gathered(segment, segment.strides)
+            data = self._in_order[1][within : within + len(target)]
+        target[: len(data)] = data
+        return len(data)
+
+    def _gathered(self, segment: Segment, strides: Shape) -> memoryview:
+        itemsize = segment.nbytes // prod(segment.shape)
+        spanned = 1 + sum((n - 1) * s for n, s in zip(segment.shape, strides, strict=True))
+        there = memoryview(bytearray(spanned * itemsize))
+        count = self._inner.read_into(segment.there, there)
+        return gathered(there[:count], segment.shape, strides, itemsize)
+
     def close(self) -> None:
         """See `ReadableFile.close`."""
+        self._in_order = None
         self._inner.close()

@@ -8,13 +8,15 @@
 
 What they write is a checkpoint like any other, which `dc.load` and the command line read, and they
 read what `dc.save` has written, as far as its names are those of the state dict.
+
+    load(state, "old/step-100")     # a folder that dcp.save has written, as dc.load reads ours
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,15 +36,61 @@ from torch.futures import Future
 
 from dist_ckpt.comm.process_group import session_alone, session_of
 from dist_ckpt.errors import ConflictError
+from dist_ckpt.foreign.find import open_dcp_folder
 from dist_ckpt.interop.dcp_items import local_state_of
 from dist_ckpt.interop.dcp_metadata import StoredState
-from dist_ckpt.reports import SaveReport
+from dist_ckpt.loading.load import load_together
+from dist_ckpt.loading.load_steps import ReadOnce
+from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.planning.selection import Cast
+from dist_ckpt.planning.sharding_config import ShardingConfig
+from dist_ckpt.reports import LoadReport, SaveReport
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.saving.held_state import StateReader
 from dist_ckpt.saving.save import SaveOptions, save_together
+from dist_ckpt.state.containers import MutableState
 from dist_ckpt.storage import open_storage
 
 DcpPath = str | os.PathLike[str]
+
+
+def load(
+    state: MutableState,
+    path: DcpPath,
+    *,
+    sharding: ShardingConfig | None = None,
+    group: dist.ProcessGroup | None = None,
+    strict: bool = True,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Mapping[str, str | None] | None = None,
+    frozen: bool = True,
+    read_once: ReadOnce = "host",
+    cast: Cast = None,
+) -> LoadReport:
+    """Fill a state from a folder that `torch.distributed.checkpoint` wrote, as `dc.load` does.
+
+    Collective: every rank of `group` calls this; any layout loads into any other. Modules and
+    optimizers are found by the names that `get_state_dict` gives them. The pickles in the folder
+    are read by an interpreter of ours: nothing is executed. DCP keeps no checksums: only sizes,
+    names, shapes, dtypes and coverage are checked, before anything is touched.
+
+    The options and errors are those of `dc.load`. NotFoundError without `.metadata` or a file that
+    it names; IncompatibleError, by name, for values that are no plain data, and for what DCP's
+    extensions have changed.
+    """
+    options = LoadOptions(
+        sharding=sharding,
+        strict=strict,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        frozen=frozen,
+        read_once=read_once,
+        cast=cast,
+        notes=False,
+    )
+    return load_together(session_of(group), state, path, options, opener=open_dcp_folder)
 
 
 class StorageWriter(dcp.StorageWriter):

@@ -6,7 +6,7 @@ nested. By these paths they get the names that `dc.save` would give them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dist_ckpt.comm.session import Session
+from dist_ckpt.foreign.nested_state import Path, tree_of
 from dist_ckpt.format.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.format.index import Node
 from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.format.strict_json import is_text
 from dist_ckpt.planning.plan import Inventory, TensorEntry, View
-from dist_ckpt.state.containers import PathKey
 from dist_ckpt.state.local_state import LocalState
 from dist_ckpt.state.plain_torch import without_tensors
 from dist_ckpt.state.tensors import describe
-
-Path = tuple[PathKey, ...]
 
 # The component of tensors that are themselves at the top of the state dict.
 _LOOSE = "state"
@@ -52,22 +50,6 @@ def local_state_of(
         component = str(paths[fqn][0]) if len(paths[fqn]) > 1 else _LOOSE
         taker.add_tensor(fqn, component, _Chunks(planner, items))
     return taker.taken(tree_of(paths.values())), taker.sizes
-
-
-def tree_of(paths: Iterable[Path]) -> tuple[Node, ...]:
-    """Return the containers of a nested state; one whose keys are numbers is a list."""
-    keys: dict[Path, dict[PathKey, None]] = {(): {}}
-    for path in paths:
-        for depth, key in enumerate(path):
-            keys.setdefault(path[:depth], {})[key] = None
-    return tuple(Node(".".join(map(str, path)), *_container(found)) for path, found in keys.items())
-
-
-def _container(keys: Iterable[PathKey]) -> tuple[str, tuple[PathKey, ...]]:
-    numbers = sorted(key for key in keys if isinstance(key, int))
-    if numbers and numbers == [*range(len([*keys]))]:
-        return "list", tuple(numbers)
-    return "dict", tuple(keys)
 
 
 def _paths_of(plan: SavePlan) -> dict[str, Path]:

@@ -23,11 +23,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from dist_ckpt.commit import attempts
 from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError
+from dist_ckpt.foreign.nested_state import Path
 from dist_ckpt.format import filenames
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Catalog, TensorRecord
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.interop.dcp_items import Path, join_all
+from dist_ckpt.interop.dcp_items import join_all
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.load_planner import plan_load
@@ -111,6 +112,15 @@ class StoredState:
     def value(self, key: str) -> object:
         """Return a value that the metadata names."""
         return self._values[key]
+
+    @property
+    def per_rank(self) -> list[str]:
+        """The names of the values per rank."""
+        return [*self._catalog.per_rank]
+
+    def read_into(self, key: str, region: Region, tensor: torch.Tensor) -> None:
+        """Fill a tensor with a box of one that the metadata names. CorruptError for damage."""
+        self._read({key: [(region, tensor)]})
 
     def fill(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Fill the tensors of a planner. CorruptError if what is read is damaged."""

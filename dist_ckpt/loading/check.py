@@ -17,7 +17,7 @@ from dist_ckpt.binding.several import Offering, merged
 from dist_ckpt.comm.host_links import HostLinks
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError
-from dist_ckpt.foreign.find import open_source
+from dist_ckpt.foreign.find import Opener, open_source
 from dist_ckpt.format import filenames
 from dist_ckpt.format.index import Index
 from dist_ckpt.format.objects_file import ObjectsFile
@@ -62,6 +62,7 @@ class LoadCall:
     options: LoadOptions
     storage: Storage | None
     kept: KeptFiles
+    opener: Opener | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,10 @@ def ask(call: LoadCall) -> Asked:
 def _place(call: LoadCall, path: str) -> Place:
     # What is read twice, or by several ranks, is left to the page cache to fetch once.
     direct_reads = call.options.read_once != "off" and not call.options.check_first
-    storage = call.storage or open_source(path, direct_reads=direct_reads)[0]
+    if call.opener is not None:
+        storage = call.opener(path)[0]
+    else:
+        storage = call.storage or open_source(path, direct_reads=direct_reads)[0]
     counting = CountingStorage(storage)
     with_kept = SnapshotStorage(counting)
     with_kept.serve(call.kept.unfound)

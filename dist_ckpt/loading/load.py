@@ -23,6 +23,7 @@ from dist_ckpt.comm.process_group import session_of
 from dist_ckpt.comm.session import Session
 from dist_ckpt.commit.attempts import ROUNDS, while_it_is_there
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
+from dist_ckpt.foreign.find import Opener
 from dist_ckpt.loading.check import (
     Asked,
     Checked,
@@ -149,13 +150,17 @@ def load_together(
     options: LoadOptions,
     storage: Storage | None = None,
     kept: KeptFiles = NONE_KEPT,
+    *,
+    opener: Opener | None = None,
 ) -> LoadReport:
     """Load over a given session. Collective: every rank of the session calls this.
+
+    `opener` opens what `dc.load` refuses, such as files of other systems that must be asked for.
 
     What `kept` has in memory is not read from the storage; if it proves damaged, all of it is.
     """
     try:
-        return _load(LoadCall(ranks, state, path, options, storage, kept))
+        return _load(LoadCall(ranks, state, path, options, storage, kept, opener))
     except _DamagedInMemoryError as error:
         told = text_of(path), error.__cause__
         _log.warning("%s: %s. All of it is read from storage now", *told)

@@ -25,7 +25,7 @@ from dist_ckpt.format.index import Index, Key, ObjectsFileRecord
 from dist_ckpt.offline.rewriting import new_attempt, report_of
 from dist_ckpt.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
 from dist_ckpt.planning.save_planner import items_of_ranks, stored_nbytes
-from dist_ckpt.planning.selection import Selection, selection_of
+from dist_ckpt.planning.selection import EVERYTHING, Selection, selection_of
 from dist_ckpt.planning.sharded_views import plan_stored
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import Phases, Progress, SaveReport
@@ -34,10 +34,11 @@ from dist_ckpt.saving.stored_part import part_of
 from dist_ckpt.shard_io.open_files import read_attached_file, read_objects
 from dist_ckpt.shard_io.read_windows import StoredTensors, Windows, read_windows
 from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
-from dist_ckpt.storage import open_storage
+from dist_ckpt.storage import Storage, open_storage
 from dist_ckpt.storage.counting import CountingStorage
 
 MIN_MEMORY = 64 << 20
+MAX_MEMORY = 1 << 30
 
 
 def reshard(
@@ -46,7 +47,7 @@ def reshard(
     *,
     sharding: ShardingConfig | None = None,
     world_size: int | None = None,
-    max_memory: int = 1 << 30,
+    max_memory: int = MAX_MEMORY,
     overwrite: bool = False,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
@@ -73,11 +74,37 @@ def reshard(
         raise TypeError(f"sharding is a {type(sharding).__name__}: give a ShardingConfig")
     if type(max_memory) is not int or max_memory < MIN_MEMORY:
         raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
+    selection = selection_of(include, exclude)
+    config = sharding if sharding is not None else even(world_size)
+    return rewrite(
+        open_source(resolve(source)),
+        target,
+        config,
+        max_memory=max_memory,
+        overwrite=overwrite,
+        selection=selection,
+        progress=progress,
+    )
+
+
+def rewrite(
+    source: tuple[Storage, str],
+    target: str | os.PathLike[str],
+    config: ShardingConfig,
+    *,
+    max_memory: int = MAX_MEMORY,
+    overwrite: bool,
+    selection: Selection = EVERYTHING,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Reshard what is opened: a storage, and the path of a checkpoint there.
+
+    `step` is what it is a checkpoint of, if that says nothing itself.
+    """
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
-    selection = selection_of(include, exclude)
-    config = sharding if sharding is not None else ShardingConfig.even(_count(world_size))
-    source_storage, source_path = open_source(resolve(source))
+    source_storage, source_path = source
     target_storage, target_path = open_storage(target)
     # By whatever links they lead there.
     real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)
@@ -93,7 +120,7 @@ def reshard(
     with attempts.while_it_is_there(counted, source_path, attempt):
         stored = Stored(counted, f"{source_path}/{attempt.name}", index)
         if not index.has_digests:
-            stored.index = replace(index, save=secrets.token_hex(16))
+            stored.index = replace(index, save=secrets.token_hex(16), step=step)
         if not selection.is_everything:
             stored.choose(selection)
         plan = plan_stored(stored.catalog, config, stored.main.tree, stored.main.numpy)
@@ -103,12 +130,13 @@ def reshard(
             return run.run(overwrite=overwrite)
 
 
-def _count(world_size: int | None) -> int:
+def even(world_size: object) -> ShardingConfig:
+    """Return how so many ranks share every tensor evenly. ValueError for what is no number."""
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(
             f"world_size={world_size!r}: give the number of ranks, from 1 to {MAX_WORLD_SIZE}"
         )
-    return world_size
+    return ShardingConfig.even(world_size)
 
 
 class Stored:

@@ -10,6 +10,7 @@ import pytest
 
 import dist_ckpt
 import dist_ckpt.interop.hf
+import dist_ckpt.interop.imports
 import dist_ckpt.interop.shrew
 import dist_ckpt.storage
 
@@ -113,6 +114,7 @@ def test_the_api_reference_has_every_public_name() -> None:
     assert documented("dist_ckpt.storage") == set(dist_ckpt.storage.__all__)
     assert documented("dist_ckpt.interop.hf") == set(dist_ckpt.interop.hf.__all__)
     assert documented("dist_ckpt.interop.shrew") == set(dist_ckpt.interop.shrew.__all__)
+    assert documented("dist_ckpt.interop.imports") == set(dist_ckpt.interop.imports.__all__)
 
 
 def test_the_api_reference_has_every_module_of_testing() -> None:

@@ -87,6 +87,7 @@ WITHOUT_TORCH_TOO = (
     "dist_ckpt.background.former_writers",
     "dist_ckpt.background.writer_process",
     "dist_ckpt.interop.hf",
+    "dist_ckpt.interop.imports",
     "dist_ckpt.interop.shrew",
 )
 

@@ -1,0 +1,145 @@
+"""Where the records of a zip archive lie, as torch.save writes one: uncompressed."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dist_ckpt.errors import CorruptError, IncompatibleError
+
+ReadAt = Callable[[int, int], bytes]
+
+_END = struct.Struct("<4s4H2LH")
+_LOCATOR = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_BEYOND = 0xFFFFFFFF
+_ENCRYPTED = 1
+
+# How much of an archive's end is looked at first: of a small one it is all that is asked for.
+_TAIL_NBYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """A record: its data's size, its local header, and its name with that of the archive.
+
+    `is_plain` says that it is neither compressed nor encrypted.
+    """
+
+    nbytes: int
+    header_at: int
+    full_name: bytes
+    is_plain: bool
+
+
+class ZipRecords:
+    """The records of an archive of `nbytes` bytes, which `read(offset, nbytes)` reads.
+
+    `what` names it in errors: CorruptError for what is no whole archive, IncompatibleError for a
+    record that is compressed.
+    """
+
+    def __init__(self, read: ReadAt, nbytes: int, what: str) -> None:
+        self._read = read
+        self._nbytes = nbytes
+        self._what = what
+        self.records: dict[str, ZipRecord] = {}
+        start, size = self._directory()
+        data = self._at(start, size)
+        at = 0
+        while at < size:
+            at = self._add(data, at)
+
+    def bytes_of(self, name: str, most: int) -> bytes:
+        """Return the data of a record that is no longer than `most`."""
+        start, nbytes = self.span_of(name)
+        if nbytes > most:
+            raise CorruptError(f"{self._what}: its record {name} has {nbytes} bytes: too many")
+        return self._at(start, nbytes)
+
+    def span_of(self, name: str) -> tuple[int, int]:
+        """Return where the data of a record begins, and its size."""
+        record = self.records.get(name)
+        if record is None:
+            raise CorruptError(f"{self._what}: it has no record {name}; fetch it anew")
+        if not record.is_plain:
+            raise IncompatibleError(
+                f"{self._what}: its record {name!r} is compressed: save it again with torch.save"
+            )
+        head = self._at(record.header_at, _LOCAL.size + len(record.full_name))
+        sign, *_, name_nbytes, extra_nbytes = _LOCAL.unpack_from(head)
+        if sign != b"PK\x03\x04" or head[_LOCAL.size :][:name_nbytes] != record.full_name:
+            raise self._damaged(f"no record {name} where it is to be")
+        start = record.header_at + _LOCAL.size + name_nbytes + extra_nbytes
+        if start + record.nbytes > self._nbytes:
+            raise self._damaged(f"the record {name} goes beyond the end")
+        return start, record.nbytes
+
+    def _directory(self) -> tuple[int, int]:
+        """Return where the directory begins, and its size."""
+        tail_at = max(self._nbytes - _TAIL_NBYTES, 0)
+        tail = self._at(tail_at, self._nbytes - tail_at)
+        at = tail.rfind(b"PK\x05\x06")
+        if at < 0 or at + _END.size > len(tail):
+            raise self._damaged("no archive of torch.save, or cut off")
+        *_, size, start, _ = _END.unpack_from(tail, at)
+        locator_at = at - _LOCATOR.size
+        if locator_at >= 0 and tail[locator_at:][:4] == b"PK\x06\x07":
+            _, _, end_at, _ = _LOCATOR.unpack_from(tail, locator_at)
+            end = self._at(end_at, _END64.size)
+            sign, *_, size, start = _END64.unpack(end)
+            if sign != b"PK\x06\x06":
+                raise self._damaged("no end of its directory")
+        return start, size
+
+    def _add(self, data: bytes, at: int) -> int:
+        """Add the record of an entry of the directory; return where the next entry begins."""
+        if at + _ENTRY.size > len(data):
+            raise self._damaged("its directory is cut off")
+        entry = _ENTRY.unpack_from(data, at)
+        sign, flags, method = entry[0], entry[3], entry[4]
+        packed, size, name_nbytes, extra_nbytes, comment_nbytes = entry[8:13]
+        header_at = entry[16]
+        name_at = at + _ENTRY.size
+        extra_at = name_at + name_nbytes
+        end: int = extra_at + extra_nbytes + comment_nbytes
+        if sign != b"PK\x01\x02" or end > len(data):
+            raise self._damaged("its directory is damaged")
+        full_name = data[name_at:extra_at]
+        name = full_name.decode("utf-8", "replace").partition("/")[2]
+        long = self._long(data[extra_at : extra_at + extra_nbytes])
+        size, packed, header_at = (
+            next(long, -1) if value == _BEYOND else value for value in (size, packed, header_at)
+        )
+        if min(size, packed, header_at) < 0:
+            raise self._damaged("its directory is damaged")
+        if name in self.records:
+            raise self._damaged(f"two records of the name {name!r}")
+        is_plain = not method and packed == size and not flags & _ENCRYPTED
+        self.records[name] = ZipRecord(size, header_at, full_name, is_plain)
+        return end
+
+    @staticmethod
+    def _long(extra: bytes) -> Iterator[int]:
+        """Yield the numbers of 64 bits of an entry."""
+        at = 0
+        while at + 4 <= len(extra):
+            kind, nbytes = struct.unpack_from("<2H", extra, at)
+            if kind == 1:
+                for place in range(at + 4, min(at + 4 + nbytes, len(extra)) - 7, 8):
+                    yield struct.unpack_from("<Q", extra, place)[0]
+            at += 4 + nbytes
+
+    def _at(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self._nbytes:
+            raise self._damaged("it is cut off")
+        data = self._read(offset, nbytes)
+        if len(data) < nbytes:
+            raise self._damaged("it ended while it was read")
+        return data
+
+    def _damaged(self, why: str) -> CorruptError:
+        return CorruptError(f"{self._what}: {why}; fetch it anew")

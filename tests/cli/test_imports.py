@@ -1,0 +1,111 @@
+"""`dist-ckpt import`, of what DCP, torch.save and Hugging Face wrote: what it makes and says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import dist_ckpt as dc
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(12.0).reshape(4, 3), "b": torch.ones(4)}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, Path]:
+    """The same weights, as each system writes them."""
+    dcp.save({"model": weights()}, checkpoint_id=tmp_path / "dcp")
+    torch.save(weights(), tmp_path / "a.pt")  # noqa: TID251 - it is what users have
+    (tmp_path / "hf").mkdir()
+    save_file(weights(), tmp_path / "hf" / "model.safetensors")
+    return {"dcp": tmp_path / "dcp", "torch": tmp_path / "a.pt", "hf": tmp_path / "hf"}
+
+
+KINDS = ["dcp", "torch", "hf"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_command_makes_a_checkpoint(
+    sources: dict[str, Path], tmp_path: Path, kind: str, run: Run
+) -> None:
+    target = tmp_path / "ours"
+    code, told, errors = run("import", "--from", kind, sources[kind], target, "--ranks", 2)
+    assert (code, errors) == (0, "")
+    assert told.startswith(f"{target}: 2 tensors, ")
+    assert told.endswith(" in 3 files\n")
+    state: dict[str, Any] = {"model": {"w": torch.zeros(4, 3), "b": torch.zeros(4)}}
+    dc.load(state, target)
+    assert all(torch.equal(state["model"][name], value) for name, value in weights().items())
+    with dc.open(target) as found:
+        assert found.world_size == 2
+    code, _, errors = run("import", "--from", kind, sources[kind], target)
+    assert code == 5
+    assert "overwrite=True" in errors
+    assert run("import", "--from", kind, sources[kind], target, "--overwrite", "--step", 7)[0] == 0
+    with dc.open(target) as found:
+        assert (found.world_size, found.step) == (1, 7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_there_or_something_else_is_one_line(
+    sources: dict[str, Path], tmp_path: Path, kind: str, run: Run
+) -> None:
+    code, _, errors = run("import", "--from", kind, tmp_path / "nothing", tmp_path / "ours")
+    assert code == 3
+    assert errors.startswith(f"dist-ckpt: {tmp_path}/nothing")
+    assert errors.count("\n") == 1
+    for other, path in sources.items():
+        if other != kind:
+            code, _, errors = run("import", "--from", kind, path, tmp_path / "ours")
+            assert code in (1, 3, 4, 5), errors
+            assert errors.startswith(f"dist-ckpt: {path}")
+            assert errors.count("\n") == 1
+    assert not (tmp_path / "ours").exists()
+
+
+def test_ranks_are_a_number_and_no_option_of_shrew(tmp_path: Path, run: Run) -> None:
+    assert run("import", "--from", "dcp", tmp_path, tmp_path / "ours", "--ranks", 0)[0] == 2
+    assert run("import", "--from", "dcp", tmp_path, tmp_path / "ours", "--step", -1)[0] == 2
+    code, _, errors = run("import", "--from", "shrew", tmp_path, tmp_path / "ours", "--ranks", 2)
+    assert code == 2
+    assert run("import", "--from", "shrew", tmp_path, tmp_path / "ours", "--step", 2)[0] == 2
+    assert "reshard it then" in errors
+
+
+def test_the_help_has_an_example(run: Run) -> None:
+    code, told, _ = run("import", "--help")
+    assert code == 0
+    assert (
+        "dist-ckpt import --from dcp old/step-500 runs/a/step-00000500 --step 500 --ranks 8" in told
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_imported_goes_out_again_for_dcp(
+    sources: dict[str, Path], tmp_path: Path, kind: str, run: Run
+) -> None:
+    run("import", "--from", kind, sources[kind], tmp_path / "ours")
+    code, told, errors = run("export", "--format", "dcp", tmp_path / "ours", tmp_path / "out")
+    assert (code, errors) == (0, "")
+    assert told.startswith(f"{tmp_path / 'out'}: ")
+    loaded = {"model": {name: torch.zeros_like(one) for name, one in weights().items()}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "out")
+    assert all(torch.equal(loaded["model"][name], one) for name, one in weights().items())
+    again = ("export", "--format", "dcp", tmp_path / "ours", tmp_path / "out")
+    code, _, errors = run(*again, "--overwrite")
+    assert code == 2
+    assert "remove the folder first" in errors
+    code, _, errors = run(*again)
+    assert code
+    assert "something is there already" in errors

@@ -1,0 +1,97 @@
+"""Checkpoints as folders of DCP: `dcp.load` has every value, and a failure leaves nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import dist_ckpt as dc
+from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError
+from dist_ckpt.interop import dcp_export, imports
+from dist_ckpt.interop.dcp_export import export_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def trained(seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict | list):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {k: v for key, child in items for k, v in flat(child, f"{name}.{key}").items()}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    expected, found = flat(one), flat(other)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == found[name].dtype, name
+            assert torch.equal(value, found[name]), name
+        else:
+            assert value == found[name], name
+
+
+@pytest.mark.parametrize("part_nbytes", [1 << 20, 24])
+def test_what_dcp_loads_is_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_nbytes: int
+) -> None:
+    monkeypatch.setattr(dcp_export, "_PART_NBYTES", part_nbytes)
+    model, optimizer = trained(0)
+    extra = {"empty": torch.zeros(0, 2), "scalar": torch.tensor(2.5), "names": ["a", (1, 2)]}
+    dc.save({"model": model, "optim": optimizer, "extra": extra, "step": 7}, tmp_path / "ours")
+    nbytes = export_folder(tmp_path / "ours", tmp_path / "dcp")
+    assert nbytes == sum(path.stat().st_size for path in (tmp_path / "dcp").iterdir())
+    model_state, optim_state = get_state_dict(*trained(1))
+    blank = {"empty": torch.ones(0, 2), "scalar": torch.tensor(0.0), "names": []}
+    found: dict[str, Any] = {"model": model_state, "optim": optim_state, "extra": blank, "step": 0}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp")
+    expected_model, expected_optim = get_state_dict(model, optimizer)
+    expected = {"model": expected_model, "optim": expected_optim, "extra": extra, "step": 7}
+    assert_same(expected, found)
+    # And back.
+    imports.from_dcp(tmp_path / "dcp", tmp_path / "back", step=7)
+    live = trained(2)
+    state: dict[str, Any] = {"model": live[0], "optim": live[1], "extra": {}, "step": 0}
+    dc.load(state, tmp_path / "back")
+    assert_same(model.state_dict(), live[0].state_dict())
+    assert_same(optimizer.state_dict(), live[1].state_dict())
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    dc.save({"w": torch.ones(2)}, tmp_path / "ours")
+    (tmp_path / "dcp").mkdir()
+    with pytest.raises(ExistsError, match="choose another path"):
+        export_folder(tmp_path / "ours", tmp_path / "dcp")
+    assert [*(tmp_path / "dcp").iterdir()] == []
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    dc.save({"w": torch.ones(1000)}, tmp_path / "ours")
+    path = next((tmp_path / "ours").glob("a1-*/*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError):
+        export_folder(tmp_path / "ours", tmp_path / "dcp")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["ours"]
+
+
+def test_values_of_each_rank_are_refused_by_name(tmp_path: Path) -> None:
+    dc.save({"w": torch.ones(2), "mine": dc.PerRank(5)}, tmp_path / "ours")
+    with pytest.raises(IncompatibleError, match=r"mine.*without them"):
+        export_folder(tmp_path / "ours", tmp_path / "dcp")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["ours"]
