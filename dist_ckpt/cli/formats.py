@@ -14,8 +14,12 @@ from dist_ckpt.reports import size
 
 
 def _export_dcp(source: str, file: str, *, overwrite: bool) -> int:
-    from dist_ckpt.interop import dcp_export  # noqa: PLC0415 - it needs torch
-
+    try:
+        from dist_ckpt.interop import dcp_export  # noqa: PLC0415  (it needs torch)
+    except ModuleNotFoundError:
+        raise click.ClickException(
+            '--format dcp needs torch: pip install "dist-ckpt[torch]"'
+        ) from None
     if overwrite:
         raise click.UsageError("--overwrite is not for --format dcp: remove the folder first")
     return dcp_export.export_folder(source, file)
