@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_ckpt as dc
 from dist_ckpt.commit import attempts, order, removal
-from dist_ckpt.loading import check
+from dist_ckpt.foreign import find
 from dist_ckpt.saving import save as saver
 from dist_ckpt.storage.local import LocalStorage
 from ranks import Options, run_ranks, try_ranks
@@ -744,7 +744,7 @@ def fail_to_load(rank: int, name: str, path: str) -> Any:
     template = {**parts(rank, -1), "object": taker}
     mine = LOADS[name].template(template) if rank == 1 else template
     elsewhere = rank == 1 and name == "a storage of its own"
-    with own_storage(check, path) if elsewhere else contextlib.nullcontext():
+    with own_storage(find, path) if elsewhere else contextlib.nullcontext():
         error = tuple(told(lambda: dc.load(mine, path)))
     now = {"part": template["part"].tensor, "replica": template["replica"]}
     before = {"part": parts(rank, -1)["part"].tensor, "replica": parts(rank, -1)["replica"]}
