@@ -80,8 +80,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         args = trainer.args
         if getattr(trainer, "is_deepspeed_enabled", False):
             raise ValueError(
-                "CheckpointCallback does not save DeepSpeed engines: use FSDP, or the checkpoints "
-                "of the Trainer's own"
+                "CheckpointCallback does not save DeepSpeed engines: use the checkpoints of the "
+                "Trainer's own"
             )
         if getattr(args, "enable_jit_checkpoint", False):
             raise ValueError(
@@ -94,7 +94,13 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         self._trainer = trainer
         if (found := _newest(self._root)) is None:
             return None
-        self._step, text = found
+        self._step, num_ranks, text = found
+        if num_ranks != args.world_size and not args.ignore_data_skip:
+            raise ValueError(
+                f"{self._root} was saved by {num_ranks} ranks, and {args.world_size} train now: "
+                f"the Trainer counts batches, and would lose or repeat some. Begin the epoch anew "
+                f"with TrainingArguments(ignore_data_skip=True), or train on {num_ranks} ranks"
+            )
         self._folder = tempfile.mkdtemp(prefix="dist_ckpt-resume-")
         with open(os.path.join(self._folder, _STATE_FILE), "w", encoding="utf-8") as file:
             file.write(text)
@@ -180,16 +186,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         del args, kwargs
         self._boundary(state, control)
 
-    def on_epoch_begin(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        """Be done with the step before, as long as no batch of this epoch was drawn."""
-        del args, kwargs
-        self._boundary(state, control)
+    # As long as no batch of the epoch was drawn.
+    on_epoch_begin = on_step_begin
 
     def _boundary(
         self, state: transformers.TrainerState, control: transformers.TrainerControl
@@ -254,8 +252,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         return found
 
 
-def _newest(root: str | os.PathLike[str]) -> tuple[int, str] | None:
-    """Return the step of a run's newest checkpoint, and the state of the Trainer in it."""
+def _newest(root: str | os.PathLike[str]) -> tuple[int, int, str] | None:
+    """Return the step and ranks of a run's newest checkpoint, and the Trainer's state in it."""
     try:
         found = open_checkpoint(f"{os.fspath(root)}@latest")
     except NotFoundError:
@@ -268,7 +266,7 @@ def _newest(root: str | os.PathLike[str]) -> tuple[int, str] | None:
             f"{found.path} was not saved by this callback: begin another run with it, "
             f"CheckpointCallback(ANOTHER_ROOT, init={found.path!r}, init_strict=False)"
         )
-    return found.step, text
+    return found.step, found.world_size, text
 
 
 def _text_of(trainer: Any) -> str:

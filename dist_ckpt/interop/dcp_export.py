@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle  # noqa: TID251 - what DCP reads is one; written here, never read
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -22,7 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 from dist_ckpt.errors import ExistsError, IncompatibleError, StorageError, listed
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.interop.dcp_metadata import StoredState
+from dist_ckpt.interop.local_files import sync_folder, temporary_beside
 from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.runtime.torch_private import DCP_VERSION, DcpStorageInfo
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.exclusive_rename import rename_exclusively
 
@@ -64,7 +64,7 @@ def export_folder(source: str | os.PathLike[str], folder: str | os.PathLike[str]
                 stored.read_into(key, Region(tuple(chunk.offsets), tuple(chunk.sizes)), tensor)
                 places[MetadataIndex(key, chunk.offsets)] = _write(data, tensor)
         metadata.storage_data = places
-        metadata.version = CURRENT_DCP_VERSION
+        metadata.version = DCP_VERSION
         _sync(data)
         with open(os.path.join(there, ".metadata"), "xb") as file:
             pickle.dump(metadata, file)
@@ -72,10 +72,10 @@ def export_folder(source: str | os.PathLike[str], folder: str | os.PathLike[str]
             return data.tell() + file.tell()
 
 
-def _write(file: IO[bytes], value: object) -> _StorageInfo:
+def _write(file: IO[bytes], value: object) -> DcpStorageInfo:
     start = file.tell()
     torch.save(value, file)  # noqa: TID251 - as DCP has it
-    return _StorageInfo(_DATA, start, file.tell() - start)
+    return DcpStorageInfo(_DATA, start, file.tell() - start)
 
 
 def _parts(shape: tuple[int, ...], itemsize: int) -> Iterator[Region]:
@@ -96,14 +96,13 @@ def _new_folder(path: str | os.PathLike[str]) -> Iterator[str]:
     where = os.path.abspath(os.fspath(path))
     if os.path.lexists(where):
         raise _exists(where)
-    above, name = os.path.split(where)
-    temporary = os.path.join(above, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
+    temporary = temporary_beside(where)
     try:
         os.mkdir(temporary)
         yield temporary
-        _sync_folder(temporary)
+        sync_folder(temporary)
         rename_exclusively(temporary, where)
-        _sync_folder(above)
+        sync_folder(os.path.dirname(where))
     except FileExistsError:
         raise _exists(where) from None
     except OSError as error:
@@ -119,11 +118,3 @@ def _exists(where: str) -> ExistsError:
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

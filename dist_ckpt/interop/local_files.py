@@ -99,10 +99,7 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[IO[by
     where = os.path.abspath(_checked(path))
     if os.path.lexists(where) and not overwrite:
         raise _exists(where)
-    folder, name = os.path.split(where)
-    # So short that it is no longer than a name may be because of what we add.
-    short = os.fsdecode(os.fsencode(name)[:100])
-    temporary = os.path.join(folder, f".{short}.{secrets.token_hex(8)}.tmp")
+    temporary = temporary_beside(where)
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -112,7 +109,7 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[IO[by
             os.replace(temporary, where)
         else:
             rename_exclusively(temporary, where)
-        _sync_folder(folder)
+        sync_folder(os.path.dirname(where))
     except FileExistsError:
         raise _exists(where) from None
     except OSError as error:
@@ -139,7 +136,16 @@ def _exists(where: str) -> ExistsError:
     )
 
 
-def _sync_folder(folder: str) -> None:
+def temporary_beside(path: str) -> str:
+    """Return a new name beside a path, for what is not complete yet."""
+    folder, name = os.path.split(path)
+    # So short that it is no longer than a name may be because of what we add.
+    short = os.fsdecode(os.fsencode(name)[:100])
+    return os.path.join(folder, f".{short}.{secrets.token_hex(8)}.tmp")
+
+
+def sync_folder(folder: str) -> None:
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

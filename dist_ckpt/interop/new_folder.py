@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -18,6 +17,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.foreign import safetensors_files
 from dist_ckpt.interop.hf_plan import METADATA
+from dist_ckpt.interop.local_files import temporary_beside
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.exclusive_rename import exchange
 
@@ -33,9 +33,7 @@ def new_folder(storage: Storage, path: str, *, overwrite: bool) -> Iterator[str]
     as a config.json, are in the new one as well. ExistsError if something else is there.
     """
     check_replaceable(storage, path, overwrite=overwrite)
-    parent, name = os.path.split(path)
-    # So short that it is no longer than a name may be because of what we add.
-    temporary = f"{parent.rstrip('/')}/.{name[:100]}.{secrets.token_hex(8)}.tmp"
+    parent, temporary = os.path.dirname(path), temporary_beside(path)
     try:
         storage.make_folder(temporary)
     except (FileNotFoundError, NotADirectoryError):

@@ -14,6 +14,8 @@
 | `local_tensor`          | `distributed.tensor.DTensor`             | its class, without autograd |
 | `SAVE_HOOKS`            | `optim.Optimizer`                        | hooks around `state_dict`   |
 | `LOAD_HOOKS`            | `optim.Optimizer`                        | ... and `load_state_dict`   |
+| `DcpStorageInfo`        | `distributed.checkpoint.filesystem`      | what DCP's files say        |
+| `DCP_VERSION`           | `distributed.checkpoint.filesystem`      | ... and of which version    |
 
 `tests/runtime/test_torch_private.py` says which of them a new version of torch has moved.
 """
@@ -29,14 +31,18 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpStorageInfo
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
+    "DCP_VERSION",
     "LOAD_HOOKS",
     "SAVE_HOOKS",
     "AsyncCollectiveTensor",
+    "DcpStorageInfo",
     "ShardedTensor",
     "StridedShard",
     "cuts_strided_alike",
@@ -50,6 +56,9 @@ __all__ = [
 
 # Without the cache that it has in 2.7, which keeps every module for ever.
 module_fqns = getattr(_get_fqns, "__wrapped__", _get_fqns)
+
+# None where DCP's folders do not say it yet.
+DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 # `to_local` takes ten times as long, which counts where there are thousands of DTensors.
 local_tensor = attrgetter("_local_tensor")

@@ -75,6 +75,12 @@ def test_ranks_go_on_together(tmp_path: Path) -> None:
         assert after["weights"] == one["weights"]
 
 
+def test_another_number_of_ranks_would_lose_samples_and_is_refused(tmp_path: Path) -> None:
+    train(tmp_path / "run", "--stop", "8", ranks=2, code=1)
+    (told,) = train(tmp_path / "run")
+    assert "was saved by 2 ranks, and 1 train now" in told["error"]
+
+
 def test_what_would_train_from_the_start_in_silence_is_refused(tmp_path: Path) -> None:
     (told,) = train(tmp_path / "run", "--bare")
     assert "train(resume_from_checkpoint=callback.resume(trainer))" in told["error"]

@@ -95,3 +95,10 @@ def test_values_of_each_rank_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleError, match=r"mine.*without them"):
         export_folder(tmp_path / "ours", tmp_path / "dcp")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["ours"]
+
+
+def test_a_folder_may_have_a_long_name(tmp_path: Path) -> None:
+    dc.save({"w": torch.ones(2)}, tmp_path / "ours")
+    folder = tmp_path / ("\N{GRINNING FACE}" * 60)  # 240 bytes, of the 255 that a name may have
+    assert export_folder(tmp_path / "ours", folder) > 0
+    assert (folder / ".metadata").exists()
