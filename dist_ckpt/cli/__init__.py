@@ -1,7 +1,6 @@
 """`dist-ckpt`: look at checkpoints, check them, rewrite and remove them; ask a run to save.
 
-One file a group of commands (`reading.py`, `comparing.py`, `changing.py`, `averaging.py`,
-`formats.py`, `runs.py`, `watching.py`); each parses, calls and prints. A new command is added to
+One file a group of commands; each parses, calls and prints. A new command is added to
 the group here.
 """
 
@@ -20,10 +19,12 @@ from dist_ckpt.cli import (
     averaging,
     changing,
     comparing,
+    estimating,
     formats,
     output,
     reading,
     runs,
+    tensors,
     watching,
 )
 
@@ -78,11 +79,17 @@ def cli() -> None:
 for _command in (
     reading.ls,
     reading.show,
-    reading.tree,
+    tensors.tree,
+    tensors.tensors,
+    tensors.stats,
+    tensors.layout,
     reading.verify,
     comparing.compare,
+    comparing.diff,
+    estimating.plan,
     changing.reshard,
     changing.backup,
+    changing.cp,
     changing.strip,
     averaging.average,
     changing.rm,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,39 +13,22 @@ from pathlib import Path
 import click
 from filelock import FileLock, Timeout
 
-from dist_ckpt.cli import output
+from dist_ckpt.cli import options, output
 from dist_ckpt.commit import removal
-from dist_ckpt.errors import StorageError
+from dist_ckpt.commit.attempts import list_attempts
+from dist_ckpt.commit.holds import check_unkept
+from dist_ckpt.errors import ExistsError, StorageError
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.offline.backup import backup as keep_beside
+from dist_ckpt.offline.checkpoint import open as open_checkpoint
+from dist_ckpt.offline.copying import copy
 from dist_ckpt.offline.reshard import reshard as rewrite
-from dist_ckpt.offline.strip import strip_at
+from dist_ckpt.offline.strip import left_after, strip_at
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import size
 from dist_ckpt.runs.removing import delete_at
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.storage import open_storage
-
-_path = click.argument("path", type=click.Path())
-
-
-class Bytes(click.ParamType[int]):
-    """A size such as 512MB or 4GiB, in bytes."""
-
-    name = "size"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        """Return the number of bytes; what is no size is a usage error."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+)\s*([kMGT]?)(i?)B?", str(value))
-        if match is None:
-            self.fail(f"{value!r} is no size: write it like 512MB or 4GiB", param, ctx)
-        base = 1024 if match[3] else 1000
-        factor: int = base ** " kMGT".index(match[2] or " ")
-        return int(match[1]) * factor
 
 
 @click.command()
@@ -57,14 +40,14 @@ class Bytes(click.ParamType[int]):
     type=click.Path(),
     help="A ShardingConfig in a .json or .toml file.",
 )
-@click.option("--max-memory", type=Bytes(), default="1GiB", show_default=True)
+@click.option("--max-memory", type=options.Bytes(), default="1GiB", show_default=True)
 @click.option(
     "--overwrite",
     is_flag=True,
     help="Replace the checkpoint at TARGET, which may be SOURCE, once the new one is durable.",
 )
-@click.option("--include", multiple=True, help="Only names that match; may be given again.")
-@click.option("--exclude", multiple=True, help="Not what matches; may be given again.")
+@options.selected
+@options.dry_run
 def reshard(  # noqa: PLR0913 - those of dc.reshard
     source: str,
     target: str,
@@ -75,6 +58,7 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     overwrite: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
+    dry_run: bool,
 ) -> None:
     """Write the checkpoint SOURCE again at TARGET, laid out for other ranks.
 
@@ -87,6 +71,9 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     if (world_size is None) == (sharding is None):
         raise click.UsageError("give either --world-size or --sharding")
     config = None if sharding is None else ShardingConfig.from_file(sharding)
+    if dry_run:
+        _tell_dry(source, target, overwrite=overwrite)
+        return
     with output.progress("reshard") as update:
         report = rewrite(
             source,
@@ -106,7 +93,7 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
 
 
 @click.command()
-@_path
+@options.path
 @click.option("--overwrite", is_flag=True, help="Replace the backup of another save of the step.")
 def backup(path: str, *, overwrite: bool) -> None:
     """Keep the checkpoint at PATH in the folder backup beside it as well, out of prune's reach.
@@ -121,11 +108,39 @@ def backup(path: str, *, overwrite: bool) -> None:
 
 
 @click.command()
-@_path
+@click.argument("source", type=click.Path())
+@click.argument("target", type=click.Path())
+@options.overwrite
+@click.option("--link", is_flag=True, help="Hard links where they can be: no space, no check.")
+@options.dry_run
+def cp(source: str, target: str, *, overwrite: bool, link: bool, dry_run: bool) -> None:
+    """Copy the checkpoint SOURCE to TARGET, on whatever file system, and check every byte.
+
+    TARGET becomes the checkpoint: name its folder, not the one above. It is committed as a save is,
+    so a copy that failed is none. Metrics go along into a run's folder; pins and tags do not.
+
+    \b
+    dist-ckpt cp runs/a@latest archive/step-00012000
+    """  # noqa: D301 - click knows the backspace
+    if dry_run:
+        _tell_dry(source, target, overwrite=overwrite)
+        return
+    with output.progress("cp") as update:
+        report = copy(source, target, overwrite=overwrite, link=link, progress=update)
+    linked = f", {report.num_linked} linked" if link else ""
+    click.echo(
+        f"{output.printable(report.path)}: {size(report.nbytes)} in {report.num_files} "
+        f"files{linked}"
+    )
+
+
+@click.command()
+@options.path
 @click.argument("components", nargs=-1, required=True)
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@options.yes
+@options.dry_run
 @click.option("--force", is_flag=True, help="Also if it is pinned, tagged or held.")
-def strip(path: str, components: tuple[str, ...], *, yes: bool, force: bool) -> None:
+def strip(path: str, components: tuple[str, ...], *, yes: bool, dry_run: bool, force: bool) -> None:
     """Drop COMPONENTS, top-level keys of the state, from the checkpoint at PATH.
 
     There is no way back. The rest stays where it is, with its metrics, tags and pin, and takes no
@@ -136,10 +151,26 @@ def strip(path: str, components: tuple[str, ...], *, yes: bool, force: bool) -> 
     """  # noqa: D301 - click knows the backspace
     storage, where = open_resolved(path)
     removal.check_deletable(storage, where)
+    if dry_run:
+        num, nbytes = left_after(storage, where, frozenset(components))
+        click.echo(f"{output.printable(where)}: {num} tensors, {size(nbytes)} would be left")
+        return
     _confirm(f"Drop {', '.join(components)} of {where}?", f"{where} is not stripped", yes=yes)
     report = strip_at(storage, where, frozenset(components), force=force)
     left = f"{report.num_tensors} tensors, {size(report.nbytes)}"
     click.echo(f"{output.printable(where)}: {left} left, {report.num_linked} files linked")
+
+
+def _tell_dry(source: str, target: str, *, overwrite: bool) -> None:
+    """Say what a copy would do; raise what it would raise before it writes."""
+    storage, where = open_storage(target)
+    there = list_attempts(storage, where)
+    with open_checkpoint(source) as checkpoint:
+        if there and not overwrite:
+            raise ExistsError(f"{where}: a checkpoint is here: choose another path, or --overwrite")
+        verb = "would be replaced: source" if there else "would be made: source"
+        told = f"{where} {verb} {checkpoint.path}, {size(checkpoint.nbytes)}"
+    click.echo(output.printable(told))
 
 
 def _confirm(question: str, refused: str, *, yes: bool) -> None:
@@ -154,23 +185,32 @@ def _confirm(question: str, refused: str, *, yes: bool) -> None:
 
 
 @click.command()
-@_path
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@options.path
+@options.yes
+@options.dry_run
 @click.option("--force", is_flag=True, help="Also if it is pinned, tagged or held.")
-def rm(path: str, *, yes: bool, force: bool) -> None:
+def rm(path: str, *, yes: bool, dry_run: bool, force: bool) -> None:
     """Delete the checkpoint at PATH. There is no way back.
 
     One that is pinned, tagged or held is not deleted without --force.
-    """
+
+    \b
+    dist-ckpt rm runs/a@12000 --dry-run
+    """  # noqa: D301 - click knows the backspace
     storage, where = open_resolved(path)
     removal.check_deletable(storage, where)
+    if dry_run:
+        if not force:
+            check_unkept(storage, where, list_attempts(storage, where), lambda *_: time.time())
+        click.echo(f"would be deleted {output.printable(where)}")
+        return
     _confirm(f"Delete {where}?", f"{where} is not deleted", yes=yes)
     delete_at(storage, where, force=force)
     click.echo(f"deleted {output.printable(where)}")
 
 
 @click.command()
-@_path
+@options.path
 @click.option(
     "--grace",
     "grace_s",
@@ -179,18 +219,32 @@ def rm(path: str, *, yes: bool, force: bool) -> None:
     show_default=True,
     help="Seconds for which nothing was written, after which an open attempt counts as dead.",
 )
-def gc(path: str, *, grace_s: float) -> None:
+@options.dry_run
+@options.json
+def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
     """Remove what dead and abandoned saves left in PATH, a run's folder or one checkpoint.
 
     What is committed, and what is not ours, is never touched. A save that is still running keeps
-    writing, so the grace protects it.
-    """
+    writing, so the grace protects it. Nothing of it can be wanted back, so it does not ask.
+
+    \b
+    dist-ckpt gc runs/a
+    dist-ckpt gc runs/a --grace 60 --dry-run
+    """  # noqa: D301 - click knows the backspace
     storage, root = open_storage(path)
-    with only_collector(root):
-        removed = removal.collect_all(storage, root, grace_s=grace_s)
+    if dry_run:
+        now = time.time()
+        removed = removal.collectable_in_all(storage, root, grace_s=grace_s, now=now)
+    else:
+        with only_collector(root):
+            removed = removal.collect_all(storage, root, grace_s=grace_s)
+    if as_json:
+        output.print_json("gc", {"path": root, "dry_run": dry_run, "removed": list(removed)})
+        return
+    verb = "would be removed" if dry_run else "removed"
     for name in removed:
-        click.echo(f"removed {output.printable(name)}")
-    click.echo(f"{len(removed)} removed")
+        click.echo(f"{verb} {output.printable(name)}")
+    click.echo(f"{len(removed)} {verb}")
 
 
 @contextmanager

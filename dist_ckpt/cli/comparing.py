@@ -1,4 +1,4 @@
-"""The command that looks at several runs: compare. It does not import torch."""
+"""The commands that look at several: compare, at runs, and diff, at two checkpoints. No torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from math import isfinite
 
 import click
 
-from dist_ckpt.cli import output
+from dist_ckpt.cli import options, output
 from dist_ckpt.offline.compare import Comparison, RunSummary
 from dist_ckpt.offline.compare import compare as compare_runs
-from dist_ckpt.runs.description import as_json
+from dist_ckpt.offline.diff import Difference
+from dist_ckpt.offline.diff import diff as differ
+from dist_ckpt.runs.description import as_json as told
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
 @click.option("--min", "lowest", help="Sort by the lowest value of this metric.")
 @click.option("--max", "highest", help="Sort by the highest value of this metric.")
-@click.option("--json", "as_document", is_flag=True, help="Print one JSON document.")
+@options.json
 @click.option("--csv", "as_csv", is_flag=True, help="Print a table of comma-separated values.")
 def compare(
     paths: tuple[str, ...],
     lowest: str | None,
     highest: str | None,
     *,
-    as_document: bool,
+    as_json: bool,
     as_csv: bool,
 ) -> None:
     """Show several runs side by side, as those of a sweep.
@@ -39,10 +41,10 @@ def compare(
     dist-ckpt compare sweep --min val/loss
     dist-ckpt compare runs/a runs/b --csv > table.csv
     """  # noqa: D301 - click knows the backspace
-    if as_document and as_csv:
+    if as_json and as_csv:
         raise click.UsageError("--json and --csv are given: give one of them")
     found = compare_runs(*paths, min=lowest, max=highest)
-    if as_document:
+    if as_json:
         output.print_json("compare", _document(found))
     elif as_csv:
         _print_csv(found)
@@ -52,8 +54,8 @@ def compare(
 
 def _document(found: Comparison) -> dict[str, object]:
     rows = [
-        {**asdict(run), "config": as_json(run.config), "metrics": as_json(run.metrics)}
-        | {"best": as_json(run.best)}
+        {**asdict(run), "config": told(run.config), "metrics": told(run.metrics)}
+        | {"best": told(run.best)}
         for run in found.runs
     ]
     return {"metric": found.metric, "runs": rows, "differing": dict(found.differing)}
@@ -110,3 +112,74 @@ def _text(value: object) -> str:
     if isinstance(value, float) and isfinite(value):
         return f"{value:g}"
     return "-" if value is None else str(value)
+
+
+@click.command()
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--values", is_flag=True, help="Compare every value as well, bit for bit.")
+@click.option("--rtol", type=float, help="With --values: how far apart, by the value in B.")
+@click.option("--atol", type=float, help="With --values: how far apart, in all.")
+@options.selected
+@options.json
+def diff(  # noqa: PLR0913 - those of dc.diff
+    a: str,
+    b: str,
+    *,
+    values: bool,
+    rtol: float | None,
+    atol: float | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Show what the checkpoint B has otherwise than A, whatever numbers of ranks saved them.
+
+    Configuration, names, dtypes and shapes are compared, and with --values what they hold. Exit
+    code 0 if nothing differs, 1 if something does.
+
+    \b
+    dist-ckpt diff runs/a@1000 runs/a@latest
+    dist-ckpt diff runs/a@latest resharded --values
+    dist-ckpt diff runs/a@latest runs/b@latest --values --rtol 1e-5 -g model
+    """  # noqa: D301 - click knows the backspace
+    with output.progress("diff") as update:
+        found = differ(
+            a,
+            b,
+            values=values,
+            rtol=rtol,
+            atol=atol,
+            include=include or None,
+            exclude=exclude or None,
+            progress=update,
+        )
+    with output.exit_with(output.FINE if found.same else output.FINDING):
+        if as_json:
+            output.print_json("diff", {"same": found.same, **_diff_facts(found)})
+        else:
+            for line in _diff_lines(found):
+                click.echo(output.printable(line))
+
+
+def _diff_facts(found: Difference) -> dict[str, object]:
+    facts = asdict(found)
+    pairs = ("config", "changed", "objects")
+    by_side = {
+        name: facts[name] and {key: {"a": a, "b": b} for key, (a, b) in facts[name].items()}
+        for name in pairs
+    }
+    return {**facts, **by_side}
+
+
+def _diff_lines(found: Difference) -> list[str]:
+    lines = [f"config.{name}: {a} -> {b}" for name, (a, b) in found.config.items()]
+    lines += [f"only in {found.a}: {name}" for name in found.removed]
+    lines += [f"only in {found.b}: {name}" for name in found.added]
+    lines += [f"{name}: {a} -> {b}" for name, (a, b) in found.changed.items()]
+    lines += [f"{name}: {a} -> {b}" for name, (a, b) in (found.objects or {}).items()]
+    for one in found.values or ():
+        most = "" if one.max_difference is None else f", by {one.max_difference:.6g} at most"
+        lines.append(f"{one.name}: {one.num_differing} of {one.numel} values differ{most}")
+    compared = "" if found.values is not None else "; values were not compared, see --values"
+    return lines or [f"nothing differs{compared}"]

@@ -25,12 +25,12 @@ from dist_ckpt.reports import size
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130
 
-# A wait shorter than this needs no progress.
-QUIET_S = 1.0
+# Where there is no terminal, a log gets a line so often, and less often the longer it takes: a day
+# of work is some 200 lines.
+LINE_S = 5.0
+LINE_OF_TIME = 0.05
 # No wait is longer: it is 30 years, and the system's clocks do not take much more.
 MOST_SECONDS = 1e9
-# Where there is no terminal, a log gets this many lines at most.
-LOG_LINES = 10
 
 
 class Seconds(click.FloatRange):
@@ -57,7 +57,7 @@ def exit_code(error: Exception) -> int:
             return INCOMPATIBLE
         case CorruptError():
             return FINDING
-        case ValueError() | TypeError():
+        case ValueError() | TypeError() | ImportError():
             return USAGE
     return IO_ERROR
 
@@ -67,12 +67,24 @@ def errors_as_exit_codes() -> Iterator[None]:
     """Turn what a user can run into one line on stderr and an exit code, never a traceback."""
     try:
         yield
-    except (CheckpointError, ValueError, TypeError, OSError) as error:
+    except (CheckpointError, ValueError, TypeError, ImportError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
         told = printable(str(error), allowed="\n")
         click.echo(f"dist-ckpt: {told}", err=True)
         raise click.exceptions.Exit(exit_code(error)) from error
+
+
+@contextmanager
+def exit_with(code: int) -> Iterator[None]:
+    """Print, and exit with a code."""
+    try:
+        yield
+    except BrokenPipeError:  # nobody reads on: what was found is the exit code all the same
+        if code == FINE:
+            raise
+    if code != FINE:
+        raise click.exceptions.Exit(code)
 
 
 def printable(text: str, *, allowed: str = "") -> str:
@@ -119,20 +131,29 @@ def table_lines(
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback (bytes done, bytes in all): a bar on a terminal, a few lines in a log."""
+    """Yield a callback (bytes done, bytes in all): a bar on a terminal, else lines in a log."""
     if sys.stderr.isatty():
         columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
             shown = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(shown, completed=done, total=total)
         return
-    start, told = time.monotonic(), 0
+    yield _Log(what).tell
 
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        lines = LOG_LINES * done // total if total else LOG_LINES
-        if lines > told and time.monotonic() - start > QUIET_S:
-            told = lines
-            click.echo(f"{what}: {size(done)} of {size(total)}", err=True)
 
-    yield tell
+class _Log:
+    """What a log is told of long work: a line every few seconds, and none of what is soon done."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._began = self._told = time.monotonic()
+
+    def tell(self, done: int, total: int) -> None:
+        """Print a line if it is time for one."""
+        now = time.monotonic()
+        if now - self._told < max(LINE_S, LINE_OF_TIME * (now - self._began)):
+            return
+        self._told = now
+        rate = done / (now - self._began)
+        left = f", {age((total - done) / rate)} left" if rate and total > done else ""
+        click.echo(f"{self._what}: {size(done)} of {size(total)}{left}", err=True)

@@ -1,4 +1,4 @@
-"""The commands that only read: ls, show, tree, verify. None of them imports torch."""
+"""The commands that only read: ls, show, verify. None of them imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from math import isfinite
 
 import click
 
-from dist_ckpt.cli import output, verified
+from dist_ckpt.cli import options, output, verified
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline import verify as verifier
@@ -22,16 +22,13 @@ from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.storage import open_storage
 
-_path = click.argument("path", type=click.Path())
 # The first so many columns of `ls`.
 _ALWAYS = 7
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-
 
 @click.command()
-@_path
-@_json
+@options.path
+@options.json
 def ls(path: str, *, as_json: bool) -> None:
     """List the checkpoints in a folder.
 
@@ -39,7 +36,10 @@ def ls(path: str, *, as_json: bool) -> None:
     "open" is being written or was left by a crash ("dist-ckpt gc" removes what is left). Metrics,
     tags, pins and holds are shown where there are any, and "left behind" what a run has saved above
     the step that it was started from again.
-    """
+
+    \b
+    dist-ckpt ls runs/a
+    """  # noqa: D301 - click knows the backspace
     found = checkpoints(resolve(path))
     if as_json:
         output.print_json("ls", {"path": path, "checkpoints": [_facts_of(one) for one in found]})
@@ -90,10 +90,14 @@ def _facts_of(one: RunCheckpoint) -> dict[str, object]:
 
 
 @click.command()
-@_path
-@_json
+@options.path
+@options.json
 def show(path: str, *, as_json: bool) -> None:
-    """Show what one checkpoint is: who saved it, what it holds, how large it is."""
+    """Show what one checkpoint is: who saved it, what it holds, how large it is.
+
+    \b
+    dist-ckpt show runs/a@latest
+    """  # noqa: D301 - click knows the backspace
     with checkpoint.open(path) as ck:
         if as_json:
             output.print_json("show", _summary(ck))
@@ -194,49 +198,21 @@ def _nbytes(counts: object) -> list[tuple[str, int]]:
 
 
 @click.command()
-@_path
-@click.option("--depth", type=click.IntRange(min=1), default=3, show_default=True)
-@_json
-def tree(path: str, depth: int, *, as_json: bool) -> None:
-    """Show the names in a checkpoint as a tree, with their sizes."""
-    with checkpoint.open(path) as ck:
-        nbytes: dict[tuple[str, ...], int] = {}
-        leaves: dict[tuple[str, ...], str] = {}
-        for fqn, info in ck.tensors.items():
-            parts = tuple(fqn.split("."))
-            own = info.nbytes if info.alias_of is None else 0
-            for length in range(min(depth, len(parts)) + 1):
-                nbytes[parts[:length]] = nbytes.get(parts[:length], 0) + own
-            if len(parts) <= depth:
-                tied = f" (tied to {info.alias_of})" if info.alias_of else ""
-                leaves[parts] = f"{info.dtype} {list(info.shape)}{tied}"
-    path = ck.path
-    if as_json:
-        rows = [
-            {"name": ".".join(parts), "nbytes": n, "tensor": leaves.get(parts)}
-            for parts, n in nbytes.items()
-        ]
-        output.print_json("tree", {"path": path, "depth": depth, "nodes": rows})
-        return
-    click.echo(f"{output.printable(path)}  {size(nbytes.get((), 0))}")
-    for parts in sorted(part for part in nbytes if part):
-        name = output.printable("  " * len(parts) + parts[-1])
-        what = output.printable(leaves.get(parts, ""))
-        click.echo(f"{name:<48}  {size(nbytes[parts]):>8}  {what}".rstrip())
-
-
-@click.command()
-@_path
+@options.path
 @click.option(
     "--quick", is_flag=True, help="Check the index, sizes and headers only, not every block."
 )
-@_json
+@options.json
 def verify(path: str, *, quick: bool, as_json: bool) -> None:
     """Check every byte of a checkpoint and name what is damaged.
 
     PATH is one checkpoint, or a run's folder: then all that "dist-ckpt ls" lists are checked, but
     for what is not committed. Exit code 1 if anything is damaged.
-    """
+
+    \b
+    dist-ckpt verify runs/a@latest
+    dist-ckpt verify runs/a --quick
+    """  # noqa: D301 - click knows the backspace
     level: verifier.Level = "quick" if quick else "full"
     path = os.fspath(resolve(path))
     found = checkpoints(path)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import click
@@ -19,7 +19,7 @@ def verify_one(path: str, level: Level, *, as_json: bool) -> None:
     """Check one checkpoint and print what was found; exit with `FINDING` if that is damage."""
     with output.progress("verify") as update:
         report = verify(path, level=level, progress=update)
-    with _exit_code_of(output.FINE if report.ok else output.FINDING):
+    with output.exit_with(output.FINE if report.ok else output.FINDING):
         if as_json:
             output.print_json("verify", _facts(report))
         else:
@@ -59,7 +59,7 @@ def verify_all(
         states = ", ".join(f"{one.path} is {one.why}" for one in not_checked)
         raise NotFoundError(f"no committed checkpoint is in {root}: {states}. Check the path")
     num_damaged = sum(not report.ok for report in reports)
-    with _exit_code_of(output.FINDING if num_damaged else min(codes, default=output.FINE)):
+    with output.exit_with(output.FINDING if num_damaged else min(codes, default=output.FINE)):
         if as_json:
             facts = {
                 "path": root,
@@ -84,18 +84,6 @@ def _verify(one: RunCheckpoint, level: Level) -> VerifyReport | _NotChecked:
         return _NotChecked(one.path, "replaced or deleted meanwhile")
     except CheckpointError as error:
         return _NotChecked(one.path, str(error), output.exit_code(error))
-
-
-@contextmanager
-def _exit_code_of(code: int) -> Iterator[None]:
-    """Print, and exit with a code."""
-    try:
-        yield
-    except BrokenPipeError:  # nobody reads on: what was found is the exit code all the same
-        if code == output.FINE:
-            raise
-    if code != output.FINE:
-        raise click.exceptions.Exit(code)
 
 
 def _facts(report: VerifyReport) -> dict[str, object]:

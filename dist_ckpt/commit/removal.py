@@ -8,7 +8,7 @@ that are not dist_ckpt's are never touched.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from dist_ckpt.commit.attempts import (
@@ -127,7 +127,7 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     """
     names = _empty_all(storage, path)
     found = statuses(storage, path)
-    superseded = _superseded(storage, path, found)
+    superseded = _superseded(storage, path, found, now_at)
     ids = [
         entry
         for entry in entries_at(storage, path)
@@ -154,7 +154,47 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _superseded(storage: Storage, path: str, found: Sequence[Status]) -> Sequence[Attempt]:
+def collectable(storage: Storage, path: str, *, grace_s: float, now: float) -> tuple[str, ...]:
+    """Return what `collect` would remove at `path` if it were `now` by the storage's clock.
+
+    Nothing is changed.
+    """
+    names = [entry.name for entry in trash_at(storage, path) if entry.kind == "folder"]
+    names += [
+        entry.name
+        for entry in entries_at(storage, path)
+        if entry.kind == "file"
+        and is_temporary_root_id(entry.name)
+        and now - entry.modified_at > grace_s
+    ]
+    found = statuses(storage, path)
+    superseded = _superseded(storage, path, found, lambda *_: now)
+    return (
+        *names,
+        *(
+            status.attempt.name
+            for status in found
+            if status.state == "abandoned"
+            or status.attempt in superseded
+            or (status.state == "open" and now - status.modified_at > grace_s)
+        ),
+    )
+
+
+def collectable_in_all(
+    storage: Storage, root: str, *, grace_s: float, now: float
+) -> tuple[str, ...]:
+    """Return what `collect_all` would remove, as `collectable` does."""
+    return tuple(
+        f"{path}/{name}"
+        for path in _folders(storage, root)
+        for name in collectable(storage, path, grace_s=grace_s, now=now)
+    )
+
+
+def _superseded(
+    storage: Storage, path: str, found: Sequence[Status], now: Callable[[Storage, str], float]
+) -> Sequence[Attempt]:
     """Return the committed attempts below a later one, once that is certainly durable."""
     committed = [status.attempt for status in found if status.state == "committed"]
     readable = all(status.state not in ("damaged", "incompatible") for status in found)
@@ -164,7 +204,7 @@ def _superseded(storage: Storage, path: str, found: Sequence[Status]) -> Sequenc
         storage.sync(f"{path}/{committed[-1]}")  # its saver may have died before it did so
     except FileNotFoundError:  # deleted, or overwritten, since it was listed
         return ()
-    kept = kept_at(storage, path, committed[:-1], now_at)
+    kept = kept_at(storage, path, committed[:-1], now)
     return [attempt for attempt in committed[:-1] if attempt not in kept]
 
 
@@ -173,16 +213,20 @@ def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ..
 
     Raises NotFoundError if there is no such folder.
     """
+    return tuple(
+        f"{path}/{name}"
+        for path in _folders(storage, root)
+        for name in collect(storage, path, grace_s=grace_s)
+    )
+
+
+def _folders(storage: Storage, root: str) -> Sequence[str]:
+    """Return a folder, and those in it."""
     try:
         entries = storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFoundError(f"{root} is no folder; choose another path") from error
-    folders = [f"{root.rstrip('/')}/{e.name}" for e in entries if e.kind == "folder"]
-    return tuple(
-        f"{path}/{name}"
-        for path in (root, *folders)
-        for name in collect(storage, path, grace_s=grace_s)
-    )
+    return [root, *(f"{root.rstrip('/')}/{e.name}" for e in entries if e.kind == "folder")]
 
 
 def now_at(storage: Storage, path: str) -> float:

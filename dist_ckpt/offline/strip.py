@@ -110,6 +110,17 @@ def strip_at(
     return report
 
 
+def left_after(storage: Storage, path: str, names: frozenset[str]) -> tuple[int, int]:
+    """Return how many tensors a strip would leave, and the bytes of their files; change nothing.
+
+    Raises what the strip would before it writes.
+    """
+    attempt, index = attempts.find(storage, path)
+    with attempts.while_it_is_there(storage, path, attempt):
+        left = _Part.of(storage, f"{path}/{attempt}", index, names).left
+    return len(left.catalog.tensors), sum(one.nbytes for one in left.files)
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """What is left of a checkpoint: `files` are its objects files that still hold something."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 
 from dist_ckpt.errors import ConflictError, CorruptError, StorageError
@@ -42,6 +42,8 @@ def carry_files(  # noqa: PLR0913 - what, from where to where, and how
     *,
     threads: int,
     most_names: int | None = None,
+    links: bool = True,
+    tell: Callable[[int], None] = lambda nbytes: None,
 ) -> Tally:
     """Have files of an attempt in another one's folder as well; return what was linked of them.
 
@@ -49,8 +51,9 @@ def carry_files(  # noqa: PLR0913 - what, from where to where, and how
     that they get; both are folders. On return the files are durable, with their names. What cannot
     be linked is copied, and every byte of it checked: CorruptError if the source is damaged. Of
     what is linked nothing is read; but with `most_names` the headers of the shard files are, and
-    those that have so many names are copied. ConflictError if `target` is gone, or has such a file
-    already.
+    those that have so many names are copied; without `links` all are. `tell` is called with the
+    bytes of each part that is copied, from any thread. ConflictError if `target` is gone, or has
+    such a file already.
     """
 
     def carry(name: str) -> int:
@@ -58,13 +61,15 @@ def carry_files(  # noqa: PLR0913 - what, from where to where, and how
         try:
             if isinstance(record, ShardFileRecord):
                 old = f"{source}/{index.file_name(record)}"
-                if _may_link(storage, index, record, old, most_names) and linked(storage, old, new):
+                may_link = links and _may_link(storage, index, record, old, most_names)
+                if may_link and linked(storage, old, new):
                     return record.nbytes
-                _copy_shards(storage, index, record, old, new)
+                _copy_shards(storage, index, record, (old, new), tell)
             else:
-                if linked(storage, f"{source}/{name}", new):
+                if links and linked(storage, f"{source}/{name}", new):
                     return record.nbytes
                 _copy_document(storage, record, f"{source}/{name}", new)
+                tell(record.nbytes)
         except FileExistsError as error:
             raise ConflictError(
                 f"{target}/{name} exists already: see that nobody else writes there, then try again"
@@ -93,8 +98,13 @@ def _may_link(
 
 
 def _copy_shards(
-    storage: Storage, index: Index, record: ShardFileRecord, old: str, new: str
+    storage: Storage,
+    index: Index,
+    record: ShardFileRecord,
+    names: tuple[str, str],
+    tell: Callable[[int], None],
 ) -> None:
+    old, new = names
     with ExitStack() as stack:
         source = stack.enter_context(closing(open_readable(storage, old, record)))
         if (problem := size_problem(source, old, record)) is not None:
@@ -104,6 +114,7 @@ def _copy_shards(
         # Last, as a save does: a file without its header is none.
         for one in reads_of(every_block(file.header.shards, file.header.block_nbytes)):
             target.write_at(record.header_nbytes + one.span.start, _checked(file, source, one))
+            tell(one.span.nbytes)
         target.write_at(0, _read(source, 0, record.header_nbytes, old))
         _finish(target, new, record.nbytes)
 

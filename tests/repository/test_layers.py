@@ -94,6 +94,7 @@ WITHOUT_TORCH_TOO = (
 # They look for torch or numpy when somebody asks for what needs it.
 TORCH_OR_NUMPY_IF_THERE = {
     "dist_ckpt.memory.host_array",
+    "dist_ckpt.memory.numbers",
     "dist_ckpt.state.plain_torch",
     "dist_ckpt.runtime.rng",
 }
