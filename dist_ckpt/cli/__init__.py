@@ -24,6 +24,7 @@ from dist_ckpt.cli import (
     output,
     reading,
     runs,
+    teaching,
     tensors,
     watching,
 )
@@ -101,6 +102,8 @@ for _command in (
     runs.tag,
     runs.request_save,
     watching.watch,
+    teaching.completion,
+    teaching.schema,
 ):
     cli.add_command(_command)
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import click
 
-from dist_ckpt.cli import output
+from dist_ckpt.cli import options, output
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
 from dist_ckpt.reports import size
 
 
 @click.command()
-@click.argument("sources", type=click.Path(), nargs=-1, required=True)
-@click.option("--to", "target", type=click.Path(), required=True, help="Where the average goes.")
+@click.argument("sources", type=options.PATH, nargs=-1, required=True)
+@click.option("--to", "target", type=options.PATH, required=True, help="Where the average goes.")
 @click.option("--last", type=int, help="The last N of a run's folder; 0 for all.")
 @click.option("--best", type=int, help="The best N of a run's folder; 0 for all measured.")
 @click.option("--min", "lowest", metavar="METRIC", help="The best have the lowest value of it.")
 @click.option("--max", "highest", metavar="METRIC", help="The best have the highest value of it.")
 @click.option("--weight", "weights", type=float, multiple=True, help="One for each source.")
 @click.option("--decay", type=float, help="The weight of a source that has k newer is DECAY**k.")
-@click.option("--include", multiple=True, help="Tensors to average, by name or pattern.")
+@click.option("-g", "--include", multiple=True, help="Tensors to average, by name or pattern.")
 @click.option("--exclude", multiple=True, help="Tensors to take from the newest.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is there.")
 def average(  # noqa: PLR0913  (one for each option)

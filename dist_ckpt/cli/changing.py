@@ -32,12 +32,12 @@ from dist_ckpt.storage import open_storage
 
 
 @click.command()
-@click.argument("source", type=click.Path())
-@click.argument("target", type=click.Path())
+@click.argument("source", type=options.PATH)
+@click.argument("target", type=options.PATH)
 @click.option("--world-size", type=click.IntRange(min=1), help="Cut evenly for so many ranks.")
 @click.option(
     "--sharding",
-    type=click.Path(),
+    type=options.PATH,
     help="A ShardingConfig in a .json or .toml file.",
 )
 @click.option("--max-memory", type=options.Bytes(), default="1GiB", show_default=True)
@@ -108,8 +108,8 @@ def backup(path: str, *, overwrite: bool) -> None:
 
 
 @click.command()
-@click.argument("source", type=click.Path())
-@click.argument("target", type=click.Path())
+@click.argument("source", type=options.PATH)
+@click.argument("target", type=options.PATH)
 @options.overwrite
 @click.option("--link", is_flag=True, help="Hard links where they can be: no space, no check.")
 @options.dry_run

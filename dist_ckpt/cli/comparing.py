@@ -19,7 +19,7 @@ from dist_ckpt.runs.description import as_json as told
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path())
+@click.argument("paths", nargs=-1, required=True, type=options.PATH)
 @click.option("--min", "lowest", help="Sort by the lowest value of this metric.")
 @click.option("--max", "highest", help="Sort by the highest value of this metric.")
 @options.json
@@ -115,8 +115,8 @@ def _text(value: object) -> str:
 
 
 @click.command()
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
+@click.argument("a", type=options.PATH)
+@click.argument("b", type=options.PATH)
 @click.option("--values", is_flag=True, help="Compare every value as well, bit for bit.")
 @click.option("--rtol", type=float, help="With --values: how far apart, by the value in B.")
 @click.option("--atol", type=float, help="With --values: how far apart, in all.")

@@ -15,7 +15,7 @@ from dist_ckpt.runs import keep as policies
 
 @click.command()
 @click.option(
-    "--from", "source", type=click.Path(), required=True, help="A checkpoint like those to come."
+    "--from", "source", type=options.PATH, required=True, help="A checkpoint like those to come."
 )
 @click.option(
     "--world-size",
@@ -27,7 +27,7 @@ from dist_ckpt.runs import keep as policies
 @click.option("--step-s", type=output.Seconds(min=0), help="Seconds of a step.")
 @click.option("--keep", "policy", help="What to keep, as of prune.  [default: all]")
 @click.option(
-    "--folder", type=click.Path(), help="Where they will lie.  [default: where --from lies]"
+    "--folder", type=options.PATH, help="Where they will lie.  [default: where --from lies]"
 )
 @click.option("--rate", type=options.Bytes(), help="Bytes a second that the storage writes.")
 @click.option("--measure", is_flag=True, help="Measure that: write 256 MiB to the folder.")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import click
 
-from dist_ckpt.cli import output
+from dist_ckpt.cli import options, output
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.interop import hf, imports, shrew
@@ -45,8 +45,8 @@ _EXPORTS: Mapping[str, tuple[Callable[..., int], frozenset[str]]] = {
     required=True,
     help="What SOURCE is.",
 )
-@click.argument("source", type=click.Path())
-@click.argument("target", type=click.Path())
+@click.argument("source", type=options.PATH)
+@click.argument("target", type=options.PATH)
 @click.option(
     "--ranks",
     type=click.IntRange(1, MAX_WORLD_SIZE),
@@ -109,8 +109,8 @@ def import_(
 @click.option(
     "--format", "format_", type=click.Choice([*_EXPORTS]), required=True, help="What FILE is to be."
 )
-@click.argument("source", type=click.Path())
-@click.argument("file", type=click.Path())
+@click.argument("source", type=options.PATH)
+@click.argument("file", type=options.PATH)
 @click.option("--overwrite", is_flag=True, help="Replace FILE once the new one is durable.")
 @click.option(
     "--version",
@@ -120,7 +120,7 @@ def import_(
 @click.option("--only", help="hf: the component to write.  [default: model]")
 @click.option("--dtype", help="hf: convert floating tensors to this, such as bf16.")
 @click.option("--max-shard-size", help="hf: most data of a file, as 500MiB.  [default: 5GB]")
-@click.option("--include", multiple=True, help="hf: glob of names to write; may be repeated.")
+@click.option("-g", "--include", multiple=True, help="hf: glob of names to write; may be repeated.")
 @click.option("--exclude", multiple=True, help="hf: glob of names to leave out; may be repeated.")
 @click.option(
     "--reflink", is_flag=True, help="hf: share the data with SOURCE where the file system can."

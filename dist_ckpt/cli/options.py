@@ -30,7 +30,10 @@ class Bytes(click.ParamType[int]):
         return int(match[1]) * factor
 
 
-path = click.argument("path", type=click.Path())
+# Whether it can be read is found out by who reads it, who says more than click does.
+PATH = click.Path(readable=False)
+
+path = click.argument("path", type=PATH)
 json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 yes = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run = click.option("--dry-run", is_flag=True, help="Change nothing, only say what would be.")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import click
 
-from dist_ckpt.cli import output
+from dist_ckpt.cli import options, output
 from dist_ckpt.commit import holds
 from dist_ckpt.commit.alive import NO_SIGN, SIGN_S, last_sign, utc
 from dist_ckpt.commit.holds import Subject
@@ -24,14 +24,14 @@ from dist_ckpt.runs.prune import Decision
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.storage import open_storage
 
-_path = click.argument("path", type=click.Path())
+_path = click.argument("path", type=options.PATH)
 
 # How long who asks for a save waits for it: steps of minutes, and a large save, fit in.
 ANSWER_S = 600.0
 
 
 @click.command()
-@click.argument("root", type=click.Path())
+@click.argument("root", type=options.PATH)
 @click.option("--keep", "policy", required=True, help="What to keep: rules, joined by |.")
 @click.option("--dry-run", is_flag=True, help="Remove nothing, only say what would be.")
 @click.option("--explain", is_flag=True, help="Say of each checkpoint what keeps it.")
@@ -146,13 +146,15 @@ def _subject(path: str) -> Subject:
     storage, where = open_resolved(path)
     for one in list_run(storage, where, now=time.time()).checkpoints:
         if one.path == where:
+            if one.state != "committed":
+                raise NotFoundError(f"{path} is {one.state}: only what is committed is kept")
             return subject_of(storage, one)
     root = os.path.basename(where)
     raise NotFoundError(f"{path} is no checkpoint: name one, such as {root}@latest")
 
 
 @click.command("request-save")
-@click.argument("root", type=click.Path())
+@click.argument("root", type=options.PATH)
 @click.option("--stop", "stops", is_flag=True, help="End the run once it is saved.")
 @click.option("--wait", is_flag=True, help="Wait until it is durable, and say what happened.")
 @click.option(

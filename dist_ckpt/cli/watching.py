@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dist_ckpt.cli import output
+from dist_ckpt.cli import options, output
 from dist_ckpt.commit.alive import NO_SIGN
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.reports import size
@@ -32,7 +32,7 @@ MOST_OF_TIME = 0.2
 
 
 @click.command()
-@click.argument("root", type=click.Path())
+@click.argument("root", type=options.PATH)
 @click.option(
     "--interval",
     "interval_s",

@@ -1,4 +1,4 @@
-"""`dc.copy`: a checkpoint once more, in another folder or on another file system, checked."""
+"""a checkpoint once more, in another folder or on another file system, checked."""
 
 from __future__ import annotations
 

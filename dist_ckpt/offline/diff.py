@@ -1,4 +1,4 @@
-"""`dc.diff`: what two checkpoints have otherwise, whatever numbers of ranks saved them."""
+"""what two checkpoints have otherwise, whatever numbers of ranks saved them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dc.estimate`: what checkpoints will cost: size, time and space, before a job is started."""
+"""what checkpoints will cost: size, time and space, before a job is started."""
 
 from __future__ import annotations
 

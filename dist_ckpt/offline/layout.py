@@ -1,4 +1,4 @@
-"""`dc.layout`: which file and rank of a checkpoint holds which part of which tensor."""
+"""which file and rank of a checkpoint holds which part of which tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dc.stats`: what the values of each tensor of a checkpoint are like, without torch or ranks."""
+"""what the values of each tensor of a checkpoint are like, without torch or ranks."""
 
 from __future__ import annotations
 

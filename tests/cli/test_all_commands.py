@@ -1,0 +1,265 @@
+"""What holds for every command: nobody adds one that has no example, or a traceback for a user."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+import dist_ckpt as dc
+from dist_ckpt.cli import cli, output, schemas
+
+Run = Callable[..., tuple[int, str, str]]
+
+# How each command is given a path, and somewhere to write: {path} and {new}.
+WORDS = {
+    "ls": "{path}",
+    "show": "{path}",
+    "tree": "{path}",
+    "tensors": "{path}",
+    "stats": "{path}",
+    "layout": "{path}",
+    "verify": "{path}",
+    "compare": "{path}",
+    "diff": "{path} {path}",
+    "plan": "--from {path}",
+    "reshard": "{path} {new} --world-size 2",
+    "backup": "{path}",
+    "cp": "{path} {new}",
+    "strip": "{path} optim --yes",
+    "average": "{path} {path} --to {new}",
+    "rm": "{path} --yes",
+    "gc": "{path}",
+    "import": "--from hf {path} {new}",
+    "export": "--format hf {path} {new}",
+    "prune": "{path} --keep last(1) --yes",
+    "pin": "{path}",
+    "tag": "{path} name",
+    "request-save": "{path}",
+    "watch": "{path} --once",
+}
+# What takes no path, and what else is built beside this.
+WITHOUT_PATH = {"completion", "schema"}
+ELSEWHERE = {"report"}
+# A run's folder, or a checkpoint, that may be another system's: they say themselves what they miss.
+OF_CHECKPOINTS = [
+    *("show", "tree", "tensors", "stats", "layout", "diff", "plan", "reshard", "backup", "cp"),
+    *("strip", "rm", "export", "pin", "tag"),
+]
+
+
+def words(command: str, path: object, new: object) -> list[str]:
+    given = WORDS[command].format(path=shlex.quote(str(path)), new=shlex.quote(str(new)))
+    return [command, *shlex.split(given.replace("last(1)", "'last(1)'"))]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run of two steps; a tensor of the second has a nan."""
+    root = tmp_path / "run"
+    for step in (1, 2):
+        value = torch.tensor([1.0, float("nan") if step == 2 else 0.0, 3.0])
+        state = {"model": {"w": value, "b": torch.ones(2, 2)}, "optim": {"m": torch.ones(3)}}
+        dc.save({**state, "epoch": step}, root / f"s{step}", step=step, config={"lr": step})
+        dc.Run(root).metrics(step, {"loss": float("nan") if step == 2 else 0.5})
+    return root
+
+
+def test_every_command_is_looked_at_here() -> None:
+    assert {*cli.commands} - ELSEWHERE == {*WORDS} | WITHOUT_PATH
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_every_help_has_an_example_that_parses(name: str, run: Run) -> None:
+    code, told, _ = run(name, "--help")
+    assert code == 0
+    examples = re.findall(r"^ *dist-ckpt (.+)$", told, flags=re.M)
+    assert examples, f"{name} --help has no example"
+    for example in examples:
+        given = shlex.split(re.split(" >> | > ", example)[0])
+        assert given[0] == name
+        # Parsed, and not run: an unknown option, or one that lacks its value, is a usage error.
+        with click.Context(cli) as parent:
+            cli.commands[name].make_context(name, given[1:], parent=parent)
+
+
+@pytest.mark.parametrize("name", sorted(WORDS))
+def test_an_unknown_path_is_not_found(name: str, tmp_path: Path, run: Run) -> None:
+    code, told, errors = run(*words(name, tmp_path / "gone" / "away", tmp_path / "new"))
+    if name == "watch":  # it waits for what is not there yet
+        return
+    assert (code, told) == (output.NOT_FOUND, ""), errors
+    assert errors.startswith("dist-ckpt: ")
+    assert errors.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("name", sorted(OF_CHECKPOINTS))
+def test_what_is_no_checkpoint_is_one_line(name: str, tmp_path: Path, run: Run) -> None:
+    open_attempt = tmp_path / "open" / "a1-0123456789abcdef"
+    open_attempt.mkdir(parents=True)
+    (open_attempt / "claim.json").write_text("{}")
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "evil\x1b[2J\nx").mkdir()
+    for there in ("open", "file", "empty", "evil\x1b[2J\nx", "empty@latest", "empty@min:x"):
+        code, _, errors = run(*words(name, tmp_path / there, tmp_path / "new"))
+        assert code in (output.NOT_FOUND, output.INCOMPATIBLE, output.IO_ERROR), errors
+        assert errors.startswith("dist-ckpt: ")
+        assert "\x1b" not in errors
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["stats", "diff", "cp", "reshard", "verify"])
+def test_damage_is_a_finding(name: str, root: Path, tmp_path: Path, run: Run) -> None:
+    for file in (root / "s1").glob("a1-*/*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    given = words(name, root / "s1", tmp_path / "new")
+    code, told, errors = run(*given, *(["--values"] if name == "diff" else []))
+    assert code == output.FINDING
+    assert "model.w" in told + errors or "model.b" in told + errors
+
+
+DOCUMENTS = {
+    "ls": "ls {root}",
+    "show": "show {root}@2",
+    "tree": "tree {root}@2 -g model",
+    "tensors": "tensors {root}@2 --sort size",
+    "stats": "stats {root}@2",
+    "layout": "layout {root}@2 -g '*'",
+    "verify": "verify {root}@2",
+    "verify-all": "verify {root}",
+    "compare": "compare {root} --min loss",
+    "diff": "diff {root}@1 {root}@2 --values",
+    "plan": "plan --from {root}@2 --rate 1GB --steps 100 --save-every 10 --keep 'last(2)'",
+    "prune": "prune {root} --keep 'last(1)' --dry-run",
+    "gc": "gc {root} --dry-run",
+}
+
+
+@pytest.mark.parametrize("name", schemas.NAMES)
+def test_every_document_is_as_its_schema_says(name: str, root: Path, run: Run) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    _, told, errors = run(*shlex.split(DOCUMENTS[name].format(root=root)), "--json")
+    assert errors == ""
+    document = json.loads(told, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    _, shown, _ = run("schema", name)
+    schema = json.loads(shown)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(document, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**document, "more": 1}, schema)
+
+
+def test_every_command_with_json_has_a_schema() -> None:
+    options = {
+        name: {one for param in command.params for one in param.opts}
+        for name, command in cli.commands.items()
+        if name not in ELSEWHERE
+    }
+    assert {name for name, given in options.items() if "--json" in given} == {
+        *schemas.NAMES,
+    } - {"verify-all"}
+
+
+def test_exit_codes_follow_what_was_found(root: Path, run: Run) -> None:
+    assert run("stats", f"{root}@1")[0] == 0
+    assert run("stats", f"{root}@2")[0] == output.FINDING
+    assert run("stats", f"{root}@2", "--exclude", "model.w")[0] == 0
+    assert run("diff", f"{root}@1", f"{root}@1", "--values")[0] == 0
+    assert run("diff", f"{root}@1", f"{root}@2")[0] == output.FINDING
+    assert run("tensors", f"{root}@1", "-g", "nothing")[0] == output.USAGE
+    assert run("diff", f"{root}@1", f"{root}@1", "--rtol", 1)[0] == output.USAGE
+
+
+@pytest.mark.parametrize("command", ["rm {}", "strip {} optim", "gc {}/.. --grace 0", "cp {} {}-x"])
+def test_a_dry_run_changes_nothing(command: str, root: Path, run: Run) -> None:
+    dead = root / "s9" / "a1-0123456789abcdef"
+    dead.mkdir(parents=True)
+    (dead / "claim.json").write_text("{}")
+    before = {str(one): one.stat().st_mtime_ns for one in root.rglob("*")}
+    given = command.format(*[root / "s1"] * 2).split()
+    code, told, errors = run(*given, "--dry-run")
+    assert (code, errors) == (0, "")
+    assert "would be" in told
+    assert {str(one): one.stat().st_mtime_ns for one in root.rglob("*")} == before
+    if given[0] == "gc":
+        assert "a1-0123456789abcdef" in told
+        assert "1 would be removed" in told
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed_and_completes(shell: str, run: Run) -> None:
+    code, told, _ = run("completion", shell)
+    assert code == 0
+    assert "_DIST_CKPT_COMPLETE" in told
+    environment = {**os.environ, "_DIST_CKPT_COMPLETE": "bash_complete"}
+    environment |= {"COMP_WORDS": "dist-ckpt tens", "COMP_CWORD": "1"}
+    code_ = "from dist_ckpt.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code_],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "plain,tensors\n"
+
+
+def test_a_log_gets_a_line_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with output.progress("work") as update:
+        for second in range(100):
+            now[0] = float(second)
+            update(second, 100)
+        early = capsys.readouterr().err.splitlines()
+        for second in range(100, 86400, 10):
+            now[0] = float(second)
+            update(99, 100)
+    assert len(early) == 19
+    assert early[0] == "work: 5 B of 100 B, 95 s left"
+    assert 100 < len(capsys.readouterr().err.splitlines()) < 300
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("name", ["show", "tensors", "stats", "verify", "cp", "ls"])
+def test_who_may_not_read_gets_one_line(name: str) -> None:
+    # Not in tmp_path, where only its owner comes.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        dc.save({"w": torch.ones(2)}, f"{folder}/s1")
+        os.chmod(f"{folder}/s1", 0o700)
+        done = as_another_user(words(name, f"{folder}/s1", f"{folder}/new"))
+    assert done.returncode == output.IO_ERROR, done.stderr
+    assert done.stderr.startswith("dist-ckpt: ")
+    assert done.stderr.count("\n") == 1
+
+
+def as_another_user(given: list[str]) -> subprocess.CompletedProcess[str]:
+    # The libraries may lie where that user does not come: they are imported before.
+    imports = "import os, sys, numpy; from dist_ckpt.cli import main"
+    code = f"{imports}; os.setuid(65534); main(sys.argv[1:])"
+    return subprocess.run(
+        [sys.executable, "-c", code, *given],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
