@@ -1,4 +1,4 @@
-"""a checkpoint once more, in another folder or on another file system, checked."""
+"""A checkpoint once more, in another folder or on another file system, checked."""
 
 from __future__ import annotations
 

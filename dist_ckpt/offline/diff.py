@@ -1,4 +1,4 @@
-"""what two checkpoints have otherwise, whatever numbers of ranks saved them."""
+"""What two checkpoints have otherwise, whatever numbers of ranks saved them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""what checkpoints will cost: size, time and space, before a job is started."""
+"""What checkpoints will cost: size, time and space, before a job is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""which file and rank of a checkpoint holds which part of which tensor."""
+"""Which file and rank of a checkpoint holds which part of which tensor."""
 
 from __future__ import annotations
 

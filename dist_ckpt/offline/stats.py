@@ -1,4 +1,4 @@
-"""what the values of each tensor of a checkpoint are like, without torch or ranks."""
+"""What the values of each tensor of a checkpoint are like, without torch or ranks."""
 
 from __future__ import annotations
 
