@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import click
 
@@ -55,10 +57,8 @@ def report(path: str, *, file: str, check: Check, overwrite: bool, as_json: bool
             facts = report_facts(path, check=check, progress_of=progress_of)
         else:
             try:
-                facts = dict(
-                    write_report(
-                        path, file, check=check, overwrite=overwrite, progress_of=progress_of
-                    )
+                facts = write_report(
+                    path, file, check=check, overwrite=overwrite, progress_of=progress_of
                 )
             except ModuleNotFoundError as error:
                 raise click.UsageError(str(error)) from None
@@ -70,8 +70,7 @@ def report(path: str, *, file: str, check: Check, overwrite: bool, as_json: bool
         raise click.exceptions.Exit(output.FINDING)
 
 
-def _told(facts: object) -> str:
-    assert isinstance(facts, dict)
+def _told(facts: Mapping[str, Any]) -> str:
     if facts["about"] == "run":
         num = facts["num_checkpoints"]
         checked = "" if facts["check"] == "none" else f", {facts['num_damaged']} damaged"
@@ -82,8 +81,7 @@ def _told(facts: object) -> str:
     return f"one checkpoint, {verdict['num_problems']} problems by the {verdict['level']} check"
 
 
-def _is_damaged(facts: object) -> bool:
-    assert isinstance(facts, dict)
+def _is_damaged(facts: Mapping[str, Any]) -> bool:
     if facts["about"] == "run":
         return bool(facts["num_damaged"])
     return bool(facts["verdict"]["result"] == "damaged" or facts["unreadable"])

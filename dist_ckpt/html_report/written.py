@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from typing import Any
 
 from dist_ckpt import __version__
 from dist_ckpt.errors import NotFoundError
@@ -26,7 +26,7 @@ def report_facts(
     *,
     check: Check = "quick",
     progress_of: ProgressOf = lambda _: None,
-) -> dict[str, Json]:
+) -> dict[str, Any]:
     """Return what there is to say of the checkpoint at `path`, or of the run in that folder.
 
     It is JSON, `about` a "checkpoint" or a "run"; its size is bounded, however much is saved there.
@@ -74,7 +74,7 @@ def write_report(
     check: Check = "quick",
     overwrite: bool = False,
     progress_of: ProgressOf = lambda _: None,
-) -> Mapping[str, Json]:
+) -> dict[str, Any]:
     """Write the page about what `path` holds into `file`; return the facts that it is made of.
 
     See `report_facts`. The page is one file of some 5 MB that loads nothing from anywhere. On

@@ -267,6 +267,7 @@ def test_names_in_a_checkpoint_are_only_text(tmp_path: Path) -> None:
     assert "\u202e" not in text
     data = re.search(r'id="facts">(.*?)</script>', text, re.S)
     assert data
+    assert not set("<>&") & set(data[1])
     assert json.loads(data[1])["components"][0]["name"] == HOSTILE
 
 
