@@ -23,6 +23,7 @@ from dist_ckpt.cli import (
     formats,
     output,
     reading,
+    reporting,
     runs,
     teaching,
     tensors,
@@ -104,6 +105,7 @@ for _command in (
     watching.watch,
     teaching.completion,
     teaching.schema,
+    reporting.report,
 ):
     cli.add_command(_command)
 
