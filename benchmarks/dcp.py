@@ -7,8 +7,8 @@ In each round both save, or load what they have saved, one directly after the ot
 changes from round to round: so what else the machine does meets both. Loads of one case take turns
 too, warm and cold. What was loaded is compared bit for bit. "times as fast" is the median over the
 rounds of DCP's seconds by ours, and in brackets its quartiles. Phases are those of the slowest
-rank, medians: "planning" is all of a call that is not in the storage reader or writer, and below
-what that does is what our reports tell of it.
+rank, medians: first what DCP does around its storage writer or reader, plans and waits for other
+ranks; then the calls of those, and after each ">" what our reports tell of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.checkpoints import large_tensors
+from benchmarks.contenders import Contender
 from benchmarks.peers import Dcp, DcpOnOurs, dcp_state
 from benchmarks.pool import Pools
 from benchmarks.rank import Place, Rank, Sample
@@ -35,7 +36,7 @@ from benchmarks.workload import Spec
 
 SIDES = (Dcp(), DcpOnOurs())
 NAMES = tuple(side.name for side in SIDES)
-PLANNING = "planning"
+PLANNING = "planning and waiting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ class DcpRank(Rank):
 
     def __init__(self, place: Place, contenders: tuple[Any, ...]) -> None:
         self._phases: dict[str, float] = {}
-        super().__init__(place, tuple(_Told(side, self._phases) for side in contenders))
+        told = [_Told(side, self._phases) for side in contenders]
+        super().__init__(place, cast("tuple[Contender, ...]", tuple(told)))
 
     def timed(self, method: str, *args: Any, **options: Any) -> Timed:
         """Save or load, as the methods of these names."""
