@@ -29,7 +29,7 @@ from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Catalog, TensorRecord
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.interop.dcp_items import join_all
-from dist_ckpt.loading.read_together import Opened, Together, read_together
+from dist_ckpt.loading.read_together import OwnFiles, Together, read_together
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.load_planner import plan_load
@@ -45,7 +45,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 # The boxes that are wanted of each tensor, and where they go.
-_Parts = dict[str, list[tuple[Region, torch.Tensor]]]
+_WantedBoxes = dict[str, list[tuple[Region, torch.Tensor]]]
 
 # The names of the parameters in a group of an optimizer.
 _PARAMS = re.compile(r"(.+)\.param_groups\.\d+\.params")
@@ -145,9 +145,9 @@ class StoredState:
         all ranks, if what one of them reads is damaged.
         """
         storage, _ = open_storage(self._path, direct_reads=direct_reads)
-        asked = _Asked(planner)
+        asked = _PlannedReads(planner)
 
-        def opened() -> Opened:
+        def opened() -> OwnFiles:
             for item in items:
                 asked.add(item, torch_dtype(self._record(item.storage_index.fqn).dtype))
             return self._open(storage, asked.parts, together.ranks.config.threads)
@@ -161,7 +161,7 @@ class StoredState:
     def _there(self, storage: Storage) -> AbstractContextManager[None]:
         return attempts.while_it_is_there(storage, self._path, self._attempt)
 
-    def _open(self, storage: Storage, tensors: _Parts, threads: int) -> Opened:
+    def _open(self, storage: Storage, tensors: _WantedBoxes, threads: int) -> OwnFiles:
         """Open the files that these boxes are in, and wait for devices that use their memory."""
         wanted = []
         targets: dict[tuple[str, int], Target] = {}
@@ -176,18 +176,18 @@ class StoredState:
         plan = plan_load(self._index, wanted)
         synchronize(tensor for parts in tensors.values() for _, tensor in parts)
         files = open_files(storage, self._folder, self._index, plan, threads=threads)
-        return Opened(files, targets)
+        return OwnFiles(files, targets)
 
     def _record(self, key: str) -> TensorRecord:
         fqn = self._tensors[key]
         return self._catalog.tensors[self._catalog.aliases.get(fqn, fqn)]
 
 
-class _Asked:
+class _PlannedReads:
     """What a planner asks for: the boxes of each tensor, by DCP's key, and where they go."""
 
     def __init__(self, planner: LoadPlanner) -> None:
-        self.parts: _Parts = {}
+        self.parts: _WantedBoxes = {}
         self._planner = planner
         self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._resolved: list[tuple[ReadItem, torch.Tensor]] = []

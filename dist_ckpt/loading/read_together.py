@@ -26,7 +26,7 @@ from dist_ckpt.shard_io.reading_work import CellTargets
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OwnFiles:
     """The open files that a rank reads, and where their cells go."""
 
     files: OpenFiles
@@ -40,7 +40,7 @@ class _Wants(Message, frozen=True):
     bulk: int
 
 
-class _Shares(Message, frozen=True):
+class _InCommon(Message, frozen=True):
     """Whether ranks share what they read, and what each wants, if that is not yet to be told."""
 
     shares: bool
@@ -63,7 +63,7 @@ class Together:
 
 def read_together(
     together: Together,
-    open_files: Callable[[], Opened],
+    open_files: Callable[[], OwnFiles],
     there: Callable[[], AbstractContextManager[None]],
 ) -> tuple[int, int]:
     """Fill the targets of each rank. Collective: every rank of the session calls this.
@@ -96,10 +96,10 @@ def run(ranks: Session, shared: Meeting | None, reading: Reading) -> tuple[int, 
 def _meet(
     ranks: Session,
     meeting: str,
-    open_files: Callable[[], Opened],
+    open_files: Callable[[], OwnFiles],
     there: Callable[[], AbstractContextManager[None]],
     stack: ExitStack,
-) -> tuple[Opened, Meeting | None]:
+) -> tuple[OwnFiles, Meeting | None]:
     """Open the files, tell what is wanted of them, and link the ranks that want the same."""
     with ranks.channel.exchange("check") as checking:
         with there():
@@ -110,8 +110,8 @@ def _meet(
         own = b"" if of_rank is None else typed_msgpack.encode(of_rank)
         if told := checking.gather(_Wants(short(own, ranks.channel.world_size), ranks.bulk.epoch)):
             shares, wants = in_common([one.wants for one in told], between_hosts=False)
-            checking.decide(_Shares(shares, tuple(wants), max(one.bulk for one in told)))
-    common = checking.result(_Shares)
+            checking.decide(_InCommon(shares, tuple(wants), max(one.bulk for one in told)))
+    common = checking.result(_InCommon)
     ranks.bulk.renew(common.bulk)
     if not common.shares:
         return opened, None
