@@ -46,17 +46,17 @@ class Dcp:
         return None
 
     def save(self, workload: Workload, folder: Path) -> None:
-        dcp.save(dcp_state(workload), storage_writer=self._writer(folder))
+        dcp.save(dcp_state(workload), storage_writer=self.writer(folder))
 
-    def _writer(self, folder: Path) -> dcp.StorageWriter:
+    def writer(self, folder: Path) -> dcp.StorageWriter:
         return dcp.FileSystemWriter(folder, thread_count=self.threads)
 
-    def _reader(self, folder: Path) -> dcp.StorageReader:
+    def reader(self, folder: Path) -> dcp.StorageReader:
         return dcp.FileSystemReader(folder)
 
     def load(self, workload: Workload, folder: Path) -> None:
         state = dcp_state(workload)
-        dcp.load(state, storage_reader=self._reader(folder))
+        dcp.load(state, storage_reader=self.reader(folder))
         if workload.model is not None and workload.optimizer is not None:
             set_state_dict(
                 workload.model,
@@ -80,10 +80,10 @@ class DcpOnOurs(Dcp):
     def save_note(self) -> str:
         return "computes checksums"
 
-    def _writer(self, folder: Path) -> dcp.StorageWriter:
+    def writer(self, folder: Path) -> dcp.StorageWriter:
         return StorageWriter(folder)
 
-    def _reader(self, folder: Path) -> dcp.StorageReader:
+    def reader(self, folder: Path) -> dcp.StorageReader:
         return StorageReader(folder)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.process_group import session_alone, session_of
+from dist_ckpt.config import launched_world_size
 from dist_ckpt.errors import ConflictError
 from dist_ckpt.foreign.find import open_dcp_folder
 from dist_ckpt.interop.dcp_items import local_state_of
@@ -42,9 +44,10 @@ from dist_ckpt.interop.dcp_metadata import StoredState
 from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.load_steps import ReadOnce
 from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.loading.read_together import Together
 from dist_ckpt.planning.selection import Cast
 from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.reports import LoadReport, SaveReport
+from dist_ckpt.reports import LoadReport, Phases, SaveReport, size
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.saving.held_state import StateReader
 from dist_ckpt.saving.save import SaveOptions, save_together
@@ -91,6 +94,34 @@ def load(
         notes=False,
     )
     return load_together(session_of(group), state, path, options, opener=open_dcp_folder)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpLoadReport:
+    """What a `dcp.load` with a `StorageReader` did on this rank, without DCP's planning.
+
+    `nbytes_read` of the tensors came from storage, `nbytes_received` from other ranks of this host.
+    `seconds` are by phase: "open" is to find the checkpoint, "check" to open its files and to
+    agree, "read" to read, verify and fill, "place" to convert and to hand over values.
+    """
+
+    path: str
+    attempt: str
+    nbytes_read: int
+    nbytes_received: int
+    seconds: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """The seconds of all phases."""
+        return sum(self.seconds.values())
+
+    def __str__(self) -> str:
+        """Return one line for people and logs."""
+        return (
+            f"loaded {self.path} for DCP: {size(self.nbytes_read)} read and "
+            f"{size(self.nbytes_received)} received here in {self.total_s:.3g} s"
+        )
 
 
 class StorageWriter(dcp.StorageWriter):
@@ -197,31 +228,45 @@ class StorageReader(dcp.StorageReader):
     """Reads a checkpoint for a planner of DCP's: what it asks for, and no more, each byte checked.
 
     `path` may name one of a run, such as "runs/a@latest". Of a tensor any box may be asked for,
-    whatever the ranks that saved it; another dtype is converted, as DCP does. Values per rank are
-    those of the same rank. `checkpoint_id` of `dcp.load` comes before `path`.
+    whatever the ranks that saved it; another dtype is converted, as DCP does. `checkpoint_id` of
+    `dcp.load` comes before `path`. `report` is what the last load came to.
+
+    `process_group` is what `dcp.load` is given, None if that is given none. If it is, the ranks
+    read together, as those of `dc.load` do: what several ranks of a host want is read by one of
+    them, and all raise what one of them does. Otherwise each rank reads all that it wants. Values
+    per rank are those of the same rank of this group, counted within it.
 
     Raises NotFoundError if there is no checkpoint, CorruptError if it is damaged; DCP puts them
-    into a CheckpointException of its own.
+    into a CheckpointException of its own. What is read is checked as it lands: after an error
+    tensors of the state may hold some of it, as with DCP's own reader.
     """
 
-    def __init__(self, path: DcpPath | None = None) -> None:
+    def __init__(
+        self, path: DcpPath | None = None, *, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__()
         self.checkpoint_id = path
+        self.report: DcpLoadReport | None = None
+        self._group = process_group
         self._stored: StoredState | None = None
+        self._phases = Phases("load", "", quiet=True)
 
     def reset(self, checkpoint_id: DcpPath | None = None) -> None:
         """Begin another load, of `checkpoint_id` if that is given."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
         self._stored = None
+        self.report = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return what is in the checkpoint, by DCP's names."""
         del args, kwargs
         path = _checked(self.checkpoint_id, "StorageReader")
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._stored = StoredState(*open_storage(resolve(path)), rank)
-        return self._stored.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))
+        is_quiet = _job_rank() != COORDINATOR
+        self._phases = Phases("load", os.fspath(path), quiet=is_quiet)
+        with self._phases.phase("open"):
+            self._stored = StoredState(*open_storage(resolve(path)), self._rank)
+            return self._stored.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))
 
     def set_up_storage_reader(
         self,
@@ -230,33 +275,67 @@ class StorageReader(dcp.StorageReader):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Do nothing: all is known."""
+        """Check that values per rank are those of the rank that DCP takes this one for."""
+        told = kwargs.get("rank")
+        # Who loads alone (no_dist) is told 0, whatever its rank, as is the first of any group.
+        if told and told != self._rank and self._found.per_rank:
+            raise ValueError(
+                f"dcp.load calls this rank {told}, and in the group of the StorageReader it is "
+                f"{self._rank}; {self.checkpoint_id} has values per rank: give both the same "
+                "process_group="
+            )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say in the plan what this rank has found."""
-        return replace(plan, storage_data=self._found.name)
+        """Say in the plan what this rank has found, and which rank of the job it is."""
+        return replace(plan, storage_data=(self._found.name, _job_rank()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks have found the same. ConflictError if it was replaced meanwhile."""
-        found = sorted({str(plan.storage_data) for plan in plans})
+        """Check that all ranks have found the same, and say in their plans whether they meet.
+
+        ConflictError if it was replaced meanwhile, ValueError for a group that is another one.
+        """
+        told = [plan.storage_data for plan in plans]
+        found = sorted({str(name) for name, _ in told})
         if len(found) > 1:
             raise ConflictError(
                 f"{self.checkpoint_id}: the ranks have found different checkpoints there, "
                 f"{' and '.join(found)}: one was saved meanwhile; load again"
             )
-        return plans
+        is_group = len(plans) > 1 and [rank for _, rank in told] == self._job_ranks()
+        if self._group is not None and len(plans) > 1 and not is_group:
+            raise ValueError(
+                "dcp.load is called by other ranks than those of the group that the StorageReader "
+                "has: give both the same process_group="
+            )
+        meeting = os.urandom(16).hex() if is_group else ""
+        return [replace(plan, storage_data=meeting) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what is asked for into the planner's tensors. CorruptError names what is damaged."""
-        stored = self._found
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                data = io.BytesIO()
-                # For memory alone: the planner takes values so, and no other way.
-                torch.save(stored.value(item.storage_index.fqn), data)  # noqa: TID251
-                data.seek(0)
-                planner.load_bytes(item, data)
-        stored.fill([item for item in plan.items if item.type != LoadItemType.BYTE_IO], planner)
+        stored, meeting = self._found, str(plan.storage_data or "")
+        # Other ranks of the job may read by themselves what this one does.
+        is_one_of_many = not meeting and _is_in_job()
+        ranks = session_alone() if is_one_of_many else session_of(self._group)
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        nbytes_read, nbytes_received = stored.fill(
+            tensors,
+            planner,
+            Together(ranks, self._phases, meeting),
+            # The page cache shares it among them.
+            direct_reads=not is_one_of_many,
+        )
+        with self._phases.phase("place"):
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, _bytes_of(stored.value(item.storage_index.fqn)))
+        self.report = DcpLoadReport(
+            os.fspath(_checked(self.checkpoint_id, "StorageReader")),
+            stored.name,
+            nbytes_read,
+            nbytes_received,
+            self._phases.seconds,
+        )
+        self._phases.done(self.report)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -271,6 +350,33 @@ class StorageReader(dcp.StorageReader):
         if self._stored is None:
             raise ValueError("this StorageReader has read no metadata: dcp.load calls that first")
         return self._stored
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank(self._group) if dist.is_initialized() else 0
+
+    def _job_ranks(self) -> list[int]:
+        """Return the ranks of the group, as ranks of the job."""
+        if not dist.is_initialized():
+            return []
+        ranks: list[int] = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        return ranks
+
+
+def _is_in_job() -> bool:
+    return dist.is_initialized() or launched_world_size() > 1
+
+
+def _job_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _bytes_of(value: object) -> io.BytesIO:
+    """Return a value for a planner, which takes values so, and no other way: in memory alone."""
+    data = io.BytesIO()
+    torch.save(value, data)  # noqa: TID251
+    data.seek(0)
+    return data
 
 
 def _checked(path: DcpPath | None, who: str) -> DcpPath:

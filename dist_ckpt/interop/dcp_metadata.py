@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from functools import cache
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Catalog, TensorRecord
 from dist_ckpt.format.objects_file import ObjectsFile
 from dist_ckpt.interop.dcp_items import join_all
+from dist_ckpt.loading.read_together import OwnFiles, Together, read_together
 from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.load_planner import plan_load
@@ -38,10 +39,13 @@ from dist_ckpt.shard_io.open_files import open_files, read_objects
 from dist_ckpt.state.containers import is_mapping, join
 from dist_ckpt.state.local_tensors import torch_dtype
 from dist_ckpt.state.plain_torch import make
-from dist_ckpt.storage import Storage
+from dist_ckpt.storage import Storage, open_storage
 
 K = TypeVar("K")
 T = TypeVar("T")
+
+# The boxes that are wanted of each tensor, and where they go.
+_WantedBoxes = dict[str, list[tuple[Region, torch.Tensor]]]
 
 # The names of the parameters in a group of an optimizer.
 _PARAMS = re.compile(r"(.+)\.param_groups\.\d+\.params")
@@ -120,31 +124,45 @@ class StoredState:
 
     def read_into(self, key: str, region: Region, tensor: torch.Tensor) -> None:
         """Fill a tensor with a box of one that the metadata names. CorruptError for damage."""
-        self._read({key: [(region, tensor)]})
+        threads = Config.from_environment().threads
+        with self._there(self._storage):
+            opened = self._open(self._storage, {key: [(region, tensor)]}, threads)
+            with closing(opened.files):
+                Reading(opened.files, opened.targets, verify=True).run(threads)
+        synchronize([tensor])
 
-    def fill(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        """Fill the tensors of a planner. CorruptError if what is read is damaged."""
-        tensors: dict[str, list[tuple[Region, torch.Tensor]]] = {}
-        late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        resolved: list[tuple[ReadItem, torch.Tensor]] = []
-        for item in items:
-            own = planner.resolve_tensor(item)
-            resolved.append((item, own))
-            target, dtype = own.detach(), torch_dtype(self._record(item.storage_index.fqn).dtype)
-            if target.dtype != dtype:
-                late.append((target, torch.empty(target.shape, dtype=dtype)))
-                target = late[-1][1]
-            where = item.storage_index.offset or torch.Size([0] * len(item.lengths))
-            offset = tuple(a + b for a, b in zip(where, item.storage_offsets, strict=True))
-            region = Region(offset, tuple(item.lengths))
-            tensors.setdefault(item.storage_index.fqn, []).append((region, target))
-        self._read(tensors)
-        for target, read in late:
-            target.copy_(read)
-        for item, own in resolved:
-            planner.commit_tensor(item, own)
+    def fill(
+        self,
+        items: Sequence[ReadItem],
+        planner: LoadPlanner,
+        together: Together,
+        *,
+        direct_reads: bool,
+    ) -> tuple[int, int]:
+        """Fill the tensors of a planner. Collective: all ranks of `together` call this.
 
-    def _read(self, tensors: Mapping[str, Sequence[tuple[Region, torch.Tensor]]]) -> None:
+        Returns how many bytes came from storage, and how many from other ranks. CorruptError, on
+        all ranks, if what one of them reads is damaged.
+        """
+        storage, _ = open_storage(self._path, direct_reads=direct_reads)
+        asked = _PlannedReads(planner)
+
+        def opened() -> OwnFiles:
+            for item in items:
+                asked.add(item, torch_dtype(self._record(item.storage_index.fqn).dtype))
+            return self._open(storage, asked.parts, together.ranks.config.threads)
+
+        with together.ranks.operation(f"load of {self._folder}"):
+            moved = read_together(together, opened, lambda: self._there(storage))
+        with together.phases.phase("place"):
+            asked.place()
+        return moved
+
+    def _there(self, storage: Storage) -> AbstractContextManager[None]:
+        return attempts.while_it_is_there(storage, self._path, self._attempt)
+
+    def _open(self, storage: Storage, tensors: _WantedBoxes, threads: int) -> OwnFiles:
+        """Open the files that these boxes are in, and wait for devices that use their memory."""
         wanted = []
         targets: dict[tuple[str, int], Target] = {}
         for key, every_part in tensors.items():
@@ -155,19 +173,48 @@ class StoredState:
             )
             for number, (region, tensor) in enumerate(parts):
                 targets[fqn, number] = TensorTarget(tensor, region)
-        every = [tensor for parts in tensors.values() for _, tensor in parts]
-        threads = Config.from_environment().threads
         plan = plan_load(self._index, wanted)
-        synchronize(every)
-        with attempts.while_it_is_there(self._storage, self._path, self._attempt):
-            opened = open_files(self._storage, self._folder, self._index, plan, threads=threads)
-            with closing(opened):
-                Reading(opened, targets, verify=True).run(threads)
-        synchronize(every)
+        synchronize(tensor for parts in tensors.values() for _, tensor in parts)
+        files = open_files(storage, self._folder, self._index, plan, threads=threads)
+        return OwnFiles(files, targets)
 
     def _record(self, key: str) -> TensorRecord:
         fqn = self._tensors[key]
         return self._catalog.tensors[self._catalog.aliases.get(fqn, fqn)]
+
+
+class _PlannedReads:
+    """What a planner asks for: the boxes of each tensor, by DCP's key, and where they go."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self.parts: _WantedBoxes = {}
+        self._planner = planner
+        self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._resolved: list[tuple[ReadItem, torch.Tensor]] = []
+
+    def add(self, item: ReadItem, stored: torch.dtype) -> None:
+        """Ask the planner where an item goes; through memory of our own if that has another dtype.
+
+        That is taken now: all that a rank may lack is lacking before anything lands anywhere.
+        """
+        own = self._planner.resolve_tensor(item)
+        self._resolved.append((item, own))
+        target = own.detach()
+        if target.dtype != stored:
+            self._converted.append((target, torch.empty(target.shape, dtype=stored)))
+            target = self._converted[-1][1]
+        where = item.storage_index.offset or torch.Size([0] * len(item.lengths))
+        offset = tuple(a + b for a, b in zip(where, item.storage_offsets, strict=True))
+        region = Region(offset, tuple(item.lengths))
+        self.parts.setdefault(item.storage_index.fqn, []).append((region, target))
+
+    def place(self) -> None:
+        """Convert what is to be converted, and tell the planner that all is there."""
+        synchronize(tensor for parts in self.parts.values() for _, tensor in parts)
+        for target, read in self._converted:
+            target.copy_(read)
+        for item, own in self._resolved:
+            self._planner.commit_tensor(item, own)
 
 
 def _described(record: TensorRecord) -> TensorStorageMetadata:

@@ -46,8 +46,9 @@ from dist_ckpt.loading.load_steps import (
     sum_up,
 )
 from dist_ckpt.loading.options import LoadOptions
-from dist_ckpt.loading.read_once import read_shared, verify_shared
+from dist_ckpt.loading.read_once import verify_shared
 from dist_ckpt.loading.read_once_agreement import Apart, Meeting, wants_of_all
+from dist_ckpt.loading.read_together import run
 from dist_ckpt.loading.sources import Sources, text_of
 from dist_ckpt.planning.selection import EVERYTHING, Cast
 from dist_ckpt.planning.sharding_config import ShardingConfig
@@ -360,17 +361,11 @@ def _verify(ranks: Session, checked: Checked, shared: Meeting | None) -> None:
 
 def _read(ranks: Session, checked: Checked, shared: Meeting | None, reading: Reading) -> RankTotals:
     """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
-    start, nbytes_received = time.monotonic(), 0
+    start = time.monotonic()
     try:
-        if shared is None:
-            nbytes_read = reading.run(ranks.config.threads)
-        else:
-            nbytes_read, nbytes_received = read_shared(shared, reading)
-    except BaseException as error:
-        if shared is not None:
-            shared.give_up()
-        if isinstance(error, CorruptError):
-            error.touched = checked.names_of(error.touched)
+        nbytes_read, nbytes_received = run(ranks, shared, reading)
+    except CorruptError as error:
+        error.touched = checked.names_of(error.touched)
         raise
     checked.binding.settle()
     nbytes_placed = nbytes_placed_by(checked.files.plan)

@@ -256,7 +256,7 @@ def judge(
         do_not = f"{' and '.join(paths)} do{'es' * (len(paths) == 1)} not"
         raise IncompatibleError(f"{do_not} fit the state; nothing was changed:{lines}")
     between_hosts = asked.read_once == "job"
-    shares, wants = _in_common([one.wants for one in told], between_hosts=between_hosts)
+    shares, wants = in_common([one.wants for one in told], between_hosts=between_hosts)
     return Passed(
         unexpected=tuple(dict.fromkeys(name for _, names in unexpected for name in names)),
         makes_memory=any(one.makes_memory for one in told),
@@ -303,7 +303,7 @@ def _check_shared(storages: Sequence[Storage], found: Found, gone: Sequence[int]
         )
 
 
-def _in_common(
+def in_common(
     wants: Sequence[bytes | None], *, between_hosts: bool
 ) -> tuple[bool, Sequence[bytes]]:
     """Say whether ranks share what they read; return what all want if that can be handed out.

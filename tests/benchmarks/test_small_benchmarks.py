@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import averaging, exporting, frozen
+from benchmarks import averaging, dcp, exporting, frozen
 
 
 def test_averages_are_measured_beside_reading_and_verifying(
@@ -40,4 +40,23 @@ def test_exports_are_measured_beside_a_copy(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["copy", "export", "bfloat16"]
     assert all("GB/s" in line for line in lines[1:])
+    assert not list(tmp_path.iterdir())
+
+
+def test_dcp_is_measured_by_itself_and_over_our_format_with_the_phases_of_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--mb", "1", "--rounds", "2", "--saves", "1", "--only", "large"]
+    dcp.main(["--dir", str(tmp_path), *small])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["save", "DCP:", "DCP-on-dist_ckpt:"] + [
+        "load",
+        "DCP:",
+        "DCP-on-dist_ckpt:",
+    ] * 2
+    assert all("times as fast" in line for line in lines[::3])
+    assert all("write_data" in line for line in lines[1:3])
+    assert "> agree" in lines[2]
+    assert all("read_data" in line for line in (*lines[4:6], *lines[7:9]))
+    assert all("> check" in line for line in (lines[5], lines[8]))
     assert not list(tmp_path.iterdir())

@@ -25,7 +25,7 @@ from dist_ckpt.comm import host_links
 from dist_ckpt.comm.messages import FalloutError
 from dist_ckpt.comm.session import Session
 from dist_ckpt.errors import CorruptError, RankError, StorageError
-from dist_ckpt.loading import load, read_once, read_once_agreement, read_once_units
+from dist_ckpt.loading import load, read_once, read_once_agreement, read_once_units, read_together
 from dist_ckpt.loading.read_once_agreement import Meeting
 from dist_ckpt.planning import read_sharing
 from dist_ckpt.shard_io.block_reader import Reading
@@ -418,7 +418,7 @@ def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, 
             raise CorruptError("damaged", touched=("model.on 2",))
         raise FalloutError("rank 2 has given up")
 
-    monkeypatch.setattr(load, "read_shared", fail)
+    monkeypatch.setattr(read_together, "read_shared", fail)
     states = [whole_state() for _ in range(4)]
     outcomes = try_load(lambda _: MemoryStorage(tree), states, hosts=ONE_HOST, strict=False)
     for rank, error in enumerate(errors_of(outcomes)):
