@@ -36,7 +36,7 @@ from torch.futures import Future
 
 from dist_ckpt.comm.process_group import session_alone, session_of
 from dist_ckpt.errors import ConflictError
-from dist_ckpt.foreign.find import open_dcp_folder
+from dist_ckpt.foreign.find import open_dcp_folder, open_source
 from dist_ckpt.interop.dcp_items import local_state_of
 from dist_ckpt.interop.dcp_metadata import StoredState
 from dist_ckpt.loading.load import load_together
@@ -49,7 +49,6 @@ from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.saving.held_state import StateReader
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.state.containers import MutableState
-from dist_ckpt.storage import open_storage
 
 DcpPath = str | os.PathLike[str]
 
@@ -220,7 +219,7 @@ class StorageReader(dcp.StorageReader):
         del args, kwargs
         path = _checked(self.checkpoint_id, "StorageReader")
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self._stored = StoredState(*open_storage(resolve(path)), rank)
+        self._stored = StoredState(*open_source(resolve(path)), rank)
         return self._stored.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))
 
     def set_up_storage_reader(
