@@ -38,7 +38,7 @@ from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.process_group import session_alone, session_of
 from dist_ckpt.config import launched_world_size
 from dist_ckpt.errors import ConflictError
-from dist_ckpt.foreign.find import open_dcp_folder
+from dist_ckpt.foreign.find import open_dcp_folder, open_source
 from dist_ckpt.interop.dcp_items import local_state_of
 from dist_ckpt.interop.dcp_metadata import StoredState
 from dist_ckpt.loading.load import load_together
@@ -52,7 +52,6 @@ from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.saving.held_state import StateReader
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.state.containers import MutableState
-from dist_ckpt.storage import open_storage
 
 DcpPath = str | os.PathLike[str]
 
@@ -265,7 +264,7 @@ class StorageReader(dcp.StorageReader):
         is_quiet = _job_rank() != COORDINATOR
         self._phases = Phases("load", os.fspath(path), quiet=is_quiet)
         with self._phases.phase("open"):
-            self._stored = StoredState(*open_storage(resolve(path)), self._rank)
+            self._stored = StoredState(*open_source(resolve(path)), self._rank)
             return self._stored.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))
 
     def set_up_storage_reader(

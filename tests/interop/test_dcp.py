@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
 from torch.distributed.checkpoint.state_dict import (
@@ -273,3 +274,20 @@ def test_damage_is_told_by_name_and_not_loaded(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(dcp.api.CheckpointException, match=r"m\.w"):
         dcp.load({"m": {"w": torch.zeros(64)}}, storage_reader=StorageReader(tmp_path / "a"))
+
+
+def test_safetensors_are_read_below_dcp_and_of_other_folders_is_said_what_loads_them(
+    tmp_path: Path,
+) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    loaded = {"model": {"w": torch.zeros(3)}}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "model.safetensors"))
+    assert same(loaded, {"model": {"w": torch.ones(3)}})
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(dcp.api.CheckpointException, match=r"dist_ckpt\.interop\.dcp\.load"):
+        dcp.load({"w": torch.zeros(3)}, storage_reader=StorageReader(tmp_path / "dcp"))
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    with pytest.raises(
+        dc.NotFoundError, match=r"Pass one of these files, or add model\.safetensors\."
+    ):
+        dc.load(loaded, tmp_path)

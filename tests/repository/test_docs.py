@@ -1,4 +1,4 @@
-"""What README and how-to show is run as a reader would run it."""
+"""What README, how-to and the page for users of DCP show is run as a reader would run it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def blocks_of(text: str, language: str) -> list[str]:
 
 README = (ROOT / "README.md").read_text()
 HOWTO = (ROOT / "docs" / "howto.md").read_text()
-EXAMPLES = examples_of(HOWTO)
+FROM_DCP = (ROOT / "docs" / "from-dcp.md").read_text()
+EXAMPLES = [*examples_of(HOWTO), *examples_of(FROM_DCP)]
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +85,14 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_every_program_of_the_how_to_says_how_it_is_run() -> None:
-    assert len(EXAMPLES) == len(blocks_of(HOWTO, "python"))
+def test_every_program_says_how_it_is_run() -> None:
+    assert len(EXAMPLES) == len([*blocks_of(HOWTO, "python"), *blocks_of(FROM_DCP, "python")])
     assert all(example.ranks for example in EXAMPLES)
 
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.heading)
-def test_a_program_of_the_how_to_runs(example: Example, folder: Path) -> None:
+def test_a_program_of_the_docs_runs(example: Example, folder: Path) -> None:
     if "torchdata" in example.code:
         pytest.importorskip("torchdata")
     program = folder / "program.py"
@@ -130,3 +131,12 @@ def test_what_the_readme_shows_runs(folder: Path) -> None:
     assert commands
     for command in commands:
         run(folder, "-m", "dist_ckpt", *command.split())
+
+
+@pytest.mark.multi_process
+def test_the_commands_for_users_of_dcp_run(folder: Path) -> None:
+    # Their folder is what the program above them has made.
+    assert (folder / "old" / "step-7").exists() or pytest.skip("needs the program above them")
+    for command in re.findall(r"^dist-ckpt (.*)$", "".join(blocks_of(FROM_DCP, "sh")), flags=re.M):
+        run(folder, "-m", "dist_ckpt", *command.split())
+    assert (folder / "back-again" / ".metadata").exists()

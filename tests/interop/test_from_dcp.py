@@ -1,0 +1,131 @@
+"""The table of docs/from-dcp.md is what the scenarios of DCP's tests really come to.
+
+Each scenario runs once with DCP alone, which shows that it asks for what DCP does, once with our
+adapter below DCP, and once with `dc.save` and `dc.load`. Those of four ranks run one after the
+other in one start of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+# Torch imports it, for seconds, when a process makes its first DTensor.
+import torch.distributed as dist
+
+import dcp_scenarios_alone
+import dcp_scenarios_ranks
+import dcp_scenarios_trained
+from dcp_ways import WAYS, Way
+from ranks import run_ranks
+
+pytestmark = [
+    # It says so on each call that there is one process; and its views of storages.
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+Scenario = Callable[[Way, str], None]
+
+PAGE = Path(__file__).parents[2] / "docs" / "from-dcp.md"
+ROW = r"^\| (\S+\.py) \| `(\w+)`(?:, [^|]+)? \| `(\w+)` \| ([^|]+) \| ([^|]+) \|$"
+ROWS = re.findall(ROW, PAGE.read_text(), flags=re.M)
+
+# What each scenario must come to: "passed", or "refused: " and a part of the message.
+EXPECTED = {
+    (scenario, way): cell
+    for _, _, scenario, adapter, ours in ROWS
+    for way, cell in (("dcp", "passed"), ("adapter", adapter), ("dist_ckpt", ours))
+}
+
+
+def scenarios_of(module: ModuleType) -> dict[str, Scenario]:
+    """Return the functions of a module that take a way and a path."""
+    return {
+        name: function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and [*inspect.signature(function).parameters] == ["way", "path"]
+    }
+
+
+ALONE = scenarios_of(dcp_scenarios_alone)
+TOGETHER = {**scenarios_of(dcp_scenarios_ranks), **scenarios_of(dcp_scenarios_trained)}
+
+
+def test_every_scenario_has_a_row_and_every_row_a_scenario() -> None:
+    assert sorted(scenario for _, _, scenario, _, _ in ROWS) == sorted([*ALONE, *TOGETHER])
+    assert not set(ALONE) & set(TOGETHER)
+
+
+def test_no_test_of_dcp_has_two_rows_for_the_same() -> None:
+    lines = re.findall(r"^\| \S+\.py \| `\w+`.*$", PAGE.read_text(), flags=re.M)
+    assert len(lines) == len(ROWS)
+    assert all(cell == "passed" or cell.startswith("refused: ") for row in ROWS for cell in row[3:])
+
+
+def outcome_of(call: Scenario, way: str, path: str) -> str:
+    """Return "passed", or what was raised; an assertion is not a refusal."""
+    os.makedirs(path, exist_ok=True)
+    try:
+        call(WAYS[way], path)
+    except AssertionError as error:
+        return f"failed: {error!r}"
+    except BaseException as error:  # noqa: BLE001 - those of DCP are no Exception
+        return f"refused: {type(error).__name__}: {error}"
+    return "passed"
+
+
+def check(scenario: str, way: str, outcomes: Sequence[str]) -> None:
+    expected = EXPECTED[scenario, way]
+    for outcome in outcomes:
+        if expected == "passed":
+            assert outcome == "passed"
+        else:
+            assert outcome.startswith("refused: ")
+            assert expected.removeprefix("refused: ") in outcome
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scenario", ALONE)
+def test_in_one_process(scenario: str, way: str, tmp_path: Path) -> None:
+    check(scenario, way, [outcome_of(ALONE[scenario], way, f"{tmp_path}")])
+
+
+def be_rank(rank: int, way: str, path: str) -> dict[str, str]:
+    """Run all scenarios of several ranks; after each the ranks meet."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for name, scenario in TOGETHER.items():
+        found[name] = outcome_of(scenario, way, f"{path}/{name}")
+        dist.barrier()
+    return found
+
+
+@functools.cache
+def outcomes_of(way: str, path: str) -> list[dict[str, str]]:
+    return run_ranks(4, be_rank, way, path, timeout_s=150)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scenarios")
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize(
+    "way", [pytest.param("dcp", marks=pytest.mark.slow), "adapter", "dist_ckpt"]
+)
+@pytest.mark.parametrize("scenario", TOGETHER)
+def test_on_four_ranks(scenario: str, way: str, folder: Path) -> None:
+    check(scenario, way, [one[scenario] for one in outcomes_of(way, f"{folder}/{way}")])
