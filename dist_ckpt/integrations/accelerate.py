@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, Never, Self
+from typing import Any, Literal, Self
 
 import accelerate
 
@@ -138,7 +138,7 @@ class AcceleratedRun:
         """Draw the order of the epoch, or that of the save again, and pass over what was had."""
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self._epoch)
-        count = len(loader) if hasattr(loader, "__len__") else None
+        count = _length(loader)
         if self._now is None:
             self._order, self._num_batches = order_of(loader), count
             batches: Iterator[Any] = iter(loader)
@@ -251,6 +251,14 @@ class AcceleratedRun:
             self._batches = 0
 
 
+def _length(loader: Any) -> int | None:
+    """Return how many batches a loader has; None if its dataset does not say."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def attach(accelerator: accelerate.Accelerator) -> None:
     """Have an Accelerator's `save_state` and `load_state` write and read checkpoints of ours.
 
@@ -304,21 +312,21 @@ def _load_state(
         input_dir = numbered[-1]
     path = os.path.expanduser(os.fspath(input_dir))
     found = {**_held(accelerator), "position": None, **_of_ranks(accelerator)}
-    try:
-        load(found, path)
-    except NotFoundError as error:
-        _refuse_own_files(path, error)
+    _refuse_own_files(path)
+    load(found, path)
     for loader, state in zip(_stateful(accelerator), found["data"].value, strict=True):
         loader.load_state_dict(state)
     accelerator.step = found["position"]["accumulated"]
 
 
-def _refuse_own_files(path: str, error: NotFoundError) -> Never:
-    if os.path.isdir(path) and any(_OWN_FILES.fullmatch(name) for name in os.listdir(path)):
+def _refuse_own_files(path: str) -> None:
+    """Raise IncompatibleError for a folder that accelerate has written, and nothing of ours."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    is_ours = any(re.match(r"a\d+-", name) for name in names)
+    if not is_ours and any(_OWN_FILES.fullmatch(name) for name in names):
         raise IncompatibleError(
             f"{path} was written by accelerate itself: load it before attach(accelerator)"
-        ) from error
-    raise error
+        )
 
 
 def _of_ranks(accelerator: Any) -> dict[str, Any]:

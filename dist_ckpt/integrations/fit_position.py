@@ -173,6 +173,7 @@ class FitPosition:
             for _ in range(self._skip):
                 next(fetcher)
             fetcher.fetched -= self._skip  # Lightning adds them
+        _wake_averaging(self._trainer)
         RNG().restore(self._at_save)
         self._skip = None
 
@@ -188,6 +189,22 @@ class FitPosition:
     def _after_epoch(self, own: Callable[[], None]) -> None:
         own()
         self._boundary(is_over=False)
+
+
+def _wake_averaging(trainer: Any) -> None:
+    """Have StochasticWeightAveraging put its scheduler in: it does so as an epoch begins only.
+
+    That sets rates anew, and they are those of the checkpoint already.
+    """
+    for one in trainer.callbacks:
+        if type(one).__name__ != "StochasticWeightAveraging":
+            continue
+        if one.swa_start <= trainer.current_epoch <= one.swa_end:
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            before = [dict(group) for group in groups]
+            one.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
 
 
 def _number_of(trainer: Any) -> int | None:
