@@ -21,9 +21,9 @@ from dist_ckpt.checkpointer.checkpointer import Checkpointer
 from dist_ckpt.checkpointer.open_run import Stopped
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.integrations.loader_order import order_of, set_order
+from dist_ckpt.integrations.project_folders import count_save, make_room, numbered
 from dist_ckpt.integrations.shared_buffers import hand_out_buffers
 from dist_ckpt.loading.load import load
-from dist_ckpt.runs.removing import delete
 from dist_ckpt.saving.save import save
 from dist_ckpt.state.wrappers import RNG, PerRank
 
@@ -292,9 +292,9 @@ def _save_state(
     save(
         {**state, **_of_ranks(accelerator)}, path, overwrite=not project.automatic_checkpoint_naming
     )
-    project.iteration += 1
+    count_save(project)
     if project.automatic_checkpoint_naming:
-        _make_room(accelerator, os.path.dirname(path))
+        make_room(accelerator, os.path.dirname(path))
     return path
 
 
@@ -307,9 +307,9 @@ def _load_state(
         if not accelerator.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state needs a folder: load_state(input_dir)")
         folder = os.path.join(accelerator.project_dir, "checkpoints")
-        if not (numbered := _numbered(folder)):
+        if not (found_there := numbered(folder)):
             raise NotFoundError(f"{folder} has no checkpoint_N: save_state() makes them")
-        input_dir = numbered[-1]
+        input_dir = found_there[-1]
     path = os.path.expanduser(os.fspath(input_dir))
     found = {**_held(accelerator), "position": None, **_of_ranks(accelerator)}
     _refuse_own_files(path)
@@ -389,18 +389,3 @@ def _check_call(accelerator: Any, options: dict[str, Any], hooks: Any, what: str
             f"a hook is registered by register_{what}_state_pre_hook, which writes and reads files "
             f"of its own: remove() it, or give what it saves to register_for_checkpointing"
         )
-
-
-def _make_room(accelerator: Any, folder: str) -> None:
-    """Delete the oldest checkpoints above the project's limit, now that there is a newer one."""
-    limit = accelerator.project_configuration.total_limit
-    if limit is not None and accelerator.is_main_process:
-        for path in _numbered(folder)[:-limit]:
-            delete(path)
-
-
-def _numbered(folder: str) -> list[str]:
-    """Return the checkpoints that accelerate has named, oldest first."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    found = [name for name in names if re.fullmatch(r"checkpoint_\d+", name)]
-    return [os.path.join(folder, one) for one in sorted(found, key=lambda one: int(one[11:]))]

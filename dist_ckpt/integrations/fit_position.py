@@ -14,7 +14,7 @@ from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.state.wrappers import RNG
 
 
-class Boundary(Protocol):
+class AtBoundary(Protocol):
     """What is called when a batch, or an epoch, is done; `is_over` if the fit ends in between."""
 
     def __call__(self, *, is_over: bool) -> None:
@@ -28,7 +28,7 @@ class FitPosition:
     schedulers that look at that; so four methods of its two loops are taken over until `let_go`.
     """
 
-    def __init__(self, trainer: Any, boundary: Boundary) -> None:
+    def __init__(self, trainer: Any, boundary: AtBoundary) -> None:
         self._trainer = trainer
         self._boundary = boundary
         self._at_save: object = None  # generators to go on with
@@ -99,7 +99,7 @@ class FitPosition:
             raise IncompatibleError(
                 f"saved after batch {self._skip} of an epoch with {before}, and now {now}: batches "
                 f'would be lost or doubled. Begin the epoch anew with on_reshard="drop" of the '
-                f"RunCheckpoint, or train with {before}"
+                f"FitCheckpoint, or train with {before}"
             )
 
     def _begin_anew(self, fit_loop: dict[str, Any]) -> None:

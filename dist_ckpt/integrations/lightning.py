@@ -1,13 +1,11 @@
 """Lightning's `Trainer`: checkpoints through a callback, and a resume that knows the data.
 
-callback = RunCheckpoint("runs/a", save=dc.every(steps=500), keep=dc.keep.last(3))
+callback = FitCheckpoint("runs/a", save=dc.every(steps=500), keep=dc.keep.last(3))
 Trainer(max_epochs=3, callbacks=[callback]).fit(module, loader)
 """
 
 from __future__ import annotations
 
-import importlib
-import math
 import os
 import signal
 import sys
@@ -21,6 +19,7 @@ from dist_ckpt.checkpointer.checkpointer import DEFAULT_SAVE, Checkpointer
 from dist_ckpt.checkpointer.open_run import Stopped
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.integrations.fit_position import FitPosition
+from dist_ckpt.integrations.logged_metrics import logged
 from dist_ckpt.integrations.shared_buffers import hand_out_buffers
 from dist_ckpt.state.wrappers import RNG, Named, PerRank
 
@@ -34,23 +33,22 @@ _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_
 
 def _base() -> Any:
     """Return the class of Lightning's checkpoint callbacks, by the name that the program uses."""
-    found = [sys.modules[name] for name in _NAMES if name in sys.modules]
-    for name in _NAMES if not found else ():
-        try:
-            found = [importlib.import_module(name)]
-            break
-        except ModuleNotFoundError as error:
-            if error.name != name.partition(".")[0]:
-                raise
-    if not found:
-        raise ModuleNotFoundError("Lightning is not there: pip install lightning", name="lightning")
+    found = [sys.modules[name] for name in _NAMES if name in sys.modules] or [_installed()]
     return type("Base", tuple(one.callbacks.Checkpoint for one in found), {})
+
+
+def _installed() -> Any:
+    try:
+        import lightning.pytorch as library  # noqa: PLC0415  (one of two names of one library)
+    except ModuleNotFoundError:
+        import pytorch_lightning as library  # noqa: PLC0415  (the other of the two names)
+    return library
 
 
 _Base: Any = _base()
 
 
-class RunCheckpoint(_Base):  # type: ignore[misc]  # of which library it is shows at run time
+class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is shows at run time
     """Saves a `Trainer`'s fit as `dc.Checkpointer` does, and resumes it, batch by batch.
 
     The options are those of `dc.Checkpointer`; `state` holds more that is to be saved. A checkpoint
@@ -86,7 +84,7 @@ class RunCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
         self._checkpointer: Checkpointer | None = None
         self._trainer: Any = None
         self._position: FitPosition | None = None
-        self._handlers: dict[int, tuple[Any, Any]] = {}
+        self._signals: dict[int, tuple[Any, Any]] = {}
         self._measured: dict[str, float] = {}
         self._resumed = self._step = self._saved = -1
 
@@ -110,9 +108,7 @@ class RunCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
         before = {number: signal.getsignal(number) for number in self._numbers()}
         root = None if trainer.fast_dev_run else self._root
         self._checkpointer = ck = Checkpointer(root, **self._options)
-        self._handlers = {
-            number: (handler, signal.getsignal(number)) for number, handler in before.items()
-        }
+        self._signals = {number: (was, signal.getsignal(number)) for number, was in before.items()}
         template = self._template()
         step = ck.restore(template)
         self._resumed = self._step = -1 if step is None else step
@@ -139,7 +135,7 @@ class RunCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
                 f"{str(trainer.ckpt_path)!r}) would set it back: leave ckpt_path out"
             )
         # Lightning's own handler for SIGTERM broadcasts in it and raises before anything is saved.
-        for number, (before, ours) in self._handlers.items():
+        for number, (before, ours) in self._signals.items():
             signal.signal(number, ours)
             trainer._signal_connector._original_handlers[signal.Signals(number)] = before
 
@@ -147,7 +143,7 @@ class RunCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
         """Note what was measured."""
         del pl_module
         if self._checkpointer is not None and not trainer.sanity_checking:
-            self._measured |= _logged(trainer)
+            self._measured |= logged(trainer)
 
     # Called behind the module's own, as for all callbacks that monitor metrics.
     on_train_epoch_end = on_validation_end
@@ -187,7 +183,7 @@ class RunCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
             self._step = step
             ck.step(step, self._state)
             if step == self._saved:
-                self._measured = {**_logged(trainer), **self._measured}
+                self._measured = {**logged(trainer), **self._measured}
         if self._measured and step > 0:
             ck.metrics(step, self._measured)
         self._measured = {}
@@ -268,7 +264,7 @@ class RunCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
 class _First(_Base):  # type: ignore[misc]  # of which library it is shows at run time
     """Stands before all other callbacks, where the callback itself stands behind them."""
 
-    def __init__(self, owner: RunCheckpoint) -> None:
+    def __init__(self, owner: FitCheckpoint) -> None:
         self.owner = owner
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -288,7 +284,7 @@ def _stop(trainer: Any) -> None:
     trainer.should_stop = True
 
 
-def _check(trainer: Any, callback: RunCheckpoint) -> None:
+def _check(trainer: Any, callback: FitCheckpoint) -> None:
     """Raise for what would not be saved, or not as it should."""
     libraries = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
     if (own := type(trainer).__mro__[-2].__module__.partition(".")[0]) not in libraries:
@@ -298,10 +294,10 @@ def _check(trainer: Any, callback: RunCheckpoint) -> None:
         )
     if "DeepSpeed" in type(trainer.strategy).__name__:
         raise ValueError(
-            "RunCheckpoint does not save DeepSpeed engines: use Lightning's ModelCheckpoint"
+            "FitCheckpoint does not save DeepSpeed engines: use Lightning's ModelCheckpoint"
         )
-    if sum(isinstance(one, RunCheckpoint) for one in trainer.callbacks) > 1:
-        raise ValueError("two RunCheckpoints in one Trainer: give it one, with one root")
+    if sum(isinstance(one, FitCheckpoint) for one in trainer.callbacks) > 1:
+        raise ValueError("two FitCheckpoints in one Trainer: give it one, with one root")
     held = (
         (
             trainer._checkpoint_connector,
@@ -386,20 +382,3 @@ def _optimizers(trainer: Any, weights: Mapping[str, Any] | None) -> Any:
         take = lambda one: Named(one, names)  # noqa: E731 - the other way to take it
     taken = [take(one) for one in trainer.optimizers]
     return taken[0] if len(taken) == 1 else {str(n): one for n, one in enumerate(taken)}
-
-
-def _logged(trainer: Any) -> dict[str, float]:
-    """Return what the loop that runs has logged, as numbers; nothing of other loops, or before."""
-    logged = trainer._logger_connector.metrics["callback"] if trainer._results is not None else {}
-    found = {name: _number(value) for name, value in logged.items()}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            return None
-        value = value.item()
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    return None
