@@ -114,6 +114,8 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
         self._resumed = self._step = -1 if step is None else step
         self._position = position = FitPosition(trainer, self._boundary)
         if step is not None:
+            if not trainer.strategy.restore_checkpoint_after_setup:
+                self._refuse_path()
             if not isinstance(template["trainer"], dict) or "loops" not in template["trainer"]:
                 raise IncompatibleError(
                     f"step {step} of {self._root} was not saved by this callback: give it another "
@@ -129,11 +131,7 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse another checkpoint beside ours; have signals come to the checkpointer alone."""
         del pl_module
-        if self._resumed >= 0 and trainer.ckpt_path:
-            raise ValueError(
-                f"{self._root} goes on from step {self._resumed}, and fit(ckpt_path="
-                f"{str(trainer.ckpt_path)!r}) would set it back: leave ckpt_path out"
-            )
+        self._refuse_path()
         # Lightning's own handler for SIGTERM broadcasts in it and raises before anything is saved.
         for number, (before, ours) in self._signals.items():
             signal.signal(number, ours)
@@ -194,6 +192,13 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
             # What the Trainer does from here on counts the epoch as a whole one.
             ck.close()
             self._checkpointer = None
+
+    def _refuse_path(self) -> None:
+        if self._resumed >= 0 and self._trainer.ckpt_path:
+            raise ValueError(
+                f"{self._root} goes on from step {self._resumed}, and fit(ckpt_path="
+                f"{str(self._trainer.ckpt_path)!r}) would set it back: leave ckpt_path out"
+            )
 
     def _let_go(self) -> None:
         if self._position is not None:
