@@ -1,0 +1,134 @@
+"""Lightning's `Trainer` with the callback: killed, stopped and resumed, it trains the same."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+import dist_ckpt as dc
+from framework_programs import (
+    check_same,
+    killed_and_whole,
+    programs_of,
+    run_python,
+    trained,
+)
+
+pytest.importorskip("lightning")
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+PROGRAM = "trained_by_lightning.py"
+train = functools.partial(trained, PROGRAM)
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "die", "first"),
+    [
+        ("plain", 3, 17, 15),
+        ("plain", 1, 13, 12),  # at the end of an epoch, and of its validation
+        ("plateau", 1, 5, 4),  # a validation and what looks at it have just been
+        ("steps", 1, 13, 12),  # Lightning counts steps, and would skip an epoch
+        ("manual", 4, 7, 6),  # two optimizers, two steps in each batch
+        ("accumulate", 3, 9, 6),
+        ("average", 3, 8, 6),
+        ("swa", 3, 20, 18),
+        ("stream", 3, 8, 6),  # of unknown length, which Lightning reads ahead of
+        ("workers", 3, 17, 15),
+    ],
+)
+def test_a_fit_that_was_killed_goes_on_bit_for_bit(
+    kind: str, every: int, die: int, first: int, tmp_path: Path
+) -> None:
+    whole, rest = killed_and_whole(
+        PROGRAM, tmp_path, "--kind", kind, "--every", str(every), die=die
+    )
+    check_same(whole, rest, first=first)
+
+
+def test_a_loader_with_a_state_goes_on_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    check_same(*killed_and_whole(PROGRAM, tmp_path, "--kind", "stateful", die=8), first=6)
+
+
+@pytest.mark.parametrize("kind", ["norm", "fsdp"])
+def test_ranks_go_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    whole, rest = killed_and_whole(PROGRAM, tmp_path, "--kind", kind, die=5, ranks=2)
+    check_same(whole, rest, first=3)
+
+
+def test_a_fit_that_is_told_to_stop_saves_its_step_and_goes_on_there(tmp_path: Path) -> None:
+    (whole,) = train(tmp_path / "whole")
+    (first,) = train(tmp_path / "cut", "--stop", "16", code=75)
+    assert first["stopped"] == first["step"] < 36
+    (rest,) = train(tmp_path / "cut")
+    assert [*first["seen"], *rest["seen"]] == whole["seen"]
+    assert rest["weights"] == whole["weights"]
+
+
+def test_one_rank_that_is_told_to_stop_stops_all(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", ranks=2)
+    first = train(tmp_path / "cut", "--stop", "8", ranks=2, code=1)
+    rest = train(tmp_path / "cut", ranks=2)
+    for one, before, after in zip(whole, first, rest, strict=True):
+        assert [*before["seen"], *after["seen"]] == one["seen"]
+        assert after["weights"] == one["weights"]
+
+
+def test_another_number_of_ranks_is_refused_or_begins_the_epoch_anew(tmp_path: Path) -> None:
+    train(tmp_path / "run", "--stop", "8", ranks=2, code=1)
+    (told,) = train(tmp_path / "run")
+    assert "with 2 ranks, and now 1 train" in told["error"]
+    assert 'on_reshard="drop"' in told["error"]
+    (anew,) = train(tmp_path / "run", "--anew")
+    assert sorted(anew["seen"][:48]) == [*range(48)]
+    assert len(anew["seen"]) == 96  # two of three epochs, whole
+
+
+def test_other_batches_are_refused(tmp_path: Path) -> None:
+    train(tmp_path / "run", "--stop", "8", code=75)
+    (told,) = train(tmp_path / "run", "--batch-size", "8")
+    assert "an epoch of 12 batches on each rank, and now it has 6" in told["error"]
+
+
+def test_a_checkpoint_of_lightning_beside_ours_is_refused(tmp_path: Path) -> None:
+    code = (
+        "import runpy, sys, lightning.pytorch as pl; sys.argv = ['x', sys.argv[1]]; "
+        "fit = pl.Trainer.fit; "
+        "pl.Trainer.fit = lambda self, *a, **k: (fit(self, *a, **k), "
+        "self.save_checkpoint(sys.argv[1] + '/old.ckpt')); "
+        "runpy.run_path('tests/helpers/trained_by_lightning.py', run_name='__main__')"
+    )
+    done = run_python(["-c", code, str(tmp_path)], Path.cwd())
+    assert done.returncode == 0, done.stderr[-3000:]
+    (told,) = train(tmp_path, "--ckpt-path", str(tmp_path / "old.ckpt"))
+    assert "leave ckpt_path out" in told["error"]
+
+
+def test_a_checkpoint_of_others_is_not_taken_for_one_of_the_callback(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    run = dc.Run(tmp_path / "run")
+    assert "val_loss" in run.find(36).metrics
+    state = {"model": 1}
+    dc.save(state, tmp_path / "other" / "step-00000003", step=3)
+    (told,) = train(tmp_path / "other")
+    assert "model" in told["error"]
+
+
+def test_the_other_package_is_known_too(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    (found,) = train(tmp_path / "run", LIGHTNING="pytorch_lightning")
+    assert found["step"] == 36
+
+
+def test_the_page_leads_from_zero_to_a_resumed_run(tmp_path: Path) -> None:
+    (program,) = programs_of("lightning.md")
+    for epochs, step in ((2, 16), (3, 24)):
+        text = program.replace("max_epochs=2", f"max_epochs={epochs}")
+        (tmp_path / "program.py").write_text(text)
+        done = run_python(["program.py"], tmp_path)
+        assert done.returncode == 0, done.stderr[-6000:]
+        with dc.open(f"{tmp_path}/runs/fit@latest") as found:
+            assert found.step == step
