@@ -21,7 +21,8 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
-from dist_ckpt.foreign.restricted_pickle import PickleBudget, read
+from dist_ckpt.foreign.restricted_pickle import read
+from dist_ckpt.foreign.stand_ins import PickleBudget
 from dist_ckpt.foreign.torch_pickles import TABLE, storage_of
 from dist_ckpt.interop import imports
 
