@@ -155,15 +155,18 @@ _NAMES = {
     "dl_state_dict": "dataloader",
 }
 
+_OF_A_RANK = (
+    " is of one rank of FSDP, which only as many ranks can read: save with SHARDED_STATE_DICT and "
+    "use_dcp=True, or with FULL_STATE_DICT"
+)
+
 _REMEDIES = {
     "pytorch_model": (
         " is a folder of DeepSpeed's: import it by itself (--from deepspeed), and the rest of "
         "this folder after it is moved away"
     ),
-    "pytorch_model_fsdp_rank": (
-        " is a local state dict of FSDP, which only as many ranks can read: save with "
-        "state_dict_type SHARDED_STATE_DICT or FULL_STATE_DICT"
-    ),
+    "pytorch_model_fsdp": _OF_A_RANK,
+    "optimizer": _OF_A_RANK,
 }
 
 # By the name of a file or folder; of several patterns the first counts.
@@ -172,7 +175,7 @@ _KINDS: Mapping[str, _Add] = {
     r"(model)-\d+-of-\d+\.safetensors": _Folder.safetensors,
     r"(pytorch_model)(?:_(\d+))?\.bin": _Folder.weights,
     r"(pytorch_model)-\d+-of-\d+\.bin": _Folder.weights,
-    r"(pytorch_model_fsdp_rank)\d+\.bin": _Folder.refused,
+    r"(pytorch_model_fsdp|optimizer)(?:_\d+)?_rank\d+\.bin": _Folder.refused,
     r"(pytorch_model_fsdp)(?:_(\d+))?\.bin": _Folder.weights,
     r"(optimizer|scheduler|sampler|dl_state_dict)(?:_(\d+))?\.bin": _Folder.pickled,
     r"(scaler)\.pt": _Folder.pickled,

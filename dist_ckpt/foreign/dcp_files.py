@@ -15,7 +15,7 @@ from typing import TypeVar
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.foreign import restricted_pickle
 from dist_ckpt.foreign.nested_state import Nested, Path, joined
-from dist_ckpt.foreign.stand_ins import Maker, PickledRecord, record_maker, shown
+from dist_ckpt.foreign.stand_ins import Maker, PickledRecord, Unknown, record_maker, remedied, shown
 from dist_ckpt.foreign.torch_files import Archive, is_file, whole_file
 from dist_ckpt.foreign.torch_pickles import TABLE as OF_TORCH
 from dist_ckpt.foreign.torch_pickles import TensorView
@@ -98,15 +98,24 @@ def read_folder(storage: Storage, folder: str, selection: Selection = EVERYTHING
 
 
 def add_folder(
-    found: Nested, storage: Storage, folder: str, place: Callable[[Path], Path] = lambda path: path
+    found: Nested,
+    storage: Storage,
+    folder: str,
+    place: Callable[[Path], Path] = lambda path: path,
+    *,
+    keep_unknown: bool = False,
 ) -> None:
-    """Add what a folder holds, where `place` says that what was at a path shall be."""
+    """Add what a folder holds, where `place` says that what was at a path shall be.
+
+    `keep_unknown` is for metadata that tells of more than of what is in the folder.
+    """
     path = f"{folder}/{METADATA}"
     try:
         data = whole_file(storage, path, MAX_METADATA_NBYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise no_metadata(storage, folder) from None
-    contents = _MetadataContents(path, restricted_pickle.read(data, _TABLE, path))
+    metadata = restricted_pickle.read(data, _TABLE, path, keep_unknown=keep_unknown)
+    contents = _MetadataContents(path, metadata)
     paths = {fqn: place(own) for fqn, own in contents.paths.items()}
     names = {fqn: joined(own) for fqn, own in paths.items()}
     chunks: dict[str, list[ForeignChunk]] = {
@@ -244,6 +253,8 @@ class _MetadataContents:
             yield (fqn, shape), _ItemPlace(name, start, nbytes)
 
     def _record(self, value: object, name: str) -> Mapping[str, object]:
+        if isinstance(value, Unknown):
+            raise remedied(value, self._path)
         if not isinstance(value, PickledRecord) or value.name != name:
             raise self._damaged(f"{shown(value)} in place of a {name}")
         return value.fields

@@ -8,7 +8,7 @@ here: parts are read where they lie. The order: deepspeed/utils/zero_to_fp32.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -43,6 +43,16 @@ _TOLD = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
         *("shared_params", "frozen_param_fragments"),
+    }
+)
+
+# Of a partition's file, and of the state in it: what is told by tensors, or where they lie.
+_FILE = frozenset({"optimizer_state_dict", "ds_config", "ds_version"})
+_LAYOUT = frozenset(
+    {
+        *("zero_stage", "partition_count", "group_paddings", "param_alignment_paddings"),
+        *("base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"),
+        *("optimizer_state_dict", "fp32_flat_groups", "ds_version"),
     }
 )
 
@@ -153,6 +163,7 @@ class _Saved:
     def __init__(self, found: Nested, models: list[_Read], partitions: list[_Read]) -> None:
         self._found = found
         self._models = models
+        self._files = partitions
         self._archive, self.model = models[0]
         self._partitions = [
             (one, self._typed(d.get("optimizer_state_dict"), dict)) for one, d in partitions
@@ -173,6 +184,7 @@ class _Saved:
             self._found.add_alias(("model", str(name)), f"model.{other}")
         if self._partitions:
             self._add_optimizer(parameters)
+            self._add_further()
         elif self.model.get("optimizer") is not None:
             self._found.add(("optim",), self.model["optimizer"], self._archive)
         for key, value in self.model.items():
@@ -193,7 +205,7 @@ class _Saved:
                 continue
             if name in frozen and self._stage == 3:
                 self._add_frozen(name, self._shape(frozen[name]))
-            elif name in frozen or name in buffers or not self._partitions or self._is_whole(value):
+            elif name in buffers or self._stage < 3:
                 self._found.add(("model", name), value, self._archive)
             elif not self._found.leaves_out(f"model.{name}"):
                 raise IncompatibleError(
@@ -201,9 +213,6 @@ class _Saved:
                     f"is not told of: leave it out (exclude='model.{name}', on the command line "
                     f"--exclude model.{name}), a load into a module ties it again"
                 )
-
-    def _is_whole(self, value: object) -> bool:
-        return self._stage < 3 and isinstance(value, TensorView)
 
     def _add_frozen(self, name: str, shape: Shape) -> None:
         """Add a frozen parameter of ZeRO-3: a part with each rank, the last one padded."""
@@ -220,9 +229,8 @@ class _Saved:
 
     def _parameters(self) -> Iterator[_Parameter]:
         """Yield the parameters that are partitioned, each with its parts."""
-        groups = [
-            self._typed(group, dict) for group in self._typed(self.model.get("param_shapes"), list)
-        ]
+        told = self._typed(self.model.get("param_shapes"), list)
+        groups = [self._typed(group, dict) for group in told]
         sizes = [[prod(view.shape) for _, view in self._masters(r)] for r in range(self._ranks)]
         if self._stage == 3:
             yield from self._interleaved(groups, sizes)
@@ -234,8 +242,8 @@ class _Saved:
             at = 0
             for index, (name, size) in enumerate(group.items()):
                 shape = self._shape(size)
-                runs = [*_runs_along(number, [own[number] for own in sizes], at, prod(shape))]
-                yield _Parameter(name, shape, number, runs)
+                vectors = [(rank, number, own[number]) for rank, own in enumerate(sizes)]
+                yield _Parameter(name, shape, number, [*_runs(vectors, at, prod(shape))])
                 at += prod(shape) + (self._padding(paddings, number, index) if paddings else 0)
 
     def _interleaved(
@@ -251,7 +259,8 @@ class _Saved:
                 runs = []
                 for rank, own in enumerate(sizes):
                     first = min(rank * part, numel)
-                    for run in _runs_along_rank(rank, own, at, min(part, numel - first)):
+                    vectors = [(rank, index, size) for index, size in enumerate(own)]
+                    for run in _runs(vectors, at, min(part, numel - first)):
                         start = first + run.elements.start
                         elements = Elements(start, first + run.elements.stop)
                         runs.append(_Run(rank, run.number, run.at, elements))
@@ -275,8 +284,7 @@ class _Saved:
                 f'"elastic_checkpoint": save it without, or leave it out (exclude="optim", on the '
                 f"command line --exclude optim)"
             )
-        found: dict[Any, Any] = base
-        return found
+        return base
 
     def _add_optimizer(self, parameters: list[_Parameter]) -> None:
         if self._found.leaves_out("optim"):
@@ -302,13 +310,20 @@ class _Saved:
         ]
         groups = [{**self._typed(g, dict), "params": n} for g, n in zip(told, names, strict=True)]
         self._found.add(("optim", "param_groups"), groups, archive)
-        for key in ("loss_scaler", "dynamic_loss_scale", "overflow"):
-            value = self._partitions[0][1].get(key)
-            plain = (
-                {"class": value.name, **value.fields} if isinstance(value, PickledRecord) else value
-            )
-            if key in self._partitions[0][1]:
-                self._found.add(("zero", key), plain, archive)
+        for key in bases[0].keys() - {"state", "param_groups"}:
+            self._found.add(("optim", str(key)), bases[0][key], archive)
+
+    def _add_further(self) -> None:
+        """Add what the partitions tell besides: what ZeRO does of the first, else of each rank."""
+        for rank, (archive, file) in enumerate(self._files):
+            for key in file.keys() - _FILE:
+                self._found.add_of_rank(("zero", str(key)), rank, file[key], archive)
+        archive, state = self._partitions[0]
+        for key, value in state.items():
+            if key not in _LAYOUT:
+                if isinstance(value, PickledRecord):
+                    value = {"class": value.name, **value.fields}  # noqa: PLW2901 - as plain data
+                self._found.add(("zero", str(key)), value, archive)
 
     def _vectors(self, rank: int, base: dict[Any, Any], key: object) -> list[_Flat]:
         archive = self._partitions[rank][0]
@@ -316,7 +331,8 @@ class _Saved:
         return [(archive, self._view(self._entries(base, n).get(key))) for n in numbers]
 
     def _entries(self, base: dict[Any, Any], number: int) -> dict[Any, Any]:
-        return self._typed(base["state"].get(number, {}), dict)
+        found: dict[Any, Any] = self._typed(base["state"].get(number, {}), dict)
+        return found
 
     def _add(self, path: tuple[str, ...], one: _Parameter, flats: Sequence[list[_Flat]]) -> None:
         """Add what lies as a parameter does, in vectors of the ranks."""
@@ -375,20 +391,10 @@ class _Saved:
         return CorruptError(f"{self._models[0][0].what}: {why}; use another checkpoint")
 
 
-def _runs_along(number: int, sizes: Sequence[int], at: int, numel: int) -> Iterator[_Run]:
-    """Yield where elements lie of a vector that the ranks share, one part behind the other."""
+def _runs(vectors: Iterable[tuple[int, int, int]], at: int, numel: int) -> Iterator[_Run]:
+    """Yield where elements lie of vectors (rank, number, size), one behind the other."""
     begin = 0
-    for rank, size in enumerate(sizes):
-        first, end = max(at, begin), min(at + numel, begin + size)
-        if first < end:
-            yield _Run(rank, number, first - begin, Elements(first - at, end - at))
-        begin += size
-
-
-def _runs_along_rank(rank: int, sizes: Sequence[int], at: int, numel: int) -> Iterator[_Run]:
-    """Yield where elements lie of the vectors of one rank, one behind the other."""
-    begin = 0
-    for number, size in enumerate(sizes):
+    for rank, number, size in vectors:
         first, end = max(at, begin), min(at + numel, begin + size)
         if first < end:
             yield _Run(rank, number, first - begin, Elements(first - at, end - at))

@@ -41,7 +41,8 @@ def read(storage: Storage, path: str, selection: Selection = EVERYTHING) -> Fore
     folder = latest(storage, path)
     _check_about(storage, folder)
     found = Nested(folder, selection)
-    dcp_files.add_folder(found, storage, folder, _place)
+    # Its metadata has the plans of all ranks as well.
+    dcp_files.add_folder(found, storage, folder, _place, keep_unknown=True)
     if buffer := next((name for name in found.tensors if _BUFFERS.search(name)), None):
         raise IncompatibleError(
             f"{folder}: {buffer} is a buffer of the distributed optimizer, in which parameters lie "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -223,7 +224,7 @@ class Nested:
             place, unknown = found
             raise IncompatibleError(
                 f"{self._what}: {place} {unknown}; leave it out (exclude={place!r}, on the command "
-                f"line --exclude {place!r}), or save it again without that"
+                f"line --exclude {shlex.quote(place)}), or save it again without that"
             )
         made = _finished(value, budget, 0)
         try:
