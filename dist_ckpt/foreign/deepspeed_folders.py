@@ -61,7 +61,7 @@ _UNIVERSAL = (
     "with data parallelism alone"
 )
 
-# The flat vectors of a rank, or of all ranks: a view and the archive that it lies in.
+# A flat vector of a rank: a view and the archive that it lies in.
 _Flat = tuple[Archive, TensorView]
 
 
@@ -293,9 +293,8 @@ class _Saved:
         archive = self._partitions[0][0]
         for one in parameters:
             above = ("optim", "state", f"model.{one.name}")
-            if not one.runs:
-                raise self._damaged(f"{one.name} is empty")
-            first = self._entries(bases[one.runs[0].rank], one.runs[0].number)
+            where = one.runs[0] if one.runs else _Run(0, one.group, 0, Elements(0, 0))
+            first = self._entries(bases[where.rank], where.number)
             for key, value in first.items():
                 if isinstance(value, TensorView) and value.shape:
                     flats = [self._vectors(rank, base, key) for rank, base in enumerate(bases)]
