@@ -62,7 +62,7 @@ _UNIVERSAL = (
 )
 
 # A flat vector of a rank: a view and the archive that it lies in.
-_Flat = tuple[Archive, TensorView]
+_Vector = tuple[Archive, TensorView]
 
 
 def is_folder(storage: Storage, path: str) -> bool:
@@ -89,7 +89,7 @@ def read(storage: Storage, path: str, selection: Selection = EVERYTHING) -> Fore
             [stack.enter_context(opened(storage, f"{folder}/{name}", _TABLE)) for name in names]
             for names in (models, partitions)
         ]
-        saved = _Saved(found, *([(one, dict_of(one)) for one in some] for some in archives))
+        saved = _ZeroFiles(found, *([(one, dict_of(one)) for one in some] for some in archives))
         saved.add_all()
     step = saved.model.get("global_steps")
     return found.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
@@ -135,7 +135,7 @@ def _files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _VectorPart:
     """Elements of a tensor that lie in the vector `number` of a rank, from `at` on there."""
 
     rank: int
@@ -151,16 +151,16 @@ class _Parameter:
     name: str
     shape: Shape
     group: int
-    runs: Sequence[_Run]
+    runs: Sequence[_VectorPart]
 
 
-_Read = tuple[Archive, dict[Any, Any]]
+_FileRead = tuple[Archive, dict[Any, Any]]
 
 
-class _Saved:
+class _ZeroFiles:
     """All files of a folder, of which the parts of each name are found."""
 
-    def __init__(self, found: Nested, models: list[_Read], partitions: list[_Read]) -> None:
+    def __init__(self, found: Nested, models: list[_FileRead], partitions: list[_FileRead]) -> None:
         self._found = found
         self._models = models
         self._files = partitions
@@ -179,7 +179,7 @@ class _Saved:
         known = {one.name for one in parameters}
         self._add_rest(known, shared)
         for one in parameters:
-            self._add(("model", one.name), one, [self._masters(n) for n in range(self._ranks)])
+            self._add(("model", one.name), one, [self._weights(n) for n in range(self._ranks)])
         for name, other in shared.items():
             self._found.add_alias(("model", str(name)), f"model.{other}")
         if self._partitions:
@@ -222,7 +222,9 @@ class _Saved:
             flats.append([(archive, self._view(fragments.get(name)))])
         numel, part = prod(shape), -(-prod(shape) // max(len(flats), 1))
         runs = [
-            _Run(rank, 0, 0, Elements(min(rank * part, numel), min((rank + 1) * part, numel)))
+            _VectorPart(
+                rank, 0, 0, Elements(min(rank * part, numel), min((rank + 1) * part, numel))
+            )
             for rank in range(len(flats))
         ]
         self._add(("model", name), _Parameter(name, shape, 0, runs), flats)
@@ -231,7 +233,7 @@ class _Saved:
         """Yield the parameters that are partitioned, each with its parts."""
         told = self._typed(self.model.get("param_shapes"), list)
         groups = [self._typed(group, dict) for group in told]
-        sizes = [[prod(view.shape) for _, view in self._masters(r)] for r in range(self._ranks)]
+        sizes = [[prod(view.shape) for _, view in self._weights(r)] for r in range(self._ranks)]
         if self._stage == 3:
             yield from self._interleaved(groups, sizes)
             return
@@ -263,11 +265,11 @@ class _Saved:
                     for run in _runs(vectors, at, min(part, numel - first)):
                         start = first + run.elements.start
                         elements = Elements(start, first + run.elements.stop)
-                        runs.append(_Run(rank, run.number, run.at, elements))
+                        runs.append(_VectorPart(rank, run.number, run.at, elements))
                 yield _Parameter(name, shape, number, runs)
                 at += part
 
-    def _masters(self, rank: int) -> list[_Flat]:
+    def _weights(self, rank: int) -> list[_Vector]:
         """Return the vectors of the fp32 weights of a rank."""
         archive, state = self._partitions[rank]
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
@@ -293,7 +295,7 @@ class _Saved:
         archive = self._partitions[0][0]
         for one in parameters:
             above = ("optim", "state", f"model.{one.name}")
-            where = one.runs[0] if one.runs else _Run(0, one.group, 0, Elements(0, 0))
+            where = one.runs[0] if one.runs else _VectorPart(0, one.group, 0, Elements(0, 0))
             first = self._entries(bases[where.rank], where.number)
             for key, value in first.items():
                 if isinstance(value, TensorView) and value.shape:
@@ -324,16 +326,16 @@ class _Saved:
                     value = {"class": value.name, **value.fields}  # noqa: PLW2901 - as plain data
                 self._found.add(("zero", str(key)), value, archive)
 
-    def _vectors(self, rank: int, base: dict[Any, Any], key: object) -> list[_Flat]:
+    def _vectors(self, rank: int, base: dict[Any, Any], key: object) -> list[_Vector]:
         archive = self._partitions[rank][0]
-        numbers = range(len(self._masters(rank)))
+        numbers = range(len(self._weights(rank)))
         return [(archive, self._view(self._entries(base, n).get(key))) for n in numbers]
 
     def _entries(self, base: dict[Any, Any], number: int) -> dict[Any, Any]:
         found: dict[Any, Any] = self._typed(base["state"].get(number, {}), dict)
         return found
 
-    def _add(self, path: tuple[str, ...], one: _Parameter, flats: Sequence[list[_Flat]]) -> None:
+    def _add(self, path: tuple[str, ...], one: _Parameter, flats: Sequence[list[_Vector]]) -> None:
         """Add what lies as a parameter does, in vectors of the ranks."""
         fqn = ".".join(path)
         if self._found.leaves_out(fqn):
@@ -390,11 +392,11 @@ class _Saved:
         return CorruptError(f"{self._models[0][0].what}: {why}; use another checkpoint")
 
 
-def _runs(vectors: Iterable[tuple[int, int, int]], at: int, numel: int) -> Iterator[_Run]:
+def _runs(vectors: Iterable[tuple[int, int, int]], at: int, numel: int) -> Iterator[_VectorPart]:
     """Yield where elements lie of vectors (rank, number, size), one behind the other."""
     begin = 0
     for rank, number, size in vectors:
         first, end = max(at, begin), min(at + numel, begin + size)
         if first < end:
-            yield _Run(rank, number, first - begin, Elements(first - at, end - at))
+            yield _VectorPart(rank, number, first - begin, Elements(first - at, end - at))
         begin += size

@@ -72,7 +72,9 @@ def test_what_a_pickle_calls_is_named_and_not_run(tmp_path: Path, name: str, pro
 def test_so_are_those_in_files_of_torch_save(tmp_path: Path, name: str) -> None:
     marker, path = tmp_path / "ran", tmp_path / "evil.pt"
     torch.save({"model": torch.ones(2), "x": hostile(marker)[name]}, path)
-    with pytest.raises(IncompatibleError, match=r"evil\.pt: x[a-z.]* names [a-zA-Z_.]+, which is not run"):
+    with pytest.raises(
+        IncompatibleError, match=r"evil\.pt: x[a-z.]* names [a-zA-Z_.]+, which is not run"
+    ):
         imports.from_torch(path, tmp_path / "ours")
     assert not marker.exists()
     assert not (tmp_path / "ours").exists()
