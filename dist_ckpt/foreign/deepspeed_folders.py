@@ -135,7 +135,7 @@ def _files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _VectorPart:
+class _Lie:
     """Elements of a tensor that lie in the vector `number` of a rank, from `at` on there."""
 
     rank: int
@@ -151,7 +151,7 @@ class _Parameter:
     name: str
     shape: Shape
     group: int
-    runs: Sequence[_VectorPart]
+    runs: Sequence[_Lie]
 
 
 _FileRead = tuple[Archive, dict[Any, Any]]
@@ -222,9 +222,7 @@ class _ZeroFiles:
             flats.append([(archive, self._view(fragments.get(name)))])
         numel, part = prod(shape), -(-prod(shape) // max(len(flats), 1))
         runs = [
-            _VectorPart(
-                rank, 0, 0, Elements(min(rank * part, numel), min((rank + 1) * part, numel))
-            )
+            _Lie(rank, 0, 0, Elements(min(rank * part, numel), min((rank + 1) * part, numel)))
             for rank in range(len(flats))
         ]
         self._add(("model", name), _Parameter(name, shape, 0, runs), flats)
@@ -265,7 +263,7 @@ class _ZeroFiles:
                     for run in _runs(vectors, at, min(part, numel - first)):
                         start = first + run.elements.start
                         elements = Elements(start, first + run.elements.stop)
-                        runs.append(_VectorPart(rank, run.number, run.at, elements))
+                        runs.append(_Lie(rank, run.number, run.at, elements))
                 yield _Parameter(name, shape, number, runs)
                 at += part
 
@@ -295,7 +293,7 @@ class _ZeroFiles:
         archive = self._partitions[0][0]
         for one in parameters:
             above = ("optim", "state", f"model.{one.name}")
-            where = one.runs[0] if one.runs else _VectorPart(0, one.group, 0, Elements(0, 0))
+            where = one.runs[0] if one.runs else _Lie(0, one.group, 0, Elements(0, 0))
             first = self._entries(bases[where.rank], where.number)
             for key, value in first.items():
                 if isinstance(value, TensorView) and value.shape:
@@ -327,7 +325,7 @@ class _ZeroFiles:
                 self._found.add(("zero", str(key)), value, archive)
 
     def _vectors(self, rank: int, base: dict[Any, Any], key: object) -> list[_Vector]:
-        archive = self._partitions[rank][0]
+        archive, _ = self._partitions[rank]
         numbers = range(len(self._weights(rank)))
         return [(archive, self._view(self._entries(base, n).get(key))) for n in numbers]
 
@@ -392,11 +390,11 @@ class _ZeroFiles:
         return CorruptError(f"{self._models[0][0].what}: {why}; use another checkpoint")
 
 
-def _runs(vectors: Iterable[tuple[int, int, int]], at: int, numel: int) -> Iterator[_VectorPart]:
+def _runs(vectors: Iterable[tuple[int, int, int]], at: int, numel: int) -> Iterator[_Lie]:
     """Yield where elements lie of vectors (rank, number, size), one behind the other."""
     begin = 0
     for rank, number, size in vectors:
         first, end = max(at, begin), min(at + numel, begin + size)
         if first < end:
-            yield _VectorPart(rank, number, first - begin, Elements(first - at, end - at))
+            yield _Lie(rank, number, first - begin, Elements(first - at, end - at))
         begin += size
