@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What a program can say about the text of the project, in seconds: Python, shell, Markdown,
-# spelling. Rules: pyproject.toml. The pre-commit hooks are the same programs out of the same .venv.
+# What a program can say about the text of the project, in seconds: Python, shell, Kubernetes'
+# schemas, Markdown, spelling. Rules: pyproject.toml. The pre-commit hooks are the same programs out
+# of the same .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -8,5 +9,6 @@ bin=.venv/bin
 $bin/ruff check .
 $bin/ruff format --check .
 $bin/codespell .
-$bin/shellcheck .ci/run scripts/*.sh launch/*.sh launch/*.sbatch
+$bin/shellcheck .ci/run scripts/*.sh launch/*.sh launch/*.sbatch docker/*.sh
+$bin/kubernetes-validate --quiet --strict launch/kubernetes.yaml
 $bin/rumdl check --quiet .

@@ -25,7 +25,7 @@ from dist_ckpt.offline.checkpoint import Checkpoint
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
 from dist_ckpt.offline.run import is_whole
 from dist_ckpt.reports import SaveReport
-from dist_ckpt.runs.facts import put_metrics
+from dist_ckpt.runs.facts import put_metrics, put_saved
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.runs.listing import RunCheckpoint, list_run
 from dist_ckpt.runs.prune import metrics_of, prune
@@ -237,6 +237,10 @@ class Keeper:
         assert attempt is not None
         self._saved[report.step] = (report.step, attempt)
         self._newest_saved = max(self._newest_saved, report.step)
+        try:
+            put_saved(self._storage, self._root, (report.step, attempt), report)
+        except CheckpointError as error:
+            _log.info("how long the save of step %d took is not put down: %s", report.step, error)
         if (hook := self._hooks.on_commit) is not None:
 
             def tell() -> None:

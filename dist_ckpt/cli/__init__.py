@@ -1,8 +1,8 @@
 """`dist-ckpt`: look at checkpoints, check them, rewrite and remove them; ask a run to save.
 
 One file a group of commands (`reading.py`, `comparing.py`, `changing.py`, `averaging.py`,
-`formats.py`, `runs.py`, `watching.py`); each parses, calls and prints. A new command is added to
-the group here.
+`formats.py`, `runs.py`, `watching.py`, `reporting.py`); each parses, calls and prints. A new
+command is added to the group here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dist_ckpt.cli import (
     formats,
     output,
     reading,
+    reporting,
     runs,
     watching,
 )
@@ -94,6 +95,7 @@ for _command in (
     runs.tag,
     runs.request_save,
     watching.watch,
+    reporting.report,
 ):
     cli.add_command(_command)
 

@@ -1,7 +1,8 @@
-"""What became known of a run's checkpoints: metrics, and that they were checked.
+"""What became known of a run's checkpoints: metrics, that they were checked, how long they took.
 
     metrics   {"val/loss": 0.25}    numbers; "nan", "inf" and "-inf" as text
     verified  {"level": "full"}     somebody has checked every byte of it; "load": has loaded all
+    saved     {"write_s": 1.5}      the seconds of the save's phases, and more: see `put_saved`
 
 Pins, tags and holds, which keep a checkpoint, are in `commit/guards.py`.
 """
@@ -20,11 +21,15 @@ from dist_ckpt.commit.root_records import StoredFact, fact_about, put_fact
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.filenames import FACTS, STARTS
 from dist_ckpt.format.strict_json import Scalar
+from dist_ckpt.reports import SaveReport
 from dist_ckpt.storage import Storage
 
 _log = logging.getLogger("dist_ckpt")
 
-METRICS, VERIFIED = "metrics", "verified"
+METRICS, VERIFIED, SAVED = "metrics", "verified", "saved"
+
+# The phases of a save in the background for which the training stands still.
+_STALLING = frozenset({"ready", "agree", "stage"})
 
 _AS_TEXT = ("nan", "inf", "-inf")
 
@@ -37,6 +42,20 @@ class KnownFacts:
     verified: frozenset[Where]
     guards: Guards
     problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """How long a save took, in seconds; of the phases as rank 0 saw them.
+
+    `stalled_s`: for so long the training stood still for it there. `slowest_s`: so long rank
+    `slowest_rank` took to write its files. None is what is not known.
+    """
+
+    seconds: Mapping[str, float]
+    stalled_s: float | None
+    slowest_rank: int | None
+    slowest_s: float | None
 
 
 def known_of(facts: Iterable[StoredFact], now: float) -> KnownFacts:
@@ -64,6 +83,43 @@ def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, 
 def put_verified(storage: Storage, root: str, where: Where, level: str) -> None:
     """Note that every byte of a checkpoint was read and is right; durable on return."""
     put_fact(storage, root, fact_about(*where, VERIFIED, {"level": level}))
+
+
+def put_saved(storage: Storage, root: str, where: Where, report: SaveReport) -> None:
+    """Note how long a save of a run took; durable on return."""
+    # Of a save in the foreground all phases are the training's.
+    own = _STALLING if "stage" in report.seconds else report.seconds.keys()
+    values: dict[str, Scalar] = {
+        f"{phase.replace(' ', '_')}_s": round(took, 4) for phase, took in report.seconds.items()
+    }
+    values[_STALLED] = round(sum(report.seconds[phase] for phase in own & report.seconds.keys()), 4)
+    values[_SLOWEST] = round(report.slowest_s, 4)
+    values[_SLOWEST_RANK] = report.slowest_rank
+    put_fact(storage, root, fact_about(*where, SAVED, values))
+
+
+_STALLED, _SLOWEST, _SLOWEST_RANK = "stalled_s", "slowest_s", "slowest_rank"
+
+
+def save_times(facts: Iterable[StoredFact]) -> dict[Where, SaveTimes]:
+    """Return how long the saves of the checkpoints took of which it is known. Pure."""
+    values: dict[Where, dict[str, float]] = defaultdict(dict)
+    for (where, name), (value, _) in newest_values(facts, SAVED).items():
+        number = _number(value)
+        if number is not None and isfinite(number) and number >= 0:
+            values[where][name] = number
+    return {where: _times_of(found) for where, found in values.items()}
+
+
+def _times_of(values: Mapping[str, float]) -> SaveTimes:
+    rank = values.get(_SLOWEST_RANK)
+    phases = [name for name in values if name.endswith("_s") and name not in (_STALLED, _SLOWEST)]
+    return SaveTimes(
+        {name.removesuffix("_s").replace("_", " "): values[name] for name in phases},
+        values.get(_STALLED),
+        None if rank is None else int(rank),
+        values.get(_SLOWEST),
+    )
 
 
 def note_verified(storage: Storage, path: str, where: Where, level: str) -> None:

@@ -142,6 +142,10 @@ def listing(root: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
+def without_facts(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in files.items() if ".facts" not in name}
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_read_only_resumes_and_changes_nothing(background: bool, tmp_path: Path) -> None:
     run(tmp_path, 2)
@@ -365,8 +369,7 @@ def test_where_all_are_damaged_nothing_is_begun_anew(spoil: Damage, tmp_path: Pa
     before = listing(tmp_path)
     with pytest.raises(CorruptError, match=r"no checkpoint (is whole|to go on from)"):
         restored(tmp_path, init=tmp_path / "base")
-    after = {name: data for name, data in listing(tmp_path).items() if ".facts" not in name}
-    assert after == before
+    assert without_facts(listing(tmp_path)) == without_facts(before)
 
 
 def test_a_damaged_one_that_is_asked_for_is_an_error(tmp_path: Path) -> None:
@@ -410,8 +413,7 @@ def test_an_error_of_the_storage_stops_a_resume_and_nothing_is_rolled_back(
             with pytest.raises(StorageError, match="EIO"):
                 restored(tmp_path)
         assert steps_at(tmp_path) == [1, 2, 3]
-    after = {name: data for name, data in listing(tmp_path).items() if ".facts" not in name}
-    assert after == before
+    assert without_facts(listing(tmp_path)) == without_facts(before)
     assert restored(tmp_path) == 3
 
 

@@ -20,6 +20,7 @@ PACKAGE = "dist_ckpt"
 # which imports itself.
 ORDER = (
     "cli",
+    "html_report",
     "integrations",
     "checkpointer",
     "background",
@@ -47,7 +48,9 @@ ORDER = (
 )
 
 # What a reader can take in: `dist_ckpt` itself, one folder of it, one module.
-MOST_FOLDERS = 25
+# One for each thing that a reader looks for: pages about checkpoints are none of the command line's
+# business, nor of the packages that they are about.
+MOST_FOLDERS = 26
 MOST_FILES_BESIDE_THEM = 6
 MOST_MODULES = 16
 MOST_LINES = 400
@@ -72,8 +75,8 @@ THIRD_PARTY_OF_ALL = {"msgpack", "xxhash", "msgspec"}
 
 # Whoever looks at a checkpoint, checks it or writes it in the background needs no torch.
 WITHOUT_TORCH = (
-    *("cli", "writer", "offline", "snapshots", "runs", "commit", "comm", "shard_io", "storage"),
-    *("planning", "format", "runtime", "top"),
+    *("cli", "html_report", "writer", "offline", "snapshots", "runs", "commit", "comm"),
+    *("shard_io", "storage", "planning", "format", "runtime", "top"),
 )
 WITH_TORCH = {
     "dist_ckpt.comm.gloo",

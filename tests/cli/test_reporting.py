@@ -1,0 +1,79 @@
+"""The command that writes a page: report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dist_ckpt as dc
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    dc.save({"model": {"w": torch.ones(9)}}, tmp_path / "run" / "s1", step=1)
+    return tmp_path / "run" / "s1"
+
+
+def test_a_page_is_written_and_replaced(run, saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        code, out, err = run("report", saved)
+        assert (code, out, err) == (
+            0,
+            "report.html: one checkpoint, 0 problems by the quick check\n",
+            "",
+        )
+    assert (tmp_path / "report.html").stat().st_size > 1_000_000
+    code, out, _ = run("report", saved.parent, "-o", "run.html", "--verify", "none")
+    assert (code, out) == (0, "run.html: 1 checkpoint\n")
+
+
+def test_damage_is_a_finding_and_the_page_is_there(run, saved, tmp_path):
+    (file,) = saved.glob("a*/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    for path in (saved, saved.parent):
+        page = tmp_path / f"{path.name}.html"
+        code, out, _ = run("report", path, "-o", page)
+        assert code == 1
+        assert page.exists()
+    assert "1 damaged" in out
+
+
+def test_json_prints_the_facts_and_writes_nothing(run, saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "plotly", None)  # it needs no charts
+    for path, about in ((saved, "checkpoint"), (saved.parent, "run")):
+        code, out, _ = run("report", path, "--json")
+        document = json.loads(out)
+        assert (code, document["schema"], document["about"]) == (0, "dist-ckpt.report/1", about)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("missing", ["plotly.offline", "jinja2"])
+def test_without_the_extra_it_says_what_to_install(missing, run, saved, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    code, _, err = run("report", saved, "-o", tmp_path / "page.html")
+    assert code == 2
+    assert 'pip install "dist-ckpt[report]"' in err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_bad_places_are_refused_by_name(run, saved, tmp_path):
+    (tmp_path / "notes.html").write_text("mine")
+    cases = [
+        ((tmp_path / "none",), 3, "none is no folder"),
+        ((saved, "-o", tmp_path), 2, "is a folder: give the name of a file"),
+        ((saved, "-o", tmp_path / "notes.html"), 5, "something is there already"),
+        ((saved, "-o", tmp_path / "no" / "page.html"), 5, "cannot be written"),
+        ((saved, "--verify", "deep"), 2, "'deep' is not one of"),
+        ((f"{saved.parent}@99",), 3, "99"),
+    ]
+    for arguments, code, told in cases:
+        found, _, err = run("report", *arguments)
+        assert (found, told in err) == (code, True), err
+        assert "Traceback" not in err
+    assert (tmp_path / "notes.html").read_text() == "mine"
