@@ -112,7 +112,9 @@ def options_in(text: str) -> set[str]:
     return {option for part in given for option in re.findall(r"(?<![\w-])--[a-z-]+", part)}
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", "torchrun_nodes.sh", "slurm.sbatch", "kubernetes.yaml"])
+@pytest.mark.parametrize(
+    "name", ["torchrun.sh", "torchrun_nodes.sh", "slurm.sbatch", "kubernetes.yaml"]
+)
 def test_what_the_launch_files_give_to_the_job_are_its_options(name: str) -> None:
     known = set(re.findall(r'add_argument\("(--[a-z-]+)"', JOB.read_text()))
     given = options_in((LAUNCH / name).read_text())
