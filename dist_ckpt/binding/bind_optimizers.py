@@ -50,6 +50,8 @@ def bind_optimizer(requests: Requests, fqn: str, leaf: OptimizerLeaf) -> None:
     requests.split(groups)
     saved = saved_groups(requests, groups)
     stored = _stored_names(held, names, saved)
+    if saved and all(name.isdecimal() for name in saved):
+        stored = _numbered(requests, fqn, held, saved) or stored
     classes = compound_classes(held.optimizer)
     defaults = held.defaults if requests.strict else {}
     before = len(requests.effects)
@@ -105,6 +107,27 @@ def _stored_names(
     if saved.keys().isdisjoint(stored.values()) and len({*own.values()}) == len(own):
         return own if not saved.keys().isdisjoint(own.values()) else stored
     return stored
+
+
+def _numbered(
+    requests: Requests, fqn: str, held: OptimizerState, saved: Mapping[str, str]
+) -> dict[int, str]:
+    """Return what torch's own state dict calls the parameters: numbers, in the order of the groups.
+
+    Nothing, and a problem, if the groups are others.
+    """
+    of_groups: dict[str, list[str]] = {}
+    for name, group in saved.items():
+        of_groups.setdefault(group, []).append(name)
+    here = [len(group["params"]) for group in held.groups]
+    if (there := [len(names) for names in of_groups.values()]) != here:
+        requests.problems.append(
+            f"{fqn}: its parameters were saved by number, in groups of {there}, and the optimizer "
+            f"has groups of {here}: group them as they were, or exclude {fqn!r}"
+        )
+        return {}
+    parameters = [id(parameter) for group in held.groups for parameter in group["params"]]
+    return dict(zip(parameters, saved, strict=True))
 
 
 def _drop_state(

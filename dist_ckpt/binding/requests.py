@@ -199,16 +199,17 @@ class Requests:
         return *self.saved.children(name), *((n[len(name) + 1 :], n) for n in parts)
 
     def params(self, group: str) -> Sequence[str]:
-        """Return the parameters' names of an optimizer's group, as saved."""
+        """Return the parameters' names of an optimizer's group, as saved; torch's are numbers."""
         value = self._split.get(group)
         if isinstance(value, dict) and isinstance(value.get("params"), list):
-            return [name for name in value["params"] if isinstance(name, str)]
+            return [str(name) for name in value["params"] if type(name) in (str, int)]
         if group in self.saved.params:
             return self.saved.params[group]
         # A group with tensors that was saved as a dict is a container; so is any that DCP saved.
         own = f"{group}.params"
         names = self.saved.value(own) if self.saved.is_value(own) else None
-        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else ()
+        told = names if isinstance(names, list) else ()
+        return [str(name) for name in told if type(name) in (str, int)]
 
     # --- tensors that are made of others -----------------------------------------------------
 

@@ -25,7 +25,15 @@ def _export_dcp(source: str, file: str, *, overwrite: bool) -> int:
     return dcp_export.export_folder(source, file)
 
 
-_IMPORTS = {"dcp": imports.from_dcp, "hf": imports.from_hf, "torch": imports.from_torch}
+_IMPORTS = {
+    "dcp": imports.from_dcp,
+    "hf": imports.from_hf,
+    "torch": imports.from_torch,
+    "lightning": imports.from_lightning,
+    "accelerate": imports.from_accelerate,
+    "deepspeed": imports.from_deepspeed,
+    "megatron": imports.from_megatron,
+}
 # What writes a format, and which options it takes.
 _EXPORTS: Mapping[str, tuple[Callable[..., int], frozenset[str]]] = {
     "shrew": (shrew.export_file, frozenset({"version"})),
@@ -60,7 +68,10 @@ _EXPORTS: Mapping[str, tuple[Callable[..., int], frozenset[str]]] = {
     is_flag=True,
     help="Replace the checkpoint at TARGET once the new one is durable.",
 )
-def import_(
+@click.option(
+    "--exclude", multiple=True, help="Glob of names in TARGET to leave out; may be repeated."
+)
+def import_(  # noqa: PLR0913 - the options of the command
     from_: str,
     source: str,
     target: str,
@@ -68,12 +79,15 @@ def import_(
     ranks: int | None,
     step: int | None,
     overwrite: bool,
+    exclude: tuple[str, ...],
 ) -> None:
     """Make the checkpoint TARGET of SOURCE, which another system has written.
 
     SOURCE is a folder of torch.distributed.checkpoint (dcp), a folder of Hugging Face or a
-    safetensors file (hf), or a file of torch.save (torch). A file of a model's tensors alone
-    becomes {"model": {name: tensor}}.
+    safetensors file (hf), a file of torch.save (torch), a checkpoint of Lightning (lightning), a
+    folder of accelerate's save_state (accelerate), of DeepSpeed's ZeRO (deepspeed), or of
+    Megatron's torch_dist (megatron). A file of a model's tensors alone becomes
+    {"model": {name: tensor}}.
 
     A .shrew file becomes {"model": {name: tensor}}; one of version 2 has "optim", "epoch",
     "global_step", "best_loss" and "loss_history" besides. Nothing in a file is executed.
@@ -81,11 +95,13 @@ def import_(
     \b
     dist-ckpt import --from dcp old/step-500 runs/a/step-00000500 --step 500 --ranks 8
     dist-ckpt import --from torch old.pt runs/b/step-00000500 --step 500
+    dist-ckpt import --from lightning epoch=3.ckpt runs/c/step-00000500 --exclude hyper_parameters
     """  # noqa: D301 - click knows the backspace
     if from_ == "shrew":
-        if ranks is not None or step is not None:
+        if ranks is not None or step is not None or exclude:
             raise click.UsageError(
-                "a .shrew file is imported for one rank, of the step that it says: reshard it then"
+                "a .shrew file is imported whole, for one rank, of the step that it says: reshard "
+                "it then"
             )
         report = shrew.import_file(source, target, overwrite=overwrite)
     else:
@@ -96,6 +112,7 @@ def import_(
                 target,
                 world_size=ranks or 1,
                 step=step,
+                exclude=exclude,
                 overwrite=overwrite,
                 progress=update,
             )

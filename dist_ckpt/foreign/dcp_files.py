@@ -6,7 +6,7 @@ unpickled: see `restricted_pickle.py`. The format: torch/distributed/checkpoint/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,17 +14,19 @@ from typing import TypeVar
 
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.foreign import restricted_pickle
-from dist_ckpt.foreign.nested_state import Nested, Path, tree_of
-from dist_ckpt.foreign.restricted_pickle import Maker, PickledRecord, shown
-from dist_ckpt.foreign.torch_files import Archive, whole_file
+from dist_ckpt.foreign.nested_state import Nested, Path, joined
+from dist_ckpt.foreign.stand_ins import Maker, PickledRecord, Unknown, record_maker, remedied, shown
+from dist_ckpt.foreign.torch_files import Archive, is_file, whole_file
 from dist_ckpt.foreign.torch_pickles import TABLE as OF_TORCH
 from dist_ckpt.foreign.torch_pickles import TensorView
 from dist_ckpt.foreign.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 from dist_ckpt.format.geometry import Region, Shape
 from dist_ckpt.format.plain_types import DTypeValue, Size
+from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.storage import Storage
 
 METADATA = ".metadata"
+METADATA_OF_RANK = "__0.metadata"
 MAX_METADATA_NBYTES = 1 << 30
 
 _T = TypeVar("_T")
@@ -40,15 +42,6 @@ class _Properties(PickledRecord):
         super().set_state({"dtype": state[0]})
 
 
-def _of_class(name: str, cls: type[PickledRecord] = PickledRecord) -> Maker:
-    def make(*args: object) -> PickledRecord:
-        if args:
-            raise TypeError(f"a {name} that is made of something")
-        return cls(name)
-
-    return Maker(name, make)
-
-
 def _first(value: object) -> object:
     return value
 
@@ -58,19 +51,19 @@ _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 _TABLE: Mapping[str, object] = {
     **OF_TORCH,
     **{
-        f"{_MODULE}.metadata {name}": _of_class(name)
+        f"{_MODULE}.metadata {name}": record_maker(name)
         for name in (
             *("Metadata", "MetadataIndex", "StorageMeta"),
             *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
         )
     },
     **{
-        f"{module} TensorProperties": _of_class("TensorProperties", _Properties)
+        f"{module} TensorProperties": record_maker("TensorProperties", _Properties)
         for module in (f"{_MODULE}.metadata", _OLD)
     },
     f"{_MODULE}.metadata _MEM_FORMAT_ENCODING": Maker("_MEM_FORMAT_ENCODING", _first),
     f"{_OLD} MEM_FORMAT_ENCODING": Maker("MEM_FORMAT_ENCODING", _first),
-    f"{_MODULE}.filesystem _StorageInfo": _of_class("_StorageInfo"),
+    f"{_MODULE}.filesystem _StorageInfo": record_maker("_StorageInfo"),
     "torch.serialization _get_layout": Maker("_get_layout", _first),
 }
 
@@ -93,40 +86,68 @@ class _Item:
     region: Region | None = None
 
 
-def read_folder(storage: Storage, folder: str) -> ForeignState:
+def read_folder(storage: Storage, folder: str, selection: Selection = EVERYTHING) -> ForeignState:
     """Return what a folder holds, named as `dc.save` would name it.
 
     NotFoundError if there is no metadata, or a file that it names is gone; CorruptError,
     IncompatibleError for what is damaged, or what no checkpoint can hold.
     """
+    found = Nested(folder, selection)
+    add_folder(found, storage, folder)
+    return found.state()
+
+
+def add_folder(
+    found: Nested,
+    storage: Storage,
+    folder: str,
+    place: Callable[[Path], Path] = lambda path: path,
+    *,
+    keep_unknown: bool = False,
+) -> None:
+    """Add what a folder holds, where `place` says that what was at a path shall be.
+
+    `keep_unknown` is for metadata that tells of more than of what is in the folder.
+    """
     path = f"{folder}/{METADATA}"
     try:
         data = whole_file(storage, path, MAX_METADATA_NBYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(
-            f"{path}: there is no such file, so {folder} is no checkpoint of "
-            f"torch.distributed.checkpoint, or one whose save did not end; check the path"
-        ) from None
-    found = Nested(folder)
-    contents = _MetadataContents(path, restricted_pickle.read(data, _TABLE, path))
+        raise no_metadata(storage, folder) from None
+    metadata = restricted_pickle.read(data, _TABLE, path, keep_unknown=keep_unknown)
+    contents = _MetadataContents(path, metadata)
+    paths = {fqn: place(own) for fqn, own in contents.paths.items()}
+    names = {fqn: joined(own) for fqn, own in paths.items()}
     chunks: dict[str, list[ForeignChunk]] = {
         fqn: [ForeignChunk(Region.whole(shape), path, 0)] if 0 in shape else []
         for fqn, (_, shape) in contents.tensors.items()
     }
-    for archive, item in _archives(storage, folder, contents.items):
+    wanted = {fqn for fqn, name in names.items() if not found.leaves_out(name)}
+    items = [item for item in contents.items if item.fqn in wanted]
+    for archive, item in _archives(storage, folder, items):
         value = archive.read()
         if item.region is None:
-            found.add(item.fqn, value, archive.locate, archive.budget)
+            found.add(paths[item.fqn], value, archive)
         else:
             chunks[item.fqn].append(_chunk(contents, item, archive, value, folder))
     for fqn, (dtype, shape) in contents.tensors.items():
-        if not chunks[fqn]:
+        if fqn in wanted and not chunks[fqn]:
             raise CorruptError(f"{path}: it has no part of {fqn}; use another checkpoint")
-        found.tensors[fqn] = ForeignTensor(fqn, dtype, shape, tuple(chunks[fqn]))
-    inner = {node.fqn for node in found.nodes}
-    tree = [node for node in tree_of(contents.paths.values()) if node.fqn not in inner]
-    return ForeignState(
-        [*found.tensors.values()], (*tree, *found.nodes), found.values, {}, found.aliases
+        tensor = ForeignTensor(names[fqn], dtype, shape, tuple(chunks[fqn]))
+        found.add_tensor(paths[fqn], tensor)
+
+
+def no_metadata(storage: Storage, folder: str) -> NotFoundError:
+    """Return the error for a folder without the metadata of all ranks."""
+    if is_file(storage, f"{folder}/{METADATA_OF_RANK}"):
+        return NotFoundError(
+            f"{folder} has metadata of single ranks, such as {METADATA_OF_RANK}, and none of all: "
+            f"a save with no_dist=True or use_collectives=False, which is read by such a load "
+            f"alone; load it with dcp.load, and save it again without that"
+        )
+    return NotFoundError(
+        f"{folder}/{METADATA}: there is no such file, so {folder} is no checkpoint of "
+        f"torch.distributed.checkpoint, or one whose save did not end; check the path"
     )
 
 
@@ -232,6 +253,8 @@ class _MetadataContents:
             yield (fqn, shape), _ItemPlace(name, start, nbytes)
 
     def _record(self, value: object, name: str) -> Mapping[str, object]:
+        if isinstance(value, Unknown):
+            raise remedied(value, self._path)
         if not isinstance(value, PickledRecord) or value.name != name:
             raise self._damaged(f"{shown(value)} in place of a {name}")
         return value.fields

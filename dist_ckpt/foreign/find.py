@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 
 from dist_ckpt.errors import CheckpointError, IncompatibleError, NotFoundError
-from dist_ckpt.foreign import dcp_files, safetensors_files, torch_files
+from dist_ckpt.foreign import (
+    accelerate_folders,
+    dcp_files,
+    deepspeed_folders,
+    lightning_files,
+    megatron_folders,
+    safetensors_files,
+    torch_files,
+)
 from dist_ckpt.foreign.virtual_checkpoint import ForeignState, checkpoint_of
+from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.storage import Storage, open_storage, real_path
 
 # How a zip archive begins, and a pickle: torch.save writes the one, and once wrote the other.
@@ -26,12 +36,38 @@ def open_source(path: str | os.PathLike[str], *, direct_reads: bool = False) -> 
 
 def open_dcp_folder(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     """Return what reads a folder of torch.distributed.checkpoint as a checkpoint, and its path."""
-    return _opened(path, dcp_files.read_folder, "a folder of torch.distributed.checkpoint")
+    return open_pickled("dcp", path)
 
 
-def open_torch_file(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Return what reads a file of torch.save as a checkpoint, and its path."""
-    return _opened(path, torch_files.read_file, "a file of torch.save")
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """What another system pickles: what it is called, and what reads it where it lies."""
+
+    name: str
+    read: Callable[[Storage, str, Selection], ForeignState]
+
+
+# By what `dist-ckpt import --from` takes.
+_FORMATS: Mapping[str, _Format] = {
+    "dcp": _Format("a folder of torch.distributed.checkpoint", dcp_files.read_folder),
+    "torch": _Format("a file of torch.save", torch_files.read_file),
+    "lightning": _Format("a checkpoint of Lightning", lightning_files.read),
+    "accelerate": _Format("a folder of accelerate", accelerate_folders.read),
+    "deepspeed": _Format("a folder of DeepSpeed", deepspeed_folders.read),
+    "megatron": _Format("a folder of Megatron", megatron_folders.read),
+}
+
+
+def open_pickled(
+    kind: str, path: str | os.PathLike[str], selection: Selection = EVERYTHING
+) -> tuple[Storage, str]:
+    """Return what reads the files of a format as a checkpoint, and its path.
+
+    What the selection leaves out is not looked into.
+    """
+    storage, text = open_storage(path)
+    found = _FORMATS[kind]
+    return checkpoint_of(storage, text, found.read(storage, text, selection), found.name), text
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
@@ -47,13 +83,6 @@ def open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     return found, text
 
 
-def _opened(
-    path: str | os.PathLike[str], read: Callable[[Storage, str], ForeignState], what: str
-) -> tuple[Storage, str]:
-    storage, text = open_storage(path)
-    return checkpoint_of(storage, text, read(storage, text), what), text
-
-
 def foreign_at(storage: Storage, path: str) -> Storage | None:
     """Return what reads the files of another system at `path` as a checkpoint there, else None.
 
@@ -66,11 +95,10 @@ def foreign_at(storage: Storage, path: str) -> Storage | None:
             found = safetensors_files.read_file(storage, path)
             return checkpoint_of(storage, path, found, "a safetensors file")
         if start.startswith(_PICKLED):
-            raise IncompatibleError(
-                f"{path} is a file of torch.save: make a checkpoint of it with "
-                f"`dist-ckpt import --from torch {path} TARGET`, which unpickles nothing"
-            )
+            raise _to_import("lightning" if path.endswith(".ckpt") else "torch", path)
         return None
+    if (kind := _pickled_kind(storage, path)) is not None:
+        raise _to_import(kind, path)
     if _start_of(storage, f"{path}/{safetensors_files.INDEX}") is not None:
         found = safetensors_files.read_folder(storage, path)
         return checkpoint_of(storage, path, found, "a folder of safetensors files")
@@ -85,6 +113,32 @@ def foreign_at(storage: Storage, path: str) -> Storage | None:
             f"`dist-ckpt import --from dcp {path} TARGET`; both unpickle nothing"
         )
     return None
+
+
+def _pickled_kind(storage: Storage, path: str) -> str | None:
+    """Return which system has written a folder, if its files say so."""
+
+    def has(*names: str) -> bool:
+        return any(_start_of(storage, f"{path}/{name}") is not None for name in names)
+
+    if has(lightning_files.META) and has(dcp_files.METADATA):
+        return "lightning"
+    if has(dcp_files.METADATA_OF_RANK) and not has(dcp_files.METADATA):
+        raise dcp_files.no_metadata(storage, path)
+    if has(megatron_folders.LATEST) or (
+        has(megatron_folders.ABOUT) and has(megatron_folders.COMMON)
+    ):
+        return "megatron"
+    if has("random_states_0.pkl"):
+        return "accelerate"
+    return "deepspeed" if deepspeed_folders.is_folder(storage, path) else None
+
+
+def _to_import(kind: str, path: str) -> IncompatibleError:
+    return IncompatibleError(
+        f"{path} is {_FORMATS[kind].name}: make a checkpoint of it with "
+        f"`dist-ckpt import --from {kind} {path} TARGET`, which unpickles nothing"
+    )
 
 
 def _start_of(storage: Storage, path: str) -> bytes | None:

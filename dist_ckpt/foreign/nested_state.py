@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
-from dist_ckpt.foreign.restricted_pickle import PickleBudget
+from dist_ckpt.foreign.stand_ins import PickleBudget, Unknown
 from dist_ckpt.foreign.torch_pickles import NumpyArray, TensorView
-from dist_ckpt.foreign.virtual_checkpoint import ForeignChunk, ForeignTensor
+from dist_ckpt.foreign.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 from dist_ckpt.format.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Node
 from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.format.strict_json import is_text
+from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.state.containers import MAX_DEPTH, PathKey, container, entries_of, join, kind_of
 
 Path = tuple[PathKey, ...]
@@ -21,8 +23,10 @@ Path = tuple[PathKey, ...]
 # What a name costs beside its characters: it has a record of its own.
 _OF_NAMES = 64
 
-# Where a tensor's elements lie: the file, and from which byte on.
-Locate = Callable[[TensorView, str], tuple[str, int]]
+
+def joined(path: Path) -> str:
+    """Return the name of what is at a path."""
+    return ".".join(map(str, path))
 
 
 def tree_of(paths: Iterable[Path]) -> tuple[Node, ...]:
@@ -31,7 +35,7 @@ def tree_of(paths: Iterable[Path]) -> tuple[Node, ...]:
     for path in paths:
         for depth, key in enumerate(path):
             keys.setdefault(path[:depth], {})[key] = None
-    return tuple(Node(".".join(map(str, path)), *_container(found)) for path, found in keys.items())
+    return tuple(Node(joined(path), *_container(found)) for path, found in keys.items())
 
 
 def _container(keys: Iterable[PathKey]) -> tuple[str, tuple[PathKey, ...]]:
@@ -41,84 +45,221 @@ def _container(keys: Iterable[PathKey]) -> tuple[str, tuple[PathKey, ...]]:
     return "dict", tuple(keys)
 
 
+def numbered(name: str, number: int) -> str:
+    """Return what the first of several is called, and the others: `optim`, `optim_1`."""
+    return f"{name}_{number}" if number else name
+
+
+def with_our_names(optimizer: object, model: str) -> object:
+    """Return an optimizer's state dict by the names of its parameters in a model, if it has them.
+
+    Torch's optimizers have them that were made of `named_parameters()`. Others have numbers, which
+    say where in the groups of an optimizer a parameter is: so a load finds it.
+    """
+    if not isinstance(optimizer, dict):
+        return optimizer
+    groups, state = optimizer.get("param_groups"), optimizer.get("state")
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        return optimizer
+    names: dict[Any, str] = {}
+    own = []
+    for group in groups:
+        told = group.get("param_names") if isinstance(group, dict) else None
+        if not isinstance(told, list) or not _are_names(told, group.get("params")):
+            return optimizer
+        params = [f"{model}.{name}" for name in told]
+        names.update(zip(group["params"], params, strict=True))
+        own.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": params})
+    by_name = {names.get(key, key): value for key, value in state.items()}
+    return {**optimizer, "state": by_name, "param_groups": own}
+
+
+def _are_names(told: list[object], params: object) -> bool:
+    if not isinstance(params, list) or len(params) != len(told):
+        return False
+    numbers = all(type(number) is int for number in params)
+    return numbers and all(type(name) is str for name in told)
+
+
+class Pickled(Protocol):
+    """A pickle that was read: where tensors lie that it tells of, and what may be made of it."""
+
+    budget: PickleBudget
+
+    def locate(self, view: TensorView, fqn: str) -> tuple[str, int]:
+        """Return the file that a tensor's elements lie in, and where they begin."""
+
+
 class Nested:
     """What is found in files, name by name; `what` names them in errors.
 
     A container that holds tensors is a node of the tree, everything else is a value. A tensor that
-    is another one as well is an alias of the first. IncompatibleError for what no checkpoint
-    holds, with its name.
+    is another one as well is an alias of the first. Names that `selection` leaves out are not
+    looked into. IncompatibleError for what no checkpoint holds, with its name.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, selection: Selection = EVERYTHING) -> None:
         self.tensors: dict[str, ForeignTensor] = {}
-        self.aliases: dict[str, str] = {}
-        self.values: dict[str, object] = {}
-        self.nodes: list[Node] = []
+        self.per_rank: dict[str, dict[int, object]] = {}
+        self._aliases: dict[str, str] = {}
+        self._values: dict[str, object] = {}
+        self._nodes: list[Node] = []
+        self._paths: dict[str, Path] = {}
         self._what = what
+        self._selection = selection
+        self._left_out: list[str] = []
         self._first: dict[object, str] = {}
         self._known: dict[int, bool] = {}
 
-    def add(self, fqn: str, value: object, locate: Locate, budget: PickleBudget) -> None:
-        """Add what has a name, and what is in it."""
+    def leaves_out(self, fqn: str) -> bool:
+        """Say whether a name is one that the selection leaves out."""
+        is_out = fqn not in self._selection
+        if is_out:
+            self._left_out.append(fqn)
+        return is_out
+
+    def add(self, path: Path, value: object, pickled: Pickled) -> None:
+        """Add what is at a path of the state, and what is in it."""
+        fqn = joined(path)
+        if self.leaves_out(fqn):
+            return
+        self._place(path)
         try:
             self._known = {}  # by identity, of what lives as long as the value
-            self._add(fqn, value, locate, budget, 0)
+            self._add(fqn, self._chosen(fqn, value, 0), pickled, 0)
         except ValueError as error:
             raise CorruptError(f"{self._what}: {fqn[:100] or 'the state'}: {error}") from None
 
-    def _add(
-        self, fqn: str, value: object, locate: Locate, budget: PickleBudget, depth: int
-    ) -> None:
+    def add_tensor(self, path: Path, tensor: ForeignTensor) -> None:
+        """Add a tensor that lies in files in parts."""
+        if not self.leaves_out(tensor.fqn):
+            self._place(path)
+            self.tensors[tensor.fqn] = tensor
+
+    def add_alias(self, path: Path, other: str) -> None:
+        """Add another name of a tensor, which is there if it was not left out."""
+        if not self.leaves_out(joined(path)) and other in self.tensors:
+            self._place(path)
+            self._aliases[joined(path)] = other
+
+    def add_of_rank(self, path: Path, rank: int, value: object, pickled: Pickled) -> None:
+        """Add plain data, without tensors, that each rank has its own of."""
+        fqn = joined(path)
+        if self.leaves_out(fqn):
+            return
+        if fqn not in self.per_rank:
+            self._place(path)
+        own = self._plain(fqn, self._chosen(fqn, value, 0), pickled.budget)
+        self.per_rank.setdefault(fqn, {})[rank] = own
+
+    def state(self, step: int | None = None) -> ForeignState:
+        """Return all of it. ValueError for a pattern of the selection that matched nothing."""
+        if problems := self._selection.unmatched(self._left_out):
+            raise ValueError("; ".join(problems))
+        has_some = self.tensors or self._values or self.per_rank or self._nodes
+        if not (has_some or self._selection.is_everything):
+            raise ValueError(f"{self._selection} leaves nothing: give other patterns")
+        inner = {node.fqn for node in self._nodes}
+        tree = [node for node in tree_of(self._paths.values()) if node.fqn not in inner]
+        return ForeignState(
+            [*self.tensors.values()],
+            (*tree, *self._nodes),
+            self._values,
+            {},
+            self._aliases,
+            self.per_rank,
+            step,
+        )
+
+    def _place(self, path: Path) -> None:
+        fqn = joined(path)
+        if fqn in self._paths:
+            raise self._refused(fqn, "the name of two things: rename one")
+        self._paths[fqn] = path
+
+    def _chosen(self, fqn: str, value: object, depth: int) -> object:
+        """Return a value without what the selection leaves out of its dicts."""
+        if self._selection.is_everything or not isinstance(value, dict) or kind_of(value) is None:
+            return value
+        _check_depth(depth)
+        names = {key: join(fqn, key) for key in value}
+        kept = [key for key, name in names.items() if not self.leaves_out(name)]
+        items = ((key, self._chosen(names[key], value[key], depth + 1)) for key in kept)
+        return container(kind_of(value) or "dict", items)
+
+    def _add(self, fqn: str, value: object, pickled: Pickled, depth: int) -> None:
         _check_depth(depth)
         if isinstance(value, TensorView):
-            budget.spend(_OF_NAMES + len(fqn))
-            self._add_tensor(fqn, value, locate)
+            pickled.budget.spend(_OF_NAMES + len(fqn))
+            self._add_tensor(fqn, value, pickled)
             return
         if not _holds_tensors(value, self._known, 0):
-            self.add_value(fqn, value, budget)
+            self._values[fqn] = self._plain(fqn, value, pickled.budget)
             return
-        budget.spend(_OF_NAMES + len(fqn))
+        pickled.budget.spend(_OF_NAMES + len(fqn))
         kind, entries = kind_of(value), entries_of(value)
         if kind is None or entries is None:
             raise self._refused(fqn, f"a {type(value).__name__} that holds tensors")
         for key in entries:
             if type(key) not in (str, int):
                 raise self._refused(fqn, f"a container with keys of {type(key).__name__}")
-        self.nodes.append(Node(fqn, kind, tuple(entries)))
+        self._nodes.append(Node(fqn, kind, tuple(entries)))
         for key, child in entries.items():
             self._check_name(join(fqn, key), fqn)
-            self._add(join(fqn, key), child, locate, budget, depth + 1)
+            self._add(join(fqn, key), child, pickled, depth + 1)
 
-    def _add_tensor(self, fqn: str, view: TensorView, locate: Locate) -> None:
-        file, start = locate(view, fqn)
+    def _add_tensor(self, fqn: str, view: TensorView, pickled: Pickled) -> None:
+        file, start = pickled.locate(view, fqn)
         key = (file, start, view.dtype, view.shape, view.strides)
         first = self._first.setdefault(key, fqn) if 0 not in view.shape else fqn
         if first != fqn:
-            self.aliases[fqn] = first
+            self._aliases[fqn] = first
             return
         strides = None if view.is_contiguous else view.strides
         chunk = ForeignChunk(Region.whole(view.shape), file, start, strides)
         self.tensors[fqn] = ForeignTensor(fqn, view.dtype, view.shape, (chunk,))
 
-    def add_value(self, fqn: str, value: object, budget: PickleBudget) -> None:
-        """Add plain data, which holds no tensor."""
+    def _plain(self, fqn: str, value: object, budget: PickleBudget) -> object:
+        if (found := _unknown_in(value, fqn, 0)) is not None:
+            place, unknown = found
+            raise IncompatibleError(
+                f"{self._what}: {place} {unknown}; leave it out (exclude={place!r}, on the command "
+                f"line --exclude {shlex.quote(place)}), or save it again without that"
+            )
         made = _finished(value, budget, 0)
         try:
             check_plain(made, fqn)
         except TypeError as error:
             raise IncompatibleError(f"{self._what}: {error}") from None
-        self.values[fqn] = made
+        return made
 
     def _check_name(self, fqn: str, above: str) -> None:
         if len(fqn) > MAX_FQN_CHARS or not is_text(fqn) or not fqn.removeprefix(f"{above}."):
             raise self._refused(fqn[:100] or "''", "a name that is empty, too long or no text")
-        if fqn in self.tensors or fqn in self.values or fqn in self.aliases:
+        if fqn in self.tensors or fqn in self._values or fqn in self._aliases:
             raise self._refused(fqn, "the name of two things: rename one")
 
     def _refused(self, fqn: str, why: str) -> IncompatibleError:
         return IncompatibleError(
             f"{self._what}: {fqn or 'the state'} is {why}: change it with the library that wrote it"
         )
+
+
+def _unknown_in(value: object, fqn: str, depth: int) -> tuple[str, Unknown] | None:
+    """Return what is unknown in a value, and the name by which it can be left out."""
+    _check_depth(depth)
+    if isinstance(value, Unknown):
+        return fqn, value
+    if isinstance(value, Mapping):
+        keys = (key for key in value if isinstance(key, Unknown))
+        if (unknown := next(keys, None)) is not None:
+            return fqn, unknown
+        inner = ((join(fqn, key), child) for key, child in value.items())
+    else:
+        others = value if isinstance(value, set | frozenset) else _inner(value)
+        inner = ((fqn, child) for child in others)
+    found = (_unknown_in(child, name, depth + 1) for name, child in inner)
+    return next((one for one in found if one is not None), None)
 
 
 def _check_depth(depth: int) -> None:

@@ -2,8 +2,9 @@
 
 An interpreter of the opcodes that Python writes for plain data. A name in the stream is only a key
 of a table that the caller gives: to a value, or to a `Maker`, a function of ours that makes plain
-data or an inert stand-in. Nothing is imported, no method of what was made is looked up, and time
-and memory are bounded by the size of the stream.
+data or an inert stand-in. What is in no table becomes an `Unknown`, which has its name alone.
+Nothing is imported, no method of what was made is looked up, and time and memory are bounded by the
+size of the stream.
 """
 
 from __future__ import annotations
@@ -11,14 +12,11 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.foreign.stand_ins import Maker, PickleBudget, PickledRecord, Unknown, remedied, shown
 
-# A list or dict may be in several others, by two bytes each; what is made of a stream may be so
-# many times as large as it.
-_MOST_TIMES = 64
-_FREE = 1 << 16
 _OF_CALLS = 16
 
 # Keys and members are hashed: of others than these a file could choose the hashes.
@@ -27,67 +25,25 @@ _HASHED = (str, int, bool, bytes, type(None))
 Persistent = Callable[[object], object]
 
 
-class Maker:
-    """A function of ours, for what a stream wants to be called under a name."""
-
-    __slots__ = ("make", "name")
-
-    def __init__(self, name: str, make: Callable[..., object]) -> None:
-        self.name = name
-        self.make = make
-
-
-class Settable(Protocol):
-    """A stand-in that takes a state after it was made."""
-
-    def set_state(self, state: object) -> None:
-        """Take it. ValueError or TypeError if it is none."""
-
-
-class PickledRecord:
-    """An instance of a class that is not looked up: its fields."""
-
-    __slots__ = ("fields", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.fields: dict[str, object] = {}
-
-    def set_state(self, state: object) -> None:
-        """Take the fields."""
-        if not isinstance(state, dict):
-            raise TypeError(f"the state of a {self.name} is no dict")
-        self.fields = state
-
-
-class PickleBudget:
-    """What may still be made of a stream of so many bytes. ValueError when it is spent."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._left = _MOST_TIMES * nbytes + _FREE
-
-    def spend(self, count: int) -> None:
-        """Note that so much is made."""
-        self._left -= count
-        if self._left < 0:
-            raise ValueError("it is short, and would make far more than it has bytes")
-
-
 def read(
-    data: bytes, table: Mapping[str, object], what: str, persistent: Persistent | None = None
+    data: bytes,
+    table: Mapping[str, object],
+    what: str,
+    persistent: Persistent | None = None,
+    *,
+    keep_unknown: bool = False,
 ) -> object:
     """Return what a pickle holds; `what` names it in errors.
 
     `table` has what may be named, as "module name"; `persistent` makes what a persistent id stands
-    for. IncompatibleError names what else is named, CorruptError says what makes no sense.
+    for. IncompatibleError names what else is named; with `keep_unknown` an `Unknown` is in place of
+    that, and of all that is made of it, so the caller can say where it is. CorruptError says what
+    makes no sense.
     """
     try:
-        return _Machine(data, table, persistent).run()
+        return _Machine(data, table, persistent, keep_unknown=keep_unknown).run()
     except _UnknownNameError as error:
-        raise IncompatibleError(
-            f"{what} names {error}, which is not run here: it is no plain data; save it again "
-            f"without that"
-        ) from None
+        raise remedied(error.unknown, what) from None
     except IncompatibleError as error:
         raise IncompatibleError(f"{what}: {error}") from None
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error) as error:
@@ -97,22 +53,23 @@ def read(
 class _UnknownNameError(Exception):
     """What a stream names and is in no table."""
 
-
-def shown(value: object) -> str:
-    """Return a value in short, for messages; a number may be too long for `repr`."""
-    if type(value) is int and value.bit_length() > 64:
-        return "a number beyond 64 bits"
-    if isinstance(value, str):
-        return ascii(value[:60])
-    return str(value) if type(value) in (int, bool, float) else f"a {type(value).__name__}"
+    def __init__(self, unknown: Unknown) -> None:
+        super().__init__(unknown.name)
+        self.unknown = unknown
 
 
 class _Machine:
     """One stream being read: its stack, the stacks below its marks, and its memo."""
 
     def __init__(
-        self, data: bytes, table: Mapping[str, object], persistent: Persistent | None
+        self,
+        data: bytes,
+        table: Mapping[str, object],
+        persistent: Persistent | None,
+        *,
+        keep_unknown: bool,
     ) -> None:
+        self._keep_unknown = keep_unknown
         self._data = data
         self._table = table
         self._persistent = persistent
@@ -207,6 +164,8 @@ class _Machine:
 
     def extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
+        if type(target) is Unknown:
+            return
         if type(target) not in (list, deque):
             raise TypeError("items for what is no list")
         target.extend(items)
@@ -219,6 +178,8 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
+        if type(target) is Unknown:
+            return
         if not isinstance(target, dict) or len(items) % 2:
             raise TypeError("keys for what is no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -234,6 +195,8 @@ class _Machine:
 
     def add_items(self) -> None:
         items, target = self._marked(), self._stack[-1]
+        if type(target) is Unknown:
+            return
         if type(target) is not set:
             raise TypeError("members for what is no set")
         target.update(hashed(items))
@@ -255,13 +218,25 @@ class _Machine:
 
     def look_up(self, module: str, name: str) -> None:
         key = f"{module} {name}"
-        if key not in self._table:
-            raise _UnknownNameError(ascii(f"{module}.{name}"[:200])[1:-1])
-        self.push(self._table[key])
+        unknown = Unknown(ascii(f"{module}.{name}"[:200])[1:-1])
+        if key not in self._table and not self._keep_unknown:
+            raise _UnknownNameError(unknown)
+        self.push(self._table.get(key, unknown))
+
+    def call_with_names(self) -> None:
+        names = self._stack.pop()
+        if type(names) is not dict:
+            raise TypeError("names of arguments that are no dict")
+        if type(self._stack[-2]) is Maker and names:
+            raise TypeError(f"a call of {shown(self._stack[-2])} with names")
+        self.call()
 
     def call(self) -> None:
         args = self._stack.pop()
         maker = self._stack.pop()
+        if type(args) is tuple and (unknown := _first_unknown((maker, *args))) is not None:
+            self.push(Unknown(unknown.name))
+            return
         if type(maker) is not Maker or type(args) is not tuple:
             raise TypeError(f"a call of {shown(maker)}")
         # What is made may have all of it again: a set takes a hundred bytes for each member.
@@ -271,7 +246,7 @@ class _Machine:
     def build(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
-        if type(target) is OrderedDict:
+        if type(target) in (OrderedDict, Unknown):
             return  # its attributes, such as the versions of modules, are not kept
         set_state = getattr(type(target), "set_state", None)
         if set_state is None:
@@ -281,7 +256,9 @@ class _Machine:
     def persistent(self) -> None:
         if self._persistent is None:
             raise TypeError("a persistent id, where there are none")
-        self.push(self._persistent(self._stack.pop()))
+        identity = self._stack.pop()
+        parts = identity if type(identity) is tuple else ()
+        self.push(_first_unknown(parts) or self._persistent(identity))
 
     def put(self, nbytes: int) -> None:
         self._memo[self._number(nbytes)] = self._stack[-1]
@@ -302,8 +279,12 @@ def hashed(items: object) -> Iterator[object]:
         yield item
 
 
+def _first_unknown(parts: tuple[object, ...]) -> Unknown | None:
+    return next((part for part in parts if isinstance(part, Unknown)), None)
+
+
 def _check_hashed(key: object) -> None:
-    if isinstance(key, PickledRecord):
+    if isinstance(key, PickledRecord | Unknown):
         return
     if type(key) not in _HASHED or (type(key) is int and key.bit_length() > 64):
         raise TypeError(f"the key {shown(key)}: only text and numbers of 64 bits are read")
@@ -350,6 +331,7 @@ _STEPS: Mapping[int, Callable[[_Machine], None]] = {
     0x93: _Machine.stack_name,
     ord("R"): _Machine.call,
     0x81: _Machine.call,  # of a class, which is a call to us
+    0x92: _Machine.call_with_names,
     ord("b"): _Machine.build,
     ord("Q"): _Machine.persistent,
     ord("q"): lambda m: m.put(1),

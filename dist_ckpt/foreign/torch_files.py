@@ -6,17 +6,19 @@ safetensors file. The format: torch/serialization.py, and `restricted_pickle.py`
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from math import prod
+from typing import Any
 
-from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.foreign import restricted_pickle
 from dist_ckpt.foreign.nested_state import Nested
-from dist_ckpt.foreign.restricted_pickle import PickleBudget
+from dist_ckpt.foreign.stand_ins import PickleBudget, Unknown, remedied
 from dist_ckpt.foreign.torch_pickles import TABLE, TensorView, storage_of
 from dist_ckpt.foreign.virtual_checkpoint import ForeignState
 from dist_ckpt.foreign.zip_records import ZipRecords
-from dist_ckpt.format.dtypes import DTYPES
+from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.storage import ReadableFile, Storage, real_path
 
 MAX_PICKLE_NBYTES = 1 << 30
@@ -33,47 +35,68 @@ _FREE_NBYTES = 1 << 20
 _SMALL_NBYTES = 64 << 10
 
 
-def read_file(storage: Storage, path: str) -> ForeignState:
+def read_file(storage: Storage, path: str, selection: Selection = EVERYTHING) -> ForeignState:
     """Return what a file holds; a state dict of tensors alone is that of `{"model": model}`.
 
     CorruptError, IncompatibleError for what is no such file, or holds what no checkpoint does.
     """
+    with opened(storage, path) as archive:
+        state = dict_of(archive)
+        if all(isinstance(value, TensorView) for value in state.values()):
+            state = {MODEL: dict(state)}
+        found = Nested(path, selection)
+        found.add((), state, archive)
+    return found.state()
+
+
+def dict_of(archive: Archive) -> dict[Any, object]:
+    """Return what is in an archive, as most of what is saved is a dict. IncompatibleError."""
+    state = archive.read()
+    if isinstance(state, Unknown):
+        raise remedied(state, archive.what)
+    if not isinstance(state, dict) or not state:
+        raise IncompatibleError(
+            f"{archive.what} holds a {type(state).__name__}, no dict with anything in it: save a "
+            f"dict with torch.save"
+        )
+    return state
+
+
+@contextmanager
+def opened(storage: Storage, path: str, table: Mapping[str, object] = TABLE) -> Iterator[Archive]:
+    """Open a file of torch.save, in which `table` has what may be named. NotFoundError."""
     try:
         file = storage.open(real_path(path))
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(f"{path}: there is no such file; check the path") from None
     with closing(file):
-        archive = Archive(file, path, 0, file.nbytes, path)
-        state = archive.read()
-        if not isinstance(state, dict) or not state:
-            raise IncompatibleError(
-                f"{path} holds a {type(state).__name__}, no dict with anything in it: save a dict "
-                f"with torch.save"
-            )
-        if all(isinstance(value, TensorView) for value in state.values()):
-            state = {MODEL: dict(state)}
-        found = Nested(path)
-        found.add("", state, archive.locate, archive.budget)
-        nbytes = sum(prod(t.shape) * DTYPES[t.dtype].itemsize for t in found.tensors.values())
-        if nbytes > _MOST_TIMES * file.nbytes + _FREE_NBYTES:
-            raise CorruptError(
-                f"{path}: its tensors come to {nbytes} bytes, and it has {file.nbytes}: save "
-                f"clones of them"
-            )
-    return ForeignState([*found.tensors.values()], (*found.nodes,), found.values, {}, found.aliases)
+        yield Archive(file, path, 0, file.nbytes, path, table)
 
 
 class Archive:
     """An archive of torch.save that lies in a file: the bytes `start` to `start + nbytes`.
 
-    `what` names it in errors. Close it not: the file is the caller's.
+    `what` names it in errors, `table` has what may be named in its pickle. Close it not: the file
+    is the caller's.
     """
 
-    def __init__(self, file: ReadableFile, path: str, start: int, nbytes: int, what: str) -> None:
+    def __init__(
+        self,
+        file: ReadableFile,
+        path: str,
+        start: int,
+        nbytes: int,
+        what: str,
+        table: Mapping[str, object] = TABLE,
+    ) -> None:
         self._file = file
         self._path = path
         self._start = start
-        self._what = what
+        self._nbytes = nbytes
+        self.what = what
+        self._left = _MOST_TIMES * nbytes + _FREE_NBYTES
+        self._located: set[TensorView] = set()
+        self._table = table
         self._all: bytes | None = None
         if start + nbytes > file.nbytes:
             raise CorruptError(f"{what}: {path} is cut off; restore it from a copy")
@@ -95,16 +118,16 @@ class Archive:
         records = self._records.records
         if "constants.pkl" in records:
             raise IncompatibleError(
-                f"{self._what} holds a program of TorchScript: save its state_dict() instead"
+                f"{self.what} holds a program of TorchScript: save its state_dict() instead"
             )
         if "byteorder" in records and self._records.bytes_of("byteorder", 16) != b"little":
             raise IncompatibleError(
-                f"{self._what} was saved on a big-endian machine: load it with torch and save it "
+                f"{self.what} was saved on a big-endian machine: load it with torch and save it "
                 f"again"
             )
         data = self._records.bytes_of("data.pkl", MAX_PICKLE_NBYTES)
         self.budget = PickleBudget(len(data))
-        return restricted_pickle.read(data, TABLE, self._what, storage_of)
+        return restricted_pickle.read(data, self._table, self.what, storage_of, keep_unknown=True)
 
     def locate(self, view: TensorView, fqn: str) -> tuple[str, int]:
         """Return the file that a tensor's elements lie in, and where they begin."""
@@ -112,15 +135,35 @@ class Archive:
         first, end = (n * view.itemsize for n in (view.start, view.start + view.num_spanned))
         if end > nbytes and view.num_spanned:
             raise CorruptError(
-                f"{self._what}: {fqn}, {list(view.shape)} of {view.dtype}, goes beyond its "
+                f"{self.what}: {fqn}, {list(view.shape)} of {view.dtype}, goes beyond its "
                 f"{nbytes} bytes; fetch the file anew"
             )
         if prod(view.shape) > view.num_spanned:
             raise IncompatibleError(
-                f"{self._what}: {fqn} is expanded, its elements share memory: save it again after "
+                f"{self.what}: {fqn} is expanded, its elements share memory: save it again after "
                 f"contiguous()"
             )
+        self._count(view, fqn)
         return self._path, self._start + start + first
+
+    def _count(self, view: TensorView, fqn: str) -> None:
+        """Raise CorruptError if the tensors come to far more than the archive has bytes."""
+        if view not in self._located:
+            self._located.add(view)
+            self._left -= prod(view.shape) * view.itemsize
+        if self._left < 0:
+            raise CorruptError(
+                f"{self.what}: with {fqn} its tensors come to more than {_MOST_TIMES} times its "
+                f"{self._nbytes} bytes: save clones of them"
+            )
+
+    def bytes_of(self, view: TensorView, fqn: str) -> bytes:
+        """Return the bytes of a small tensor that is no view of a part of another."""
+        _, start = self.locate(view, fqn)
+        nbytes = prod(view.shape) * view.itemsize
+        if not view.is_contiguous or nbytes > MAX_PICKLE_NBYTES:
+            raise CorruptError(f"{self.what}: {fqn} is no short run of bytes; use another file")
+        return self._read(start - self._start, nbytes)
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         if self._all is not None:
@@ -131,6 +174,15 @@ class Archive:
         data = bytearray(nbytes)
         count = self._file.read_into(self._start + offset, memoryview(data))
         return bytes(data[:count])
+
+
+def is_file(storage: Storage, path: str) -> bool:
+    """Say whether there is a file at a path."""
+    try:
+        storage.open(real_path(path)).close()
+    except (FileNotFoundError, NotADirectoryError, CheckpointError):
+        return False
+    return True
 
 
 def whole_file(storage: Storage, path: str, most: int) -> bytes:

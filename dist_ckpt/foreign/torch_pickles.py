@@ -12,7 +12,8 @@ from math import prod
 from typing import Any
 
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.foreign.restricted_pickle import Maker, hashed, shown
+from dist_ckpt.foreign.restricted_pickle import hashed
+from dist_ckpt.foreign.stand_ins import Maker, shown
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Shape
 from dist_ckpt.format.plain_types import (

@@ -18,8 +18,8 @@ from dist_ckpt.errors import CorruptError
 from dist_ckpt.foreign.strided import gathered
 from dist_ckpt.format import filenames, index_json, objects_file
 from dist_ckpt.format.checksums import BLOCK_DIGEST_CHARS, document_digest
-from dist_ckpt.format.geometry import Region, Shape, Span
-from dist_ckpt.format.index import NO_DIGESTS, Index, Node
+from dist_ckpt.format.geometry import Cell, Region, Shape, Span
+from dist_ckpt.format.index import NO_DIGESTS, Index, Key, Node
 from dist_ckpt.planning.plan import (
     FilePlan,
     FileReceipt,
@@ -40,13 +40,13 @@ LOOSE = "state"
 
 @dataclass(frozen=True, slots=True)
 class ForeignChunk:
-    """A box of a tensor, little-endian in a file, from byte `start` on.
+    """A cell of a tensor, little-endian in a file, from byte `start` on.
 
-    It lies there row-major, or with its elements `strides` apart: then it is brought into order,
-    in memory as a whole, when it is read.
+    It lies there row-major. A box may have its elements `strides` apart: then it is brought into
+    order, in memory as a whole, when it is read.
     """
 
-    region: Region
+    cell: Cell
     file: str
     start: int
     strides: Shape | None = None
@@ -54,7 +54,7 @@ class ForeignChunk:
 
 @dataclass(frozen=True, slots=True)
 class ForeignTensor:
-    """A tensor in the files of another system, and where each box of it lies."""
+    """A tensor in the files of another system, and where each cell of it lies."""
 
     fqn: str
     dtype: str
@@ -67,7 +67,8 @@ class ForeignState:
     """What the files of another system hold: `tree` are the containers, as of an objects file.
 
     `values` are plain data by name; `metadata` is what the files say of themselves; `aliases` are
-    names of tensors that have another name as well, each with that.
+    names of tensors that have another name as well, each with that. `per_rank` are values by name
+    and rank, and `step` is what the files say that they are of.
     """
 
     tensors: Sequence[ForeignTensor]
@@ -75,6 +76,8 @@ class ForeignState:
     values: Mapping[str, object]
     metadata: Mapping[str, object]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    per_rank: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
+    step: int | None = None
 
 
 def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -> ReadOnlyFiles:
@@ -84,36 +87,36 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
     they are, for people. CorruptError if the chunks of a tensor overlap, or do not make the whole.
     """
     held = _by_file(state.tensors)
-    names = sorted(held)
+    own = _values_of_ranks(state)
+    names = [*sorted(held), *(_NO_FILE for _ in range(len(held), len(own)))]
     try:
-        inventories = [_inventory(state, held[name], is_first=name == names[0]) for name in names]
+        inventories = [_inventory(state, held.get(n, []), rank) for rank, n in enumerate(names)]
         plan = plan_save([(one, (rank,)) for rank, one in enumerate(inventories)], len(names))
     except ValueError as error:
         raise CorruptError(f"{path}: the files do not make one state: {error}") from None
     main = objects_file.ObjectsFile(
         tree=plan.tree, values=dict(state.values), metadata=dict(state.metadata)
     )
-    chunks = {(one.fqn, part.region): part for one in state.tensors for part in one.chunks}
-    documents = {filenames.OBJECTS: objects_file.encode(main)}
+    chunks = {(one.fqn, part.cell): part for one in state.tensors for part in one.chunks}
+    documents: dict[str, bytes] = {}
     files: dict[str, Callable[[], ReadableFile]] = {}
     receipts = []
     for rank, name in enumerate(names):
         written: list[FileReceipt] = []
         for file in items_of(plan, rank):
             header = _header_of(file)
-            segments = [
-                _segment(chunks[item.fqn, _region(item.cell)], item.span) for item in file.items
-            ]
+            segments = [_segment(chunks[item.fqn, item.cell], item.span) for item in file.items]
             files[file.name] = partial(_open, storage, name, header, segments)
             digest = document_digest(header)
             written.append((file.name, file.nbytes, file.header.nbytes, digest))
-        if not rank:
-            written += [(n, len(data), 0, document_digest(data)) for n, data in documents.items()]
+        for document, data in _documents_of(rank, main, own).items():
+            documents[document] = data
+            written.append((document, len(data), 0, document_digest(data)))
         receipts.append(Receipt(tuple(written), (), 0.0))
     shard_files, objects = check_receipts(plan.catalog, receipts)
     index = Index(
         attempt=NO_DIGESTS,
-        step=None,
+        step=state.step,
         catalog=plan.catalog,
         files=shard_files,
         objects=objects,
@@ -127,22 +130,44 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
     return ReadOnlyFiles(f"{path}/{NO_DIGESTS}", files, remedy)
 
 
-# What one file has: tensors, each with the boxes of it that are there.
-_Held = list[tuple[ForeignTensor, tuple[Region, ...]]]
+# Of a rank that has values of its own, and no file.
+_NO_FILE = ""
+
+# What one file has: tensors, each with the cells of it that are there.
+_Held = list[tuple[ForeignTensor, tuple[Cell, ...]]]
+
+
+def _values_of_ranks(state: ForeignState) -> list[dict[str, dict[Key, object]]]:
+    """Return the values of each rank, by name and by the rank."""
+    ranks = {rank for values in state.per_rank.values() for rank in values}
+    return [
+        {fqn: {rank: values[rank]} for fqn, values in state.per_rank.items() if rank in values}
+        for rank in range(max(ranks, default=-1) + 1)
+    ]
+
+
+def _documents_of(
+    rank: int, main: objects_file.ObjectsFile, own: Sequence[dict[str, dict[Key, object]]]
+) -> dict[str, bytes]:
+    documents = {} if rank else {filenames.OBJECTS: objects_file.encode(main)}
+    if rank < len(own) and own[rank]:
+        data = objects_file.encode(objects_file.ObjectsFile(per_rank=own[rank]))
+        documents[filenames.objects_file(rank)] = data
+    return documents
 
 
 def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _Held]:
     held: dict[str, _Held] = {}
     for tensor in tensors:
-        cells: dict[str, list[Region]] = {}
+        cells: dict[str, list[Cell]] = {}
         for chunk in tensor.chunks:
-            cells.setdefault(chunk.file, []).append(chunk.region)
-        for file, regions in cells.items():
-            held.setdefault(file, []).append((tensor, tuple(regions)))
-    return held or {"": []}
+            cells.setdefault(chunk.file, []).append(chunk.cell)
+        for file, own in cells.items():
+            held.setdefault(file, []).append((tensor, tuple(own)))
+    return held or {_NO_FILE: []}
 
 
-def _inventory(state: ForeignState, held: _Held, *, is_first: bool) -> Inventory:
+def _inventory(state: ForeignState, held: _Held, rank: int) -> Inventory:
     """Return what a rank would hold that had just one of the files."""
     components: dict[str, int] = {}
     views: dict[View, int] = {}
@@ -159,8 +184,8 @@ def _inventory(state: ForeignState, held: _Held, *, is_first: bool) -> Inventory
         views=tuple(views),
         tensors=tuple(entries),
         aliases=tuple((fqn, to) for fqn, to in state.aliases.items() if to in own),
-        values=tuple(state.values) if is_first else (),
-        per_rank=(),
+        values=() if rank else tuple(state.values),
+        per_rank=tuple((fqn, rank) for fqn, values in state.per_rank.items() if rank in values),
         tree=state.tree,
         name_lists=(),
         numpy=(),
@@ -178,11 +203,6 @@ def _header_of(file: FilePlan) -> bytes:
     return file.header.fill(None, "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS))
 
 
-def _region(cell: object) -> Region:
-    assert isinstance(cell, Region), "as the inventory has it"
-    return cell
-
-
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Bytes of a file's data section that lie in another file, from `there` on.
@@ -198,7 +218,8 @@ class Segment:
 
 
 def _segment(chunk: ForeignChunk, span: Span) -> Segment:
-    return Segment(span.start, chunk.start, span.nbytes, chunk.region.shape, chunk.strides)
+    shape = chunk.cell.shape if isinstance(chunk.cell, Region) else (chunk.cell.numel,)
+    return Segment(span.start, chunk.start, span.nbytes, shape, chunk.strides)
 
 
 def _open(storage: Storage, path: str, header: bytes, segments: Sequence[Segment]) -> ReadableFile:

@@ -1,23 +1,44 @@
-"""Checkpoints out of what other systems wrote: DCP folders, torch.save files, Hugging Face's.
+"""Checkpoints out of what other systems wrote: DCP, torch.save, Hugging Face, and frameworks.
 
     imports.from_dcp("old/step-100", "runs/a/step-00000100", step=100, world_size=8)
     imports.from_torch("old.pt", "runs/b/step-00000100", step=100)
     imports.from_hf("old-model", "model")
+    imports.from_lightning("epoch=3.ckpt", "runs/c/step-00000100")
+    imports.from_accelerate("checkpoint_5", "runs/d/step-00000100", step=100)
+    imports.from_deepspeed("out/global_step100", "runs/e/step-00000100")
+    imports.from_megatron("out/iter_0000100", "runs/f/step-00000100")
 
 One process does it, without torch, and memory is bounded whatever the size. Nothing in a file is
 executed: pickles are read by an interpreter of ours, which makes plain data and nothing else.
+
+Each takes `ImportOptions`. On return the checkpoint is complete and durable. Raises NotFoundError
+for files that are not there, CorruptError for what is damaged, IncompatibleError, by name, for what
+is no plain data, and what `dc.reshard` raises.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
-from dist_ckpt.foreign.find import open_dcp_folder, open_safetensors, open_torch_file
+from dist_ckpt.foreign.find import open_pickled, open_safetensors
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.offline.reshard import even, rewrite
+from dist_ckpt.planning.selection import EVERYTHING, Selection, selection_of
 from dist_ckpt.reports import Progress, SaveReport
+from dist_ckpt.storage import Storage
 
-__all__ = ["from_dcp", "from_hf", "from_torch"]
+__all__ = [
+    "ImportOptions",
+    "from_accelerate",
+    "from_dcp",
+    "from_deepspeed",
+    "from_hf",
+    "from_lightning",
+    "from_megatron",
+    "from_torch",
+]
 
 ForeignPath = str | os.PathLike[str]
 
@@ -25,87 +46,126 @@ ForeignPath = str | os.PathLike[str]
 _MAX_MEMORY = 256 << 20
 
 
+class ImportOptions(TypedDict, total=False):
+    """How a checkpoint is made of the files of another system.
+
+    Tensors are cut evenly for `world_size` ranks, 1 unless given. `step` is what the checkpoint is
+    of, as in a run, if that is not what the files say. `exclude` are globs on the names in the new
+    checkpoint, of what is left out and not looked into. `overwrite` replaces the checkpoint that is
+    there, once the new one is durable.
+    """
+
+    world_size: int
+    step: int | None
+    exclude: str | Sequence[str] | None
+    overwrite: bool
+    progress: Progress | None
+
+
 def from_dcp(
-    source: ForeignPath,
-    target: ForeignPath,
-    *,
-    world_size: int = 1,
-    step: int | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
+    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
     """Make the checkpoint at `target` of a folder that `torch.distributed.checkpoint` has written.
 
     Names are those that `dc.save` would give the state: nested as it was, before DCP made it flat.
-    Tensors are cut evenly for `world_size` ranks, and `step` is what the checkpoint is of, as in a
-    run: such files do not say. On return the checkpoint is complete and durable;
-    `overwrite` replaces the one that is there once it is. Raises NotFoundError without `.metadata`
-    or a file that it names, CorruptError for what is damaged, IncompatibleError, by name, for what
-    is no plain data, and what `dc.reshard` raises.
     """
-    _check(step)
-    return rewrite(
-        open_dcp_folder(source),
-        target,
-        even(world_size),
-        max_memory=_MAX_MEMORY,
-        step=step,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    return _pickled("dcp", source, target, options)
 
 
 def from_torch(
-    source: ForeignPath,
-    target: ForeignPath,
-    *,
-    world_size: int = 1,
-    step: int | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
+    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
-    """Make the checkpoint at `target` of a file that `torch.save` has written, as `from_dcp` does.
+    """Make the checkpoint at `target` of a file that `torch.save` has written.
 
     The file holds a dict, nested as you like, of tensors and plain data. One of tensors alone, as
     of a model's `state_dict()`, becomes `{"model": ...}`. Tensors that were tied still are.
     """
-    _check(step)
-    return rewrite(
-        open_torch_file(source),
-        target,
-        even(world_size),
-        max_memory=_MAX_MEMORY,
-        step=step,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    return _pickled("torch", source, target, options)
 
 
 def from_hf(
-    source: ForeignPath,
-    target: ForeignPath,
-    *,
-    world_size: int = 1,
-    step: int | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
+    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
-    """Make the checkpoint at `target` of safetensors files, as `from_dcp` does.
+    """Make the checkpoint at `target` of safetensors files.
 
     They are one file, or a folder as Hugging Face writes it, and become `{"model": ...}`.
     """
-    _check(step)
+    selection = _checked(options)
+    return _rewritten(open_safetensors(source), target, options, selection)
+
+
+def from_lightning(
+    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
+) -> SaveReport:
+    """Make the checkpoint at `target` of one of Lightning's, of its `global_step`.
+
+    The LightningModule is `model`, the first optimizer `optim`, the next `optim_1`; all else has
+    the name that it has there, such as `lr_schedulers`, `loops`, `callbacks`, `hyper_parameters`.
+    """
+    return _pickled("lightning", source, target, options)
+
+
+def from_accelerate(
+    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
+) -> SaveReport:
+    """Make the checkpoint at `target` of a folder of accelerate's `save_state`.
+
+    The first model is `model`, the next `model_1`; likewise `optim`, `scheduler`, `sampler`,
+    `dataloader`, `custom_checkpoint`, and `scaler`. `rng` are the generators of each rank, for a
+    `dc.RNG`; of a rank that sees several GPUs, that of the GPU of its number.
+    """
+    return _pickled("accelerate", source, target, options)
+
+
+def from_deepspeed(
+    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
+) -> SaveReport:
+    """Make the checkpoint at `target` of a folder of DeepSpeed's, of its `global_steps`.
+
+    With ZeRO of any stage `model` has the fp32 master weights, whole, and buffers and frozen
+    parameters as they are; `optim` has the state by the parameters' names. The vectors of all ranks
+    are read where they lie.
+    """
+    return _pickled("deepspeed", source, target, options)
+
+
+def from_megatron(
+    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
+) -> SaveReport:
+    """Make the checkpoint at `target` of a torch_dist folder of Megatron's, of its `iteration`.
+
+    Tensors have the names that they are sharded under, below `model` or `optim`: layers of one
+    shape are one tensor, the layers first. Objects of ranks are below `objects`.
+    """
+    return _pickled("megatron", source, target, options)
+
+
+def _pickled(
+    kind: str, source: ForeignPath, target: ForeignPath, options: ImportOptions
+) -> SaveReport:
+    selection = _checked(options)
+    return _rewritten(open_pickled(kind, source, selection), target, options, EVERYTHING)
+
+
+def _rewritten(
+    source: tuple[Storage, str], target: ForeignPath, options: ImportOptions, selection: Selection
+) -> SaveReport:
     return rewrite(
-        open_safetensors(source),
+        source,
         target,
-        even(world_size),
+        even(options.get("world_size", 1)),
         max_memory=_MAX_MEMORY,
-        step=step,
-        overwrite=overwrite,
-        progress=progress,
+        step=options.get("step"),
+        overwrite=options.get("overwrite", False),
+        selection=selection,
+        progress=options.get("progress"),
     )
 
 
-def _check(step: object) -> None:
+def _checked(options: ImportOptions) -> Selection:
+    if strange := sorted(options.keys() - ImportOptions.__annotations__.keys()):
+        raise TypeError(f"{strange[0]!r} is no option of an import: see ImportOptions")
+    step = options.get("step")
     if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
         raise ValueError(f"step={step!r}: give None or an integer from 0 to {MAX_STEP}")
+    return selection_of(None, options.get("exclude"))

@@ -100,7 +100,7 @@ def rewrite(
 ) -> SaveReport:
     """Reshard what is opened: a storage, and the path of a checkpoint there.
 
-    `step` is what it is a checkpoint of, if that says nothing itself.
+    `step` is what a checkpoint without digests is of, else what its files say.
     """
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
@@ -120,6 +120,7 @@ def rewrite(
     with attempts.while_it_is_there(counted, source_path, attempt):
         stored = Stored(counted, f"{source_path}/{attempt.name}", index)
         if not index.has_digests:
+            step = index.step if step is None else step
             stored.index = replace(index, save=secrets.token_hex(16), step=step)
         if not selection.is_everything:
             stored.choose(selection)

@@ -99,6 +99,7 @@ def texts() -> Iterator[tuple[str, str]]:
     for name in files():
         path = ROOT / name
         is_text = path.suffix in {".md", ".py", ".sh", ".toml", ".yaml", ".yml", ".sbatch", ""}
+        is_text = is_text and "golden" not in path.parts
         is_history = name.startswith(("CHANGELOG", "changes/", ".git-blame"))
         if is_text and path.is_file() and not is_history:
             yield name, path.read_text()

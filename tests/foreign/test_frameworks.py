@@ -1,0 +1,412 @@
+"""Checkpoints that frameworks made, imported: every value bit for bit, and nothing is run.
+
+The files were made by `tests/helpers/foreign_makers.py` with the libraries themselves; versions lie
+beside them. Where a library is installed they are made anew as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dist_ckpt as dc
+import foreign_makers
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.interop import imports
+from foreign_makers import Net, adamw, live_state
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
+KINDS = [*foreign_makers.KINDS]
+IMPORTS: dict[str, Callable[..., Any]] = {
+    "lightning": imports.from_lightning,
+    "accelerate": imports.from_accelerate,
+    "deepspeed": imports.from_deepspeed,
+    "megatron": imports.from_megatron,
+}
+
+
+def system(kind: str) -> str:
+    return kind.partition("-")[0]
+
+
+def source(kind: str, folder: Path) -> Path:
+    return folder / "made" / ("a.ckpt" if kind == "lightning" else "")
+
+
+def copied(kind: str, tmp_path: Path) -> Path:
+    shutil.copytree(GOLDEN / kind, tmp_path / kind)
+    return source(kind, tmp_path / kind)
+
+
+def imported(kind: str, made: Path, target: Path, **options: Any) -> Any:
+    return IMPORTS[system(kind)](made, target, **options)
+
+
+class Lit(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+
+def live_of(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model and an optimizer with other values than those that were saved."""
+    torch.manual_seed(99)
+    if kind == "accelerate-fsdp":
+        net: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3))
+        return net, torch.optim.AdamW(net.parameters())
+    if kind == "lightning":
+        lit = Lit()
+        return lit, adamw(lit.net)
+    net = Net()
+    return net, adamw(net)
+
+
+def check(kind: str, folder: Path, tmp_path: Path, world_size: int) -> None:
+    expected = load_file(folder / "expected.safetensors")
+    told = json.loads((folder / "expected.json").read_text())
+    report = imported(kind, source(kind, folder), tmp_path / "ours", world_size=world_size)
+    assert dc.verify(tmp_path / "ours").ok
+    with dc.open(tmp_path / "ours") as found:
+        assert found.world_size == world_size
+        assert found.step == (None if system(kind) == "accelerate" else told["step"])
+        stored = {name: found[name][...].torch() for name in found.tensors}
+        assert report.num_tensors == len(found.index.catalog.tensors)
+    if kind == "megatron":
+        assert_same(expected, {n.replace("optim.", "optimizer."): v for n, v in stored.items()})
+        return
+    model, optimizer = live_of(kind)
+    live = {"model": model, "optim": optimizer}
+    cast = "model.frozen" if system(kind) == "deepspeed" else None
+    dc.load(live, tmp_path / "ours", include=["model", "optim"], cast=cast)
+    state = live_state(model, optimizer)
+    if kind == "accelerate-fsdp":
+        state = {name.replace("state.model.", "state."): value for name, value in state.items()}
+    # DeepSpeed keeps what is frozen in bf16.
+    assert_same({n: v.to(state[n].dtype) for n, v in expected.items()}, state)
+
+
+def assert_same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() <= found.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert found[name].shape == value.shape, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_framework_saved_loads_into_live_objects(
+    kind: str, world_size: int, tmp_path: Path
+) -> None:
+    check(kind, GOLDEN / kind, tmp_path, world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_library_makes_now_loads_as_well(kind: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(system(kind)) is None:
+        pytest.skip(f"{foreign_makers.LIBRARIES[system(kind)]} is not installed")
+    if kind == "accelerate-fsdp" and importlib.util.find_spec("lightning") is None:
+        pytest.skip("run by hand, with the other libraries")
+    foreign_makers.run(kind, tmp_path / kind)
+    check(kind, tmp_path / kind, tmp_path, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_names_the_line_to_type(kind: str, tmp_path: Path) -> None:
+    made = copied(kind, tmp_path)
+    with pytest.raises(IncompatibleError, match=f"import --from {system(kind)} {made} TARGET"):
+        dc.load({}, made)
+
+
+# --- values beside tensors --------------------------------------------------------------------
+
+
+def values_of(kind: str, tmp_path: Path, **options: Any) -> dict[Any, Any]:
+    imported(kind, copied(kind, tmp_path), tmp_path / "ours", **options)
+    state: dict[Any, Any] = {}
+    dc.load(state, tmp_path / "ours")
+    return state
+
+
+def test_all_that_lightning_keeps_is_there(tmp_path: Path) -> None:
+    state = values_of("lightning", tmp_path)
+    theirs = torch.load(tmp_path / "lightning" / "made" / "a.ckpt", weights_only=False)
+    assert state["hyper_parameters"] == {"where": "a", "width": 5}
+    for name in theirs.keys() - {"state_dict", "optimizer_states", "callbacks"}:
+        assert state[name] == theirs[name], name
+    assert str(state["callbacks"]) == str(theirs["callbacks"])
+    assert state.keys() == theirs.keys() - {"state_dict", "optimizer_states"} | {"model", "optim"}
+    with dc.open(tmp_path / "ours") as found:
+        assert found.step == theirs["global_step"] == 4
+
+
+def test_generators_of_accelerates_ranks_are_set_again(tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    made = copied("accelerate", tmp_path)
+    imported("accelerate", made, tmp_path / "ours")
+    theirs = torch.load(made / "random_states_0.pkl", weights_only=False)
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        state: dict[str, Any] = {"rng": dc.RNG(), "custom_checkpoint": None}
+        dc.load(state, tmp_path / "ours", include=["rng", "custom_checkpoint"])
+        assert state["custom_checkpoint"] == {"seen": 8}
+        assert random.getstate() == theirs["random_state"]
+        assert str(np.random.get_state()) == str(theirs["numpy_random_seed"])
+        assert torch.equal(torch.get_rng_state(), theirs["torch_manual_seed"])
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])
+    imported("accelerate-ranks", copied("accelerate-ranks", tmp_path), tmp_path / "two")
+    with dc.open(tmp_path / "two") as found:
+        assert dict(found.index.catalog.per_rank["rng"]).keys() == {0, 1}
+
+
+def test_what_deepspeed_tells_besides_is_there(tmp_path: Path) -> None:
+    state = values_of("deepspeed-zero2", tmp_path)
+    assert state["zero"]["loss_scaler"]["class"] == "LossScaler"
+    assert (state["seen"], state["global_samples"]) == (8, 24)
+    assert state["lr_scheduler"]["last_epoch"] == 3
+    assert state["optim"]["param_groups"][0]["params"] == [
+        "model.inner.bias",
+        "model.norm.weight",
+        "model.norm.bias",
+    ]
+
+
+def test_objects_and_common_values_of_megatron_are_there(tmp_path: Path) -> None:
+    state = values_of("megatron", tmp_path)
+    assert (state["iteration"], state["args"]) == (12, {"lr": 0.1})
+    for rank in range(2):
+        name = f"decoder.layers.extra_state/shard_{rank}_2"
+        assert state["objects"][name] == [{"scale": 2.0, "seen": rank}]
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+class Hostile:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+# Of each kind the files that are pickles.
+PICKLES = {
+    "lightning": ["a.ckpt"],
+    "accelerate": ["optimizer.bin", "scheduler.bin", "random_states_0.pkl"],
+    "accelerate-bin": ["pytorch_model.bin", "custom_checkpoint_0.pkl"],
+    "accelerate-fsdp": ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"],
+    "deepspeed-zero2": [
+        "global_step3/mp_rank_00_model_states.pt",
+        "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ],
+    "megatron": ["common.pt", ".metadata"],
+}
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["all of it", "within"])
+@pytest.mark.parametrize(
+    ("kind", "file"), [(kind, file) for kind, files in PICKLES.items() for file in files]
+)
+@pytest.mark.usefixtures("_classes_of_deepspeed")
+def test_a_hostile_pickle_runs_nothing(kind: str, file: str, within: bool, tmp_path: Path) -> None:
+    import pickle
+
+    made = copied(kind, tmp_path)
+    folder = made.parent if kind == "lightning" else made
+    path, marker = folder / file, tmp_path / "ran"
+    if file.endswith(".metadata"):
+        path.write_bytes(pickle.dumps(Hostile(marker)))
+    else:
+        state = torch.load(path, weights_only=False) if within else None
+        torch.save({**state, "evil": Hostile(marker)} if state else Hostile(marker), path)
+    shown = r"names .*system, which is not run here|generators that dc\.RNG|a Unknown in place"
+    with pytest.raises(CheckpointError, match=shown):
+        imported(kind, made, tmp_path / "ours")
+    assert not marker.exists()
+    assert not (tmp_path / "ours").exists()
+
+
+class Own:
+    """A class of the user's, as in hyper parameters."""
+
+
+def test_a_class_of_the_users_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    made = copied("lightning", tmp_path)
+    state = torch.load(made, weights_only=False)
+    state["hyper_parameters"]["loss"] = [Own()]
+    torch.save(state, made)
+    place = r"hyper_parameters\.loss names .*Own, .*--exclude hyper_parameters\.loss"
+    with pytest.raises(IncompatibleError, match=place):
+        imports.from_lightning(made, tmp_path / "ours")
+    imports.from_lightning(made, tmp_path / "ours", exclude="hyper_parameters.loss")
+    found: dict[Any, Any] = {}
+    dc.load(found, tmp_path / "ours")
+    assert found["hyper_parameters"] == {"where": "a", "width": 5}
+    with pytest.raises(ValueError, match="'nothing' matches no name"):
+        imports.from_lightning(
+            made, tmp_path / "other", exclude=["hyper_parameters.loss", "nothing"]
+        )
+
+
+def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    imported("accelerate", copied("accelerate", tmp_path), tmp_path / "ours")
+    net = Net()
+    optimizer = torch.optim.AdamW(p for p in net.parameters() if p.requires_grad)
+    with pytest.raises(IncompatibleError, match=r"by number, in groups of \[3, 1\].*\[4\]"):
+        dc.load({"model": net, "optim": optimizer}, tmp_path / "ours", include=["model", "optim"])
+
+
+BROKEN: dict[str, tuple[str, str, type[Exception], str]] = {
+    "no file of another rank": (
+        "deepspeed-zero2",
+        "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        NotFoundError,
+        "of 2 partitions, and 1 files",
+    ),
+    "no file of the first rank": (
+        "deepspeed-zero2",
+        "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        NotFoundError,
+        "lacks the file of rank 0",
+    ),
+    "no model of another rank": (
+        "deepspeed-zero3",
+        "global_step3/zero_pp_rank_1_mp_rank_00_model_states.pt",
+        NotFoundError,
+        "1 files of the model are there, and 2",
+    ),
+    "no model": (
+        "deepspeed-zero2",
+        "global_step3/mp_rank_00_model_states.pt",
+        NotFoundError,
+        "no checkpoint of DeepSpeed",
+    ),
+    "no common values": ("megatron", "common.pt", NotFoundError, r"common\.pt: there is no"),
+    "no format": ("megatron", "metadata.json", NotFoundError, "no checkpoint of Megatron"),
+    "no part of a model": (
+        "accelerate-fsdp",
+        "pytorch_model_fsdp_0/.metadata",
+        NotFoundError,
+        "there is no such file",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
+    kind, file, error, message = BROKEN[name]
+    made = copied(kind, tmp_path)
+    (made / file).unlink()
+    with pytest.raises(error, match=message):
+        imported(kind, made, tmp_path / "ours")
+
+
+STRANGE = {
+    "tensor parallelism": ("deepspeed-zero2", "global_step3/mp_rank_01_model_states.pt", "tensor"),
+    "pipeline": ("deepspeed-zero2", "global_step3/layer_00-model_states.pt", "pipeline stages"),
+    "a rank's shards": ("accelerate-fsdp", "pytorch_model_fsdp_0_rank0.bin", "of one rank of FSDP"),
+    "anything": ("accelerate", "strange.bin", "move it away"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    kind, file, message = STRANGE[name]
+    made = copied(kind, tmp_path)
+    (made / file).write_bytes(b"")
+    with pytest.raises(IncompatibleError, match=message) as error:
+        imported(kind, made, tmp_path / "ours")
+    assert str(made) in str(error.value)
+
+
+@pytest.fixture
+def _classes_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the classes that its files name, so that torch can change them."""
+    for path, names in {
+        "deepspeed.runtime.fp16.loss_scaler": ["LossScaler"],
+        "deepspeed.utils.tensor_fragment": ["fragment_address"],
+        "deepspeed.runtime.zero.config": ["ZeroStageEnum"],
+    }.items():
+        parts = path.split(".")
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            monkeypatch.setitem(sys.modules, name, sys.modules.get(name) or ModuleType(name))
+        for name in names:
+            made = type(name, (int,) if name == "ZeroStageEnum" else (), {"__module__": path})
+            setattr(sys.modules[path], name, made)
+
+
+@pytest.mark.usefixtures("_classes_of_deepspeed")
+def test_a_vector_that_is_too_short_is_damage(tmp_path: Path) -> None:
+    made = copied("deepspeed-zero2", tmp_path)
+    path = made / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    state = torch.load(path, weights_only=False)
+    vectors = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    vectors[1] = vectors[1][:-4].clone()
+    torch.save(state, path)
+    with pytest.raises(CorruptError, match="the files do not make one state"):
+        imported("deepspeed-zero2", made, tmp_path / "ours")
+
+
+def test_a_weight_that_no_file_has_is_named(tmp_path: Path) -> None:
+    made = copied("deepspeed-zero3", tmp_path)
+    path = made / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["shared_params"] = {}
+    torch.save(state, path)
+    with pytest.raises(IncompatibleError, match=r"out\.weight.*--exclude model\.out\.weight"):
+        imports.from_deepspeed(made, tmp_path / "ours")
+    imports.from_deepspeed(made, tmp_path / "ours", exclude="model.out.weight")
+
+
+def test_buffers_of_megatrons_optimizer_are_refused(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    made = copied("megatron", tmp_path)
+    name = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_bf16.bucket_idx_0.exp_avg"
+    with pytest.warns():
+        dcp.save({name: torch.ones(4), "w": torch.ones(2)}, checkpoint_id=made)
+    with pytest.raises(IncompatibleError, match=r"fully-reshardable, or .*--exclude optim"):
+        imports.from_megatron(made, tmp_path / "ours")
+    imports.from_megatron(made, tmp_path / "ours", exclude="optim")
+    with dc.open(tmp_path / "ours") as found:
+        assert [*found.tensors] == ["model.w"]
+
+
+def test_a_dcp_folder_of_single_ranks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "__0.metadata").write_bytes(b"")
+    for call in (lambda: imports.from_dcp(tmp_path, tmp_path / "x"), lambda: dc.load({}, tmp_path)):
+        with pytest.raises(NotFoundError, match="metadata of single ranks"):
+            call()
+
+
+def test_a_file_of_another_system_is_told_apart(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "a.ckpt")
+    with pytest.raises(IncompatibleError, match="--from torch"):
+        imports.from_lightning(tmp_path / "a.ckpt", tmp_path / "ours")
+    for call in (imports.from_accelerate, imports.from_deepspeed, imports.from_megatron):
+        with pytest.raises(NotFoundError, match=str(tmp_path)):
+            call(tmp_path / "nothing", tmp_path / "ours")
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(NotFoundError, match=str(tmp_path)):
+            call(tmp_path / "empty", tmp_path / "ours")
