@@ -8,19 +8,19 @@ from typing import Any
 
 import click
 
-from dist_ckpt.cli import output
+from dist_ckpt.cli import options, output
 from dist_ckpt.html_report.verdict import CHECKS, Check
 from dist_ckpt.html_report.written import report_facts, write_report
 from dist_ckpt.reports import Progress
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@options.path
 @click.option(
     "-o",
     "--output",
     "file",
-    type=click.Path(),
+    type=options.PATH,
     default="report.html",
     show_default=True,
     help="The file to write.",
@@ -34,14 +34,15 @@ from dist_ckpt.reports import Progress
     help="How to look for damage.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a file that is no report.")
-@click.option("--json", "as_json", is_flag=True, help="Print the facts instead, as one document.")
+@options.json
 def report(path: str, *, file: str, check: Check, overwrite: bool, as_json: bool) -> None:
     """Write a page about a checkpoint or a run: one HTML file that loads nothing from anywhere.
 
     PATH is one checkpoint, or a run's folder. Of a checkpoint the page has its sizes by name, who
     stores what, what is damaged, what is attached, configuration and metadata. Of a run it has what
     was saved when and how long it took, metrics with what is kept, left behind or damaged, and
-    sizes. An older report is replaced. Exit code 1 if anything is damaged.
+    sizes. An older report is replaced. Exit code 1 if anything is damaged. With --json no page is
+    written.
 
     \b
     dist-ckpt report runs/a -o run.html

@@ -9,28 +9,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Schema = Mapping[str, object]
+Keys = Mapping[str, Schema]
 
-_TEXT: Schema = {"type": "string"}
-_INT: Schema = {"type": "integer"}
-_BOOL: Schema = {"type": "boolean"}
+TEXT: Schema = {"type": "string"}
+INT: Schema = {"type": "integer"}
+FLOAT: Schema = {"type": "number"}
+BOOL: Schema = {"type": "boolean"}
 # JSON has no nan and no infinities: these are texts.
-_NUMBER: Schema = {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}]}
-_ANY: Schema = {}
+NUMBER: Schema = {"anyOf": [FLOAT, {"enum": ["nan", "inf", "-inf"]}]}
+ANY: Schema = {}
 
 
-def _or_null(schema: Schema) -> Schema:
+def or_null(schema: Schema) -> Schema:
+    """Return what may be null as well."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def _list(schema: Schema) -> Schema:
+def list_of(schema: Schema) -> Schema:
+    """Return a list of so many of it as there are."""
     return {"type": "array", "items": schema}
 
 
-def _by_name(schema: Schema) -> Schema:
+def by_name(schema: Schema) -> Schema:
+    """Return an object whose keys are names that users give."""
     return {"type": "object", "additionalProperties": schema}
 
 
-def _record(**keys: Schema) -> Schema:
+def record(**keys: Schema) -> Schema:
+    """Return an object that has these keys, all of them and no others."""
     return {
         "type": "object",
         "properties": keys,
@@ -39,143 +45,153 @@ def _record(**keys: Schema) -> Schema:
     }
 
 
-_LISTED = _record(
-    name=_TEXT,
-    path=_TEXT,
+def each(names: str, schema: Schema) -> dict[str, Schema]:
+    """Return keys that hold the same."""
+    return dict.fromkeys(names.split(), schema)
+
+
+def pairs(schema: Schema) -> Schema:
+    """Return what lists names, each with something: in their order, which JSON's objects lack."""
+    both = [TEXT, schema]
+    return list_of({"type": "array", "prefixItems": both, "minItems": 2, "maxItems": 2})
+
+
+_LISTED = record(
+    name=TEXT,
+    path=TEXT,
     state={"enum": ["committed", "open", "abandoned", "damaged", "incompatible"]},
-    step=_or_null(_INT),
-    nbytes=_or_null(_INT),
-    world_size=_or_null(_INT),
-    num_tensors=_or_null(_INT),
-    saved_at=_or_null({"type": "number"}),
-    metadata=_or_null(_by_name(_ANY)),
-    problem=_or_null(_TEXT),
-    attempt=_or_null(_TEXT),
-    save=_or_null(_TEXT),
-    metrics=_by_name(_NUMBER),
-    tags=_list(_TEXT),
-    pin=_or_null(_TEXT),
-    holds=_list(_TEXT),
-    guards=_list(_TEXT),
-    is_verified=_BOOL,
-    is_left_behind=_BOOL,
-    is_being_replaced=_BOOL,
+    step=or_null(INT),
+    nbytes=or_null(INT),
+    world_size=or_null(INT),
+    num_tensors=or_null(INT),
+    saved_at=or_null(FLOAT),
+    metadata=or_null(by_name(ANY)),
+    problem=or_null(TEXT),
+    attempt=or_null(TEXT),
+    save=or_null(TEXT),
+    metrics=by_name(NUMBER),
+    tags=list_of(TEXT),
+    pin=or_null(TEXT),
+    holds=list_of(TEXT),
+    guards=list_of(TEXT),
+    is_verified=BOOL,
+    is_left_behind=BOOL,
+    is_being_replaced=BOOL,
 )
 
-_VERIFIED: Mapping[str, Schema] = {
-    "path": _TEXT,
+PROBLEM = record(
+    file=TEXT,
+    rank=or_null(INT),
+    tensor=or_null(TEXT),
+    rows=or_null(list_of(INT)),
+    what=TEXT,
+)
+_VERIFIED: Keys = {
+    "path": TEXT,
     "level": {"enum": ["full", "quick"]},
-    "ok": _BOOL,
-    "num_files": _INT,
-    "nbytes_checked": _INT,
-    "problems": _list(
-        _record(
-            file=_TEXT,
-            rank=_or_null(_INT),
-            tensor=_or_null(_TEXT),
-            rows=_or_null(_list(_INT)),
-            what=_TEXT,
-        )
-    ),
-    "notes": _list(_TEXT),
+    "ok": BOOL,
+    "num_files": INT,
+    "nbytes_checked": INT,
+    "problems": list_of(PROBLEM),
+    "notes": list_of(TEXT),
 }
 
-_PAIR = _record(a=_TEXT, b=_TEXT)
+_PAIR = record(a=TEXT, b=TEXT)
 
-_RUN = _record(
-    name=_TEXT,
-    path=_TEXT,
-    num_checkpoints=_INT,
-    newest=_or_null(_TEXT),
-    step=_or_null(_INT),
-    kind=_or_null(_TEXT),
-    num_parameters=_or_null(_INT),
-    num_trainable=_or_null(_INT),
-    config=_ANY,
-    best=_or_null(_NUMBER),
-    best_step=_or_null(_INT),
-    best_path=_or_null(_TEXT),
-    metrics=_by_name(_NUMBER),
-    problems=_list(_TEXT),
+_RUN = record(
+    name=TEXT,
+    path=TEXT,
+    num_checkpoints=INT,
+    newest=or_null(TEXT),
+    step=or_null(INT),
+    kind=or_null(TEXT),
+    num_parameters=or_null(INT),
+    num_trainable=or_null(INT),
+    config=ANY,
+    best=or_null(NUMBER),
+    best_step=or_null(INT),
+    best_path=or_null(TEXT),
+    metrics=by_name(NUMBER),
+    problems=list_of(TEXT),
 )
 
 # By name: the keys of the document besides `schema`.
-_KEYS: Mapping[str, Mapping[str, Schema]] = {
-    "ls": {"path": _TEXT, "checkpoints": _list(_LISTED)},
+KEYS: Mapping[str, Keys] = {
+    "ls": {"path": TEXT, "checkpoints": list_of(_LISTED)},
     "show": {
-        **dict.fromkeys(("path", "attempt"), _TEXT),
-        **{name: _or_null(_INT) for name in ("step", "num_parameters", "num_trainable")},
-        "kind": _or_null(_TEXT),
-        "config": _ANY,
-        "saved_at": {"type": "number"},
-        "saved_by": _by_name(_TEXT),
+        **dict.fromkeys(("path", "attempt"), TEXT),
+        **{name: or_null(INT) for name in ("step", "num_parameters", "num_trainable")},
+        "kind": or_null(TEXT),
+        "config": ANY,
+        "saved_at": FLOAT,
+        "saved_by": by_name(TEXT),
         **dict.fromkeys(
             (*("world_size", "nbytes", "num_tensors", "num_aliases", "num_values"), "num_files"),
-            _INT,
+            INT,
         ),
         **{
-            name: _by_name(_INT)
+            name: by_name(INT)
             for name in ("mesh", "attached", "nbytes_by_component", "nbytes_by_dtype", "per_rank")
         },
-        "metadata": _by_name(_ANY),
+        "metadata": by_name(ANY),
     },
     "tree": {
-        "path": _TEXT,
-        "depth": _INT,
-        "nodes": _list(_record(name=_TEXT, nbytes=_INT, tensor=_or_null(_TEXT))),
+        "path": TEXT,
+        "depth": INT,
+        "nodes": list_of(record(name=TEXT, nbytes=INT, tensor=or_null(TEXT))),
     },
     "tensors": {
-        "path": _TEXT,
-        "tensors": _list(
-            _record(
-                name=_TEXT,
-                dtype=_TEXT,
-                shape=_list(_INT),
-                nbytes=_INT,
-                component=_TEXT,
-                num_shards=_INT,
-                alias_of=_or_null(_TEXT),
+        "path": TEXT,
+        "tensors": list_of(
+            record(
+                name=TEXT,
+                dtype=TEXT,
+                shape=list_of(INT),
+                nbytes=INT,
+                component=TEXT,
+                num_shards=INT,
+                alias_of=or_null(TEXT),
             )
         ),
     },
     "stats": {
-        "path": _TEXT,
-        "ok": _BOOL,
-        "tensors": _list(
-            _record(
-                name=_TEXT,
-                dtype=_TEXT,
-                shape=_list(_INT),
-                numel=_INT,
-                min=_or_null(_NUMBER),
-                max=_or_null(_NUMBER),
-                mean=_or_null(_NUMBER),
-                rms=_or_null(_NUMBER),
-                zeros=_or_null(_INT),
-                nan=_or_null(_INT),
-                inf=_or_null(_INT),
-                alias_of=_or_null(_TEXT),
+        "path": TEXT,
+        "ok": BOOL,
+        "tensors": list_of(
+            record(
+                name=TEXT,
+                dtype=TEXT,
+                shape=list_of(INT),
+                numel=INT,
+                min=or_null(NUMBER),
+                max=or_null(NUMBER),
+                mean=or_null(NUMBER),
+                rms=or_null(NUMBER),
+                zeros=or_null(INT),
+                nan=or_null(INT),
+                inf=or_null(INT),
+                alias_of=or_null(TEXT),
             )
         ),
     },
     "layout": {
-        "path": _TEXT,
-        "nbytes_by_rank": _list(_INT),
-        "imbalance": {"type": "number"},
-        "files": _list(
-            _record(
-                name=_TEXT,
-                rank=_INT,
-                component=_TEXT,
-                nbytes=_INT,
-                num_shards=_INT,
-                shards=_list(
+        "path": TEXT,
+        "nbytes_by_rank": list_of(INT),
+        "imbalance": FLOAT,
+        "files": list_of(
+            record(
+                name=TEXT,
+                rank=INT,
+                component=TEXT,
+                nbytes=INT,
+                num_shards=INT,
+                shards=list_of(
                     {
                         "anyOf": [
-                            _record(
-                                tensor=_TEXT, nbytes=_INT, offset=_list(_INT), shape=_list(_INT)
+                            record(
+                                tensor=TEXT, nbytes=INT, offset=list_of(INT), shape=list_of(INT)
                             ),
-                            _record(tensor=_TEXT, nbytes=_INT, start=_INT, stop=_INT),
+                            record(tensor=TEXT, nbytes=INT, start=INT, stop=INT),
                         ]
                     }
                 ),
@@ -184,70 +200,58 @@ _KEYS: Mapping[str, Mapping[str, Schema]] = {
     },
     "verify": _VERIFIED,
     "verify-all": {
-        "path": _TEXT,
-        "ok": _BOOL,
-        "checkpoints": _list(_record(**_VERIFIED)),
-        "not_checked": _list(_record(path=_TEXT, why=_TEXT)),
+        "path": TEXT,
+        "ok": BOOL,
+        "checkpoints": list_of(record(**_VERIFIED)),
+        "not_checked": list_of(record(path=TEXT, why=TEXT)),
     },
     "compare": {
-        "metric": _or_null(_TEXT),
-        "runs": _list(_RUN),
-        "differing": _by_name(_by_name(_TEXT)),
+        "metric": or_null(TEXT),
+        "runs": list_of(_RUN),
+        "differing": by_name(by_name(TEXT)),
     },
     "diff": {
-        "same": _BOOL,
-        "a": _TEXT,
-        "b": _TEXT,
-        "config": _by_name(_PAIR),
-        "removed": _list(_TEXT),
-        "added": _list(_TEXT),
-        "changed": _by_name(_PAIR),
-        "objects": _or_null(_by_name(_PAIR)),
-        "values": _or_null(
-            _list(
-                _record(
-                    name=_TEXT,
-                    num_differing=_INT,
-                    numel=_INT,
-                    max_difference=_or_null({"type": "number"}),
+        "same": BOOL,
+        "a": TEXT,
+        "b": TEXT,
+        "config": by_name(_PAIR),
+        "removed": list_of(TEXT),
+        "added": list_of(TEXT),
+        "changed": by_name(_PAIR),
+        "objects": or_null(by_name(_PAIR)),
+        "values": or_null(
+            list_of(
+                record(
+                    name=TEXT,
+                    num_differing=INT,
+                    numel=INT,
+                    max_difference=or_null(FLOAT),
                 )
             )
         ),
     },
     "plan": {
-        "path": _TEXT,
-        "folder": _TEXT,
-        "world_size": _INT,
-        "nbytes": _INT,
-        "nbytes_rank": _INT,
-        "num_files": _INT,
-        "num_saves": _INT,
-        "num_kept": _INT,
-        "num_at_once": _INT,
-        "nbytes_free": _INT,
-        "nbytes_peak": _INT,
-        "rate": _or_null({"type": "number"}),
-        "save_s": _or_null({"type": "number"}),
-        "fits": _BOOL,
+        "path": TEXT,
+        "folder": TEXT,
+        "world_size": INT,
+        "nbytes": INT,
+        "nbytes_rank": INT,
+        "num_files": INT,
+        "num_saves": INT,
+        "num_kept": INT,
+        "num_at_once": INT,
+        "nbytes_free": INT,
+        "nbytes_peak": INT,
+        "rate": or_null(FLOAT),
+        "save_s": or_null(FLOAT),
+        "fits": BOOL,
     },
     "prune": {
-        "root": _TEXT,
-        "dry_run": _BOOL,
-        "checkpoints": _list(
-            _record(name=_TEXT, path=_TEXT, step=_or_null(_INT), kept_by=_list(_TEXT))
+        "root": TEXT,
+        "dry_run": BOOL,
+        "checkpoints": list_of(
+            record(name=TEXT, path=TEXT, step=or_null(INT), kept_by=list_of(TEXT))
         ),
     },
-    "gc": {"path": _TEXT, "dry_run": _BOOL, "removed": _list(_TEXT)},
+    "gc": {"path": TEXT, "dry_run": BOOL, "removed": list_of(TEXT)},
 }
-
-NAMES = tuple(_KEYS)
-
-
-def schema_of(name: str) -> dict[str, object]:
-    """Return the JSON Schema of the document that is called `dist-ckpt.<name>/1`."""
-    own: Schema = {"const": f"dist-ckpt.{name}/1"}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"dist-ckpt.{name}/1",
-        **_record(schema=own, **_KEYS[name]),
-    }

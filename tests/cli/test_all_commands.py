@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.cli import cli, output, schemas
+from dist_ckpt.cli import cli, output, teaching
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -47,10 +48,10 @@ WORDS = {
     "tag": "{path} name",
     "request-save": "{path}",
     "watch": "{path} --once",
+    "report": "{path} -o {new}",
 }
-# What takes no path, and what else is built beside this.
+# What takes no path.
 WITHOUT_PATH = {"completion", "schema"}
-ELSEWHERE = {"report"}
 # A run's folder, or a checkpoint, that may be another system's: they say themselves what they miss.
 OF_CHECKPOINTS = [
     *("show", "tree", "tensors", "stats", "layout", "diff", "plan", "reshard", "backup", "cp"),
@@ -76,7 +77,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_every_command_is_looked_at_here() -> None:
-    assert {*cli.commands} - ELSEWHERE == {*WORDS} | WITHOUT_PATH
+    assert {*cli.commands} == {*WORDS} | WITHOUT_PATH
 
 
 @pytest.mark.parametrize("name", sorted(cli.commands))
@@ -147,13 +148,28 @@ DOCUMENTS = {
     "plan": "plan --from {root}@2 --rate 1GB --steps 100 --save-every 10 --keep 'last(2)'",
     "prune": "prune {root} --keep 'last(1)' --dry-run",
     "gc": "gc {root} --dry-run",
+    "report": "report {root}@2 --verify full",
 }
+# The same document of something else.
+MORE_DOCUMENTS = [
+    *(("report", "report {root}"), ("report", "report {root}-damaged/s1")),
+    ("verify-all", "verify {root}-damaged"),
+]
 
 
-@pytest.mark.parametrize("name", schemas.NAMES)
-def test_every_document_is_as_its_schema_says(name: str, root: Path, run: Run) -> None:
+def test_every_document_is_asked_for_here() -> None:
+    assert DOCUMENTS.keys() == {*teaching.NAMES}
+
+
+@pytest.mark.parametrize(("name", "command"), [*DOCUMENTS.items(), *MORE_DOCUMENTS])
+def test_every_document_is_as_its_schema_says(
+    name: str, command: str, root: Path, run: Run
+) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    _, told, errors = run(*shlex.split(DOCUMENTS[name].format(root=root)), "--json")
+    shutil.copytree(root, damaged := f"{root}-damaged")
+    for index in Path(damaged).glob("s1/a1-*/index.json"):
+        index.write_text("{")
+    _, told, errors = run(*shlex.split(command.format(root=root)), "--json")
     assert errors == ""
     document = json.loads(told, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
     _, shown, _ = run("schema", name)
@@ -168,10 +184,9 @@ def test_every_command_with_json_has_a_schema() -> None:
     options = {
         name: {one for param in command.params for one in param.opts}
         for name, command in cli.commands.items()
-        if name not in ELSEWHERE
     }
     assert {name for name, given in options.items() if "--json" in given} == {
-        *schemas.NAMES,
+        *teaching.NAMES,
     } - {"verify-all"}
 
 
