@@ -33,6 +33,7 @@ from dist_ckpt.errors import NotFoundError
 from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import parse_attempt
 from dist_ckpt.format.index import Index
+from dist_ckpt.offline.rewriting import DryRun, dry_run
 from dist_ckpt.planning.plan import FileReceipt
 from dist_ckpt.planning.selection import selection_of
 from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
@@ -136,6 +137,31 @@ def average_alone(
     return average_together(alone, AverageCall(sources, to, options, progress))
 
 
+def would_average(
+    sources: PathLike | Sequence[PathLike], to: PathLike, options: AverageOptions
+) -> tuple[DryRun, tuple[str, ...]]:
+    """Return what `average_alone` would write, and what it would average, in words.
+
+    Nothing is changed. Raises what it does before it writes.
+    """
+    storages, of_run = (
+        _Storages(AverageCall(sources, to, options)),
+        isinstance(sources, str | os.PathLike),
+    )
+    opened, target = _opened(storages), storages.target()
+    chosen = choose(opened, options, None, of_run=of_run)
+    check_target(chosen, *target, opened[0][1] if of_run else None)
+    averaged_names(
+        [(one.path, one.index.catalog) for one in chosen],
+        selection_of(options.include, options.exclude),
+    )
+    newest = chosen[-1].index
+    files = {newest.file_name(one): one.nbytes for one in newest.files}
+    files |= {one.name: one.nbytes for one in newest.objects}
+    found = dry_run(*target, files, overwrite=options.overwrite)
+    return found, tuple(map(str, chosen))
+
+
 class _AverageRequest(Message, frozen=True):
     """What a rank asks for: the same on all."""
 
@@ -220,11 +246,7 @@ def _agree(
     call = storages.call
     chosen: tuple[Chosen, ...] = ()
     with ranks.channel.exchange("agree") as agreeing:
-        of_run = isinstance(call.sources, str | os.PathLike)
-        call.options.check(of_run=of_run)
-        _check(call)
-        given = [call.sources] if isinstance(call.sources, str | os.PathLike) else call.sources
-        sources = [storages.source(path) for path in given]
+        sources, of_run = _opened(storages), isinstance(call.sources, str | os.PathLike)
         target_storage, target = storages.target()
         asked = _AverageRequest(tuple(path for _, path in sources), target, repr(call.options))
         if told := agreeing.gather(asked):
@@ -235,6 +257,15 @@ def _agree(
                 _AgreedSources(tuple((one.path, one.attempt.name, one.weight) for one in chosen))
             )
     return chosen, agreeing.result(_AgreedSources)
+
+
+def _opened(storages: _Storages) -> list[tuple[Storage, str]]:
+    """Check what was given, and open the sources."""
+    call = storages.call
+    call.options.check(of_run=isinstance(call.sources, str | os.PathLike))
+    _check(call)
+    given = [call.sources] if isinstance(call.sources, str | os.PathLike) else call.sources
+    return [storages.source(path) for path in given]
 
 
 def _check(call: AverageCall) -> None:

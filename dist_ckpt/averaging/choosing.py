@@ -16,7 +16,7 @@ from dist_ckpt.format.index import Index
 from dist_ckpt.runs.facts import keeps_records
 from dist_ckpt.runs.holding import holding, resolve_and_hold, subject_of
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.runs.selectors import measured, warn_of_unreadable
+from dist_ckpt.runs.selectors import measured, resolve_at, warn_of_unreadable
 from dist_ckpt.storage import Storage, real_path
 
 _log = logging.getLogger("dist_ckpt")
@@ -49,20 +49,22 @@ class Chosen:
 def choose(
     sources: Sequence[tuple[Storage, str]],
     options: AverageOptions,
-    held: ExitStack,
+    held: ExitStack | None,
     *,
     of_run: bool,
 ) -> tuple[Chosen, ...]:
     """Find the checkpoints to average, oldest first; of a run they are held until `held` ends.
+
+    With None they are not held, and nothing is written.
 
     The newest is of the highest step; of one step, or if one of them has none, the last that was
     saved.
     """
     if of_run:
         ((storage, root),) = sources
-        there = [(storage, path) for path in _hold_of_run(storage, root, options, held)]
+        there = [(storage, path) for path in _of_run(storage, root, options, held)]
     else:
-        there = [(storage, resolve_and_hold(storage, path, held)) for storage, path in sources]
+        there = [(storage, _resolved(storage, path, held)) for storage, path in sources]
     found = [(storage, path, *attempts.find(storage, path)) for storage, path in there]
     _check_distinct([(path, attempt) for _, path, attempt, _ in found])
     have_steps = all(index.step is not None for *_, index in found)
@@ -112,8 +114,15 @@ def check_target(chosen: Sequence[Chosen], storage: Storage, target: str, root: 
         )
 
 
-def _hold_of_run(
-    storage: Storage, root: str, options: AverageOptions, held: ExitStack
+def _resolved(storage: Storage, path: str, held: ExitStack | None) -> str:
+    if held is not None:
+        return resolve_and_hold(storage, path, held)
+    found = resolve_at(storage, path)
+    return path if found is None else found.path
+
+
+def _of_run(
+    storage: Storage, root: str, options: AverageOptions, held: ExitStack | None
 ) -> Sequence[str]:
     """Choose of a run, and hold; again if one of them is removed in between."""
     for left in reversed(range(_ROUNDS)):
@@ -121,10 +130,10 @@ def _hold_of_run(
         those = pick(listing, options)
         try:
             with ExitStack() as stack:
-                if keeps_records(storage, listing.root):
+                if held is not None and keeps_records(storage, listing.root):
                     for one in those:
                         stack.enter_context(holding(subject_of(storage, one)))
-                held.push(stack.pop_all())
+                    held.push(stack.pop_all())
         except NotFoundError:
             if not left:
                 raise

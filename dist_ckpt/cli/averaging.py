@@ -21,6 +21,8 @@ from dist_ckpt.reports import size
 @click.option("-g", "--include", multiple=True, help="Tensors to average, by name or pattern.")
 @click.option("--exclude", multiple=True, help="Tensors to take from the newest.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is there.")
+@options.dry_run
+@options.json
 def average(  # noqa: PLR0913  (one for each option)
     sources: tuple[str, ...],
     target: str,
@@ -34,6 +36,8 @@ def average(  # noqa: PLR0913  (one for each option)
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Write the average of the checkpoints SOURCES, or of some of a run.
 
@@ -51,7 +55,10 @@ def average(  # noqa: PLR0913  (one for each option)
             "one checkpoint has no average: give two or more, or --last or --best of a run's folder"
         )
     try:
-        from dist_ckpt.averaging.average import average_alone  # noqa: PLC0415  (it needs torch)
+        from dist_ckpt.averaging.average import (  # noqa: PLC0415  (it needs torch)
+            average_alone,
+            would_average,
+        )
         from dist_ckpt.averaging.options import AverageOptions  # noqa: PLC0415  (it goes with that)
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -59,7 +66,7 @@ def average(  # noqa: PLR0913  (one for each option)
         raise click.ClickException(
             'averages need torch: pip install "dist-ckpt[torch]", or ".[torch]" in a clone'
         ) from None
-    options = AverageOptions(
+    given = AverageOptions(
         last=last,
         best=best,
         min=lowest,
@@ -70,13 +77,17 @@ def average(  # noqa: PLR0913  (one for each option)
         exclude=exclude or None,
         overwrite=overwrite,
     )
+    chosen = sources[0] if of_run else sources
+    if dry_run:
+        found, reads = would_average(chosen, target, given)
+        output.print_dry_run(found, as_json=as_json, reads=reads)
+        return
     with output.progress("average") as update:
-        report = average_alone(sources[0] if of_run else sources, target, options, update)
+        report = average_alone(chosen, target, given, update)
     with open_checkpoint(target) as checkpoint:
         averaged = checkpoint.index.saved_by["averaged"]
-    for source in averaged.split("; "):
-        click.echo(output.printable(source))
-    click.echo(
-        f"{output.printable(report.path)}: {report.num_tensors} tensors, {size(report.nbytes)} "
-        f"in {report.num_files} files"
-    )
+    if not as_json:
+        for source in averaged.split("; "):
+            click.echo(output.printable(source))
+    told = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
+    output.print_written("average", report, f"{report.path}: {told}", as_json=as_json)

@@ -17,11 +17,12 @@ from dist_ckpt.cli import options, output
 from dist_ckpt.commit import removal
 from dist_ckpt.commit.attempts import list_attempts
 from dist_ckpt.commit.holds import check_unkept
-from dist_ckpt.errors import ExistsError, StorageError
+from dist_ckpt.errors import StorageError
 from dist_ckpt.format.checksums import document_digest
 from dist_ckpt.offline.backup import backup as keep_beside
-from dist_ckpt.offline.checkpoint import open as open_checkpoint
-from dist_ckpt.offline.copying import copy
+from dist_ckpt.offline.backup import would_back_up
+from dist_ckpt.offline.copying import copy, would_copy
+from dist_ckpt.offline.reshard import ReshardOptions, would_reshard
 from dist_ckpt.offline.reshard import reshard as rewrite
 from dist_ckpt.offline.strip import left_after, strip_at
 from dist_ckpt.planning.sharding_config import ShardingConfig
@@ -48,6 +49,7 @@ from dist_ckpt.storage import open_storage
 )
 @options.selected
 @options.dry_run
+@options.json
 def reshard(  # noqa: PLR0913 - those of dc.reshard
     source: str,
     target: str,
@@ -59,6 +61,7 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Write the checkpoint SOURCE again at TARGET, laid out for other ranks.
 
@@ -71,31 +74,29 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     if (world_size is None) == (sharding is None):
         raise click.UsageError("give either --world-size or --sharding")
     config = None if sharding is None else ShardingConfig.from_file(sharding)
+    given = ReshardOptions(
+        sharding=config,
+        world_size=world_size,
+        max_memory=max_memory,
+        overwrite=overwrite,
+        include=include or None,
+        exclude=exclude or None,
+    )
     if dry_run:
-        _tell_dry(source, target, overwrite=overwrite)
+        output.print_dry_run(would_reshard(source, target, **given), as_json=as_json)
         return
     with output.progress("reshard") as update:
-        report = rewrite(
-            source,
-            target,
-            sharding=config,
-            world_size=world_size,
-            max_memory=max_memory,
-            overwrite=overwrite,
-            include=include or None,
-            exclude=exclude or None,
-            progress=update,
-        )
-    click.echo(
-        f"{report.path}: {report.num_tensors} tensors, {size(report.nbytes)} "
-        f"in {report.num_files} files"
-    )
+        report = rewrite(source, target, **given, progress=update)
+    told = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
+    output.print_written("reshard", report, f"{report.path}: {told}", as_json=as_json)
 
 
 @click.command()
 @options.path
 @click.option("--overwrite", is_flag=True, help="Replace the backup of another save of the step.")
-def backup(path: str, *, overwrite: bool) -> None:
+@options.dry_run
+@options.json
+def backup(path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     """Keep the checkpoint at PATH in the folder backup beside it as well, out of prune's reach.
 
     Its files are hard links where that is possible, which take no space; else they are copied, and
@@ -104,7 +105,15 @@ def backup(path: str, *, overwrite: bool) -> None:
     \b
     dist-ckpt backup runs/a@latest
     """  # noqa: D301 - click knows the backspace
-    click.echo(output.printable(keep_beside(path, overwrite=overwrite)))
+    if dry_run:
+        output.print_dry_run(would_back_up(path, overwrite=overwrite), as_json=as_json)
+        return
+    with output.progress("backup") as update:
+        kept = keep_beside(path, overwrite=overwrite, progress=update)
+    if as_json:
+        output.print_json("backup", {"path": kept})
+    else:
+        click.echo(output.printable(kept))
 
 
 @click.command()
@@ -113,7 +122,10 @@ def backup(path: str, *, overwrite: bool) -> None:
 @options.overwrite
 @click.option("--link", is_flag=True, help="Hard links where they can be: no space, no check.")
 @options.dry_run
-def cp(source: str, target: str, *, overwrite: bool, link: bool, dry_run: bool) -> None:
+@options.json
+def cp(
+    source: str, target: str, *, overwrite: bool, link: bool, dry_run: bool, as_json: bool
+) -> None:
     """Copy the checkpoint SOURCE to TARGET, on whatever file system, and check every byte.
 
     TARGET becomes the checkpoint: name its folder, not the one above. It is committed as a save is,
@@ -123,15 +135,13 @@ def cp(source: str, target: str, *, overwrite: bool, link: bool, dry_run: bool) 
     dist-ckpt cp runs/a@latest archive/step-00012000
     """  # noqa: D301 - click knows the backspace
     if dry_run:
-        _tell_dry(source, target, overwrite=overwrite)
+        output.print_dry_run(would_copy(source, target, overwrite=overwrite), as_json=as_json)
         return
     with output.progress("cp") as update:
         report = copy(source, target, overwrite=overwrite, link=link, progress=update)
     linked = f", {report.num_linked} linked" if link else ""
-    click.echo(
-        f"{output.printable(report.path)}: {size(report.nbytes)} in {report.num_files} "
-        f"files{linked}"
-    )
+    told = f"{report.path}: {size(report.nbytes)} in {report.num_files} files{linked}"
+    output.print_written("cp", report, told, as_json=as_json)
 
 
 @click.command()
@@ -140,7 +150,10 @@ def cp(source: str, target: str, *, overwrite: bool, link: bool, dry_run: bool) 
 @options.yes
 @options.dry_run
 @click.option("--force", is_flag=True, help="Also if it is pinned, tagged or held.")
-def strip(path: str, components: tuple[str, ...], *, yes: bool, dry_run: bool, force: bool) -> None:
+@options.json
+def strip(
+    path: str, components: tuple[str, ...], *, yes: bool, dry_run: bool, force: bool, as_json: bool
+) -> None:
     """Drop COMPONENTS, top-level keys of the state, from the checkpoint at PATH.
 
     There is no way back. The rest stays where it is, with its metrics, tags and pin, and takes no
@@ -152,25 +165,25 @@ def strip(path: str, components: tuple[str, ...], *, yes: bool, dry_run: bool, f
     storage, where = open_resolved(path)
     removal.check_deletable(storage, where)
     if dry_run:
-        num, nbytes = left_after(storage, where, frozenset(components))
-        click.echo(f"{output.printable(where)}: {num} tensors, {size(nbytes)} would be left")
+        num, nbytes = left_after(storage, where, frozenset(components), force=force)
+        _print_left((where, num, nbytes), None, as_json=as_json)
         return
     _confirm(f"Drop {', '.join(components)} of {where}?", f"{where} is not stripped", yes=yes)
-    report = strip_at(storage, where, frozenset(components), force=force)
-    left = f"{report.num_tensors} tensors, {size(report.nbytes)}"
-    click.echo(f"{output.printable(where)}: {left} left, {report.num_linked} files linked")
+    with output.progress("strip") as update:
+        report = strip_at(storage, where, frozenset(components), force=force, progress=update)
+    left = where, report.num_tensors, report.nbytes
+    _print_left(left, report.num_linked, as_json=as_json)
 
 
-def _tell_dry(source: str, target: str, *, overwrite: bool) -> None:
-    """Say what a copy would do; raise what it would raise before it writes."""
-    storage, where = open_storage(target)
-    there = list_attempts(storage, where)
-    with open_checkpoint(source) as checkpoint:
-        if there and not overwrite:
-            raise ExistsError(f"{where}: a checkpoint is here: choose another path, or --overwrite")
-        verb = "would be replaced: source" if there else "would be made: source"
-        told = f"{where} {verb} {checkpoint.path}, {size(checkpoint.nbytes)}"
-    click.echo(output.printable(told))
+def _print_left(left: tuple[str, int, int], num_linked: int | None, *, as_json: bool) -> None:
+    """Print what is left of a checkpoint, or would be if nothing is linked."""
+    where, num, nbytes = left
+    if as_json:
+        facts = {"path": where, "num_tensors": num, "nbytes": nbytes, "num_linked": num_linked}
+        output.print_json("strip", {**facts, "dry_run": num_linked is None})
+        return
+    done = "would be left" if num_linked is None else f"left, {num_linked} files linked"
+    click.echo(f"{output.printable(where)}: {num} tensors, {size(nbytes)} {done}")
 
 
 def _confirm(question: str, refused: str, *, yes: bool) -> None:
@@ -189,7 +202,8 @@ def _confirm(question: str, refused: str, *, yes: bool) -> None:
 @options.yes
 @options.dry_run
 @click.option("--force", is_flag=True, help="Also if it is pinned, tagged or held.")
-def rm(path: str, *, yes: bool, dry_run: bool, force: bool) -> None:
+@options.json
+def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> None:
     """Delete the checkpoint at PATH. There is no way back.
 
     One that is pinned, tagged or held is not deleted without --force.
@@ -202,11 +216,13 @@ def rm(path: str, *, yes: bool, dry_run: bool, force: bool) -> None:
     if dry_run:
         if not force:
             check_unkept(storage, where, list_attempts(storage, where), lambda *_: time.time())
-        click.echo(f"would be deleted {output.printable(where)}")
-        return
-    _confirm(f"Delete {where}?", f"{where} is not deleted", yes=yes)
-    delete_at(storage, where, force=force)
-    click.echo(f"deleted {output.printable(where)}")
+    else:
+        _confirm(f"Delete {where}?", f"{where} is not deleted", yes=yes)
+        delete_at(storage, where, force=force)
+    if as_json:
+        output.print_json("rm", {"path": where, "dry_run": dry_run})
+    else:
+        click.echo(f"{'would be deleted' if dry_run else 'deleted'} {output.printable(where)}")
 
 
 @click.command()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -10,22 +12,38 @@ from dist_ckpt.cli import options, output
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.interop import hf, imports, shrew
-from dist_ckpt.reports import size
+from dist_ckpt.offline.rewriting import DryRun
+from dist_ckpt.reports import Progress, SaveReport, size
 
 
-def _export_dcp(source: str, file: str, *, overwrite: bool) -> int:
+def _of_dcp() -> Any:
     try:
         from dist_ckpt.interop import dcp_export  # noqa: PLC0415  (it needs torch)
     except ModuleNotFoundError:
         raise click.ClickException(
             '--format dcp needs torch: pip install "dist-ckpt[torch]"'
         ) from None
+    return dcp_export
+
+
+def _export_dcp(source: str, file: str, *, overwrite: bool, progress: Progress) -> int:
+    _check_overwrite(overwrite=overwrite)
+    nbytes: int = _of_dcp().export_folder(source, file, progress=progress)
+    return nbytes
+
+
+def _would_export_dcp(source: str, file: str, *, overwrite: bool) -> DryRun:
+    _check_overwrite(overwrite=overwrite)
+    found: DryRun = _of_dcp().would_export(source, file)
+    return found
+
+
+def _check_overwrite(*, overwrite: bool) -> None:
     if overwrite:
         raise click.UsageError("--overwrite is not for --format dcp: remove the folder first")
-    return dcp_export.export_folder(source, file)
 
 
-_IMPORTS = {
+_IMPORTS: Mapping[str, Callable[..., SaveReport]] = {
     "dcp": imports.from_dcp,
     "hf": imports.from_hf,
     "torch": imports.from_torch,
@@ -34,14 +52,22 @@ _IMPORTS = {
     "deepspeed": imports.from_deepspeed,
     "megatron": imports.from_megatron,
 }
-# What writes a format, and which options it takes.
-_EXPORTS: Mapping[str, tuple[Callable[..., int], frozenset[str]]] = {
-    "shrew": (shrew.export_file, frozenset({"version"})),
-    "hf": (
-        hf.export_folder,
-        frozenset({"only", "dtype", "max_shard_size", "include", "exclude", "reflink", "progress"}),
-    ),
-    "dcp": (_export_dcp, frozenset()),
+
+
+@dataclass(frozen=True, slots=True)
+class _ExportFormat:
+    """What writes a format, what says what that would write, and which options both take."""
+
+    write: Callable[..., int]
+    would_write: Callable[..., DryRun]
+    options: frozenset[str] = frozenset()
+
+
+_OF_HF = frozenset({"only", "dtype", "max_shard_size", "include", "exclude", "reflink"})
+_EXPORTS: Mapping[str, _ExportFormat] = {
+    "shrew": _ExportFormat(shrew.export_file, shrew.would_export_file, frozenset({"version"})),
+    "hf": _ExportFormat(hf.export_folder, hf.would_export, _OF_HF),
+    "dcp": _ExportFormat(_export_dcp, _would_export_dcp),
 }
 
 
@@ -71,6 +97,8 @@ _EXPORTS: Mapping[str, tuple[Callable[..., int], frozenset[str]]] = {
 @click.option(
     "--exclude", multiple=True, help="Glob of names in TARGET to leave out; may be repeated."
 )
+@options.dry_run
+@options.json
 def import_(  # noqa: PLR0913 - the options of the command
     from_: str,
     source: str,
@@ -80,6 +108,8 @@ def import_(  # noqa: PLR0913 - the options of the command
     step: int | None,
     overwrite: bool,
     exclude: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Make the checkpoint TARGET of SOURCE, which another system has written.
 
@@ -103,23 +133,24 @@ def import_(  # noqa: PLR0913 - the options of the command
                 "a .shrew file is imported whole, for one rank, of the step that it says: reshard "
                 "it then"
             )
-        report = shrew.import_file(source, target, overwrite=overwrite)
-    else:
-        make = _IMPORTS[from_]
+        if dry_run:
+            found = shrew.would_import_file(source, target, overwrite=overwrite)
+            output.print_dry_run(found, as_json=as_json)
+            return
         with output.progress("import") as update:
-            report = make(
-                source,
-                target,
-                world_size=ranks or 1,
-                step=step,
-                exclude=exclude,
-                overwrite=overwrite,
-                progress=update,
-            )
-    click.echo(
-        f"{output.printable(report.path)}: {report.num_tensors} tensors, {size(report.nbytes)} "
-        f"in {report.num_files} files"
-    )
+            report = shrew.import_file(source, target, overwrite=overwrite, progress=update)
+    else:
+        given = imports.ImportOptions(
+            world_size=ranks or 1, step=step, exclude=exclude, overwrite=overwrite
+        )
+        if dry_run:
+            found = imports.would_import(from_, source, target, **given)
+            output.print_dry_run(found, as_json=as_json)
+            return
+        with output.progress("import") as update:
+            report = _IMPORTS[from_](source, target, **given, progress=update)
+    told = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
+    output.print_written("import", report, f"{report.path}: {told}", as_json=as_json)
 
 
 @click.command()
@@ -142,7 +173,18 @@ def import_(  # noqa: PLR0913 - the options of the command
 @click.option(
     "--reflink", is_flag=True, help="hf: share the data with SOURCE where the file system can."
 )
-def export(format_: str, source: str, file: str, *, overwrite: bool, **options: object) -> None:
+@options.dry_run
+@options.json
+def export(
+    format_: str,
+    source: str,
+    file: str,
+    *,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    **of_format: object,
+) -> None:
     """Write the checkpoint SOURCE as FILE, for another system.
 
     What FILE cannot hold is refused by name. As shrew, it has of an imported checkpoint the same
@@ -155,12 +197,17 @@ def export(format_: str, source: str, file: str, *, overwrite: bool, **options: 
     dist-ckpt export --format hf --dtype bf16 runs/a@latest exported
     dist-ckpt export --format dcp runs/a@latest for-dcp
     """  # noqa: D301 - click knows the backspace
-    write, known = _EXPORTS[format_]
-    given = {name: value for name, value in options.items() if value not in (None, (), False)}
-    for name in given.keys() - known:
+    chosen = _EXPORTS[format_]
+    given = {name: value for name, value in of_format.items() if value not in (None, (), False)}
+    for name in given.keys() - chosen.options:
         raise click.UsageError(f"--{name.replace('_', '-')} is not for --format {format_}")
+    if dry_run:
+        found = chosen.would_write(source, file, overwrite=overwrite, **given)
+        output.print_dry_run(found, as_json=as_json)
+        return
     with output.progress("export") as update:
-        if "progress" in known:
-            given["progress"] = update
-        nbytes = write(source, file, overwrite=overwrite, **given)
-    click.echo(f"{output.printable(file)}: {size(nbytes)}")
+        nbytes = chosen.write(source, file, overwrite=overwrite, progress=update, **given)
+    if as_json:
+        output.print_json("export", {"path": file, "format": format_, "nbytes": nbytes})
+    else:
+        click.echo(f"{output.printable(file)}: {size(nbytes)}")

@@ -20,7 +20,8 @@ from dist_ckpt.errors import (
     IncompatibleError,
     NotFoundError,
 )
-from dist_ckpt.reports import size
+from dist_ckpt.offline.rewriting import DryRun
+from dist_ckpt.reports import SaveReport, size
 
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130
@@ -29,6 +30,12 @@ INTERRUPTED = 130
 # of work is some 200 lines.
 LINE_S = 5.0
 LINE_OF_TIME = 0.05
+# So many files are named of those that would be written.
+MOST_FILES = 30
+_OF_WRITTEN = (
+    *("path", "step", "attempt", "nbytes", "num_tensors", "num_files"),
+    *("num_linked", "nbytes_linked"),
+)
 # No wait is longer: it is 30 years, and the system's clocks do not take much more.
 MOST_SECONDS = 1e9
 
@@ -97,7 +104,44 @@ def printable(text: str, *, allowed: str = "") -> str:
 
 def print_json(schema: str, facts: Mapping[str, object]) -> None:
     """Print one document; `schema` names what it looks like, with its version."""
-    click.echo(json.dumps({"schema": f"dist-ckpt.{schema}/1", **facts}, indent=2))
+    click.echo(json.dumps(_document(schema, facts), indent=2))
+
+
+def print_json_line(schema: str, facts: Mapping[str, object]) -> None:
+    """Print one document of several, on a line."""
+    click.echo(json.dumps(_document(schema, facts)))
+
+
+def _document(schema: str, facts: Mapping[str, object]) -> dict[str, object]:
+    return {"schema": f"dist-ckpt.{schema}/1", **facts}
+
+
+def print_written(name: str, report: SaveReport, text: str, *, as_json: bool) -> None:
+    """Print what was written: the text, or as a document of that name what is known of it."""
+    if as_json:
+        facts = {one: getattr(report, one) for one in _OF_WRITTEN}
+        print_json(name, {**facts, "seconds": dict(report.seconds)})
+    else:
+        click.echo(printable(text))
+
+
+def print_dry_run(found: DryRun, *, as_json: bool, reads: Sequence[str] = ()) -> None:
+    """Print what would be written where, of what, and what would go for it."""
+    if as_json:
+        files = [{"name": name, "nbytes": nbytes} for name, nbytes in found.files.items()]
+        facts = {"path": found.path, "nbytes": found.nbytes, "files": files}
+        print_json("dry-run", {**facts, "replaces": list(found.replaces), "reads": list(reads)})
+        return
+    for source in reads:
+        click.echo(f"would be read  {printable(source)}")
+    for gone in found.replaces:
+        click.echo(f"would be replaced  {printable(gone)}")
+    for name, nbytes in [*found.files.items()][:MOST_FILES]:
+        click.echo(f"would be written  {printable(name)}  {size(nbytes)}")
+    if (more := len(found.files) - MOST_FILES) > 0:
+        click.echo(f"... and {more} files more, which --json lists")
+    total = f"{size(found.nbytes)} in {len(found.files)} files would be written"
+    click.echo(f"{printable(found.path)}: {total}")
 
 
 def age(seconds: float) -> str:

@@ -14,6 +14,7 @@ from dist_ckpt.commit import holds
 from dist_ckpt.commit.alive import NO_SIGN, SIGN_S, last_sign, utc
 from dist_ckpt.commit.holds import Subject
 from dist_ckpt.errors import NotFoundError
+from dist_ckpt.format.root_records import AnswerRecord, RequestRecord
 from dist_ckpt.offline.run import Run
 from dist_ckpt.reports import size
 from dist_ckpt.runs import keep as policies
@@ -22,7 +23,7 @@ from dist_ckpt.runs.holding import subject_of
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.prune import Decision
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.storage import open_storage
+from dist_ckpt.storage import Storage, open_storage
 
 _path = click.argument("path", type=options.PATH)
 
@@ -163,7 +164,10 @@ def _subject(path: str) -> Subject:
     type=output.Seconds(min=0),
     help=f"Seconds to wait for an answer.  [default: {ANSWER_S:g}]",
 )
-def request_save(root: str, *, stops: bool, wait: bool, timeout_s: float | None) -> None:
+@options.json
+def request_save(
+    root: str, *, stops: bool, wait: bool, timeout_s: float | None, as_json: bool
+) -> None:
     """Ask the job that writes into ROOT to save now.
 
     It does so at its next step, or where it polls, on all ranks; with --stop it then ends as it
@@ -180,29 +184,50 @@ def request_save(root: str, *, stops: bool, wait: bool, timeout_s: float | None)
     request = asking.request_save(storage, where, stops=stops)
     before = last_sign(storage, where, request.start)
     what = f"start {request.start} of the run in {where} to save{' and to end' * stops}"
-    click.echo(f"asked {output.printable(what)}")
-    if before is None:
+    if not as_json:
+        click.echo(f"asked {output.printable(what)}")
+    if before is None and not as_json:
         click.echo(NO_SIGN, err=True)
-    if not wait:
-        return
-    timeout_s = ANSWER_S if timeout_s is None else timeout_s
+    answer, why = None, ""
+    if wait:
+        waits_s = ANSWER_S if timeout_s is None else timeout_s
+        answer, why = _wait_for_answer((storage, where), request, before, waits_s)
+    if as_json:
+        facts = {"root": where, "start": request.start, "stops": stops, "wait": wait}
+        document = {**facts, "last_sign": before, **_answered(answer, why)}
+        output.print_json("request-save", document)
+    elif answer is not None and answer.saved is not None:
+        click.echo(f"saved: step {answer.saved[0]}, attempt {answer.saved[1]}")
+    if why:
+        click.echo(f"dist-ckpt: {output.printable(why)}", err=True)
+        raise click.exceptions.Exit(output.REFUSED if answer is None else output.FINDING)
+
+
+def _wait_for_answer(
+    place: tuple[Storage, str], request: RequestRecord, before: float | None, timeout_s: float
+) -> tuple[AnswerRecord | None, str]:
+    """Return the answer to a request, if there is one, and why nothing is saved, if so."""
     began = time.monotonic()
-    answer = asking.wait_for_answer(storage, where, request, timeout_s=timeout_s)
-    if answer is None:
-        waited_s = min(timeout_s, round(time.monotonic() - began, 1))
-        after = last_sign(storage, where, request.start)
-        click.echo(
-            f"dist-ckpt: nobody has answered in {waited_s:g} s, and the request is taken back: "
-            f"{_told_life(before, after, waited_s)}",
-            err=True,
-        )
-        raise click.exceptions.Exit(output.REFUSED)
-    if answer.saved is None:
-        told = f"not saved, {answer.outcome}: {answer.why}"
-        click.echo(f"dist-ckpt: {output.printable(told)}", err=True)
-        raise click.exceptions.Exit(output.FINDING)
-    step, attempt = answer.saved
-    click.echo(f"saved: step {step}, attempt {attempt}")
+    answer = asking.wait_for_answer(*place, request, timeout_s=timeout_s)
+    if answer is not None:
+        return answer, "" if answer.saved else f"not saved, {answer.outcome}: {answer.why}"
+    waited_s = min(timeout_s, round(time.monotonic() - began, 1))
+    after = last_sign(*place, request.start)
+    return None, (
+        f"nobody has answered in {waited_s:g} s, and the request is taken back: "
+        f"{_told_life(before, after, waited_s)}"
+    )
+
+
+def _answered(answer: AnswerRecord | None, why: str) -> dict[str, object]:
+    """Return what became of a request, if anything has."""
+    step, attempt = (None, None) if answer is None or answer.saved is None else answer.saved
+    return {
+        "outcome": None if answer is None else answer.outcome,
+        "step": step,
+        "attempt": None if attempt is None else attempt.name,
+        "why": why,
+    }
 
 
 def _told_life(before: float | None, after: float | None, waited_s: float) -> str:

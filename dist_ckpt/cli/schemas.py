@@ -115,6 +115,13 @@ _RUN = record(
     problems=list_of(TEXT),
 )
 
+_WRITTEN: Keys = {
+    **each("path attempt", TEXT),
+    "step": or_null(INT),
+    **each("nbytes num_tensors num_files num_linked nbytes_linked", INT),
+    "seconds": by_name(FLOAT),
+}
+
 # By name: the keys of the document besides `schema`.
 KEYS: Mapping[str, Keys] = {
     "ls": {"path": TEXT, "checkpoints": list_of(_LISTED)},
@@ -254,4 +261,46 @@ KEYS: Mapping[str, Keys] = {
         ),
     },
     "gc": {"path": TEXT, "dry_run": BOOL, "removed": list_of(TEXT)},
+    **dict.fromkeys(("reshard", "cp", "average", "import"), _WRITTEN),
+    "dry-run": {
+        "path": TEXT,
+        "nbytes": INT,
+        "files": list_of(record(name=TEXT, nbytes=INT)),
+        **each("replaces reads", list_of(TEXT)),
+    },
+    "backup": {"path": TEXT},
+    "export": {"path": TEXT, "format": TEXT, "nbytes": INT},
+    "strip": {
+        "path": TEXT,
+        **each("num_tensors nbytes", INT),
+        "num_linked": or_null(INT),
+        "dry_run": BOOL,
+    },
+    "rm": {"path": TEXT, "dry_run": BOOL},
+    "watch": {
+        **each("root problem", TEXT),
+        "at": FLOAT,
+        "changes": list_of(TEXT),
+        **each("start step", or_null(INT)),
+        "last_sign": or_null(FLOAT),
+        "checkpoints": list_of(
+            record(
+                **each("name state", TEXT),
+                **each("step nbytes nbytes_written", or_null(INT)),
+                saved_at=or_null(FLOAT),
+                metrics=by_name(NUMBER),
+                is_left_behind=BOOL,
+                kept_by=list_of(TEXT),
+            )
+        ),
+    },
+    "request-save": {
+        **each("root why", TEXT),
+        "start": INT,
+        **each("stops wait", BOOL),
+        "outcome": {"enum": ["saved", "failed", "ended", None]},
+        "step": or_null(INT),
+        "attempt": or_null(TEXT),
+        "last_sign": or_null(FLOAT),
+    },
 }

@@ -20,6 +20,7 @@ from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.reports import size
 from dist_ckpt.runs import keep as policies
 from dist_ckpt.runs.changes import SeenRun, changes, kept_by, look_at, told_metrics, told_start
+from dist_ckpt.runs.description import as_json as as_plain_json
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.storage import Storage, open_storage
 
@@ -43,27 +44,38 @@ MOST_OF_TIME = 0.2
 )
 @click.option("--once", is_flag=True, help="Look once, print what there is, and end.")
 @click.option("--keep", "policy", help="The run's policy: then it shows what its rules keep.")
-def watch(root: str, *, interval_s: float, once: bool, policy: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document a line.")
+def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_json: bool) -> None:
     """Follow the run in ROOT: its newest step, what is being written, kept, and gone.
 
     On a terminal the checkpoints are shown as they are; else there is a line for each change. A
-    folder that is not there yet is waited for. Ctrl-C ends it. Nothing is changed.
+    folder that is not there yet is waited for. Ctrl-C ends it. Nothing is changed. With --json a
+    document is printed for each look at which something has changed.
 
     \b
     dist-ckpt watch runs/a --keep "last(3) | best(2, min='val/loss')"
+    dist-ckpt watch runs/a --once --json
     """  # noqa: D301 - click knows the backspace
     storage, where = open_storage(root)
     keep = None if policy is None else policies.parse(policy)
     if once:
-        click.echo("\n".join(lines(look_at(storage, where), keep)))
+        look = look_at(storage, where)
+        if as_json:
+            output.print_json_line("watch", _facts(look, where, [], keep))
+        else:
+            click.echo("\n".join(lines(look, keep)))
         return
     looks = _looks(storage, where, interval_s, keep)
     with suppress(KeyboardInterrupt):
-        if sys.stdout.isatty() and not Console().is_dumb_terminal:
+        if as_json:
+            for seen, told in looks:
+                if told:
+                    output.print_json_line("watch", _facts(seen, where, told, keep))
+        elif sys.stdout.isatty() and not Console().is_dumb_terminal:
             _show(looks, keep)
         else:
             for _, told in looks:
-                for line in told:
+                for line in _timed(told):
                     click.echo(line)
 
 
@@ -72,7 +84,7 @@ def _show(looks: Iterator[tuple[SeenRun | None, list[str]]], keep: Keep | None) 
     console, last = Console(), deque[str](maxlen=NUM_EVENTS)
     with Live(console=console, auto_refresh=False) as live:
         for look, told in looks:
-            last += told
+            last += _timed(told)
             height = console.size.height - 1  # the cursor stands in the last
             events = [*last][-(height // EVENTS_OF_TERMINAL) :]
             shown = [] if look is None else [*lines(look, keep, height - len(events) - 1), ""]
@@ -95,10 +107,49 @@ def _looks(
             waits = isinstance(error, NotFoundError) and before is None
             text = f"{root} is not there yet" if waits else f"it cannot be read now: {error}"
             told, problem = [text] * (text != problem), text
-        now = time.strftime("%H:%M:%S")
-        yield before, [f"{now}  {output.printable(line)}" for line in told]
+        yield before, told
         took_s = time.monotonic() - began
         time.sleep(max(interval_s, took_s / MOST_OF_TIME))
+
+
+def _timed(told: Sequence[str]) -> list[str]:
+    now = time.strftime("%H:%M:%S")
+    return [f"{now}  {output.printable(line)}" for line in told]
+
+
+def _facts(
+    look: SeenRun | None, root: str, told: Sequence[str], keep: Keep | None
+) -> dict[str, object]:
+    """Return what there is, if the folder is there, and what has changed."""
+    if look is None:
+        empty: dict[str, object] = {"start": None, "last_sign": None, "step": None}
+        at = {"root": root, "at": time.time(), "changes": list(told)}
+        return {**at, **empty, "problem": "", "checkpoints": []}
+    kept, newest = kept_by(look, keep), look.newest
+    written = {path: status.nbytes for path, status in look.writing.items()}
+    return {
+        "root": root,
+        "at": look.at,
+        "changes": list(told),
+        "start": None if look.start is None else look.start.number,
+        "last_sign": look.last_sign,
+        "step": None if newest is None else newest.step,
+        "problem": look.listing.history_problem,
+        "checkpoints": [
+            {
+                "name": one.name,
+                "step": one.step,
+                "state": one.state,
+                "nbytes": one.nbytes,
+                "saved_at": one.saved_at,
+                "metrics": as_plain_json(one.metrics),
+                "is_left_behind": one.is_left_behind,
+                "nbytes_written": written.get(one.path),
+                "kept_by": list(kept.get(one.path, ())),
+            }
+            for one in look.listing.checkpoints
+        ],
+    }
 
 
 def lines(look: SeenRun, keep: Keep | None, height: int | None = None) -> list[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import posixpath
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,12 +41,12 @@ from dist_ckpt.commit.folders import make_folders
 from dist_ckpt.commit.holds import check_unkept
 from dist_ckpt.commit.removal import now_at, remove
 from dist_ckpt.commit.starts import OfRun
+from dist_ckpt.commit.survey import Says, check_free, check_place, in_a_file
 from dist_ckpt.commit.verdicts import check_abandoned
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
     CorruptError,
-    ExistsError,
     IncompatibleError,
     StorageError,
 )
@@ -56,7 +56,6 @@ from dist_ckpt.format.filenames import (
     CLAIM,
     INDEX,
     Attempt,
-    is_beside_attempts,
     is_temporary,
     parse_trash,
     temporary_claim,
@@ -66,8 +65,6 @@ from dist_ckpt.format.index import Abandoned, Index
 from dist_ckpt.storage import Entry, Storage
 
 _POLL_S = 0.05
-
-_Says = Callable[[Attempt], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +153,7 @@ def _may_replace(attempt: Attempt, *, overwrite: bool, run: OfRun | None) -> boo
     return overwrite or (run is not None and attempt.number < run.first)
 
 
-def _survey(storage: Storage, path: str, made: list[str], *, may_replace: _Says) -> Sequence[Entry]:
+def _survey(storage: Storage, path: str, made: list[str], *, may_replace: Says) -> Sequence[Entry]:
     """Return what is at `path`, made if need be; raise ExistsError if it is not to be touched."""
     try:
         entries = storage.list(path)
@@ -164,16 +161,8 @@ def _survey(storage: Storage, path: str, made: list[str], *, may_replace: _Says)
         make_folders(storage, path, made)
         return []
     except NotADirectoryError:
-        raise ExistsError(f"{path} is a file, or below one: choose another path") from None
-    ours = [*attempts_in(entries), *(one for one in entries if is_beside_attempts(one.name))]
-    if entries and not ours:
-        names = ", ".join(entry.name for entry in entries[:5])
-        raise ExistsError(
-            f"{path} holds what dist_ckpt did not write ({names}): choose another path"
-        )
-    for attempt in attempts_in(entries):
-        if not may_replace(attempt):
-            _check_free(storage, path, attempt)
+        raise in_a_file(path) from None
+    check_place(storage, path, entries, may_replace)
     return entries
 
 
@@ -184,7 +173,7 @@ def _next_attempt(entries: Sequence[Entry], path: str, run: OfRun | None) -> Att
     return Attempt(highest + 1 if run is None else run.next_attempt(highest, path), new_id())
 
 
-def _fence(storage: Storage, path: str, attempt: Attempt, *, may_replace: _Says, by: str) -> None:
+def _fence(storage: Storage, path: str, attempt: Attempt, *, may_replace: Says, by: str) -> None:
     """Look again, now that others see the attempt: give way to higher ones, fence lower ones.
 
     Of savers that claim at the same time only the highest goes on: each has made its folder
@@ -206,24 +195,7 @@ def _fence(storage: Storage, path: str, attempt: Attempt, *, may_replace: _Says,
             with suppress(StorageError):
                 remove(storage, path, other)
         elif not may_replace(other):
-            _check_free(storage, path, other)
-
-
-def _check_free(storage: Storage, path: str, attempt: Attempt) -> None:
-    """Raise ExistsError if an attempt is, or may be, a checkpoint."""
-    try:
-        document = read_index(storage, path, attempt)
-    except (CorruptError, IncompatibleError) as error:
-        raise ExistsError(
-            f"{path}: a checkpoint is here that cannot be read ({error}). "
-            f"Choose another path, or pass overwrite=True"
-        ) from error
-    if isinstance(document, Index):
-        step = "" if document.step is None else f" of step {document.step}"
-        raise ExistsError(
-            f"{path}: a checkpoint{step} is here ({attempt}): choose another path, "
-            f"or pass overwrite=True"
-        )
+            check_free(storage, path, other)
 
 
 def _store_claim(storage: Storage, path: str, attempt: Attempt, by: str) -> None:

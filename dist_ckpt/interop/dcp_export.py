@@ -12,6 +12,7 @@ from typing import IO
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
@@ -20,7 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 from dist_ckpt.errors import ExistsError, IncompatibleError, StorageError, listed
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.interop.dcp_metadata import StoredState
-from dist_ckpt.interop.local_files import sync_folder, temporary_beside
+from dist_ckpt.interop.local_files import check_parent, sync_folder, temporary_beside
+from dist_ckpt.offline.rewriting import CopyProgress, DryRun
+from dist_ckpt.reports import Progress
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.runtime.torch_private import DCP_VERSION, DcpStorageInfo
 from dist_ckpt.storage import open_storage
@@ -32,7 +35,12 @@ _DATA = "__0_0.distcp"
 _PART_NBYTES = 256 << 20
 
 
-def export_folder(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> int:
+def export_folder(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+) -> int:
     """Write the checkpoint at `source` as a folder that `dcp.load` reads; return its size in bytes.
 
     `source` may name one of a run, such as "runs/a@latest"; however it was sharded, `dcp.load`
@@ -41,14 +49,9 @@ def export_folder(source: str | os.PathLike[str], folder: str | os.PathLike[str]
     has another name, and if this raises there is none. ExistsError if something is there,
     IncompatibleError for values per rank, which DCP has no place for, and what reading raises.
     """
-    stored = StoredState(*open_storage(resolve(source)), rank=0)
-    if per_rank := stored.per_rank:
-        raise IncompatibleError(
-            f"{source} has values of each rank, and a folder of DCP has none: {listed(per_rank)}; "
-            f"make a copy without them first (reshard with exclude)"
-        )
+    stored, metadata = _opened(source, folder)
+    tell = CopyProgress(_tensor_nbytes(metadata), progress)
     with _new_folder(folder) as there, open(os.path.join(there, _DATA), "xb") as data:
-        metadata = stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
         places = {}
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
@@ -63,6 +66,7 @@ def export_folder(source: str | os.PathLike[str], folder: str | os.PathLike[str]
                 tensor = torch.empty(chunk.sizes, dtype=dtype)
                 stored.read_into(key, Region(tuple(chunk.offsets), tuple(chunk.sizes)), tensor)
                 places[MetadataIndex(key, chunk.offsets)] = _write(data, tensor)
+                tell(tensor.nbytes)
         metadata.storage_data = places
         metadata.version = DCP_VERSION
         _sync(data)
@@ -70,6 +74,38 @@ def export_folder(source: str | os.PathLike[str], folder: str | os.PathLike[str]
             pickle.dump(metadata, file)
             _sync(file)
             return data.tell() + file.tell()
+
+
+def would_export(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> DryRun:
+    """Return what `export_folder` would write. Nothing is changed. Raises what it does before.
+
+    Sizes are the least: what torch.save puts around each tensor is not known before.
+    """
+    _, metadata = _opened(source, folder)
+    where = _check_new(folder)
+    known = {_DATA: _tensor_nbytes(metadata), ".metadata": len(pickle.dumps(metadata))}
+    return DryRun(where, known)
+
+
+def _opened(
+    source: str | os.PathLike[str], folder: str | os.PathLike[str]
+) -> tuple[StoredState, Metadata]:
+    stored = StoredState(*open_storage(resolve(source)), rank=0)
+    if per_rank := stored.per_rank:
+        raise IncompatibleError(
+            f"{source} has values of each rank, and a folder of DCP has none: {listed(per_rank)}; "
+            f"make a copy without them first (reshard with exclude)"
+        )
+    return stored, stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
+
+
+def _tensor_nbytes(metadata: Metadata) -> int:
+    tensors = [
+        one
+        for one in metadata.state_dict_metadata.values()
+        if isinstance(one, TensorStorageMetadata)
+    ]
+    return sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors)
 
 
 def _write(file: IO[bytes], value: object) -> DcpStorageInfo:
@@ -93,9 +129,7 @@ def _parts(shape: tuple[int, ...], itemsize: int) -> Iterator[Region]:
 @contextmanager
 def _new_folder(path: str | os.PathLike[str]) -> Iterator[str]:
     """Fill a folder under another name beside it, which is removed after an error."""
-    where = os.path.abspath(os.fspath(path))
-    if os.path.lexists(where):
-        raise _exists(where)
+    where = _check_new(path)
     temporary = temporary_beside(where)
     try:
         os.mkdir(temporary)
@@ -109,6 +143,14 @@ def _new_folder(path: str | os.PathLike[str]) -> Iterator[str]:
         raise StorageError(f"{where} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_new(path: str | os.PathLike[str]) -> str:
+    where = os.path.abspath(os.fspath(path))
+    check_parent(where)
+    if os.path.lexists(where):
+        raise _exists(where)
+    return where
 
 
 def _exists(where: str) -> ExistsError:

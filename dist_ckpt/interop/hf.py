@@ -11,15 +11,19 @@ lies, as `{"model": ...}`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from dist_ckpt.commit import attempts
 from dist_ckpt.foreign.find import open_source
 from dist_ckpt.foreign.safetensors_files import INDEX, MODEL
+from dist_ckpt.format.index import Index
 from dist_ckpt.interop.hf_files import FileWriter
-from dist_ckpt.interop.hf_plan import chosen, dtype_of, index_of, nbytes_of, packed
+from dist_ckpt.interop.hf_plan import ExportedFile, chosen, dtype_of, index_of, nbytes_of, packed
 from dist_ckpt.interop.new_folder import check_replaceable, new_folder
+from dist_ckpt.offline.rewriting import CopyProgress, DryRun
 from dist_ckpt.planning.selection import selection_of
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.selectors import resolve
@@ -29,6 +33,18 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["export_folder"]
+
+
+class ExportOptions(TypedDict, total=False):
+    """What `export_folder` takes, but for its progress."""
+
+    only: str
+    dtype: str | torch.dtype | None
+    max_shard_size: int | str
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+    overwrite: bool
+    reflink: bool
 
 
 def export_folder(  # noqa: PLR0913 - a front door
@@ -65,8 +81,64 @@ def export_folder(  # noqa: PLR0913 - a front door
     quantized tensors, dtypes that they lack, values that a dtype would make infinite. ExistsError
     if something is there; otherwise what `dc.open` and reading raise.
     """
-    selection = selection_of(include, exclude)
-    wanted, most = dtype_of(dtype), nbytes_of(max_shard_size)
+    options = ExportOptions(
+        only=only,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        include=include,
+        exclude=exclude,
+        overwrite=overwrite,
+        reflink=reflink,
+    )
+    with _planned(source, folder, options) as plan:
+        tell = CopyProgress(sum(file.data_nbytes for file in plan.files), progress)
+        writer = FileWriter(plan.storage, plan.attempt, plan.index, tell)
+        with new_folder(plan.target, plan.path, overwrite=overwrite) as new:
+            for file in plan.files:
+                writer.write(plan.target, new, file)
+            nbytes = sum(file.nbytes for file in plan.files)
+            if len(plan.files) > 1:
+                nbytes += _put_index(plan.target, new, index_of(plan.files))
+    return nbytes
+
+
+def would_export(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    **options: Unpack[ExportOptions],
+) -> DryRun:
+    """Return what `export_folder` would write. Nothing is changed. Raises what it does before.
+
+    Whether all values fit into a narrower dtype is seen only as they are converted.
+    """
+    with _planned(source, folder, options) as plan:
+        files = {file.name: file.nbytes for file in plan.files}
+        if len(files) > 1:
+            files[INDEX] = len(index_of(plan.files))
+        return DryRun(plan.path, files, plan.replaces)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExportPlan:
+    """What is read, which files are made of it, and where; `replaces` are those that then go."""
+
+    storage: Storage
+    attempt: str
+    index: Index
+    files: tuple[ExportedFile, ...]
+    target: Storage
+    path: str
+    replaces: tuple[str, ...]
+
+
+@contextmanager
+def _planned(
+    source: str | os.PathLike[str], folder: str | os.PathLike[str], options: ExportOptions
+) -> Iterator[_ExportPlan]:
+    """Check all that can be before anything is written."""
+    only, reflink = options.get("only", MODEL), options.get("reflink", False)
+    selection = selection_of(options.get("include"), options.get("exclude"))
+    wanted, most = dtype_of(options.get("dtype")), nbytes_of(options.get("max_shard_size", "5GB"))
     if type(reflink) is not bool:
         raise TypeError(f"reflink={reflink!r}: give True or False")
     if not isinstance(only, str) or not only:
@@ -76,27 +148,16 @@ def export_folder(  # noqa: PLR0913 - a front door
     target_path = real_path(target_path)
     if target_path.startswith(f"{real_path(path)}/"):
         raise ValueError(f"the folder {target_path} lies in the source: give another one")
-    check_replaceable(target, target_path, overwrite=overwrite)
+    stays = check_replaceable(target, target_path, overwrite=options.get("overwrite", False))
     attempt, index = attempts.find(storage, path)
     with attempts.while_it_is_there(storage, path, attempt):
         tensors = chosen(index.catalog, path, only, selection, wanted)
-        total, done = sum(tensor.nbytes for tensor in tensors), 0
-
-        def tell(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-
-        writer = FileWriter(storage, f"{path}/{attempt.name}", index, tell)
-        files = packed(tensors, most, writer.whole_files(tensors) if reflink else {})
-        with new_folder(target, target_path, overwrite=overwrite) as new:
-            for file in files:
-                writer.write(target, new, file)
-            nbytes = sum(file.nbytes for file in files)
-            if len(files) > 1:
-                nbytes += _put_index(target, new, index_of(files))
-    return nbytes
+        folder_of = f"{path}/{attempt.name}"
+        reader = FileWriter(storage, folder_of, index, lambda _: None)
+        files = packed(tensors, most, reader.whole_files(tensors) if reflink else {})
+        there = os.listdir(target_path) if os.path.isdir(target_path) else []
+        gone = tuple(f"{target_path}/{name}" for name in sorted({*there} - {*stays}))
+        yield _ExportPlan(storage, folder_of, index, files, target, target_path, gone)
 
 
 def _put_index(storage: Storage, folder: str, data: bytes) -> int:

@@ -24,7 +24,8 @@ from typing import TypedDict, Unpack
 
 from dist_ckpt.foreign.find import open_pickled, open_safetensors
 from dist_ckpt.format.index import MAX_STEP
-from dist_ckpt.offline.reshard import even, rewrite
+from dist_ckpt.offline.reshard import even, rewrite, would_rewrite
+from dist_ckpt.offline.rewriting import DryRun
 from dist_ckpt.planning.selection import EVERYTHING, Selection, selection_of
 from dist_ckpt.reports import Progress, SaveReport
 from dist_ckpt.storage import Storage
@@ -138,6 +139,27 @@ def from_megatron(
     shape are one tensor, the layers first. Objects of ranks are below `objects`.
     """
     return _pickled("megatron", source, target, options)
+
+
+def would_import(
+    kind: str, source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
+) -> DryRun:
+    """Return what `from_dcp`, or of another `kind`, would write.
+
+    Nothing is changed. Raises what it does before it writes.
+    """
+    selection = _checked(options)
+    if kind == "hf":
+        opened = open_safetensors(source)
+    else:
+        opened, selection = open_pickled(kind, source, selection), EVERYTHING
+    return would_rewrite(
+        opened,
+        target,
+        even(options.get("world_size", 1)),
+        overwrite=options.get("overwrite", False),
+        selection=selection,
+    )
 
 
 def _pickled(

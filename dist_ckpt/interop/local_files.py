@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -63,13 +63,16 @@ class LocalFile:
 
 
 class FileSource:
-    """The bytes of a tensor in a file (`Source`)."""
+    """The bytes of a tensor in a file (`Source`); `tell` is told how many were read."""
 
-    __slots__ = ("_file", "_tensor")
+    __slots__ = ("_file", "_tell", "_tensor")
 
-    def __init__(self, file: LocalFile, tensor: FileTensor) -> None:
+    def __init__(
+        self, file: LocalFile, tensor: FileTensor, tell: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
         self._file = file
         self._tensor = tensor
+        self._tell = tell
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +87,7 @@ class FileSource:
         """Return the bytes `start` to `stop`, in `scratch`."""
         filled = scratch[: stop - start]
         self._file.read_into(self._tensor.start + start, filled)
+        self._tell(filled.nbytes)
         return filled
 
 
@@ -94,11 +98,7 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[IO[by
     Until then it has another name, in the same folder; after an error it is removed. Only with
     `overwrite` does it replace what is there. ExistsError if something is, StorageError otherwise.
     """
-    if type(overwrite) is not bool:
-        raise TypeError(f"overwrite={overwrite!r}: give True or False")
-    where = os.path.abspath(_checked(path))
-    if os.path.lexists(where) and not overwrite:
-        raise _exists(where)
+    where = check_new_file(path, overwrite=overwrite)
     temporary = temporary_beside(where)
     try:
         with open(temporary, "xb") as file:
@@ -117,6 +117,28 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[IO[by
     finally:
         with suppress(OSError):
             os.unlink(temporary)
+
+
+def check_new_file(path: str | os.PathLike[str], *, overwrite: bool) -> str:
+    """Return the absolute path of a file to write.
+
+    ExistsError if something is there, NotFoundError without a folder for it.
+    """
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    where = os.path.abspath(_checked(path))
+    check_parent(where)
+    if os.path.lexists(where) and not overwrite:
+        raise _exists(where)
+    if os.path.isdir(where) and not os.path.islink(where):
+        raise ExistsError(f"{where} is a folder: give the path of a file")
+    return where
+
+
+def check_parent(where: str) -> None:
+    """Raise NotFoundError unless there is a folder that something can be put into."""
+    if not os.path.isdir(parent := os.path.dirname(where)):
+        raise NotFoundError(f"{parent}: there is no such folder; make it first")
 
 
 def _checked(path: object) -> str:

@@ -16,6 +16,7 @@ from dist_ckpt.format.catalog_json import CatalogText
 from dist_ckpt.format.filenames import parse_attempt
 from dist_ckpt.interop.plain_states import PlainState, PlainTensor
 from dist_ckpt.memory.protocol import CellSource
+from dist_ckpt.offline.rewriting import DryRun, dry_run
 from dist_ckpt.planning.plan import FilePlan, SavePlan
 from dist_ckpt.planning.save_planner import items_of, plan_save
 from dist_ckpt.reports import Phases, SaveReport, Tally
@@ -92,6 +93,21 @@ def save_alone(
     return report
 
 
+def would_save_alone(state: PlainState, path: str | os.PathLike[str], *, overwrite: bool) -> DryRun:
+    """Return what `save_alone` would write. Nothing is changed. Raises what it does before."""
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    plan = plan_save([(state.inventory, (0,))], 1)
+    files = {one.name: one.nbytes for one in items_of(plan, 0)}
+    files |= {name: len(data) for name, data in _objects_of(state, plan).items()}
+    return dry_run(*open_storage(path), files, overwrite=overwrite)
+
+
+def _objects_of(state: PlainState, plan: SavePlan) -> dict[str, bytes]:
+    main = objects_file.ObjectsFile(tree=plan.tree, values=state.values)
+    return {filenames.OBJECTS: objects_file.encode(main)}
+
+
 def _files_of(
     state: PlainState,
     plan: SavePlan,
@@ -102,10 +118,9 @@ def _files_of(
         return lambda number: source_of(state.tensors[file.items[number].fqn])
 
     plans = items_of(plan, 0)
-    main = objects_file.ObjectsFile(tree=plan.tree, values=state.values)
     return RankFiles(
         step=step,
         plans=plans,
         sources=tuple(map(sources, plans)),
-        objects={filenames.OBJECTS: objects_file.encode(main)},
+        objects=_objects_of(state, plan),
     )

@@ -12,12 +12,11 @@ from dist_ckpt.errors import (
     CorruptError,
     ExistsError,
     IncompatibleError,
-    NotFoundError,
     StorageError,
 )
 from dist_ckpt.foreign import safetensors_files
 from dist_ckpt.interop.hf_plan import METADATA
-from dist_ckpt.interop.local_files import temporary_beside
+from dist_ckpt.interop.local_files import check_parent, temporary_beside
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.exclusive_rename import exchange
 
@@ -33,11 +32,8 @@ def new_folder(storage: Storage, path: str, *, overwrite: bool) -> Iterator[str]
     as a config.json, are in the new one as well. ExistsError if something else is there.
     """
     check_replaceable(storage, path, overwrite=overwrite)
-    parent, temporary = os.path.dirname(path), temporary_beside(path)
-    try:
-        storage.make_folder(temporary)
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(f"{parent}: there is no such folder; make it first") from None
+    temporary = temporary_beside(path)
+    storage.make_folder(temporary)
     is_put = False
     try:
         yield temporary
@@ -46,7 +42,7 @@ def new_folder(storage: Storage, path: str, *, overwrite: bool) -> Iterator[str]
         storage.sync(temporary)
         _put(storage, temporary, path)
         is_put = True
-        storage.sync(parent)
+        storage.sync(os.path.dirname(path))
     except BaseException:
         if not is_put:
             _remove(storage, temporary)
@@ -61,6 +57,7 @@ def check_replaceable(storage: Storage, path: str, *, overwrite: bool) -> tuple[
     """
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    check_parent(path)
     try:
         entries = storage.list(path)
     except FileNotFoundError:

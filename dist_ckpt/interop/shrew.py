@@ -20,13 +20,14 @@ from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.plain_types import ArrayValue
 from dist_ckpt.interop import shrew_format
-from dist_ckpt.interop.local_files import FileSource, LocalFile, new_file
-from dist_ckpt.interop.lone_save import save_alone
+from dist_ckpt.interop.local_files import FileSource, LocalFile, check_new_file, new_file
+from dist_ckpt.interop.lone_save import save_alone, would_save_alone
 from dist_ckpt.interop.plain_states import FileTensor, PlainTensor, described, is_tensor
 from dist_ckpt.memory.host_array import Array
 from dist_ckpt.offline.checkpoint import Checkpoint, StoredTensor
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
-from dist_ckpt.reports import SaveReport
+from dist_ckpt.offline.rewriting import CopyProgress, DryRun
+from dist_ckpt.reports import Progress, SaveReport
 
 __all__ = ["export_file", "import_file", "read", "write"]
 
@@ -70,7 +71,11 @@ def write(state: Mapping[str, object], *, version: int | None = None) -> bytes:
 
 
 def import_file(
-    file: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
+    file: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> SaveReport:
     """Make the checkpoint at `target` of a `.shrew` file, in one process and without torch.
 
@@ -81,10 +86,11 @@ def import_file(
     """
     with closing(LocalFile(file)) as held:
         state = shrew_format.parse(held, held.path)
+        tell = CopyProgress(held.nbytes, progress)
 
         def source_of(tensor: PlainTensor) -> FileSource:
             assert isinstance(tensor, FileTensor)
-            return FileSource(held, tensor)
+            return FileSource(held, tensor, tell)
 
         step = state.get("global_step")
         return save_alone(
@@ -97,12 +103,22 @@ def import_file(
         )
 
 
+def would_import_file(
+    file: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
+) -> DryRun:
+    """Return what `import_file` would write. Nothing is changed. Raises what it does before."""
+    with closing(LocalFile(file)) as held:
+        state = shrew_format.parse(held, held.path)
+        return would_save_alone(described(state), target, overwrite=overwrite)
+
+
 def export_file(
     source: str | os.PathLike[str],
     file: str | os.PathLike[str],
     *,
     version: int | None = None,
     overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> int:
     """Write the checkpoint at `source` as a `.shrew` file; return the file's size in bytes.
 
@@ -114,9 +130,41 @@ def export_file(
     """
     with open_checkpoint(source) as checkpoint:
         state = _state_of(checkpoint)
-        parts = shrew_format.encode(state, shrew_format.version_for(state, version), _data_of)
+        number = shrew_format.version_for(state, version)
+        nbytes = _nbytes_of(state, number)
+        tell = CopyProgress(nbytes, progress)
         with new_file(file, overwrite=overwrite) as out:
-            return sum(out.write(part) for part in parts)
+            for part in shrew_format.encode(state, number, _data_of):
+                tell(out.write(part))
+    return nbytes
+
+
+def would_export_file(
+    source: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    version: int | None = None,
+    overwrite: bool = False,
+) -> DryRun:
+    """Return what `export_file` would write. Nothing is changed. Raises what it does before."""
+    with open_checkpoint(source) as checkpoint:
+        state = _state_of(checkpoint)
+        nbytes = _nbytes_of(state, shrew_format.version_for(state, version))
+    where = check_new_file(file, overwrite=overwrite)
+    return DryRun(where, {os.path.basename(where): nbytes}, (where,) * os.path.lexists(where))
+
+
+def _nbytes_of(state: Mapping[str, object], version: int) -> int:
+    """Return how large a file becomes, from which no tensor is read."""
+    nbytes = 0
+
+    def none_of(tensor: PlainTensor) -> bytes:
+        nonlocal nbytes
+        nbytes += tensor.nbytes
+        return b""
+
+    parts = shrew_format.encode(state, version, none_of)
+    return sum(memoryview(part).nbytes for part in parts) + nbytes
 
 
 # As deep lies what a file has: in "optim" in "buffers".

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from threading import Lock
 
-from dist_ckpt.commit import order
+from dist_ckpt.commit import attempts, order
 from dist_ckpt.commit.root_records import read_facts_of
 from dist_ckpt.config import Config
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.foreign.find import foreign_at
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index
-from dist_ckpt.offline.rewriting import new_attempt, report_of
+from dist_ckpt.offline.rewriting import CopyProgress, DryRun, dry_run, new_attempt, report_of
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.facts import keeps_records, known_of, put_metrics
 from dist_ckpt.runs.holding import held_source
@@ -47,9 +46,7 @@ def copy(
     for name, given in (("overwrite", overwrite), ("link", link)):
         if type(given) is not bool:
             raise TypeError(f"{name}={given!r}: give True or False")
-    storage, old = open_resolved(source)
-    new = real_path(open_storage(target)[1])
-    check_copyable(storage, old, new)
+    storage, old, new = _opened(source, target)
     counting = CountingStorage(storage)
     phases = Phases("copy", new, quiet=False)
     with held_source(counting, old) as (attempt, index):
@@ -64,7 +61,7 @@ def copy(
                     files,
                     threads=Config.from_environment().threads,
                     links=link,
-                    tell=_CopyProgress(sum(one.nbytes for one in files.values()), progress),
+                    tell=CopyProgress(sum(one.nbytes for one in files.values()), progress),
                 )
             with phases.phase("commit"):
                 sizes = {name: record.nbytes for name, record in files.items()}
@@ -78,7 +75,26 @@ def copy(
     return report
 
 
-def check_copyable(storage: Storage, source: str, target: str) -> None:
+def would_copy(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
+) -> DryRun:
+    """Return what `copy` would write. Nothing is changed. Raises what it would before it writes."""
+    storage, old, new = _opened(source, target)
+    _, index = attempts.find(storage, old)
+    files = {name: record.nbytes for name, record in files_of(index).items()}
+    return dry_run(storage, new, files, overwrite=overwrite)
+
+
+def _opened(
+    source: str | os.PathLike[str], target: str | os.PathLike[str]
+) -> tuple[Storage, str, str]:
+    storage, old = open_resolved(source)
+    new = real_path(open_storage(target)[1])
+    _check_copyable(storage, old, new)
+    return storage, old, new
+
+
+def _check_copyable(storage: Storage, source: str, target: str) -> None:
     """Raise IncompatibleError or ValueError unless one checkpoint may be copied to the other."""
     if foreign_at(storage, source) is not None:
         raise IncompatibleError(
@@ -89,20 +105,6 @@ def check_copyable(storage: Storage, source: str, target: str) -> None:
         raise ValueError(f"source and target are both {source}: give another target")
     if target.startswith(f"{source}/"):
         raise ValueError(f"the target {target} lies in the source: give another target")
-
-
-class _CopyProgress:
-    """Tells how far it is, from whatever thread."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total, self._progress = total, progress
-        self._done, self._turn = 0, Lock()
-
-    def __call__(self, nbytes: int) -> None:
-        with self._turn:
-            self._done = min(self._done + nbytes, self._total)
-            if self._progress is not None:
-                self._progress(self._done, self._total)
 
 
 def _carry_metrics(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import TypedDict, Unpack
 
 from dist_ckpt import __version__
 from dist_ckpt.commit import attempts, order
@@ -22,7 +23,7 @@ from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.checksums import BLOCK_NBYTES
 from dist_ckpt.format.index import Index, Key, ObjectsFileRecord
-from dist_ckpt.offline.rewriting import new_attempt, report_of
+from dist_ckpt.offline.rewriting import DryRun, dry_run, new_attempt, report_of
 from dist_ckpt.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
 from dist_ckpt.planning.save_planner import items_of_ranks, stored_nbytes
 from dist_ckpt.planning.selection import EVERYTHING, Selection, selection_of
@@ -68,14 +69,8 @@ def reshard(
     something is there; otherwise as a load from `source` and a save to `target` would, so
     NotFoundError if the source was replaced or deleted meanwhile.
     """
-    if (sharding is None) == (world_size is None):
-        raise ValueError("give either sharding= or world_size=")
-    if sharding is not None and not isinstance(sharding, ShardingConfig):
-        raise TypeError(f"sharding is a {type(sharding).__name__}: give a ShardingConfig")
-    if type(max_memory) is not int or max_memory < MIN_MEMORY:
-        raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
+    config = _config_of(sharding, world_size, max_memory)
     selection = selection_of(include, exclude)
-    config = sharding if sharding is not None else even(world_size)
     return rewrite(
         open_source(resolve(source)),
         target,
@@ -85,6 +80,46 @@ def reshard(
         selection=selection,
         progress=progress,
     )
+
+
+class ReshardOptions(TypedDict, total=False):
+    """What `reshard` takes, but for its progress."""
+
+    sharding: ShardingConfig | None
+    world_size: int | None
+    max_memory: int
+    overwrite: bool
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+
+
+def would_reshard(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    **options: Unpack[ReshardOptions],
+) -> DryRun:
+    """Return what `reshard` would write. Nothing is changed. Raises what it does before it writes.
+
+    What is damaged in a tensor's data is not looked for.
+    """
+    max_memory = options.get("max_memory", MAX_MEMORY)
+    config = _config_of(options.get("sharding"), options.get("world_size"), max_memory)
+    selection = selection_of(options.get("include"), options.get("exclude"))
+    overwrite = options.get("overwrite", False)
+    opened = open_source(resolve(source))
+    return would_rewrite(opened, target, config, overwrite=overwrite, selection=selection)
+
+
+def _config_of(sharding: object, world_size: object, max_memory: object) -> ShardingConfig:
+    if type(max_memory) is not int or max_memory < MIN_MEMORY:
+        raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
+    if (sharding is None) == (world_size is None):
+        raise ValueError("give either sharding= or world_size=")
+    if sharding is None:
+        return even(world_size)
+    if not isinstance(sharding, ShardingConfig):
+        raise TypeError(f"sharding is a {type(sharding).__name__}: give a ShardingConfig")
+    return sharding
 
 
 def rewrite(
@@ -102,6 +137,35 @@ def rewrite(
 
     `step` is what a checkpoint without digests is of, else what its files say.
     """
+    with _planned(source, target, config, overwrite, selection, step) as (stored, plan, place):
+        run = _Reshard(stored, plan, *place, max_memory, progress)
+        return run.run(overwrite=overwrite)
+
+
+def would_rewrite(
+    source: tuple[Storage, str],
+    target: str | os.PathLike[str],
+    config: ShardingConfig,
+    *,
+    overwrite: bool,
+    selection: Selection = EVERYTHING,
+) -> DryRun:
+    """Return what `rewrite` would write, and change nothing."""
+    with _planned(source, target, config, overwrite, selection, None) as (stored, plan, place):
+        files = _Reshard(stored, plan, *place, MAX_MEMORY, None).files()
+        return dry_run(*place, files, overwrite=overwrite)
+
+
+@contextmanager
+def _planned(
+    source: tuple[Storage, str],
+    target: str | os.PathLike[str],
+    config: ShardingConfig,
+    overwrite: object,
+    selection: Selection,
+    step: int | None,
+) -> Iterator[tuple[Stored, SavePlan, tuple[CountingStorage, str]]]:
+    """Yield what is read, what is planned of it, and where it goes: nothing is written yet."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     source_storage, source_path = source
@@ -125,10 +189,8 @@ def rewrite(
         if not selection.is_everything:
             stored.choose(selection)
         plan = plan_stored(stored.catalog, config, stored.main.tree, stored.main.numpy)
-        storage = CountingStorage(target_storage)
-        run = _Reshard(stored, plan, storage, target_path, max_memory, progress)
         with closing(stored.tensors):
-            return run.run(overwrite=overwrite)
+            yield stored, plan, (CountingStorage(target_storage), target_path)
 
 
 def even(world_size: object) -> ShardingConfig:
@@ -250,10 +312,22 @@ class _Reshard:
             step=self._stored.index.step,
             plans=files,
             sources=windows.sources,
-            objects={**self._objects(rank), **(self._stored.attached() if rank == 0 else {})},
+            objects=self._others(rank),
         )
         # One thread: a window is read at a time, and its blocks are written in its order.
         return write_all(self._storage, folder, content, threads=1)
+
+    def files(self) -> dict[str, int]:
+        """Return the names and sizes of the files that are written."""
+        found: dict[str, int] = {}
+        for rank, plans in enumerate(items_of_ranks(self._plan.catalog)):
+            found |= {plan.name: plan.nbytes for plan in plans}
+            found |= {name: len(data) for name, data in self._others(rank).items()}
+        return found
+
+    def _others(self, rank: int) -> dict[str, bytes]:
+        """Return what a rank writes besides shards."""
+        return {**self._objects(rank), **(self._stored.attached() if rank == 0 else {})}
 
     def _objects(self, rank: int) -> dict[str, bytes]:
         """Return a rank's objects files: its keys, and all values in the global one, rank 0's."""

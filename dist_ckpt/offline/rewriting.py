@@ -6,14 +6,41 @@ import logging
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
 
 from dist_ckpt.commit import attempts, order, removal
+from dist_ckpt.commit.survey import would_replace
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.format.index import Index
-from dist_ckpt.reports import SaveReport, Tally
+from dist_ckpt.reports import Progress, SaveReport, Tally
 from dist_ckpt.storage import Storage
 
 _log = logging.getLogger("dist_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a call would write at `path`, had it been made: nothing has changed.
+
+    `files` are the names and sizes in bytes of what it would write or link, but for the index;
+    `replaces` is what is there, and would go.
+    """
+
+    path: str
+    files: Mapping[str, int]
+    replaces: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(self.files.values())
+
+
+def dry_run(storage: Storage, path: str, files: Mapping[str, int], *, overwrite: bool) -> DryRun:
+    """Return what a new checkpoint of these files would be. Raises what `new_attempt` does."""
+    there = would_replace(storage, path, overwrite=overwrite)
+    return DryRun(path, files, tuple(f"{path}/{attempt}" for attempt in there))
 
 
 @contextmanager
@@ -72,3 +99,18 @@ def report_of(
         num_linked=linked.num,
         nbytes_linked=linked.nbytes,
     )
+
+
+class CopyProgress:
+    """Tells how far a copy of so many bytes is, from whatever thread; of links it is not told."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress = total, progress
+        self._done, self._turn = 0, Lock()
+
+    def __call__(self, nbytes: int) -> None:
+        """Count what was copied."""
+        with self._turn:
+            self._done = min(self._done + nbytes, self._total)
+            if self._progress is not None:
+                self._progress(self._done, self._total)

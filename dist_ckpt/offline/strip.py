@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dist_ckpt import __version__
@@ -24,7 +25,7 @@ from dist_ckpt.format import filenames, objects_file
 from dist_ckpt.format.filenames import Attempt
 from dist_ckpt.format.index import Index, ObjectsFileRecord
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.offline.rewriting import new_attempt, report_of
+from dist_ckpt.offline.rewriting import CopyProgress, new_attempt, report_of
 from dist_ckpt.planning.stripping import (
     Stripped,
     owner_of,
@@ -32,11 +33,11 @@ from dist_ckpt.planning.stripping import (
     strip_tree,
     top_level_keys,
 )
-from dist_ckpt.reports import Phases, SaveReport, Tally
+from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
 from dist_ckpt.runs.facts import keeps_records, known_of, put_metrics
 from dist_ckpt.runs.holding import held_source
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.shard_io.carried_files import carry_files
+from dist_ckpt.shard_io.carried_files import FileRecord, carry_files
 from dist_ckpt.shard_io.open_files import read_objects
 from dist_ckpt.shard_io.shard_writer import write_objects
 from dist_ckpt.storage import Storage
@@ -46,7 +47,12 @@ from dist_ckpt.storage.counting import CountingStorage
 _STRIPPED_FROM = "stripped_from"
 
 
-def strip(path: str | os.PathLike[str], *components: str, force: bool = False) -> SaveReport:
+def strip(
+    path: str | os.PathLike[str],
+    *components: str,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> SaveReport:
     """Drop components, top-level keys of the state, from the checkpoint at `path`, for good.
 
     What is left is a new attempt with an id of its own, for it holds less than the save did. Its
@@ -55,6 +61,7 @@ def strip(path: str | os.PathLike[str], *components: str, force: bool = False) -
     who holds it, are not. On return it is durable, and the old attempt removed; if this raises, the
     checkpoint is what it was, unless the error says otherwise. One process calls it. If it was
     interrupted, or its process died, call it again: that also moves pin and tags that were left.
+    `progress` is told of what is copied, maybe by other threads, by one at a time.
 
     Raises ConflictError if the checkpoint is pinned, tagged or held, unless `force`: what is held
     then stays, beside what takes its place, until it is not, and `dist-ckpt gc` removes it. Raises
@@ -66,11 +73,16 @@ def strip(path: str | os.PathLike[str], *components: str, force: bool = False) -
     if not components or not all(isinstance(name, str) for name in components):
         raise TypeError('give the components to drop, such as strip(path, "optim")')
     storage, folder = open_resolved(path)
-    return strip_at(storage, folder, frozenset(components), force=force)
+    return strip_at(storage, folder, frozenset(components), force=force, progress=progress)
 
 
 def strip_at(
-    storage: Storage, path: str, names: frozenset[str], *, force: bool = False
+    storage: Storage,
+    path: str,
+    names: frozenset[str],
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
 ) -> SaveReport:
     """Do so for a checkpoint at a storage's path, in which no link leads elsewhere."""
     counting = CountingStorage(storage)
@@ -79,12 +91,8 @@ def strip_at(
     _finish_former(counting, path, *found)
     with attempts.while_it_is_there(counting, path, found[0]):
         part = _Part.of(counting, f"{path}/{found[0]}", found[1], names)
-    told = kept_at(counting, path, [found[0]], now_at)
-    if told and not force:
-        raise ConflictError(
-            f"{path} is kept: {'; '.join(told[found[0]])}. Take that away first, or strip it with "
-            f"force=True (on the command line --force)"
-        )
+    if not force:
+        _check_unkept(kept_at(counting, path, [found[0]], now_at), path)
     with (
         new_attempt(counting, path, "strip", overwrite=True, force=force) as claim,
         # Only now: what was committed before the claim is what it will replace.
@@ -93,7 +101,7 @@ def strip_at(
         if source != found:
             raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
         with phases.phase("write"):
-            records, linked = part.write(counting, f"{path}/{source[0]}", claim.folder)
+            records, linked = part.write(counting, f"{path}/{source[0]}", claim.folder, progress)
         with phases.phase("commit"):
             index = part.index(claim, records)
             _commit(counting, claim, index, source[1])
@@ -110,7 +118,9 @@ def strip_at(
     return report
 
 
-def left_after(storage: Storage, path: str, names: frozenset[str]) -> tuple[int, int]:
+def left_after(
+    storage: Storage, path: str, names: frozenset[str], *, force: bool = False
+) -> tuple[int, int]:
     """Return how many tensors a strip would leave, and the bytes of their files; change nothing.
 
     Raises what the strip would before it writes.
@@ -118,7 +128,17 @@ def left_after(storage: Storage, path: str, names: frozenset[str]) -> tuple[int,
     attempt, index = attempts.find(storage, path)
     with attempts.while_it_is_there(storage, path, attempt):
         left = _Part.of(storage, f"{path}/{attempt}", index, names).left
+    if not force:  # by our own clock: to ask the storage's, a strip writes
+        _check_unkept(kept_at(storage, path, [attempt], lambda *_: time.time()), path)
     return len(left.catalog.tensors), sum(one.nbytes for one in left.files)
+
+
+def _check_unkept(told: Mapping[Attempt, Sequence[str]], path: str) -> None:
+    for why in told.values():
+        raise ConflictError(
+            f"{path} is kept: {'; '.join(why)}. Take that away first, or strip it with "
+            f"force=True (on the command line --force)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +164,7 @@ class _Part:
         return _Part(index, left, kept)
 
     def write(
-        self, storage: Storage, source: str, target: str
+        self, storage: Storage, source: str, target: str, progress: Progress | None
     ) -> tuple[tuple[ObjectsFileRecord, ...], Tally]:
         """Write the objects files, link all others; return the former, and what was linked."""
         records = []
@@ -156,16 +176,18 @@ class _Part:
             for one in self.left.files
         }
         shards = {self.source.file_name(one): one for one in self.source.files}
+        carried: dict[str, FileRecord] = {
+            **{name: record for name, record in shards.items() if name in kept},
+            **{one.file_name: one for one in self.source.attached},
+        }
         linked = carry_files(
             storage,
             self.source,
             source,
             target,
-            {
-                **{name: record for name, record in shards.items() if name in kept},
-                **{one.file_name: one for one in self.source.attached},
-            },
+            carried,
             threads=Config.from_environment().threads,
+            tell=CopyProgress(sum(one.nbytes for one in carried.values()), progress),
         )
         return tuple(records), linked
 

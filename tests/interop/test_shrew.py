@@ -437,7 +437,7 @@ def test_an_export_that_fails_leaves_no_file(
             shrew.export_file(tmp_path / "ck", out, overwrite=True)
         monkeypatch.undo()
         assert os.listdir(tmp_path) == ["ck"]
-    with pytest.raises(StorageError, match="No such file"):
+    with pytest.raises(NotFoundError, match="there is no such folder"):
         shrew.export_file(tmp_path / "ck", tmp_path / "none" / "a.shrew")
 
 
