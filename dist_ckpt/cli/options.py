@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from dist_ckpt.cli.teaching import CheckpointPath, names_in
+
 _Command = Callable[..., Any]
 
 
@@ -31,7 +33,7 @@ class Bytes(click.ParamType[int]):
 
 
 # Whether it can be read is found out by who reads it, who says more than click does.
-PATH = click.Path(readable=False)
+PATH = CheckpointPath(readable=False)
 
 path = click.argument("path", type=PATH)
 json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -50,7 +52,15 @@ def selected(command: _Command) -> _Command:
     They mean the same everywhere, in Python too.
     """
     take = click.option(
-        "-g", "--include", multiple=True, help="Only names that match; may be given again."
+        *("-g", "--include"),
+        multiple=True,
+        shell_complete=names_in,
+        help="Only names that match; may be given again.",
     )
-    leave = click.option("--exclude", multiple=True, help="Not what matches; may be given again.")
+    leave = click.option(
+        "--exclude",
+        multiple=True,
+        shell_complete=names_in,
+        help="Not what matches; may be given again.",
+    )
     return take(leave(command))

@@ -1,15 +1,21 @@
-"""The commands about the command line itself: completion, schema."""
+"""The commands about the command line itself: completion, schema; and what a shell is offered."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import CompletionItem, get_completion_class
 
 from dist_ckpt.cli import report_schema, schemas
 from dist_ckpt.cli.schemas import Keys
+from dist_ckpt.errors import CheckpointError
+from dist_ckpt.offline import checkpoint
+from dist_ckpt.runs.listing import Listing, list_run
+from dist_ckpt.storage import open_storage
 
 # Of each document the keys besides `schema`; of one that has several forms all of them.
 _FORMS: Mapping[str, Sequence[Keys]] = {
@@ -56,3 +62,53 @@ def schema(name: str) -> None:
     dist-ckpt schema ls
     """  # noqa: D301 - click knows the backspace
     click.echo(json.dumps(schema_of(name), indent=2))
+
+
+# While a shell waits nothing is printed: whatever goes wrong, nothing is offered.
+_EXPECTED = (CheckpointError, OSError, ValueError, TypeError)
+
+
+class CheckpointPath(click.Path):
+    """A path, or a checkpoint of a run such as runs/a@latest."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return what may follow an @, else have the shell complete a path. Called by click."""
+        root, at, _ = incomplete.rpartition("@")
+        if not at:
+            return super().shell_complete(ctx, param, incomplete)
+        with suppress(*_EXPECTED):
+            storage, folder = open_storage(root)
+            listing = list_run(storage, folder, now=time.time())
+            return _matching((f"{root}@{one}" for one in _selectors(listing)), incomplete)
+        return []
+
+
+def _selectors(listing: Listing) -> Iterator[str]:
+    yield "latest"
+    yield from (str(one.step) for one in listing.alive)
+    for metric in sorted({name for one in listing.alive for name in one.metrics}):
+        yield from (f"min:{metric}", f"max:{metric}")
+    for tag in sorted({name for one in listing.checkpoints for name in one.tags}):
+        yield f"tag:{tag}"
+
+
+def names_in(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the names of tensors, and what they lie below, up to the next dot. Called by click."""
+    # An option that lacks its value ends click's parsing: what was given before is no argument yet.
+    given = [ctx.params.get(name) for name in ("path", "source", "a")]
+    path = next((one for one in [*given, *ctx.args] if isinstance(one, str)), "")
+    found: set[str] = set()
+    with suppress(*_EXPECTED), checkpoint.open(path) as ck:
+        for fqn in ck:
+            if fqn.startswith(incomplete):
+                more, _, _ = fqn[len(incomplete) :].partition(".")
+                found.add(incomplete + more)
+    return _matching(iter(sorted(found)), incomplete)
+
+
+def _matching(offered: Iterator[str], incomplete: str) -> list[CompletionItem]:
+    return [
+        CompletionItem(one) for one in offered if one.startswith(incomplete) and one.isprintable()
+    ]

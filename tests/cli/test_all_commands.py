@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 
 import dist_ckpt as dc
 from dist_ckpt.cli import cli, output, teaching
@@ -257,6 +258,30 @@ def test_completion_is_printed_and_completes(shell: str, run: Run) -> None:
         check=True,
     )
     assert done.stdout == "plain,tensors\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "begun", "offered"),
+    [
+        (["show"], "{root}@", ["latest", "1", "2", "min:loss", "max:loss", "tag:best"]),
+        (["show"], "{root}@m", ["min:loss", "max:loss"]),
+        (["diff", "a"], "{root}@tag", ["tag:best"]),
+        (["show"], "{root}-gone@", []),
+        (["tensors", "{root}@1", "-g"], "", ["model", "optim"]),
+        (["tensors", "{root}@1", "-g"], "model.", ["model.b", "model.w"]),
+        (["diff", "{root}@1", "{root}@2", "--exclude"], "o", ["optim"]),
+        (["tensors", "{root}-gone", "-g"], "", []),
+    ],
+)
+def test_a_shell_is_offered_checkpoints_and_names(
+    given: list[str], begun: str, offered: list[str], root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dc.Run(root).tag(1, "best")
+    shell = ShellComplete(cli, {}, "dist-ckpt", "_DIST_CKPT_COMPLETE")
+    words = [one.format(root=root) for one in given]
+    found = shell.get_completions(words, begun.format(root=root))
+    assert [one.value.removeprefix(f"{root}@") for one in found] == offered
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_log_gets_a_line_every_few_seconds(
