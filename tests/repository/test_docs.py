@@ -150,10 +150,10 @@ def train(step: int) -> None:
 
 
 @pytest.mark.multi_process
-def test_what_the_readme_shows_runs(folder: Path, commands: Path) -> None:
-    program = folder / "readme.py"
+def test_what_the_readme_shows_runs(tmp_path: Path, commands: Path) -> None:
+    program = tmp_path / "readme.py"
     program.write_text(JOB + "".join(code_of(README, "python")))
-    run(folder, sys.executable, str(program))
+    run(tmp_path, sys.executable, str(program))
     lines = re.findall(r"^dist-ckpt [^\n]*", "".join(code_of(README, "sh")), flags=re.M)
     assert lines
-    run(folder, "bash", "-euo", "pipefail", "-c", "\n".join(lines), commands=commands)
+    run(tmp_path, "bash", "-euo", "pipefail", "-c", "\n".join(lines), commands=commands)

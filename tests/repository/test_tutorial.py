@@ -23,7 +23,9 @@ OTHERWISE = (
     (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", "TIME"),
     (r"\b\d+ (s|min)\b", "AGE"),
     (r"\bpid: \d+", "PID"),
-    (r"\bloss([ =]+)\d+\.\d+", r"loss\1LOSS"),
+    (r"\bloss +\d+\.\d+", "LOSS"),
+    # Metrics are put down beside a checkpoint once it is committed: a kill may come between.
+    (r" +loss=\d+\.\d+", ""),
     (r"\btorch 2\.\d+\.\d+(\+\w+)?", "TORCH"),
 )
 

@@ -93,10 +93,11 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("programs")
     (folder / "uses.py").write_text(PROGRAM)
     (folder / "readme.py").write_text(JOB + "".join(code_of(README, "python")))
-    howto = [block for block in BLOCKS if block.page.startswith("howto/") and block.ranks]
-    assert howto
-    for number, block in enumerate(howto):
-        (folder / f"howto_{number}.py").write_text(block.code)
+    shown = [block for block in BLOCKS if block.page.startswith(("howto/", "tutorial"))]
+    programs = [block.code for block in shown if block.language == "python"]
+    assert programs
+    for number, code in enumerate(programs):
+        (folder / f"shown_{number}.py").write_text(code)
     return folder
 
 
