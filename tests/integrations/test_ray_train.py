@@ -15,7 +15,8 @@ import dist_ckpt as dc
 
 pytest.importorskip("ray.train.v2.api.report_config")
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+# Ray starts a group of workers anew, which takes a minute on a machine with much to do.
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "helpers" / "trained_by_ray.py"
@@ -29,7 +30,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     environ.pop("WORLD_SIZE", None)
     command = [sys.executable, str(PROGRAM), str(folder), *options]
     return subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=240, check=False
+        command, env=environ, capture_output=True, text=True, timeout=280, check=False
     )
 
 
