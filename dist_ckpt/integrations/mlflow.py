@@ -1,0 +1,35 @@
+"""MLflow: each checkpoint of a run, by reference.
+
+with dc.Checkpointer("runs/a", on_commit=log_to_mlflow(run.info.run_id)) as ck:
+    ...
+"""
+
+from __future__ import annotations
+
+from mlflow import MlflowClient
+
+from dist_ckpt.integrations.references import Reference, ReferenceLog, as_record
+
+
+def log_to_mlflow(run_id: str, *, client: MlflowClient | None = None) -> ReferenceLog:
+    """Return an `on_commit` that puts references down in a run of MLflow's; see `ReferenceLog`.
+
+    Each is an artifact `checkpoints/step-00000500.json`; the newest is in the tags
+    `dist_ckpt.path`, `dist_ckpt.step` and `dist_ckpt.digest` as well, for searches. No weights are
+    uploaded. `client` is None for MLflow's tracking URI of now. `run_id` is that of rank 0's run.
+    """
+    return ReferenceLog(_Run(run_id, MlflowClient() if client is None else client))
+
+
+class _Run:
+    name = "MLflow"
+
+    def __init__(self, run_id: str, client: MlflowClient) -> None:
+        self._run_id, self._client = run_id, client
+
+    def put(self, reference: Reference) -> None:
+        record = as_record(reference)
+        file = f"checkpoints/step-{reference.step or 0:08}.json"
+        self._client.log_dict(self._run_id, record, file)
+        for name in ("path", "step", "digest"):
+            self._client.set_tag(self._run_id, f"dist_ckpt.{name}", str(record[name]))

@@ -1,0 +1,219 @@
+"""torchtitan: a checkpoint manager that a trainer's configuration names.
+
+config.checkpoint = RunManager.Config(enable=True, interval=500, keep_latest_k=3)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.tools import filesystem
+
+from dist_ckpt.checkpointer import when
+from dist_ckpt.checkpointer.checkpointer import Checkpointer
+from dist_ckpt.checkpointer.open_run import Stopped
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.loading.sources import Source
+from dist_ckpt.runs import keep
+from dist_ckpt.state.wrappers import RNG, PerRank
+
+# Keys of a torchtitan trainer's own states that are held in another form here.
+_OWN = {"model", "optim", "lr_scheduler", "dataloader", "rng"}
+
+
+class RunManager(BaseCheckpointManager):  # type: ignore[misc]  # it has no types
+    """Saves a torchtitan trainer's run as `dc.Checkpointer` does, and resumes it.
+
+    A checkpoint has the model's parts, the optimizers, the schedulers, the trainer's own state, the
+    data loader's place of each data-parallel rank, and the random generators; each is whole, the
+    last one as well. The run is `dump_folder/folder`. `interval`, `keep_latest_k`, `load_step`,
+    `load_only`, `initial_load_path`, `exclude_from_loading` (of an initial load) and
+    `enable_first_step_checkpoint` are torchtitan's; SIGTERM saves a step on all ranks, and ends
+    each with exit code 75 then. Nothing is unpickled: a loader's own pickled form is not used.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # it has no types
+        """torchtitan's policies; what would write other files than checkpoints is refused."""
+
+        last_save_model_only: bool = False
+        """Refused: the last checkpoint is whole, so that the run can go on."""
+
+        options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """More options of dc.Checkpointer, such as save, keep and on_commit; they win."""
+
+        def __post_init__(self) -> None:
+            """Raise ValueError for what this manager does not do, and say what does."""
+            # A dataclass with slots is another class than the one that super() would name.
+            BaseCheckpointManager.Config.__post_init__(self)
+            for name, instead in _REFUSED.items():
+                if getattr(self, name):
+                    raise ValueError(f"RunManager does not take checkpoint.{name}: {instead}")
+            if self.export_dtype != "float32":
+                raise ValueError(
+                    "RunManager does not take checkpoint.export_dtype: every checkpoint is as the "
+                    "run has it; dist-ckpt export --dtype converts one"
+                )
+            if self.exclude_from_loading and not self.initial_load_path:
+                raise ValueError(
+                    "checkpoint.exclude_from_loading is of an initial load here: a run that goes "
+                    "on would lose it at each restart. Begin another run with initial_load_path"
+                )
+
+    def __init__(  # noqa: PLR0913 - torchtitan's signature
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[Any],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any = None,
+        base_folder: str = "",
+    ) -> None:
+        del sd_adapter  # for files of Hugging Face, which dist-ckpt export makes
+        self.enable = config.enable
+        if not self.enable:
+            return
+        self.save_future = None  # what is in the background is the checkpointer's
+        self.stopped: Stopped | None = None
+        self._loader = dataloader
+        self._first = config.enable_first_step_checkpoint
+        self._interval = config.interval
+        if taken := sorted(states.keys() & _OWN):
+            raise ValueError(f"states has {', '.join(taken)}, which the manager saves: rename it")
+        self._held = {
+            **states,
+            "model": [*model_parts],
+            "optim": _one_or_more([*optimizers]),
+            "lr_scheduler": lr_schedulers,
+        }
+        self._has_initial = config.initial_load_path is not None
+        root = filesystem.join(base_folder, config.folder)
+        if filesystem.is_remote(root):
+            raise ValueError(f"checkpoint.folder is {root}: give a folder on shared storage")
+        _refuse_dcp(root)
+        self._checkpointer = Checkpointer(root, **(_options(config) | config.options))
+
+    # --- what the trainer calls, through the base class ------------------------------------------
+
+    def _load(self, step: int = -1) -> bool:
+        template = self._state(None)
+        found = self._checkpointer.restore(template, None if step == -1 else f"@{step}")
+        loader, place = self._loader, template["dataloader"].value
+        if place is not None:
+            _set_place(loader, place)
+        return found is not None or self._has_initial
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - its signature
+        ck = self._checkpointer
+        ck.step(curr_step, lambda: self._state(_place(self._loader)))
+        is_asked = last_step or (self._first and curr_step == 1)
+        if is_asked:
+            ck.save(curr_step)
+        if ck.should_stop:
+            self.stopped = ck.stopped
+            assert self.stopped is not None, "it says why"
+            ck.close()
+            # torchtitan has no other way to end a run that is not done.
+            raise SystemExit(self.stopped.exit_code)
+        return is_asked or curr_step % self._interval == 0
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Do nothing: what a save needs is copied, or guarded, when it returns."""
+
+    def _wait_for_saving(self) -> None:
+        """Do nothing: `save_future` is never set."""
+
+    def _close(self) -> None:
+        error = sys.exc_info()[1]  # torchtitan closes in an `except` when training has failed
+        if (ck := getattr(self, "_checkpointer", None)) is not None:
+            ck.__exit__(type(error) if error else None, error, None)
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def _state(self, place: object) -> dict[str, Any]:
+        key = None
+        if (rank := getattr(self._loader, "dp_rank", None)) is not None:
+            key = ("dp", rank)
+        return {
+            **self._held,
+            "dataloader": PerRank(place, key=key),
+            "rng": RNG(on_reshard="drop"),
+        }
+
+
+_SEED = "initialize weights in a fresh run, and give its checkpoint as initial_load_path"
+_EXPORT = "dist-ckpt export --format hf --only model writes it out of any checkpoint"
+_REFUSED = {
+    "last_save_model_only": _EXPORT,
+    "last_save_in_hf": _EXPORT,
+    "initial_load_in_hf": "dist-ckpt import such a folder, and give it as initial_load_path",
+    "create_seed_checkpoint": _SEED,
+}
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """Return what torchtitan's policies are as options of `dc.Checkpointer`."""
+    found: dict[str, Any] = {
+        "save": when.every(steps=config.interval) | when.at_end | when.on_signal("TERM"),
+        "keep": keep.last(config.keep_latest_k) if config.keep_latest_k else None,
+        "read_only": config.load_only,
+    }
+    if config.initial_load_path is None:
+        return found
+    left_out = [f"{key}*" for key in map(_name_here, config.exclude_from_loading)]
+    if config.initial_load_model_only:
+        found["init"] = Source(config.initial_load_path, include="model.*")
+    else:
+        found["init"] = Source(config.initial_load_path, exclude=left_out or None)
+    return found | {"init_strict": False}
+
+
+def _name_here(key: str) -> str:
+    return "optim" if key == "optimizer" else key
+
+
+def _one_or_more(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _place(loader: Any) -> Any:
+    """Return where a loader is, as plain data: torchtitan's own state_dict pickles it."""
+    if isinstance(loader, ParallelAwareDataloader):
+        return StatefulDataLoader.state_dict(loader)
+    return None if loader is None else loader.state_dict()
+
+
+def _set_place(loader: Any, place: Any) -> None:
+    if isinstance(loader, ParallelAwareDataloader):
+        if loader.generator is None:
+            # It is iterated next, and draws a seed for its workers then: not from the generator
+            # that was restored, for the run that was saved had drawn that seed long before.
+            loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+        StatefulDataLoader.load_state_dict(loader, place)
+    else:
+        loader.load_state_dict(place)
+
+
+def _refuse_dcp(root: str) -> None:
+    """Raise IncompatibleError for a folder with checkpoints of torchtitan's other managers."""
+    names = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    for name in names:
+        path = os.path.join(root, name)
+        if re.fullmatch(r"step-\d+", name) and os.path.exists(os.path.join(path, ".metadata")):
+            raise IncompatibleError(
+                f"{path} was saved by torchtitan's own manager, and would not be resumed: give "
+                f"checkpoint.folder another name, and what dist-ckpt import --from dcp makes of "
+                f"it as initial_load_path"
+            )
