@@ -44,6 +44,18 @@ class Seeing(Trainer):  # type: ignore[misc]  # it has no types
         return super().training_step(model, inputs, *args, **kwargs)
 
 
+class Normed(GPT2LMHeadModel):  # type: ignore[misc]  # it has no types
+    """Has a BatchNorm, whose buffers follow from the rows of the rank."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, **inputs: Any) -> Any:
+        self.norm(self.transformer.wte(inputs["input_ids"]).flatten(0, 1))
+        return super().forward(**inputs)
+
+
 class Ending(transformers.TrainerCallback):  # type: ignore[misc]  # it has no types
     """Ends the process at a step, or asks for its end."""
 
@@ -63,6 +75,7 @@ def main() -> None:
     parser.add_argument("--die", type=int)
     parser.add_argument("--stop", type=int)
     parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--norm", action="store_true")
     parser.add_argument("--jit", action="store_true")
     asked = parser.parse_args()
     set_seed(0)
@@ -75,7 +88,7 @@ def main() -> None:
         bos_token_id=0,
         eos_token_id=0,
     )
-    model = GPT2LMHeadModel(config)
+    model = Normed(config) if asked.norm else GPT2LMHeadModel(config)
     args = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=2,
