@@ -84,7 +84,7 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
         self.stopped: Stopped | None = None
         self._root = root
         self._on_reshard = on_reshard
-        self._options = options
+        self._options = dict(options)  # a copy: LightningCLI would look into what they are given to
         self._checkpointer: Checkpointer | None = None
         self._trainer: Any = None
         self._position: FitPosition | None = None

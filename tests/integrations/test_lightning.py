@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,7 @@ def test_a_fit_that_early_stopping_has_ended_stays_ended_until_that_is_left_out(
     assert [*ended["seen"], *more["seen"]] == whole["seen"]
 
 
+@pytest.mark.filterwarnings("ignore:The `srun` command")
 def test_a_lightning_without_a_name_that_is_needed_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -116,6 +118,17 @@ def test_a_lightning_without_a_name_that_is_needed_is_refused(
             patch.setattr(lightning_names, table, (("fit_loop.gone", "nothing"),))
             with pytest.raises(dc.IncompatibleError, match=r"lightning 2\..*gone: use 2\.6"):
                 check_names(trainer)
+
+
+def test_a_config_file_of_lightning_cli_can_name_the_callback() -> None:
+    jsonargparse: Any = pytest.importorskip("jsonargparse")
+    import lightning.pytorch as pl
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(pl.Callback, "callback")
+    name = "dist_ckpt.integrations.lightning.FitCheckpoint"
+    made = parser.parse_args([f"--callback={name}", "--callback.root=runs/fit"])
+    assert made.callback.init_args.root == "runs/fit"
 
 
 def test_other_batches_are_refused(tmp_path: Path) -> None:
