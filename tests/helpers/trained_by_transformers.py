@@ -50,7 +50,7 @@ class Normed(GPT2LMHeadModel):  # type: ignore[misc]  # it has no types
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
-        self.norm = torch.nn.BatchNorm1d(16)
+        self.norm = torch.nn.BatchNorm1d(16, affine=False)
 
     def forward(self, **inputs: Any) -> Any:
         self.norm(self.transformer.wte(inputs["input_ids"]).flatten(0, 1))
