@@ -52,9 +52,9 @@ class Normed(GPT2LMHeadModel):  # type: ignore[misc]  # it has no types
         super().__init__(config)
         self.norm = torch.nn.BatchNorm1d(16, affine=False)
 
-    def forward(self, **inputs: Any) -> Any:
-        self.norm(self.transformer.wte(inputs["input_ids"]).flatten(0, 1))
-        return super().forward(**inputs)
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        self.norm(self.transformer.wte(input_ids).flatten(0, 1))
+        return super().forward(input_ids=input_ids, labels=labels)
 
 
 class Ending(transformers.TrainerCallback):  # type: ignore[misc]  # it has no types
