@@ -20,9 +20,14 @@ import accelerate
 from dist_ckpt.checkpointer.checkpointer import Checkpointer
 from dist_ckpt.checkpointer.open_run import Stopped
 from dist_ckpt.errors import IncompatibleError, NotFoundError
-from dist_ckpt.integrations.loader_order import order_of, set_order
-from dist_ckpt.integrations.project_folders import count_save, make_room, numbered
-from dist_ckpt.integrations.shared_buffers import hand_out_buffers
+from dist_ckpt.integrations.accelerate_folders import count_save, make_room, numbered
+from dist_ckpt.integrations.accelerate_objects import (
+    check,
+    hand_out_buffers_of,
+    held,
+    stateful_loaders,
+)
+from dist_ckpt.integrations.loader_order import set_sources, sources_of
 from dist_ckpt.loading.load import load
 from dist_ckpt.saving.save import save
 from dist_ckpt.state.wrappers import RNG, PerRank
@@ -60,14 +65,15 @@ class AcceleratedRun:
         self._more = dict(state or {})
         if taken := sorted(self._more.keys() & _OWN):
             raise ValueError(f"state has {', '.join(taken)}, which the run saves: rename it")
-        _check(accelerator)
+        check(accelerator)
         self._accelerator = accelerator
         self._on_reshard = on_reshard
         self._checkpointer = Checkpointer(root, **options)
         self._is_restored = self._is_in_batches = False
         self._step = self._epoch = self._batches = 0
         self._unsaid: int | None = None
-        self._order: dict[str, Any] | None = None
+        self._loader: Any = None
+        self._order: dict[str, Any] | None = None  # what the epoch's order was drawn from
         self._num_batches: int | None = None
         self._now: object = None  # the generators of a resume that is not through with its skipping
 
@@ -139,8 +145,11 @@ class AcceleratedRun:
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self._epoch)
         count = _length(loader)
+        self._loader = loader
         if self._now is None:
-            self._order, self._num_batches = order_of(loader), count
+            if self._order is not None:  # as the epochs before have left them
+                set_sources([loader], self._order)
+            self._order, self._num_batches = _order_of(loader), count
             batches: Iterator[Any] = iter(loader)
             return batches
         if count != self._num_batches:
@@ -150,7 +159,8 @@ class AcceleratedRun:
                 f"data and the batch size that it was saved with"
             )
         assert self._order is not None, "saved in the midst of an epoch"
-        set_order(loader, self._order)
+        set_sources([loader], self._order)
+        RNG().restore(self._order["rng"])
         batches = iter(loader)
         for _ in range(self._batches):
             next(batches, None)
@@ -208,7 +218,7 @@ class AcceleratedRun:
 
     def _template(self) -> dict[str, Any]:
         return {
-            **_held(self._accelerator),
+            **held(self._accelerator),
             "position": None,
             "data": PerRank(None, on_reshard="drop"),
             "rng": RNG(on_reshard="drop"),
@@ -216,8 +226,7 @@ class AcceleratedRun:
         }
 
     def _state(self) -> dict[str, Any]:
-        for model in self._accelerator._models:
-            hand_out_buffers(model)
+        hand_out_buffers_of(self._accelerator)
         position = {
             "epoch": self._epoch,
             "batches": self._batches,
@@ -225,21 +234,25 @@ class AcceleratedRun:
             "world_size": self._accelerator.num_processes,
             "accumulated": self._accelerator.step,
         }
-        order = self._order if self._batches else None
         return {
             **self._template(),
             "position": position,
-            "data": PerRank(order, on_reshard="drop"),
+            "data": PerRank(self._order_to_save(), on_reshard="drop"),
         }
+
+    def _order_to_save(self) -> dict[str, Any] | None:
+        between_epochs = None if self._loader is None else _order_of(self._loader)
+        return self._order if self._batches else between_epochs
 
     def _go_on_from(self, position: dict[str, Any], order: Any) -> None:
         self._epoch, self._batches = position["epoch"], position["batches"]
         self._num_batches = position["num_batches"]
         self._accelerator.step = position["accumulated"]
-        if not self._batches:
-            return
         if position["world_size"] == self._accelerator.num_processes:
-            self._order, self._now = order, RNG().capture()
+            self._order = order
+            self._now = RNG().capture() if self._batches else None
+        elif not self._batches:
+            return
         elif self._on_reshard == "error":
             raise IncompatibleError(
                 f"saved after batch {self._batches} of epoch {self._epoch} by "
@@ -249,6 +262,10 @@ class AcceleratedRun:
             )
         else:
             self._batches = 0
+
+
+def _order_of(loader: Any) -> dict[str, Any]:
+    return {"rng": RNG().capture(), **sources_of([loader])}
 
 
 def _length(loader: Any) -> int | None:
@@ -269,7 +286,7 @@ def attach(accelerator: accelerate.Accelerator) -> None:
     A folder that was saved to before is replaced when the new one is complete. Hooks for saving are
     refused, as they write files of models by themselves.
     """
-    _check(accelerator)
+    check(accelerator)
     accelerator.save_state = functools.partial(_save_state, accelerator)
     accelerator.load_state = functools.partial(_load_state, accelerator)
 
@@ -285,10 +302,9 @@ def _save_state(
         output_dir = os.path.join(folder, f"checkpoint_{accelerator.save_iteration}")
     if output_dir is None:
         raise ValueError("save_state needs a folder: save_state(output_dir)")
-    for model in accelerator._models:
-        hand_out_buffers(model)
+    hand_out_buffers_of(accelerator)
     path = os.path.expanduser(os.fspath(output_dir))
-    state = {**_held(accelerator), "position": {"accumulated": accelerator.step}}
+    state = {**held(accelerator), "position": {"accumulated": accelerator.step}}
     save(
         {**state, **_of_ranks(accelerator)}, path, overwrite=not project.automatic_checkpoint_naming
     )
@@ -311,10 +327,10 @@ def _load_state(
             raise NotFoundError(f"{folder} has no checkpoint_N: save_state() makes them")
         input_dir = found_there[-1]
     path = os.path.expanduser(os.fspath(input_dir))
-    found = {**_held(accelerator), "position": None, **_of_ranks(accelerator)}
+    found = {**held(accelerator), "position": None, **_of_ranks(accelerator)}
     _refuse_own_files(path)
     load(found, path)
-    for loader, state in zip(_stateful(accelerator), found["data"].value, strict=True):
+    for loader, state in zip(stateful_loaders(accelerator), found["data"].value, strict=True):
         loader.load_state_dict(state)
     accelerator.step = found["position"]["accumulated"]
 
@@ -331,7 +347,7 @@ def _refuse_own_files(path: str) -> None:
 
 def _of_ranks(accelerator: Any) -> dict[str, Any]:
     """Return what each rank has of its own: loaders that know where they are, and generators."""
-    states = [loader.state_dict() for loader in _stateful(accelerator)]
+    states = [loader.state_dict() for loader in stateful_loaders(accelerator)]
     on_reshard: Literal["error", "drop"] = "error" if states else "drop"
     return {
         "data": PerRank(states, on_reshard=on_reshard),
@@ -339,48 +355,8 @@ def _of_ranks(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def _stateful(accelerator: Any) -> list[Any]:
-    return [
-        loader
-        for loader in accelerator._dataloaders
-        if getattr(loader, "use_stateful_dataloader", False)
-    ]
-
-
-def _held(accelerator: Any) -> dict[str, Any]:
-    """Return what was prepared and registered, of each kind one, or several by number."""
-    found = {
-        "model": _one_or_more(accelerator._models),
-        "optim": _one_or_more(accelerator._optimizers),
-        "scheduler": _one_or_more(accelerator._schedulers),
-        "custom": _one_or_more(accelerator._custom_objects),
-        "scaler": accelerator.scaler,
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _one_or_more(values: list[Any]) -> Any:
-    if len(values) <= 1:
-        return values[0] if values else None
-    return {str(number): value for number, value in enumerate(values)}
-
-
-def _check(accelerator: Any) -> None:
-    """Raise for what is not saved as it should, or not there."""
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
-        raise ValueError(f"{kind} is not saved by this: use accelerate's own save_state")
-    names = ("_models", "_optimizers", "_schedulers", "_custom_objects", "_dataloaders", "scaler")
-    hooks = ("_save_model_state_pre_hook", "_load_model_state_pre_hook", "step", "sync_gradients")
-    if missing := [name for name in (*names, *hooks) if not hasattr(accelerator, name)]:
-        raise IncompatibleError(
-            f"accelerate {accelerate.__version__} has no Accelerator.{missing[0]}: use a version "
-            f"that this was tried with (1.15), or dc.Checkpointer in a loop of your own"
-        )
-
-
 def _check_call(accelerator: Any, options: dict[str, Any], hooks: Any, what: str) -> None:
-    _check(accelerator)
+    check(accelerator)
     options.pop("safe_serialization", None)  # it is what we write, so True says nothing new
     if options:
         raise TypeError(f"{what}_state takes no {sorted(options)[0]} with checkpoints of dist_ckpt")

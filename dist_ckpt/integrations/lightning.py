@@ -6,6 +6,7 @@ Trainer(max_epochs=3, callbacks=[callback]).fit(module, loader)
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -18,10 +19,13 @@ from torch.distributed.tensor import DTensor
 from dist_ckpt.checkpointer.checkpointer import DEFAULT_SAVE, Checkpointer
 from dist_ckpt.checkpointer.open_run import Stopped
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.fit_position import FitPosition
-from dist_ckpt.integrations.logged_metrics import logged
-from dist_ckpt.integrations.shared_buffers import hand_out_buffers
+from dist_ckpt.integrations.ddp_buffers import hand_out_buffers
+from dist_ckpt.integrations.lightning_metrics import logged
+from dist_ckpt.integrations.lightning_names import check_names, package_of
+from dist_ckpt.integrations.lightning_position import FitPosition
 from dist_ckpt.state.wrappers import RNG, Named, PerRank
+
+_log = logging.getLogger("dist_ckpt")
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -80,7 +84,7 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
         self.stopped: Stopped | None = None
         self._root = root
         self._on_reshard = on_reshard
-        self._options = options
+        self._options = dict(options)  # a copy: LightningCLI would look into what they are given to
         self._checkpointer: Checkpointer | None = None
         self._trainer: Any = None
         self._position: FitPosition | None = None
@@ -126,6 +130,7 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
             data = template["data"].value
             position.go_on_from(template["position"], data, loops, anew=self._on_reshard == "drop")
             self._hand_over(loaded)
+            self._stay_ended(loaded.get("ended_by", []))
         position.watch()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -193,6 +198,17 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
             ck.close()
             self._checkpointer = None
 
+    def _stay_ended(self, ended_by: list[str]) -> None:
+        """End a fit that EarlyStopping had ended, as it would have gone no further."""
+        trainer = self._trainer
+        if ended_by and any(one.state_key in ended_by for one in trainer.early_stopping_callbacks):
+            trainer.should_stop = True
+            _log.warning(
+                "%s was ended by EarlyStopping at step %d, and stays so: to train on, leave that "
+                "callback out, or begin another run with FitCheckpoint(ANOTHER_ROOT, init=%r)",
+                *(self._root, self._resumed, f"{os.fspath(self._root)}@latest"),
+            )
+
     def _refuse_path(self) -> None:
         if self._resumed >= 0 and self._trainer.ckpt_path:
             raise ValueError(
@@ -244,7 +260,7 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
             **self._more,
         }
         if trainer.is_global_zero:
-            found["trainer"] = rest
+            found["trainer"] = {**rest, "ended_by": _ended_by(trainer)}
         return found
 
     def _hand_over(self, loaded: dict[str, Any]) -> None:
@@ -289,10 +305,16 @@ def _stop(trainer: Any) -> None:
     trainer.should_stop = True
 
 
+def _ended_by(trainer: Any) -> list[str]:
+    """Return the EarlyStopping callbacks that have told the Trainer to stop, by their keys."""
+    stops = trainer.early_stopping_callbacks if trainer.should_stop else []
+    return [one.state_key for one in stops if one.stopped_epoch or one.stopping_reason_message]
+
+
 def _check(trainer: Any, callback: FitCheckpoint) -> None:
     """Raise for what would not be saved, or not as it should."""
     libraries = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
-    if (own := type(trainer).__mro__[-2].__module__.partition(".")[0]) not in libraries:
+    if (own := package_of(trainer)) not in libraries:
         raise TypeError(
             f"this Trainer is {own}'s, and the callback of another package: import {own} before "
             f"dist_ckpt.integrations.lightning"
@@ -303,24 +325,7 @@ def _check(trainer: Any, callback: FitCheckpoint) -> None:
         )
     if sum(isinstance(one, FitCheckpoint) for one in trainer.callbacks) > 1:
         raise ValueError("two FitCheckpoints in one Trainer: give it one, with one root")
-    held = (
-        (
-            trainer._checkpoint_connector,
-            ("_loaded_checkpoint", "restore_model", "restore_callbacks"),
-        ),
-        (trainer._checkpoint_connector, ("dump_checkpoint", "restore_datamodule")),
-        (trainer._signal_connector, ("_original_handlers",)),
-        (trainer._logger_connector, ("_first_loop_iter",)),
-        (trainer.fit_loop, ("_load_combined_loader_states", "on_advance_end", "_restarting")),
-        (trainer.fit_loop.epoch_loop, ("on_run_start", "on_advance_end", "_skip_next_val")),
-        (trainer.fit_loop.epoch_loop, ("_num_ready_batches_reached", "batch_progress")),
-    )
-    for owner, names in held:
-        if missing := [name for name in names if not hasattr(owner, name)]:
-            raise IncompatibleError(
-                f"this Lightning has no {type(owner).__name__}.{missing[0]}: use 2.6, which this "
-                f"was tried with, or dc.Checkpointer in a loop of your own"
-            )
+    check_names(trainer)
 
 
 def _has_hooks(trainer: Any) -> bool:

@@ -1,33 +1,46 @@
-"""What decides the order of a data loader's epoch, noted before it is drawn and put back."""
+"""What data loaders draw their order from, beside the global generators: noted, and put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from dist_ckpt.state.wrappers import RNG
+from dist_ckpt.errors import IncompatibleError
 
 _INNER = ("batch_sampler", "sampler")
 
 
-def order_of(loader: Any) -> dict[str, Any]:
-    """Return what the next `iter` of a loader draws its order from, as plain data."""
+def sources_of(loaders: Iterable[Any]) -> dict[str, Any]:
+    """Return what the next `iter` of loaders draws their order from, as plain data."""
+    loaders = list(loaders)
     return {
-        "rng": RNG().capture(),
-        "generators": [bytes(one.get_state().tolist()) for one in _generators(loader)],
-        "seeds": [one.initial_seed for one in _seeded(loader)],
+        "generators": [bytes(one.get_state().tolist()) for one in _generators(loaders)],
+        "seeds": [one.initial_seed for one in _seeded(loaders)],
     }
 
 
-def set_order(loader: Any, order: dict[str, Any]) -> None:
-    """Let the next `iter` of a loader draw the order that `order_of` was taken of."""
-    for sampler, seed in zip(_seeded(loader), order["seeds"], strict=True):
+def set_sources(loaders: Iterable[Any], sources: dict[str, Any]) -> None:
+    """Let the next `iter` of loaders draw the order that `sources_of` was taken of.
+
+    Raises IncompatibleError if they draw from others now.
+    """
+    loaders = list(loaders)
+    samplers, generators = _seeded(loaders), _generators(loaders)
+    before, now = (
+        f"{len(some)} samplers with a seed and {len(others)} generators"
+        for some, others in ((sources["seeds"], sources["generators"]), (samplers, generators))
+    )
+    if before != now:
+        raise IncompatibleError(
+            f"the loaders drew their order from {before}, and now from {now}: it would be another "
+            f"order. Make the loaders as they were when this was saved"
+        )
+    for sampler, seed in zip(samplers, sources["seeds"], strict=True):
         sampler.initial_seed = seed
-    for generator, state in zip(_generators(loader), order["generators"], strict=True):
+    for generator, state in zip(generators, sources["generators"], strict=True):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    RNG().restore(order["rng"])
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
@@ -39,16 +52,19 @@ def _samplers(loader: Any) -> Iterator[Any]:
         found = [one for one in inner if one is not None]
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return what a loader draws from beside the global ones; of a seed, nothing is drawn."""
-    own = [getattr(loader, "synchronized_generator", None), getattr(loader, "generator", None)]
-    found = [*own, *(getattr(one, "generator", None) for one in _samplers(loader))]
-    seeded = {id(getattr(one, "generator", None)) for one in _seeded(loader)}
+def _generators(loaders: list[Any]) -> list[torch.Generator]:
+    """Return what loaders draw from beside the global ones; of a seed, nothing is drawn."""
+    seeded = {id(getattr(one, "generator", None)) for one in _seeded(loaders)}
+    found: list[Any] = []
+    for loader in loaders:
+        own = [getattr(loader, name, None) for name in ("synchronized_generator", "generator")]
+        found += [*own, *(getattr(one, "generator", None) for one in _samplers(loader))]
     generators = {id(one): one for one in found if isinstance(one, torch.Generator)}
     return [one for number, one in generators.items() if number not in seeded]
 
 
-def _seeded(loader: Any) -> list[Any]:
+def _seeded(loaders: list[Any]) -> list[Any]:
     """Return accelerate's samplers, whose order follows from their seed and the epoch."""
-    found = {id(one): one for one in _samplers(loader) if hasattr(one, "initial_seed")}
+    samplers = (one for loader in loaders for one in _samplers(loader))
+    found = {id(one): one for one in samplers if hasattr(one, "initial_seed")}
     return [one for one in found.values() if type(one.initial_seed) is int]

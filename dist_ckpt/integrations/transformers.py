@@ -23,6 +23,7 @@ from transformers.trainer_callback import ExportableState
 from dist_ckpt.checkpointer.checkpointer import Checkpointer
 from dist_ckpt.checkpointer.open_run import Stopped
 from dist_ckpt.errors import IncompatibleError, NotFoundError
+from dist_ckpt.integrations.ddp_buffers import hand_out_buffers
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
 from dist_ckpt.state.wrappers import RNG
 
@@ -31,6 +32,8 @@ _log = logging.getLogger("dist_ckpt")
 # What the Trainer reads of a folder that it is told to resume from.
 _STATE_FILE = "trainer_state.json"
 
+# The Trainer's private names that are taken over; each is looked for before training begins.
+NEEDED = ("_load_from_checkpoint", "_load_rng_state")
 
 _OWN = {"model", "optim", "scheduler", "trainer", "scaler", "rng"}
 
@@ -236,7 +239,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
             self._checkpointer.close()
 
     def _state(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is saved, and filled: read anew for each save."""
+        """Return what is saved, and filled: read anew for each save. Every rank calls it."""
+        hand_out_buffers(self._trainer.model_wrapped)
         found: dict[str, Any] = {
             "model": held["model"],
             "optim": held["optimizer"],
@@ -283,7 +287,7 @@ def _text_of(trainer: Any) -> str:
 
 def _check_version(trainer: Any) -> None:
     """Raise IncompatibleError where the Trainer lacks what this takes the place of."""
-    for name in ("_load_from_checkpoint", "_load_rng_state"):
+    for name in NEEDED:
         if not hasattr(trainer, name):
             raise IncompatibleError(
                 f"transformers {transformers.__version__} has no Trainer.{name}: use a version "

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -70,7 +71,8 @@ def accelerator_of(kind: str) -> Accelerator:
             fsdp_version=2, auto_wrap_policy="no_wrap"
         )
     config = DataLoaderConfiguration(
-        use_seedable_sampler=kind != "unseeded", dispatch_batches=True if kind == "stream" else None
+        use_seedable_sampler=kind not in ("unseeded", "generator"),
+        dispatch_batches=True if kind == "stream" else None,
     )
     steps = 2 if kind == "accumulate" else 1
     return Accelerator(
@@ -83,6 +85,8 @@ def loader_of(kind: str, batch_size: int) -> Any:
     if kind == "stream":
         return torch.utils.data.DataLoader(Stream(), batch_size=batch_size)
     workers: dict[str, Any] = {"num_workers": 2} if kind == "workers" else {}
+    if kind == "generator":
+        workers["generator"] = torch.Generator().manual_seed(7)
     return torch.utils.data.DataLoader(Rows(), batch_size=batch_size, shuffle=True, **workers)
 
 
@@ -138,6 +142,8 @@ def main() -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
                     if num_batches == asked.stop:
                         os.kill(os.getpid(), signal.SIGTERM)
+                    if asked.stop and num_batches >= asked.stop:
+                        time.sleep(0.2)  # as long as a batch takes: ranks agree in the meantime
                 torch.rand(3)  # an evaluation draws
     except (ValueError, dc.CheckpointError) as error:
         print(json.dumps({"error": str(error)}))

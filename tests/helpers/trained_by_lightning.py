@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -93,6 +94,8 @@ class Module(pl.LightningModule):  # type: ignore[misc]  # it is imported by nam
             os.kill(os.getpid(), signal.SIGKILL)
         if self.num_batches == self.asked.stop:
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.asked.stop and self.num_batches >= self.asked.stop:
+            time.sleep(0.2)  # as long as a batch takes: ranks agree in the meantime
 
     def configure_optimizers(self) -> Any:
         if self.asked.kind == "manual":
@@ -121,6 +124,8 @@ class Data(pl.LightningDataModule):  # type: ignore[misc]  # it is imported by n
             library: Any = importlib.import_module("torchdata.stateful_dataloader")
             return library.StatefulDataLoader(Rows(), batch_size=4, shuffle=True)
         workers: dict[str, Any] = {"num_workers": 2} if self.asked.kind == "workers" else {}
+        if self.asked.kind == "generator":
+            workers["generator"] = torch.Generator().manual_seed(7)
         size = self.asked.batch_size
         return torch.utils.data.DataLoader(Rows(), batch_size=size, shuffle=True, **workers)
 
@@ -137,6 +142,10 @@ class Data(pl.LightningDataModule):  # type: ignore[misc]  # it is imported by n
 
 def callbacks_of(kind: str) -> list[Any]:
     """Return the callbacks that a kind of fit has beside ours."""
+    if kind == "ended":
+        return [pl.callbacks.EarlyStopping("val_loss", stopping_threshold=100.0)]
+    if kind == "unstopped":
+        return []
     stop = pl.callbacks.EarlyStopping("val_loss", patience=100)
     if kind == "average":
         return [stop, pl.callbacks.WeightAveraging()]

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from typing import Any
 
 import torch
@@ -44,6 +45,18 @@ class Seeing(Trainer):  # type: ignore[misc]  # it has no types
         return super().training_step(model, inputs, *args, **kwargs)
 
 
+class Normed(GPT2LMHeadModel):  # type: ignore[misc]  # it has no types
+    """Has a BatchNorm, whose buffers follow from the rows of the rank."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.norm = torch.nn.BatchNorm1d(16, affine=False)
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        self.norm(self.transformer.wte(input_ids).flatten(0, 1))
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
 class Ending(transformers.TrainerCallback):  # type: ignore[misc]  # it has no types
     """Ends the process at a step, or asks for its end."""
 
@@ -55,6 +68,8 @@ class Ending(transformers.TrainerCallback):  # type: ignore[misc]  # it has no t
             os.kill(os.getpid(), signal.SIGKILL)
         if state.global_step == self.stop:
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.stop and state.global_step >= self.stop:
+            time.sleep(0.2)  # as long as a batch takes: ranks agree in the meantime
 
 
 def main() -> None:
@@ -63,6 +78,7 @@ def main() -> None:
     parser.add_argument("--die", type=int)
     parser.add_argument("--stop", type=int)
     parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--norm", action="store_true")
     parser.add_argument("--jit", action="store_true")
     asked = parser.parse_args()
     set_seed(0)
@@ -75,7 +91,7 @@ def main() -> None:
         bos_token_id=0,
         eos_token_id=0,
     )
-    model = GPT2LMHeadModel(config)
+    model = Normed(config) if asked.norm else GPT2LMHeadModel(config)
     args = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=2,

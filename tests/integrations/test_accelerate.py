@@ -38,6 +38,8 @@ train = functools.partial(trained, PROGRAM)
         ("accumulate", 3, 15, 12),
         ("stream", 3, 8, 6),
         ("workers", 3, 17, 15),
+        ("generator", 3, 17, 15),  # which the loader draws its order from
+        ("generator", 1, 13, 12),
     ],
 )
 def test_a_loop_that_was_killed_goes_on_bit_for_bit(
@@ -79,6 +81,17 @@ def test_other_ranks_or_batches_are_refused_or_begin_the_epoch_anew(tmp_path: Pa
     (told,) = train(tmp_path, "--batch-size", "8")
     assert "an epoch of 12 batches on each rank, and now it has 6" in told["error"]
     assert len(anew["seen"]) >= 8
+
+
+def test_an_accelerate_without_a_name_that_is_needed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dist_ckpt.integrations import accelerate_objects
+
+    accelerator, _, _ = prepared()
+    monkeypatch.setattr(accelerate_objects, "NEEDED", ("_gone",))
+    with pytest.raises(dc.IncompatibleError, match=r"accelerate 1\..* no Accelerator\._gone"):
+        accelerate_objects.check(accelerator)
 
 
 def prepared(project: Path | None = None, **options: Any) -> tuple[Any, Any, Any]:

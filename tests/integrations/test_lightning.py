@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,8 @@ train = functools.partial(trained, PROGRAM)
         ("swa", 3, 20, 18),
         ("stream", 3, 8, 6),  # of unknown length, which Lightning reads ahead of
         ("workers", 3, 17, 15),
+        ("generator", 3, 17, 15),  # which the loader draws its order from
+        ("generator", 1, 13, 12),
     ],
 )
 def test_a_fit_that_was_killed_goes_on_bit_for_bit(
@@ -85,6 +88,46 @@ def test_another_number_of_ranks_is_refused_or_begins_the_epoch_anew(tmp_path: P
     (anew,) = train(tmp_path / "run", "--anew")
     assert sorted(anew["seen"][:48]) == [*range(48)]
     assert len(anew["seen"]) == 96  # two of three epochs, whole
+
+
+def test_a_fit_that_early_stopping_has_ended_stays_ended_until_that_is_left_out(
+    tmp_path: Path,
+) -> None:
+    (ended,) = train(tmp_path, "--kind", "ended")
+    assert ended["step"] == 4  # in the midst of the first epoch
+    (again,) = train(tmp_path, "--kind", "ended")
+    assert (again["step"], again["seen"], again["weights"]) == (4, [], ended["weights"])
+    (more,) = train(tmp_path, "--kind", "unstopped")
+    (whole,) = train(tmp_path / "whole", "--kind", "unstopped")
+    assert [*ended["seen"], *more["seen"]] == whole["seen"]
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command", "ignore::FutureWarning")
+def test_a_lightning_without_a_name_that_is_needed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import lightning.pytorch as pl
+
+    from dist_ckpt.integrations import lightning_names
+
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    for table, other in (("NEEDED", "NEEDED_OF_LOADER"), ("NEEDED_OF_LOADER", "NEEDED")):
+        with monkeypatch.context() as patch:
+            patch.setattr(lightning_names, table, (("fit_loop.gone", "nothing"),))
+            patch.setattr(lightning_names, other, ())
+            with pytest.raises(dc.IncompatibleError, match=r"lightning 2\..*gone: use 2\.6"):
+                lightning_names.check_names(trainer)
+
+
+def test_a_config_file_of_lightning_cli_can_name_the_callback() -> None:
+    jsonargparse: Any = pytest.importorskip("jsonargparse")
+    import lightning.pytorch as pl
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(pl.Callback, "callback")
+    name = "dist_ckpt.integrations.lightning.FitCheckpoint"
+    made = parser.parse_args([f"--callback={name}", "--callback.root=runs/fit"])
+    assert made.callback.init_args.root == "runs/fit"
 
 
 def test_other_batches_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,28 +14,35 @@ import torch
 from torch.utils.data import DataLoader
 
 import dist_ckpt as dc
-from dist_ckpt.integrations.fit_position import FitPosition
-from dist_ckpt.integrations.loader_order import order_of, set_order
+from dist_ckpt import integrations
+from dist_ckpt.integrations.lightning_position import FitPosition
+from dist_ckpt.integrations.loader_order import set_sources, sources_of
 
 
-@pytest.mark.parametrize("has_generator", [False, True])
-def test_an_order_is_drawn_again(has_generator: bool) -> None:
-    generator = torch.Generator().manual_seed(3) if has_generator else None
+def test_an_order_that_a_generator_draws_is_drawn_again() -> None:
+    generator = torch.Generator().manual_seed(3)
     loader: Any = DataLoader(range(32), shuffle=True, generator=generator)  # type: ignore[arg-type]
     list(loader)
-    order = order_of(loader)
+    sources = sources_of([loader])
     drawn = [int(one) for one in loader]
     assert [int(one) for one in loader] != drawn
-    set_order(loader, order)
+    set_sources([loader], sources)
     assert [int(one) for one in loader] == drawn
+
+
+def test_other_sources_of_an_order_are_refused() -> None:
+    plain: Any = DataLoader(range(4), shuffle=True)  # type: ignore[arg-type]
+    own: Any = DataLoader(range(4), shuffle=True, generator=torch.Generator())  # type: ignore[arg-type]
+    with pytest.raises(dc.IncompatibleError, match=r"and 1 generators, and now from .* and 0 gene"):
+        set_sources([plain], sources_of([own]))
 
 
 def test_a_seed_that_the_sampler_drew_is_part_of_the_order() -> None:
     loader: Any = DataLoader(range(4), shuffle=True)  # type: ignore[arg-type]
     loader.sampler.initial_seed = 7
-    order = order_of(loader)
+    sources = sources_of([loader])
     loader.sampler.initial_seed = 8
-    set_order(loader, order)
+    set_sources([loader], sources)
     assert loader.sampler.initial_seed == 7
 
 
@@ -45,3 +56,30 @@ def test_a_fit_on_other_ranks_is_refused_in_the_midst_of_an_epoch() -> None:
     assert loops["epoch_progress"]["total"] == counts
     position.go_on_from(whole, None, loops, anew=True)
     assert set(loops["epoch_progress"]["total"].values()) == {1}
+
+
+@pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
+def test_private_names_of_a_framework_are_those_that_are_looked_for_first(framework: str) -> None:
+    files = sorted(Path(integrations.__path__[0]).glob(f"{framework}*.py"))
+    trees = [ast.parse(path.read_text()) for path in files]
+    needed = {name for tree in trees for name in private_names_needed(tree)}
+    assert needed
+    assert {name for tree in trees for name in private_names_used(tree)} == needed
+
+
+def private_names_used(tree: ast.Module) -> Iterator[str]:
+    """Yield the private names that a module takes of what is not its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            yield from re.findall(r"^_[a-z]\w*", node.attr)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._take":
+            yield from re.findall(r"^_[a-z]\w*", ast.literal_eval(node.args[1]))
+
+
+def private_names_needed(tree: ast.Module) -> Iterator[str]:
+    """Yield the private names in a module's tables of what it looks for."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("NEEDED"):
+            texts = (one.value for one in ast.walk(node) if isinstance(one, ast.Constant))
+            for text in texts:
+                yield from re.findall(r"\b_[a-z]\w*", str(text))

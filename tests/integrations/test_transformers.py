@@ -75,6 +75,13 @@ def test_ranks_go_on_together(tmp_path: Path) -> None:
         assert after["weights"] == one["weights"]
 
 
+def test_buffers_that_differ_on_ranks_of_ddp_are_saved_as_rank_0_has_them(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", "--norm", ranks=2)
+    train(tmp_path / "cut", "--norm", "--die", "8", ranks=2, code=1)
+    rest = train(tmp_path / "cut", "--norm", ranks=2)
+    assert {one["weights"] for one in rest} <= {one["weights"] for one in whole}
+
+
 def test_another_number_of_ranks_would_lose_samples_and_is_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", "--stop", "8", ranks=2, code=1)
     (told,) = train(tmp_path / "run")

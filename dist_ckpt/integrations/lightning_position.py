@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.integrations.loader_order import set_sources, sources_of
 from dist_ckpt.state.wrappers import RNG
 
 
@@ -32,7 +33,7 @@ class FitPosition:
         self._trainer = trainer
         self._boundary = boundary
         self._at_save: object = None  # generators to go on with
-        self._epoch_start: object = None
+        self._order: dict[str, Any] | None = None  # what the epoch's order was drawn from
         self._skip: int | None = None
         self._is_stateful = False
         self._num_batches: int | None = None
@@ -56,7 +57,7 @@ class FitPosition:
         }
         own = {
             "loaders": states if self._loaders_have_states() else None,
-            "epoch_start": self._epoch_start if batches else None,
+            "order": self._order if batches else self._order_now(),
         }
         return whole, own
 
@@ -66,10 +67,10 @@ class FitPosition:
 
     def _loaders_have_states(self) -> bool:
         """Say whether each loader knows where it is; one of unknown length was read ahead of."""
-        loaders = self._trainer.fit_loop._combined_loader.flattened
         is_sized = _number_of(self._trainer) is not None
         return is_sized and all(
-            hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loaders
+            hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+            for one in self._loaders()
         )
 
     # --- resume ----------------------------------------------------------------------------------
@@ -83,14 +84,13 @@ class FitPosition:
         batches, num_ranks = whole["batches"], whole["world_size"]
         self._skip = batches
         self._num_batches = whole["num_batches"]
-        if not batches:
-            return
         if num_ranks != self._trainer.world_size:
-            self._refuse(f"{num_ranks} ranks", f"{self._trainer.world_size} train", anew=anew)
-            self._begin_anew(fit_loop)
+            if batches:
+                self._refuse(f"{num_ranks} ranks", f"{self._trainer.world_size} train", anew=anew)
+                self._begin_anew(fit_loop)
             return
-        self._epoch_start = own["epoch_start"]
-        if own["loaders"] is not None:
+        self._order = own["order"]
+        if batches and own["loaders"] is not None:
             self._is_stateful = True
             fit_loop["state_dict"]["combined_loader"] = own["loaders"]
 
@@ -131,17 +131,26 @@ class FitPosition:
     def _before_first_order(self, own: Callable[[], None]) -> None:
         """Set the generators as they were when the order was drawn: that is done next."""
         if self._skip is None:
-            self._epoch_start = RNG().capture()
-            own()
-            return
-        if self._skip:
-            if not self._is_stateful:
-                RNG().restore(self._epoch_start)
-        else:
+            self._order = self._order_now()
+        elif not self._is_stateful:
+            self._set_order()
+        if self._skip == 0:
             self._forget_restart()
             RNG().restore(self._at_save)
-            self._epoch_start, self._skip = self._at_save, None
+            self._order, self._skip = self._order_now(), None
         own()
+
+    def _order_now(self) -> dict[str, Any]:
+        return {"rng": RNG().capture(), **sources_of(self._loaders())}
+
+    def _set_order(self) -> None:
+        if self._order is not None:  # of other ranks nothing is taken
+            set_sources(self._loaders(), self._order)
+            RNG().restore(self._order["rng"])
+
+    def _loaders(self) -> list[Any]:
+        loader = self._trainer.fit_loop._combined_loader
+        return [] if loader is None else list(loader.flattened)
 
     def _forget_restart(self) -> None:
         """Between epochs nothing is left to do; with max_steps Lightning would skip one."""
@@ -154,10 +163,10 @@ class FitPosition:
             self._pass_over(fetcher)
             own(fetcher)
             return
-        before, iterator = RNG().capture(), fetcher.combined_loader._iterator
+        before, iterator = self._order_now(), fetcher.combined_loader._iterator
         own(fetcher)
         if fetcher.combined_loader._iterator is not iterator:
-            self._epoch_start = before
+            self._order = before
 
     def _pass_over(self, fetcher: Any) -> None:
         """Go to the batch behind the last one that counts."""
