@@ -10,10 +10,10 @@ from dist_ckpt.cli import options, output
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.interop import hf, imports, shrew
-from dist_ckpt.reports import size
+from dist_ckpt.reports import Progress, size
 
 
-def _export_dcp(source: str, file: str, *, overwrite: bool) -> int:
+def _export_dcp(source: str, file: str, *, overwrite: bool, progress: Progress) -> int:
     try:
         from dist_ckpt.interop import dcp_export  # noqa: PLC0415  (it needs torch)
     except ModuleNotFoundError:
@@ -22,7 +22,7 @@ def _export_dcp(source: str, file: str, *, overwrite: bool) -> int:
         ) from None
     if overwrite:
         raise click.UsageError("--overwrite is not for --format dcp: remove the folder first")
-    return dcp_export.export_folder(source, file)
+    return dcp_export.export_folder(source, file, progress=progress)
 
 
 _IMPORTS = {
@@ -41,7 +41,7 @@ _EXPORTS: Mapping[str, tuple[Callable[..., int], frozenset[str]]] = {
         hf.export_folder,
         frozenset({"only", "dtype", "max_shard_size", "include", "exclude", "reflink", "progress"}),
     ),
-    "dcp": (_export_dcp, frozenset()),
+    "dcp": (_export_dcp, frozenset({"progress"})),
 }
 
 

@@ -6,7 +6,7 @@ unpickled: see `restricted_pickle.py`. The format: torch/distributed/checkpoint/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
@@ -123,7 +123,8 @@ def add_folder(
         for fqn, (_, shape) in contents.tensors.items()
     }
     wanted = {fqn for fqn, name in names.items() if not found.leaves_out(name)}
-    items = [item for item in contents.items if item.fqn in wanted]
+    tied = contents.tied(wanted)
+    items = [item for item in contents.items if item.fqn in wanted and item.fqn not in tied]
     for archive, item in _archives(storage, folder, items):
         value = archive.read()
         if item.region is None:
@@ -131,6 +132,9 @@ def add_folder(
         else:
             chunks[item.fqn].append(_chunk(contents, item, archive, value, folder))
     for fqn, (dtype, shape) in contents.tensors.items():
+        if fqn in tied:
+            found.add_alias(paths[fqn], names[tied[fqn]])
+            continue
         if fqn in wanted and not chunks[fqn]:
             raise CorruptError(f"{path}: it has no part of {fqn}; use another checkpoint")
         tensor = ForeignTensor(names[fqn], dtype, shape, tuple(chunks[fqn]))
@@ -205,6 +209,21 @@ class _MetadataContents:
         planned = fields.get("planner_data")
         nested = planned if isinstance(planned, dict) else {}
         self.paths = {fqn: _path_of(fqn, nested.get(fqn)) for fqn in entries}
+
+    def tied(self, wanted: Collection[str]) -> dict[str, str]:
+        """Return which tensors are others, by name: all that is wanted of them lies in one place.
+
+        DCP itself writes each one; an export of ours ties them like this.
+        """
+        places: dict[str, list[tuple[Region, _ItemPlace]]] = {}
+        for item in self.items:
+            if item.region is not None and item.fqn in wanted:
+                places.setdefault(item.fqn, []).append((item.region, item.place))
+        first: dict[object, str] = {}
+        for fqn, own in places.items():
+            first.setdefault((self.tensors[fqn], *own), fqn)
+        told = ((fqn, first[self.tensors[fqn], *own]) for fqn, own in places.items())
+        return {fqn: other for fqn, other in told if fqn != other}
 
     def _add(self, fqn: str, entry: object) -> None:
         if isinstance(entry, PickledRecord) and entry.name == "BytesStorageMetadata":
