@@ -16,7 +16,7 @@ from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.foreign import restricted_pickle
 from dist_ckpt.foreign.nested_state import Nested, Path, joined
 from dist_ckpt.foreign.stand_ins import Maker, PickledRecord, Unknown, record_maker, remedied, shown
-from dist_ckpt.foreign.torch_files import Archive, is_file, whole_file
+from dist_ckpt.foreign.torch_files import Archive, is_file, opened_file, whole_file
 from dist_ckpt.foreign.torch_pickles import TABLE as OF_TORCH
 from dist_ckpt.foreign.torch_pickles import TensorView
 from dist_ckpt.foreign.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
@@ -112,7 +112,7 @@ def add_folder(
     path = f"{folder}/{METADATA}"
     try:
         data = whole_file(storage, path, MAX_METADATA_NBYTES)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         raise no_metadata(storage, folder) from None
     metadata = restricted_pickle.read(data, _TABLE, path, keep_unknown=keep_unknown)
     contents = _MetadataContents(path, metadata)
@@ -178,8 +178,8 @@ def _archives(storage: Storage, folder: str, items: list[_Item]) -> Iterator[tup
     for name, group in groupby(ordered, key=lambda item: item.place.file):
         some, path = [*group], f"{folder}/{name}"
         try:
-            file = storage.open(path)
-        except (FileNotFoundError, NotADirectoryError):
+            file = opened_file(storage, path)
+        except FileNotFoundError:
             raise NotFoundError(
                 f"{path}: there is no such file, and {METADATA} says that "
                 f"{some[0].fqn} lies in it; copy it there, or use another checkpoint"
