@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dist_ckpt.commit import attempts
 from dist_ckpt.errors import CorruptError
+from dist_ckpt.foreign.find import open_source
 from dist_ckpt.foreign.nested_state import Path
 from dist_ckpt.format import filenames
 from dist_ckpt.format.geometry import Region
@@ -38,7 +39,7 @@ from dist_ckpt.shard_io.read_windows import StoredTensors
 from dist_ckpt.state.containers import is_mapping, join
 from dist_ckpt.state.local_tensors import torch_dtype
 from dist_ckpt.state.plain_torch import make
-from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.storage import Storage
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -153,7 +154,7 @@ class StoredState:
         Returns how many bytes came from storage, and how many from other ranks. CorruptError, on
         all ranks, if what one of them reads is damaged.
         """
-        storage, _ = open_storage(self._path, direct_reads=direct_reads)
+        storage, _ = open_source(self._path, direct_reads=direct_reads)
         asked = _PlannedReads(planner)
 
         def opened() -> OwnFiles:

@@ -424,10 +424,13 @@ def a_save_that_fails_on_some_ranks(way: Way, path: str) -> None:
             assert f"rank {number} cannot tell" in message
     else:
         for step, ranks in SAVE_FAILURES:
-            if way.name == "adapter" and step == "write_data":
-                continue  # those that do not fail wait for those that did, as long as ranks may
-            writer = failing_at(step, ranks, type(way.writer(path)))(f"{path}/b")  # type: ignore[attr-defined]
-            message = error_of(lambda: dcp.save(before, storage_writer=writer))  # noqa: B023
+            writer, planner = way.writer(f"{path}/b"), dcp.DefaultSavePlanner()  # type: ignore[attr-defined]
+            if way.name == "adapter" and step == "write_data":  # what that asks
+                step = "resolve_data"  # noqa: PLW2901
+                planner = failing_at(step, ranks, dcp.DefaultSavePlanner)()
+            else:
+                writer = failing_at(step, ranks, type(writer))(f"{path}/b")
+            message = error_of(lambda: dcp.save(before, storage_writer=writer, planner=planner))  # noqa: B023
             assert f"rank {ranks[0]} fails in {step}" in message
     state = State(st=sharded_tensor.zeros(chunked(0, 0, 1, 2, 3), 10, 20), n=0)
     way.load(state, f"{path}/a")
@@ -440,7 +443,7 @@ LOAD_FAILURES = (
     ("set_up_storage_reader", [0]),
     ("prepare_local_plan", [1]),
     ("prepare_global_plan", [0]),
-    ("read_data", [3]),
+    ("read_data", [1]),
 )
 
 
@@ -456,9 +459,14 @@ def a_load_that_fails_on_some_ranks(way: Way, path: str) -> None:
             assert f"rank {number} cannot take" in message
         return
     for step, ranks in LOAD_FAILURES:
-        reader = failing_at(step, ranks, type(way.reader(path)))(f"{path}/a")  # type: ignore[attr-defined]
+        reader, planner = way.reader(f"{path}/a"), dcp.DefaultLoadPlanner()  # type: ignore[attr-defined]
+        if way.name == "adapter" and step == "read_data":  # what that asks
+            step = "resolve_tensor"  # noqa: PLW2901
+            planner = failing_at(step, ranks, dcp.DefaultLoadPlanner)()
+        else:
+            reader = failing_at(step, ranks, type(reader))(f"{path}/a")
         state = {"st": filled(chunked(0, 0, 1), WHOLE)}
-        message = error_of(lambda: dcp.load(state, storage_reader=reader))  # noqa: B023
+        message = error_of(lambda: dcp.load(state, storage_reader=reader, planner=planner))  # noqa: B023
         assert f"rank {ranks[0]} fails in {step}" in message or step == "read_metadata"
 
 
