@@ -36,6 +36,10 @@ _METADATA = ".metadata"
 # A larger tensor is written in parts; three times as much is in memory, as windows.
 _PART_NBYTES = 32 << 20
 
+# Torch writes an archive in forty parts of some bytes each: to write them one by one takes longer
+# than all else of a small tensor.
+_HELD_NBYTES = 256 << 10
+
 
 def export_folder(
     source: str | os.PathLike[str],
@@ -47,7 +51,7 @@ def export_folder(
 
     `source` may name one of a run, such as "runs/a@latest"; however it was sharded, `dcp.load`
     reshards it on any number of ranks. Names are as `get_state_dict` has them; tied tensors lie
-    there once. One process does it, with some hundred MB for tensors however large they are.
+    there once. One process does it, with about 150 MB for tensors however large they are.
     `progress` is called with the bytes done, and those in all.
 
     On return the folder is durable; until then it has another name, and if this raises there is
@@ -67,28 +71,29 @@ def export_folder(
         key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
     }
     first: dict[str, str] = {}
-    parts = []
+    parts: list[_Part] = []
     for key, entry in tensors.items():
         own = [*_parts_of(key, entry)]
         entry.chunks = [_chunk(part.region) for part in own]
         if first.setdefault(stored.fqn(key), key) == key:
             parts += own
-    nbytes, done, places = sum(part.nbytes for part in parts), 0, {}
+    metadata.version = DCP_VERSION
     with new_folder(target, real_path(path), overwrite=None) as there:
-        with _DataFile(target, f"{there}/{_DATA}", nbytes) as data:
-            for key in entries.keys() - tensors.keys():
-                places[MetadataIndex(key)] = data.put(stored.value(key))
-            for part, tensor in _read(stored, parts):
-                places[_index(part.key, part.region)] = data.put(tensor)
-                done += part.nbytes
-                if progress is not None:
-                    progress(done, nbytes)
-        for key, entry in tensors.items():
-            for chunk in entry.chunks:
-                place = places[MetadataIndex(first[stored.fqn(key)], chunk.offsets)]
-                places[MetadataIndex(key, chunk.offsets)] = place
-        metadata.storage_data = places
-        metadata.version = DCP_VERSION
+        with _DataFile(target, f"{there}/{_DATA}", sum(part.nbytes for part in parts)) as data:
+            places = {
+                MetadataIndex(key): data.put(stored.value(key))
+                for key in entries
+                if key not in tensors
+            }
+            places |= _put_parts(stored, parts, data, progress)
+        # Tied tensors are cut alike.
+        metadata.storage_data = places | {
+            MetadataIndex(key, chunk.offsets): places[
+                MetadataIndex(first[stored.fqn(key)], chunk.offsets)
+            ]
+            for key, entry in tensors.items()
+            for chunk in entry.chunks
+        }
         return data.nbytes + _put(target, f"{there}/{_METADATA}", pickle.dumps(metadata))
 
 
@@ -126,12 +131,20 @@ def _cut(box: Region, most: int) -> Iterator[Region]:
         yield from _cut(Region(tuple(offset), tuple(shape)), most)
 
 
+def _put_parts(
+    stored: StoredState, parts: Sequence[_Part], data: _DataFile, progress: Progress | None
+) -> dict[MetadataIndex, DcpStorageInfo]:
+    places, done, nbytes = {}, 0, sum(part.nbytes for part in parts)
+    for part, tensor in _read(stored, parts):
+        places[MetadataIndex(part.key, torch.Size(part.region.offset))] = data.put(tensor)
+        done += part.nbytes
+        if progress is not None:
+            progress(done, nbytes)
+    return places
+
+
 def _chunk(region: Region) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
-
-
-def _index(key: str, region: Region) -> MetadataIndex:
-    return MetadataIndex(key, torch.Size(region.offset))
 
 
 def _windows(parts: Iterable[_Part]) -> Iterator[Sequence[_Part]]:
@@ -194,6 +207,7 @@ class _DataFile:
         self._path = path
         self._file: WritableFile = storage.create(path, nbytes)
         self._failure: StorageError | None = None
+        self._held = bytearray()
         self.nbytes = 0
 
     def put(self, value: object) -> DcpStorageInfo:
@@ -207,15 +221,26 @@ class _DataFile:
         return DcpStorageInfo(_DATA, start, self.nbytes - start)
 
     def write(self, data: Buffer) -> int:
-        """Be a file for torch: append some bytes."""
+        """Be a file for torch: append some bytes, of which few are held for the next call."""
         view = memoryview(data).cast("B")
+        if len(self._held) + len(view) > _HELD_NBYTES:
+            self._write_held()
+            self._write_at(self.nbytes, view)
+        else:
+            self._held += view
+        self.nbytes += len(view)
+        return len(view)
+
+    def _write_held(self) -> None:
+        held, self._held = self._held, bytearray()
+        self._write_at(self.nbytes - len(held), held)
+
+    def _write_at(self, offset: int, data: Buffer) -> None:
         try:
-            self._file.write_at(self.nbytes, view)
+            self._file.write_at(offset, data)
         except StorageError as error:
             self._failure = error
             raise
-        self.nbytes += len(view)
-        return len(view)
 
     def flush(self) -> None:
         """Be a file for torch."""
@@ -225,8 +250,10 @@ class _DataFile:
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
-            if kind is None and self._file.finish() != self.nbytes:
-                raise StorageError(f"{self._path} has another size than was written: try again")
+            if kind is None:
+                self._write_held()
+                if self._file.finish() != self.nbytes:
+                    raise StorageError(f"{self._path} has another size than was written: try again")
         finally:
             self._file.discard()
 
