@@ -26,5 +26,4 @@ bench *args: setup
 
 # make the site of docs/ in build/site
 docs: setup
-    .venv/bin/python -m pip install --quiet -c constraints.txt -e '.[docs]'
     .venv/bin/mkdocs build --strict

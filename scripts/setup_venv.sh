@@ -63,7 +63,7 @@ if [ -n "$complete" ] && [ "${complete%%$'\n'*}" != "$PWD" ]; then clear=(--clea
 "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv"
 constraints >"$venv/constraints.txt"
 if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    -c "$venv/constraints.txt" -e '.[torch,dev]'; then
+    -c "$venv/constraints.txt" -e '.[torch,dev,docs]'; then
     echo "setup: pip could not install the packages named in pyproject.toml; its reason is above." >&2
     echo "Mend that (network, disk space) and run this again: it goes on where it was." >&2
     exit 1

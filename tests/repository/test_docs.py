@@ -1,4 +1,4 @@
-"""What README, how-to and the page for users of DCP show is run as a reader would run it."""
+"""Every block of every page of the docs, and of the README, is run as a reader would run it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import runpy
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,42 +19,20 @@ import torch.distributed.tensor.parallel  # noqa: F401
 
 import dist_ckpt.loading.load
 import dist_ckpt.saving.save  # noqa: F401
+from docs_blocks import RUN_BY, Block, all_blocks, code_of, write_commands
 from ranks import free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
-
-
-@dataclass(frozen=True)
-class Example:
-    """One program of the how-to, and on how many ranks it is run, one run after the other."""
-
-    heading: str
-    code: str
-    ranks: tuple[int, ...]
-
-
-def examples_of(text: str) -> list[Example]:
-    """Read the programs that stand below a line `<!-- run on N ranks, then on M -->`."""
-    found = []
-    heading = ""
-    pattern = r"^## ([^\n]*)$|^<!-- run on ([^\n]*) -->\n```python\n(.*?)^```$"
-    parts = re.split(pattern, text, flags=re.M | re.S)
-    for title, ranks, code in zip(parts[1::4], parts[2::4], parts[3::4], strict=True):
-        heading = title or heading
-        if code:
-            found.append(Example(heading, code, tuple(int(n) for n in re.findall(r"\d+", ranks))))
-    return found
-
-
-def blocks_of(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.M | re.S)
-
-
 README = (ROOT / "README.md").read_text()
-HOWTO = (ROOT / "docs" / "howto.md").read_text()
-FROM_DCP = (ROOT / "docs" / "from-dcp.md").read_text()
-EXAMPLES = [*examples_of(HOWTO), *examples_of(FROM_DCP)]
+BLOCKS = all_blocks()
+# What is no program: diagrams, what a program has printed, and files that are shown.
+SHOWN_ONLY = {"text", "json"}
+HERE = [
+    block
+    for block in BLOCKS
+    if not block.reason and ((block.ranks and block.page not in RUN_BY) or block.language == "sh")
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +41,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("docs")
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the programs of the package."""
+    return write_commands(tmp_path_factory.mktemp("commands") / "bin", sys.executable)
+
+
 def be_rank(_: int, program: str) -> None:
     """Run a program as torchrun would."""
     os.chdir(Path(program).parent)
     runpy.run_path(program, run_name="__main__")
 
 
-def run(folder: Path, *command: str) -> str:
+def run(folder: Path, *command: str, commands: Path | None = None) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if commands:
+        environment["PATH"] = f"{commands}:{environment['PATH']}"
     done = subprocess.run(
-        [sys.executable, *command],
+        command,
         cwd=folder,
         env=environment,
         timeout=LIMIT_S,
@@ -85,21 +70,61 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_every_program_says_how_it_is_run() -> None:
-    assert len(EXAMPLES) == len([*blocks_of(HOWTO, "python"), *blocks_of(FROM_DCP, "python")])
-    assert all(example.ranks for example in EXAMPLES)
+def what_runs(block: Block) -> str:
+    """Return what runs a block, or why nothing does; empty if nobody knows."""
+    if block.reason or block.language in SHOWN_ONLY:
+        return block.reason or "shown only"
+    if block in HERE:
+        return "this module"
+    return "" if block.language == "sh" else RUN_BY.get(block.page, "")
+
+
+def test_every_block_of_the_docs_is_run_or_says_why_not() -> None:
+    assert [str(block) for block in BLOCKS if not what_runs(block)] == []
+    # Each has been found: a fence that the pattern did not know would hide its block.
+    fences = sum(
+        len(re.findall(r"^```", page.read_text(), flags=re.M)) for page in ROOT.glob("docs/**/*.md")
+    )
+    assert 2 * len(BLOCKS) == fences
+
+
+def test_the_tests_that_run_a_page_name_it() -> None:
+    for page, test in RUN_BY.items():
+        assert f'"{page}"' in (ROOT / test).read_text(), page
+
+
+def test_a_reason_names_what_runs_it_elsewhere() -> None:
+    reasons = [block.reason for block in BLOCKS if block.note.startswith("not run here")]
+    assert reasons
+    for reason in reasons:
+        (test,) = re.findall(r"(?:tests|scripts)/[\w/]+\.(?:py|sh)", reason)
+        assert (ROOT / test).exists(), reason
+
+
+def test_what_the_docs_install_is_what_is_tested() -> None:
+    pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.M))
+    for block in BLOCKS:
+        for line in block.code.splitlines():
+            if line.startswith("pip install "):
+                words = re.findall(r"(?<=[ '\"])[\w-]+", line.removeprefix("pip install"))
+                packages = {word for word in words if not word.startswith("-")}
+                ours = {"dist_ckpt", "dist-ckpt"}
+                assert packages <= pinned | ours, str(block)
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.heading)
-def test_a_program_of_the_docs_runs(example: Example, folder: Path) -> None:
-    if "torchdata" in example.code:
+@pytest.mark.parametrize("block", HERE, ids=str)
+def test_a_block_of_the_docs_runs(block: Block, folder: Path, commands: Path) -> None:
+    if block.language == "sh":
+        run(folder, "bash", "-euo", "pipefail", "-c", block.code, commands=commands)
+        return
+    if "torchdata" in block.code:
         pytest.importorskip("torchdata")
     program = folder / "program.py"
-    program.write_text(example.code)
-    for ranks in example.ranks:
+    program.write_text(block.code)
+    for ranks in block.ranks:
         if ranks == 1:
-            run(folder, str(program))
+            run(folder, sys.executable, str(program))
         else:
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             run_ranks(ranks, be_rank, str(program), store=None, launched=True, environ=place)
@@ -108,6 +133,7 @@ def test_a_program_of_the_docs_runs(example: Example, folder: Path) -> None:
 # What the README takes for granted: a job that trains.
 JOB = """
 import torch
+from safetensors.torch import save_file
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -115,6 +141,7 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
 samples = 0
 model(torch.ones(2, 64)).sum().backward()
 optimizer.step()
+save_file(model.state_dict(), "model.safetensors")
 
 
 def train(step: int) -> None:
@@ -123,20 +150,10 @@ def train(step: int) -> None:
 
 
 @pytest.mark.multi_process
-def test_what_the_readme_shows_runs(folder: Path) -> None:
-    program = folder / "readme.py"
-    program.write_text(JOB + "".join(blocks_of(README, "python")))
-    run(folder, str(program))
-    commands = re.findall(r"^dist-ckpt ([^#\n]*)", "".join(blocks_of(README, "sh")), flags=re.M)
-    assert commands
-    for command in commands:
-        run(folder, "-m", "dist_ckpt", *command.split())
-
-
-@pytest.mark.multi_process
-def test_the_commands_for_users_of_dcp_run(folder: Path) -> None:
-    # Their folder is what the program above them has made.
-    assert (folder / "old" / "step-7").exists() or pytest.skip("needs the program above them")
-    for command in re.findall(r"^dist-ckpt (.*)$", "".join(blocks_of(FROM_DCP, "sh")), flags=re.M):
-        run(folder, "-m", "dist_ckpt", *command.split())
-    assert (folder / "back-again" / ".metadata").exists()
+def test_what_the_readme_shows_runs(tmp_path: Path, commands: Path) -> None:
+    program = tmp_path / "readme.py"
+    program.write_text(JOB + "".join(code_of(README, "python")))
+    run(tmp_path, sys.executable, str(program))
+    lines = re.findall(r"^dist-ckpt [^\n]*", "".join(code_of(README, "sh")), flags=re.M)
+    assert lines
+    run(tmp_path, "bash", "-euo", "pipefail", "-c", "\n".join(lines), commands=commands)

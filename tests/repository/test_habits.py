@@ -13,6 +13,7 @@ import dist_ckpt.interop.hf
 import dist_ckpt.interop.imports
 import dist_ckpt.interop.shrew
 import dist_ckpt.storage
+from docs_blocks import pages_in_order
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -79,9 +80,7 @@ def test_the_kinds_that_are_explained_are_those_that_towncrier_knows() -> None:
 def test_every_page_of_the_docs_is_in_the_menu_of_the_site() -> None:
     docs = ROOT / "docs"
     pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
-    menu = re.findall(
-        r"^ +- (?:[\w ]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M
-    )
+    menu = pages_in_order()
     assert len(menu) == len(set(menu))
     assert set(menu) == pages
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.test_docs import HOWTO, JOB, README, blocks_of
+from docs_blocks import code_of
+from tests.repository.test_docs import BLOCKS, JOB, README
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(540)]
 
@@ -91,9 +92,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a program of many uses, and all that README and how-to show."""
     folder = tmp_path_factory.mktemp("programs")
     (folder / "uses.py").write_text(PROGRAM)
-    (folder / "readme.py").write_text(JOB + "".join(blocks_of(README, "python")))
-    for number, code in enumerate(blocks_of(HOWTO, "python")):
-        (folder / f"howto_{number}.py").write_text(code)
+    (folder / "readme.py").write_text(JOB + "".join(code_of(README, "python")))
+    shown = [block for block in BLOCKS if block.page.startswith(("howto/", "tutorial"))]
+    programs = [block.code for block in shown if block.language == "python"]
+    assert programs
+    for number, code in enumerate(programs):
+        (folder / f"shown_{number}.py").write_text(code)
     return folder
 
 
