@@ -1,10 +1,12 @@
-"""How fast a checkpoint is exported for Hugging Face, beside copying its files, and in what memory.
+"""How fast a checkpoint is exported and imported, beside copying its files, and in what memory.
 
     .venv/bin/python -m benchmarks.exporting --dir /tmp --gb 2
 
-Each round copies the checkpoint's files (`cp` and fsync of each), and exports it, as it is and as
-bfloat16, in a process of its own that may have no more memory than --memory-mb (RLIMIT_DATA, which
-counts what threads may use of their stacks: 1 MiB here); another one begins each time. Before each
+Each round copies the checkpoint's files (`cp` and fsync of each), exports it for Hugging Face, as
+it is and as bfloat16, and for torch.distributed.checkpoint, and imports it from these and from a
+file of torch.save. Each is a process of its own that may have no more memory than --memory-mb
+(RLIMIT_DATA, which counts what threads may use of their stacks: 1 MiB here), and 1 GiB for torch
+where that is needed; an import may have --imports-mb. Another one begins each time. Before each
 the files are put out of the page cache, but on storage in memory. A rate is the checkpoint's bytes
 by the seconds, which do not count the start of the process.
 """
@@ -28,22 +30,31 @@ import torch
 
 import dist_ckpt as dc
 from benchmarks.averaging import forget
+from dist_ckpt.interop import dcp_export, hf
 
 TENSORS = 16
 RANKS = 4
 
-# Its arguments: the most memory, the source, the folder, the dtype. Torch's own memory, and its
-# import, are no part of what is measured.
-EXPORT = """
+# Its arguments: the most memory, the source, the target, what to do. Torch's own memory is no part
+# of the limit, and its import none of the time.
+PROGRAM = """
 import resource, sys, threading, time
-from dist_ckpt.interop import hf
-limit, dtype = int(sys.argv[1]), sys.argv[4] or None
-if dtype:
+limit, what = int(sys.argv[1]), sys.argv[4]
+from dist_ckpt.interop import hf, imports
+if what == "bfloat16":
     import dist_ckpt.memory.casting
+if what == "for dcp":
+    from dist_ckpt.interop import dcp_export
 threading.stack_size(1 << 20)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 start = time.monotonic()
-hf.export_folder(sys.argv[2], sys.argv[3], dtype=dtype)
+match what.split():
+    case ["for", "dcp"]:
+        dcp_export.export_folder(sys.argv[2], sys.argv[3])
+    case ["from", kind]:
+        getattr(imports, f"from_{kind}")(sys.argv[2], sys.argv[3])
+    case [dtype]:
+        hf.export_folder(sys.argv[2], sys.argv[3], dtype=None if dtype == "for_hf" else dtype)
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(time.monotonic() - start, peak)
 """
@@ -57,27 +68,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dir", default=tempfile.gettempdir())
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--memory-mb", type=int, default=200)
+    parser.add_argument("--imports-mb", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="exporting-") as folder:
         source, target = _save(Path(folder), args.gb), Path(folder, "target")
         files = [file for file in source.rglob("*") if file.is_file()]
         nbytes = sum(file.stat().st_size for file in files)
-        export = partial(_export, args.memory_mb * 10**6, source, target)
+        foreign = _foreign(source, Path(folder))
+        files += [file for one in foreign.values() for file in (one, *one.rglob("*"))]
+        little = args.memory_mb * 10**6
         works: dict[str, Callable[[], tuple[float, int]]] = {
             "copy": partial(_copy, source, target),
-            "export": partial(export, ""),
-            # Converting needs torch, which has several hundreds of MB of its own.
-            "bfloat16": partial(
-                _export, args.memory_mb * 10**6 + (1 << 30), source, target, "bf16"
-            ),
+            "for_hf": partial(_run, little, source, target, "for_hf"),
+            "bfloat16": partial(_run, little + (1 << 30), source, target, "bfloat16"),
+            "for dcp": partial(_run, little + (1 << 30), source, target, "for dcp"),
+            **{
+                f"from {kind}": partial(_run, args.imports_mb * 10**6, one, target, f"from {kind}")
+                for kind, one in foreign.items()
+            },
         }
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in works}
         for number in range(args.rounds):
             turns = deque(works.items())
             turns.rotate(number)
             for name, work in turns:
-                forget(files)
+                forget([file for file in files if file.is_file()])
                 found[name].append(work())
                 shutil.rmtree(target)
         print(f"{nbytes / 1e9:.2f} GB of {RANKS} ranks in {args.dir}")
@@ -86,9 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rate = f"{nbytes / median / 1e9:.2f} GB/s"
             peak = max(peak for _, peak in found[name])
             shown = f", {peak / 1e6:.0f} MB of memory" if peak else ""
-            print(
-                f"{name:8} {median:7.3f} s  {rate:10} {medians['copy'] / median:.2f} of copy{shown}"
-            )
+            ratio = medians["copy"] / median
+            print(f"{name:10} {median:7.3f} s  {rate:10} {ratio:.2f} of copy{shown}")
 
 
 def _save(folder: Path, gb: float) -> Path:
@@ -99,6 +114,17 @@ def _save(folder: Path, gb: float) -> Path:
     dc.reshard(folder / "one", folder / "source", world_size=RANKS)
     shutil.rmtree(folder / "one")
     return folder / "source"
+
+
+def _foreign(source: Path, folder: Path) -> dict[str, Path]:
+    """Return the same tensors as other systems write them."""
+    places = {"hf": folder / "hf", "dcp": folder / "dcp", "torch": folder / "a.pt"}
+    hf.export_folder(source, places["hf"])
+    dcp_export.export_folder(source, places["dcp"])
+    state: dict[str, object] = {}
+    dc.load(state, source)
+    torch.save(state, places["torch"])  # noqa: TID251 - it is what users have
+    return places
 
 
 def _copy(source: Path, target: Path) -> tuple[float, int]:
@@ -113,8 +139,8 @@ def _copy(source: Path, target: Path) -> tuple[float, int]:
     return time.monotonic() - start, 0
 
 
-def _export(limit: int, source: Path, target: Path, dtype: str) -> tuple[float, int]:
-    command = [sys.executable, "-c", EXPORT, str(limit), str(source), str(target), dtype]
+def _run(limit: int, source: Path, target: Path, what: str) -> tuple[float, int]:
+    command = [sys.executable, "-c", PROGRAM, str(limit), str(source), str(target), what]
     seconds, peak = subprocess.run(
         command, check=True, capture_output=True, text=True
     ).stdout.split()

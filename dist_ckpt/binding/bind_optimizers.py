@@ -175,7 +175,9 @@ def _bind_shared(
 ) -> None:
     """Ask for the state that is under no parameter. Saved without any state it is dropped."""
     live = held.shared()
-    names = {key: name for key, name in requests.children(state) if saved and key not in saved}
+    # Numbers are keys there, and names here.
+    children = requests.children(state) if saved else ()
+    names = {key: name for key, name in children if str(key) not in saved}
     found: dict[PathKey, Value] = {}
     for key, name in names.items():
         tree = read_value(live[key], name) if key in live else None

@@ -6,7 +6,7 @@ unpickled: see `restricted_pickle.py`. The format: torch/distributed/checkpoint/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,7 +16,7 @@ from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.foreign import restricted_pickle
 from dist_ckpt.foreign.nested_state import Nested, Path, joined
 from dist_ckpt.foreign.stand_ins import Maker, PickledRecord, Unknown, record_maker, remedied, shown
-from dist_ckpt.foreign.torch_files import Archive, is_file, whole_file
+from dist_ckpt.foreign.torch_files import Archive, is_file, opened_file, whole_file
 from dist_ckpt.foreign.torch_pickles import TABLE as OF_TORCH
 from dist_ckpt.foreign.torch_pickles import TensorView
 from dist_ckpt.foreign.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
@@ -112,7 +112,7 @@ def add_folder(
     path = f"{folder}/{METADATA}"
     try:
         data = whole_file(storage, path, MAX_METADATA_NBYTES)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         raise no_metadata(storage, folder) from None
     metadata = restricted_pickle.read(data, _TABLE, path, keep_unknown=keep_unknown)
     contents = _MetadataContents(path, metadata)
@@ -123,7 +123,8 @@ def add_folder(
         for fqn, (_, shape) in contents.tensors.items()
     }
     wanted = {fqn for fqn, name in names.items() if not found.leaves_out(name)}
-    items = [item for item in contents.items if item.fqn in wanted]
+    tied = contents.tied(wanted)
+    items = [item for item in contents.items if item.fqn in wanted and item.fqn not in tied]
     for archive, item in _archives(storage, folder, items):
         value = archive.read()
         if item.region is None:
@@ -131,6 +132,9 @@ def add_folder(
         else:
             chunks[item.fqn].append(_chunk(contents, item, archive, value, folder))
     for fqn, (dtype, shape) in contents.tensors.items():
+        if fqn in tied:
+            found.add_alias(paths[fqn], names[tied[fqn]])
+            continue
         if fqn in wanted and not chunks[fqn]:
             raise CorruptError(f"{path}: it has no part of {fqn}; use another checkpoint")
         tensor = ForeignTensor(names[fqn], dtype, shape, tuple(chunks[fqn]))
@@ -174,8 +178,8 @@ def _archives(storage: Storage, folder: str, items: list[_Item]) -> Iterator[tup
     for name, group in groupby(ordered, key=lambda item: item.place.file):
         some, path = [*group], f"{folder}/{name}"
         try:
-            file = storage.open(path)
-        except (FileNotFoundError, NotADirectoryError):
+            file = opened_file(storage, path)
+        except FileNotFoundError:
             raise NotFoundError(
                 f"{path}: there is no such file, and {METADATA} says that "
                 f"{some[0].fqn} lies in it; copy it there, or use another checkpoint"
@@ -205,6 +209,21 @@ class _MetadataContents:
         planned = fields.get("planner_data")
         nested = planned if isinstance(planned, dict) else {}
         self.paths = {fqn: _path_of(fqn, nested.get(fqn)) for fqn in entries}
+
+    def tied(self, wanted: Collection[str]) -> dict[str, str]:
+        """Return which tensors are others, by name: all that is wanted of them lies in one place.
+
+        DCP itself writes each one; an export of ours ties them like this.
+        """
+        places: dict[str, list[tuple[Region, _ItemPlace]]] = {}
+        for item in self.items:
+            if item.region is not None and item.fqn in wanted:
+                places.setdefault(item.fqn, []).append((item.region, item.place))
+        first: dict[object, str] = {}
+        for fqn, own in places.items():
+            first.setdefault((self.tensors[fqn], *own), fqn)
+        told = ((fqn, first[self.tensors[fqn], *own]) for fqn, own in places.items())
+        return {fqn: other for fqn, other in told if fqn != other}
 
     def _add(self, fqn: str, entry: object) -> None:
         if isinstance(entry, PickledRecord) and entry.name == "BytesStorageMetadata":

@@ -72,7 +72,7 @@ def latest(storage: Storage, path: str) -> str:
 def _check_about(storage: Storage, folder: str) -> None:
     try:
         text = whole_file(storage, f"{folder}/{ABOUT}", _MAX_TEXT_NBYTES)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         raise NotFoundError(
             f"{folder}/{ABOUT}: there is no such file, so {folder} is no checkpoint of Megatron's "
             f"dist checkpointing; check the path"

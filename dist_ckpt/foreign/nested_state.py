@@ -130,6 +130,16 @@ class Nested:
         except ValueError as error:
             raise CorruptError(f"{self._what}: {fqn[:100] or 'the state'}: {error}") from None
 
+    def add_top(self, state: Mapping[Any, object], pickled: Pickled) -> None:
+        """Add all of a state, of which its dict is the top, also if no tensor is in it."""
+        if _holds_tensors(state, {}, 0):
+            self.add((), state, pickled)
+            return
+        for key, value in state.items():
+            if type(key) not in (str, int):
+                raise self._refused("", f"a dict with {_key(key)}")
+            self.add((key,), value, pickled)
+
     def add_tensor(self, path: Path, tensor: ForeignTensor) -> None:
         """Add a tensor that lies in files in parts."""
         if not self.leaves_out(tensor.fqn):
@@ -175,6 +185,8 @@ class Nested:
         fqn = joined(path)
         if fqn in self._paths:
             raise self._refused(fqn, "the name of two things: rename one")
+        if path:
+            self._check_text(fqn, joined(path[:-1]))
         self._paths[fqn] = path
 
     def _chosen(self, fqn: str, value: object, depth: int) -> object:
@@ -202,7 +214,7 @@ class Nested:
             raise self._refused(fqn, f"a {type(value).__name__} that holds tensors")
         for key in entries:
             if type(key) not in (str, int):
-                raise self._refused(fqn, f"a container with keys of {type(key).__name__}")
+                raise self._refused(fqn, f"a container with {_key(key)}")
         self._nodes.append(Node(fqn, kind, tuple(entries)))
         for key, child in entries.items():
             self._check_name(join(fqn, key), fqn)
@@ -234,10 +246,13 @@ class Nested:
         return made
 
     def _check_name(self, fqn: str, above: str) -> None:
-        if len(fqn) > MAX_FQN_CHARS or not is_text(fqn) or not fqn.removeprefix(f"{above}."):
-            raise self._refused(fqn[:100] or "''", "a name that is empty, too long or no text")
+        self._check_text(fqn, above)
         if fqn in self.tensors or fqn in self._values or fqn in self._aliases:
             raise self._refused(fqn, "the name of two things: rename one")
+
+    def _check_text(self, fqn: str, above: str) -> None:
+        if len(fqn) > MAX_FQN_CHARS or not is_text(fqn) or not fqn.removeprefix(f"{above}."):
+            raise self._refused(fqn[:100] or "''", "a name that is empty, too long or no text")
 
     def _refused(self, fqn: str, why: str) -> IncompatibleError:
         return IncompatibleError(
@@ -250,6 +265,8 @@ def _unknown_in(value: object, fqn: str, depth: int) -> tuple[str, Unknown] | No
     _check_depth(depth)
     if isinstance(value, Unknown):
         return fqn, value
+    if isinstance(value, NumpyArray) and value.value is None:
+        return fqn, Unknown("an array of numpy's of objects or text, or one that lies in columns")
     if isinstance(value, Mapping):
         keys = (key for key in value if isinstance(key, Unknown))
         if (unknown := next(keys, None)) is not None:
@@ -260,6 +277,10 @@ def _unknown_in(value: object, fqn: str, depth: int) -> tuple[str, Unknown] | No
         inner = ((fqn, child) for child in others)
     found = (_unknown_in(child, name, depth + 1) for name, child in inner)
     return next((one for one in found if one is not None), None)
+
+
+def _key(key: object) -> str:
+    return key.name if isinstance(key, Unknown) else f"keys of {type(key).__name__}"
 
 
 def _check_depth(depth: int) -> None:

@@ -183,8 +183,15 @@ class _Machine:
         if not isinstance(target, dict) or len(items) % 2:
             raise TypeError("keys for what is no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
+            target[self._hashable(key)] = value
+
+    def _hashable(self, key: object) -> object:
+        """Return a key of a dict, or what names it where that is told of by its place."""
+        if not self._keep_unknown:
             _check_hashed(key)
-            target[key] = value
+        elif not _is_hashed(key):
+            return Unknown(f"the key {shown(key)}")
+        return key
 
     def set_item(self) -> None:
         value = self._stack.pop()
@@ -283,10 +290,14 @@ def _first_unknown(parts: tuple[object, ...]) -> Unknown | None:
     return next((part for part in parts if isinstance(part, Unknown)), None)
 
 
+def _is_hashed(key: object) -> bool:
+    if type(key) is int:
+        return key.bit_length() <= 64
+    return type(key) in _HASHED or isinstance(key, PickledRecord | Unknown)
+
+
 def _check_hashed(key: object) -> None:
-    if isinstance(key, PickledRecord | Unknown):
-        return
-    if type(key) not in _HASHED or (type(key) is int and key.bit_length() > 64):
+    if not _is_hashed(key):
         raise TypeError(f"the key {shown(key)}: only text and numbers of 64 bits are read")
 
 

@@ -13,6 +13,7 @@ from math import prod
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
 from dist_ckpt.foreign.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 from dist_ckpt.format import strict_json
+from dist_ckpt.format.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Node
@@ -32,6 +33,7 @@ MAX_INDEX_NBYTES = 256 << 20
 
 _BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
 _MOST_DIMENSIONS = 64
+MAX_NAME_CHARS = MAX_FQN_CHARS - len(f"{MODEL}.")
 
 
 def read_file(storage: Storage, path: str) -> ForeignState:
@@ -51,6 +53,8 @@ def read_folder(storage: Storage, folder: str) -> ForeignState:
         name: _file_name(file, path)
         for name, file in _object(index.get("weight_map"), f"{path}, weight_map").items()
     }
+    if not names:
+        raise CorruptError(f"{path} names no tensor; fetch it anew")
     tensors: list[ForeignTensor] = []
     gone = []
     for file in sorted(set(names.values())):
@@ -100,7 +104,26 @@ def _header_of(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict[s
     doc = _object(strict_json.parse(bytes(header).rstrip(b" "), path), path)
     metadata = _object(doc.pop("__metadata__", {}), f"{path}, __metadata__")
     _check_foreign(metadata, path)
-    return [_tensor(name, doc[name], path, 8 + nbytes, total) for name in doc], metadata
+    tensors = [_tensor(name, doc[name], path, 8 + nbytes, total) for name in doc]
+    _check_apart(tensors, path)
+    return tensors, metadata
+
+
+def _check_apart(tensors: Sequence[ForeignTensor], path: str) -> None:
+    """Raise CorruptError if two tensors have bytes in common: a short file would become long."""
+    end, last = 0, ""
+    for start, nbytes, name in sorted(map(_place_of, tensors)):
+        if nbytes and start < end:
+            raise CorruptError(
+                f"{path}: {strict_json.shown(last)} and {strict_json.shown(name)} have bytes in "
+                f"common; fetch the file anew"
+            )
+        end, last = max(end, start + nbytes), name
+
+
+def _place_of(tensor: ForeignTensor) -> tuple[int, int, str]:
+    nbytes = prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+    return tensor.chunks[0].start, nbytes, tensor.fqn
 
 
 def _check_foreign(metadata: Mapping[str, Json], path: str) -> None:
@@ -127,7 +150,7 @@ def _tensor(name: str, value: Json, path: str, start: int, total: int) -> Foreig
         )
     sizes = tuple(_numbers(shape, f"{what}, shape"))
     place = tuple(_numbers(offsets, f"{what}, data_offsets"))
-    if len(sizes) > _MOST_DIMENSIONS or len(place) != 2 or not name:
+    if len(sizes) > _MOST_DIMENSIONS or len(place) != 2 or not 0 < len(name) <= MAX_NAME_CHARS:
         raise CorruptError(f"{what}: no tensor of a safetensors file; fetch the file anew")
     first, stop = place
     if stop - first != prod(sizes) * dtype.itemsize or start + stop > total:
@@ -149,7 +172,7 @@ def _numbers(value: Json, what: str) -> Iterator[int]:
 
 
 def _file_name(value: Json, path: str) -> str:
-    if not isinstance(value, str) or not value or "/" in value or value in (".", ".."):
+    if not isinstance(value, str) or not value or {"/", "\0"} & {*value} or value in (".", ".."):
         raise CorruptError(
             f"{path} names the file {strict_json.shown(value)}: a file beside it must be meant"
         )

@@ -11,7 +11,13 @@ from contextlib import closing, contextmanager
 from math import prod
 from typing import Any
 
-from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
 from dist_ckpt.foreign import restricted_pickle
 from dist_ckpt.foreign.nested_state import Nested
 from dist_ckpt.foreign.stand_ins import PickleBudget, Unknown, remedied
@@ -45,7 +51,7 @@ def read_file(storage: Storage, path: str, selection: Selection = EVERYTHING) ->
         if all(isinstance(value, TensorView) for value in state.values()):
             state = {MODEL: dict(state)}
         found = Nested(path, selection)
-        found.add((), state, archive)
+        found.add_top(state, archive)
     return found.state()
 
 
@@ -66,9 +72,14 @@ def dict_of(archive: Archive) -> dict[Any, object]:
 def opened(storage: Storage, path: str, table: Mapping[str, object] = TABLE) -> Iterator[Archive]:
     """Open a file of torch.save, in which `table` has what may be named. NotFoundError."""
     try:
-        file = storage.open(real_path(path))
-    except (FileNotFoundError, NotADirectoryError):
+        file = opened_file(storage, path)
+    except FileNotFoundError:
         raise NotFoundError(f"{path}: there is no such file; check the path") from None
+    except CorruptError:
+        raise IncompatibleError(
+            f"{path} is no regular file, so none of torch.save: give the path of one, or say what "
+            f"a folder is (`dist-ckpt import --help` tells how)"
+        ) from None
     with closing(file):
         yield Archive(file, path, 0, file.nbytes, path, table)
 
@@ -176,18 +187,28 @@ class Archive:
         return bytes(data[:count])
 
 
+def opened_file(storage: Storage, path: str) -> ReadableFile:
+    """Open a file, through links. FileNotFoundError, also for what would be below a file."""
+    try:
+        return storage.open(real_path(path))
+    except StorageError as error:
+        if isinstance(error.__cause__, NotADirectoryError):
+            raise FileNotFoundError(path) from None
+        raise
+
+
 def is_file(storage: Storage, path: str) -> bool:
     """Say whether there is a file at a path."""
     try:
         storage.open(real_path(path)).close()
-    except (FileNotFoundError, NotADirectoryError, CheckpointError):
+    except (FileNotFoundError, CheckpointError):
         return False
     return True
 
 
 def whole_file(storage: Storage, path: str, most: int) -> bytes:
     """Return the bytes of a file. FileNotFoundError, CorruptError if it has more than `most`."""
-    with closing(storage.open(real_path(path))) as file:
+    with closing(opened_file(storage, path)) as file:
         if file.nbytes > most:
             raise CorruptError(f"{path} has {file.nbytes} bytes: too many for what it is to be")
         data = bytearray(file.nbytes)

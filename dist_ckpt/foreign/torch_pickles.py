@@ -257,11 +257,10 @@ class _NumpyDType:
 
     def set_state(self, state: object) -> None:
         """Take the order of its bytes, the second field; what follows is for fields and units."""
-        if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", "|"):
-            raise TypeError("a dtype of numpy's that is not little-endian")
-        if any(part is not None for part in state[2:5]):
-            raise TypeError("a dtype of numpy's with fields")
-        self._order = state[1]
+        if not isinstance(state, tuple) or len(state) < 5 or type(state[1]) is not str:
+            raise TypeError("a dtype of numpy's without a state")
+        # With fields, or big-endian, it is none that has a name here.
+        self._order = state[1] if all(part is None for part in state[2:5]) else ">"
 
     @property
     def code(self) -> str:
@@ -285,21 +284,23 @@ class NumpyArray:
         self.value: ArrayValue | None = None
 
     def set_state(self, state: object) -> None:
-        """Take the shape, the dtype and the bytes."""
+        """Take the shape, the dtype and the bytes; of what has no place here none."""
         match state:
             case (int(), shape, _NumpyDType() as dtype, False, bytes(data)):
                 name, sizes = _OF_NUMPY.get(dtype.code[1:]), _sizes(shape)
-                if name is None:
-                    raise TypeError(f"an array of numpy's dtype {dtype.code!r}")
+                if name is None or dtype.code[0] not in "<|":
+                    return
                 if prod(sizes) * DTYPES[name].itemsize != len(data):
                     raise ValueError("an array whose bytes are not as many as its elements")
                 self.value = ArrayValue(name, sizes, data, "numpy")
+            case (int(), _, _NumpyDType(), bool(), bytes() | list()):
+                return  # in columns, or of objects
             case _:
-                raise TypeError("an array of numpy's that is none, or lies in columns")
+                raise TypeError("an array of numpy's that is none")
 
 
 def _numpy_scalar(dtype: object, data: object) -> NumpyScalar:
-    if not isinstance(dtype, _NumpyDType) or type(data) is not bytes:
+    if not isinstance(dtype, _NumpyDType) or type(data) is not bytes or dtype.code[0] == ">":
         raise TypeError("a scalar of numpy's that is none")
     return NumpyScalar(dtype.code, data)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle  # noqa: TID251 - what DCP reads is one; written here, never read
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -18,21 +18,29 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dist_ckpt.errors import ExistsError, IncompatibleError, StorageError, listed
+from dist_ckpt.errors import IncompatibleError, StorageError, listed
+from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.interop.dcp_metadata import StoredState
-from dist_ckpt.interop.local_files import check_parent, sync_folder, temporary_beside
-from dist_ckpt.offline.rewriting import CopyProgress, DryRun
+from dist_ckpt.interop.new_folder import check_replaceable, new_folder
+from dist_ckpt.memory.buffers import Slots
+from dist_ckpt.offline.rewriting import DryRun
+from dist_ckpt.planning.plan import Wanted
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.runtime.threads import results_of
 from dist_ckpt.runtime.torch_private import DCP_VERSION, DcpStorageInfo
-from dist_ckpt.storage import open_storage
-from dist_ckpt.storage.exclusive_rename import rename_exclusively
+from dist_ckpt.storage import Storage, WritableFile, open_storage, real_path
 
 _DATA = "__0_0.distcp"
+_METADATA = ".metadata"
 
-# A larger tensor is written in parts, which are in memory one at a time.
-_PART_NBYTES = 256 << 20
+# A larger tensor is written in parts; three times as much is in memory, as windows.
+_PART_NBYTES = 32 << 20
+
+# Torch writes an archive in forty parts of some bytes each: to write them one by one takes longer
+# than all else of a small tensor.
+_HELD_NBYTES = 256 << 10
 
 
 def export_folder(
@@ -44,36 +52,45 @@ def export_folder(
     """Write the checkpoint at `source` as a folder that `dcp.load` reads; return its size in bytes.
 
     `source` may name one of a run, such as "runs/a@latest"; however it was sharded, `dcp.load`
-    reshards it on any number of ranks. Names are as `get_state_dict` has them. One process does
-    it, with some hundred MB for tensors at a time. On return the folder is durable; until then it
-    has another name, and if this raises there is none. ExistsError if something is there,
-    IncompatibleError for values per rank, which DCP has no place for, and what reading raises.
+    reshards it on any number of ranks. Names are as `get_state_dict` has them; tied tensors lie
+    there once. One process does it, with about 150 MB for tensors however large they are.
+    `progress` is called with the bytes done, and those in all.
+
+    On return the folder is durable; until then it has another name, and if this raises there is
+    none. ExistsError if something is there, IncompatibleError for values per rank, which DCP has no
+    place for, and what reading raises.
     """
     stored, metadata = _opened(source, folder)
-    tell = CopyProgress(_tensor_nbytes(metadata), progress)
-    with _new_folder(folder) as there, open(os.path.join(there, _DATA), "xb") as data:
-        places = {}
-        for key, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                places[MetadataIndex(key)] = _write(data, stored.value(key))
-                continue
-            dtype = entry.properties.dtype
-            entry.chunks = [
-                ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape))
-                for one in _parts(tuple(entry.size), dtype.itemsize)
+    target, path = open_storage(folder)
+    entries = metadata.state_dict_metadata
+    tensors = {
+        key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
+    }
+    first: dict[str, str] = {}
+    parts: list[_Part] = []
+    for key, entry in tensors.items():
+        own = [*_parts_of(key, entry)]
+        entry.chunks = [_chunk(part.region) for part in own]
+        if first.setdefault(stored.fqn(key), key) == key:
+            parts += own
+    metadata.version = DCP_VERSION
+    with new_folder(target, real_path(path), overwrite=None) as there:
+        with _DataFile(target, f"{there}/{_DATA}", sum(part.nbytes for part in parts)) as data:
+            places = {
+                MetadataIndex(key): data.put(stored.value(key))
+                for key in entries
+                if key not in tensors
+            }
+            places |= _put_parts(stored, parts, data, progress)
+        # Tied tensors are cut alike.
+        metadata.storage_data = places | {
+            MetadataIndex(key, chunk.offsets): places[
+                MetadataIndex(first[stored.fqn(key)], chunk.offsets)
             ]
-            for chunk in entry.chunks:
-                tensor = torch.empty(chunk.sizes, dtype=dtype)
-                stored.read_into(key, Region(tuple(chunk.offsets), tuple(chunk.sizes)), tensor)
-                places[MetadataIndex(key, chunk.offsets)] = _write(data, tensor)
-                tell(tensor.nbytes)
-        metadata.storage_data = places
-        metadata.version = DCP_VERSION
-        _sync(data)
-        with open(os.path.join(there, ".metadata"), "xb") as file:
-            pickle.dump(metadata, file)
-            _sync(file)
-            return data.tell() + file.tell()
+            for key, entry in tensors.items()
+            for chunk in entry.chunks
+        }
+        return data.nbytes + _put(target, f"{there}/{_METADATA}", pickle.dumps(metadata))
 
 
 def would_export(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> DryRun:
@@ -81,10 +98,16 @@ def would_export(source: str | os.PathLike[str], folder: str | os.PathLike[str])
 
     Sizes are the least: what torch.save puts around each tensor is not known before.
     """
-    _, metadata = _opened(source, folder)
-    where = _check_new(folder)
-    known = {_DATA: _tensor_nbytes(metadata), ".metadata": len(pickle.dumps(metadata))}
-    return DryRun(where, known)
+    stored, metadata = _opened(source, folder)
+    target, path = open_storage(folder)
+    check_replaceable(target, real_path(path), overwrite=None)
+    whole = {
+        stored.fqn(key): entry.size.numel() * entry.properties.dtype.itemsize
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    sizes = {_DATA: sum(whole.values()), _METADATA: len(pickle.dumps(metadata))}
+    return DryRun(real_path(path), sizes)
 
 
 def _opened(
@@ -99,64 +122,171 @@ def _opened(
     return stored, stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
 
 
-def _tensor_nbytes(metadata: Metadata) -> int:
-    tensors = [
-        one
-        for one in metadata.state_dict_metadata.values()
-        if isinstance(one, TensorStorageMetadata)
-    ]
-    return sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box of a tensor, which is an item of the file."""
+
+    key: str
+    dtype: torch.dtype
+    region: Region
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.numel * self.dtype.itemsize
 
 
-def _write(file: IO[bytes], value: object) -> DcpStorageInfo:
-    start = file.tell()
-    torch.save(value, file)  # noqa: TID251 - as DCP has it
-    return DcpStorageInfo(_DATA, start, file.tell() - start)
+def _parts_of(key: str, entry: TensorStorageMetadata) -> Iterator[_Part]:
+    """Yield a tensor as boxes, whose elements lie in order, and are easily in memory."""
+    dtype = entry.properties.dtype
+    for region in _cut(Region.whole(tuple(entry.size)), _PART_NBYTES // dtype.itemsize):
+        yield _Part(key, dtype, region)
 
 
-def _parts(shape: tuple[int, ...], itemsize: int) -> Iterator[Region]:
-    """Yield boxes of rows, of a size that is easily in memory; all of it if it has no rows."""
-    whole = Region.whole(shape)
-    if not shape or whole.numel * itemsize <= _PART_NBYTES:
-        yield whole
+def _cut(box: Region, most: int) -> Iterator[Region]:
+    """Cut a box along its first dimension that can be, until no part has more elements."""
+    if box.numel <= most:
+        yield box
         return
-    rows = max(_PART_NBYTES // (whole.numel // shape[0] * itemsize), 1)
-    for start in range(0, shape[0], rows):
-        count = min(rows, shape[0] - start)
-        yield Region((start, *whole.offset[1:]), (count, *shape[1:]))
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    rows = max(most // prod(box.shape[dim + 1 :]), 1)
+    for start in range(0, box.shape[dim], rows):
+        offset, shape = [*box.offset], [*box.shape]
+        offset[dim] += start
+        shape[dim] = min(rows, box.shape[dim] - start)
+        yield from _cut(Region(tuple(offset), tuple(shape)), most)
 
 
-@contextmanager
-def _new_folder(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Fill a folder under another name beside it, which is removed after an error."""
-    where = _check_new(path)
-    temporary = temporary_beside(where)
+def _put_parts(
+    stored: StoredState, parts: Sequence[_Part], data: _DataFile, progress: Progress | None
+) -> dict[MetadataIndex, DcpStorageInfo]:
+    places, done, nbytes = {}, 0, sum(part.nbytes for part in parts)
+    for part, tensor in _read(stored, parts):
+        places[MetadataIndex(part.key, torch.Size(part.region.offset))] = data.put(tensor)
+        done += part.nbytes
+        if progress is not None:
+            progress(done, nbytes)
+    return places
+
+
+def _chunk(region: Region) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
+
+
+def _windows(parts: Iterable[_Part]) -> Iterator[Sequence[_Part]]:
+    """Yield parts together that are read at once."""
+    window: list[_Part] = []
+    free = _PART_NBYTES
+    for part in parts:
+        if window and part.nbytes > free:
+            yield window
+            window, free = [], _PART_NBYTES
+        window.append(part)
+        free -= part.nbytes
+    if window:
+        yield window
+
+
+def _read(stored: StoredState, parts: Iterable[_Part]) -> Iterator[tuple[_Part, torch.Tensor]]:
+    """Yield parts as tensors, each until the next; a window is read while one is written."""
+    slots = Slots(_PART_NBYTES)
+    with stored.tensors() as tensors:
+
+        def read(window: Sequence[_Part]) -> tuple[Sequence[_Part], memoryview, ExitStack]:
+            lent = ExitStack()
+            memory = lent.enter_context(slots.one())
+            tensors.fetch([*_wanted(stored, window)], memory)
+            return window, memory, lent
+
+        with closing(results_of(read, _windows(parts), threads=1, waiting=1)) as ready:
+            for window, memory, lent in ready:
+                with lent:
+                    yield from zip(window, _tensors_in(memory, window), strict=True)
+
+
+def _wanted(stored: StoredState, window: Sequence[_Part]) -> Iterator[Wanted]:
+    """Yield what is read for a window: the boxes of a tensor, of which each has some, as one."""
+    boxes: dict[str, list[Region]] = {}
+    for part in window:
+        if part.nbytes:
+            boxes.setdefault(part.key, []).append(part.region)
+    for key, some in boxes.items():
+        yield stored.wanted(key)._replace(cells=tuple(some))
+
+
+def _tensors_in(memory: memoryview, window: Sequence[_Part]) -> Iterator[torch.Tensor]:
+    start = 0
+    for part in window:
+        if part.nbytes:
+            flat = torch.frombuffer(memory, dtype=part.dtype, count=part.region.numel, offset=start)
+            yield flat.view(part.region.shape)
+        else:
+            yield torch.empty(part.region.shape, dtype=part.dtype)
+        start += part.nbytes
+
+
+class _DataFile:
+    """The file of all items, each an archive of torch.save; durable after the `with`."""
+
+    def __init__(self, storage: Storage, path: str, nbytes: int) -> None:
+        """`nbytes` is what it will have at least."""
+        self._path = path
+        self._file: WritableFile = storage.create(path, nbytes)
+        self._failure: StorageError | None = None
+        self._held = bytearray()
+        self.nbytes = 0
+
+    def put(self, value: object) -> DcpStorageInfo:
+        """Write an item; return where it is."""
+        start = self.nbytes
+        try:
+            torch.save(value, self)  # type: ignore[arg-type]  # noqa: TID251 - as DCP has it
+        except RuntimeError:
+            # Torch tells only that something went wrong while it wrote.
+            raise self._failure or RuntimeError(f"{self._path} cannot be written") from None
+        return DcpStorageInfo(_DATA, start, self.nbytes - start)
+
+    def write(self, data: Buffer) -> int:
+        """Be a file for torch: append some bytes, of which few are held for the next call."""
+        view = memoryview(data).cast("B")
+        if len(self._held) + len(view) > _HELD_NBYTES:
+            self._write_held()
+            self._write_at(self.nbytes, view)
+        else:
+            self._held += view
+        self.nbytes += len(view)
+        return len(view)
+
+    def _write_held(self) -> None:
+        held, self._held = self._held, bytearray()
+        self._write_at(self.nbytes - len(held), held)
+
+    def _write_at(self, offset: int, data: Buffer) -> None:
+        try:
+            self._file.write_at(offset, data)
+        except StorageError as error:
+            self._failure = error
+            raise
+
+    def flush(self) -> None:
+        """Be a file for torch."""
+
+    def __enter__(self) -> _DataFile:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._write_held()
+                if self._file.finish() != self.nbytes:
+                    raise StorageError(f"{self._path} has another size than was written: try again")
+        finally:
+            self._file.discard()
+
+
+def _put(storage: Storage, path: str, data: bytes) -> int:
+    file = storage.create(path, len(data))
     try:
-        os.mkdir(temporary)
-        yield temporary
-        sync_folder(temporary)
-        rename_exclusively(temporary, where)
-        sync_folder(os.path.dirname(where))
-    except FileExistsError:
-        raise _exists(where) from None
-    except OSError as error:
-        raise StorageError(f"{where} cannot be written: {error.strerror or error}") from error
+        file.write_at(0, data)
+        return file.finish()
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _check_new(path: str | os.PathLike[str]) -> str:
-    where = os.path.abspath(os.fspath(path))
-    check_parent(where)
-    if os.path.lexists(where):
-        raise _exists(where)
-    return where
-
-
-def _exists(where: str) -> ExistsError:
-    return ExistsError(f"{where}: something is there already: choose another path, or remove it")
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        file.discard()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dist_ckpt.commit import attempts
-from dist_ckpt.config import Config
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.foreign.find import open_source
 from dist_ckpt.foreign.nested_state import Path
@@ -35,8 +34,8 @@ from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import Wanted
-from dist_ckpt.shard_io.block_reader import Reading
 from dist_ckpt.shard_io.open_files import open_files, read_objects
+from dist_ckpt.shard_io.read_windows import StoredTensors
 from dist_ckpt.state.containers import is_mapping, join
 from dist_ckpt.state.local_tensors import torch_dtype
 from dist_ckpt.state.plain_torch import make
@@ -123,14 +122,24 @@ class StoredState:
         """The names of the values per rank."""
         return [*self._catalog.per_rank]
 
-    def read_into(self, key: str, region: Region, tensor: torch.Tensor) -> None:
-        """Fill a tensor with a box of one that the metadata names. CorruptError for damage."""
-        threads = Config.from_environment().threads
-        with self._there(self._storage):
-            opened = self._open(self._storage, {key: [(region, tensor)]}, threads)
-            with closing(opened.files):
-                Reading(opened.files, opened.targets, verify=True).run(threads)
-        synchronize([tensor])
+    def fqn(self, key: str) -> str:
+        """Return the name of the tensor that has the data of one that the metadata names."""
+        fqn = self._tensors[key]
+        return self._catalog.aliases.get(fqn, fqn)
+
+    def wanted(self, key: str) -> Wanted:
+        """Return what says which tensor to read, and nothing of it yet."""
+        record = self._record(key)
+        return Wanted(self.fqn(key), record.dtype, record.shape, ())
+
+    @contextmanager
+    def tensors(self) -> Iterator[StoredTensors]:
+        """Open the tensors, to be read a part at a time. NotFoundError if they go meanwhile."""
+        with (
+            self._there(self._storage),
+            closing(StoredTensors(self._storage, self._folder, self._index)) as tensors,
+        ):
+            yield tensors
 
     def fill(
         self,
@@ -180,8 +189,7 @@ class StoredState:
         return OwnFiles(files, targets)
 
     def _record(self, key: str) -> TensorRecord:
-        fqn = self._tensors[key]
-        return self._catalog.tensors[self._catalog.aliases.get(fqn, fqn)]
+        return self._catalog.tensors[self.fqn(key)]
 
 
 class _PlannedReads:

@@ -24,12 +24,13 @@ _log = logging.getLogger("dist_ckpt")
 
 
 @contextmanager
-def new_folder(storage: Storage, path: str, *, overwrite: bool) -> Iterator[str]:
+def new_folder(storage: Storage, path: str, *, overwrite: bool | None) -> Iterator[str]:
     """Yield a folder to write files into, durably; it is at `path` when the `with` has ended well.
 
     Until then it has another name, beside that one; after an error it is removed. An empty folder
     at `path` is replaced, and with `overwrite` one that an export has made: other files in it, such
-    as a config.json, are in the new one as well. ExistsError if something else is there.
+    as a config.json, are in the new one as well. `overwrite` is None for what is never replaced.
+    ExistsError if something else is there.
     """
     check_replaceable(storage, path, overwrite=overwrite)
     temporary = temporary_beside(path)
@@ -50,12 +51,12 @@ def new_folder(storage: Storage, path: str, *, overwrite: bool) -> Iterator[str]
     _remove(storage, temporary)  # after an exchange, what was there before
 
 
-def check_replaceable(storage: Storage, path: str, *, overwrite: bool) -> tuple[str, ...]:
+def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) -> tuple[str, ...]:
     """Return which files of a folder at `path` are to stay. ExistsError if it must not be replaced.
 
     With `overwrite` a folder may be whose safetensors files are all of exports: the others stay.
     """
-    if type(overwrite) is not bool:
+    if not isinstance(overwrite, bool | None):
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     check_parent(path)
     try:
@@ -65,9 +66,10 @@ def check_replaceable(storage: Storage, path: str, *, overwrite: bool) -> tuple[
     except NotADirectoryError:
         raise ExistsError(f"{path} is no folder: choose another path") from None
     if entries and not overwrite:
+        remedy = "replace it (overwrite=True, on the command line --overwrite)"
         raise ExistsError(
-            f"{path}: something is there already: choose another path, or replace it "
-            "(overwrite=True, on the command line --overwrite)"
+            f"{path}: something is there already: choose another path, or "
+            f"{'remove it' if overwrite is None else remedy}"
         )
     others = [one.name for one in entries if one.kind != "file"]
     ours = [one.name for one in entries if one.name.endswith(safetensors_files.SUFFIX)]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dist_ckpt as dc
@@ -74,9 +78,10 @@ def test_what_dcp_loads_is_what_was_saved(
 def test_what_is_there_stays(tmp_path: Path) -> None:
     dc.save({"w": torch.ones(2)}, tmp_path / "ours")
     (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / "mine").write_text("x")
     with pytest.raises(ExistsError, match="choose another path"):
         export_folder(tmp_path / "ours", tmp_path / "dcp")
-    assert [*(tmp_path / "dcp").iterdir()] == []
+    assert [one.name for one in (tmp_path / "dcp").iterdir()] == ["mine"]
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
@@ -88,6 +93,55 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CorruptError):
         export_folder(tmp_path / "ours", tmp_path / "dcp")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["ours"]
+
+
+def test_tied_tensors_lie_there_once_and_are_tied_again(tmp_path: Path) -> None:
+    table = torch.randn(1000, 8)
+    dc.save({"model": {"embed": table, "head": table, "own": table.clone()}}, tmp_path / "ours")
+    nbytes = export_folder(tmp_path / "ours", tmp_path / "dcp")
+    assert nbytes < 2.5 * table.nbytes
+    state = {"model": {name: torch.zeros(1000, 8) for name in ("embed", "head", "own")}}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    assert all(torch.equal(one, table) for one in state["model"].values())
+    imports.from_dcp(tmp_path / "dcp", tmp_path / "back")
+    with dc.open(tmp_path / "back") as found:
+        assert dict(found.index.catalog.aliases) == {"model.head": "model.embed"}
+        assert [*found.index.catalog.tensors] == ["model.embed", "model.own"]
+    imports.from_dcp(tmp_path / "dcp", tmp_path / "one", exclude="model.embed")
+    with dc.open(tmp_path / "one") as found:
+        assert sorted(found.tensors) == ["model.head", "model.own"]
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 40), (2, 30), (24,), ()])
+def test_a_tensor_is_cut_whatever_its_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(dcp_export, "_PART_NBYTES", 32)
+    saved = torch.randn(shape, dtype=torch.float64)
+    dc.save({"w": saved}, tmp_path / "ours")
+    export_folder(tmp_path / "ours", tmp_path / "dcp")
+    chunks = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata["w"]
+    assert isinstance(chunks, TensorStorageMetadata)
+    assert all(chunk.sizes.numel() <= 4 for chunk in chunks.chunks)
+    state = {"w": torch.zeros(shape, dtype=torch.float64)}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    assert torch.equal(state["w"], saved)
+
+
+def test_a_disk_that_fills_up_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    dc.save({"w": torch.ones(1 << 20), "v": [1, "x" * 100_000]}, tmp_path / "ours")
+    # A limit of a file's size stands for the disk: it needs no rights. The first is met when room
+    # is reserved, the second by torch in the middle of a tensor.
+    command = f"{sys.executable} -m dist_ckpt export --format dcp {tmp_path}/ours {tmp_path}/dcp"
+    for most in (1 << 20, 4_250_000):
+        limited = f"ulimit -f {most // 512}; exec {command}"
+        done = subprocess.run(
+            ["/bin/sh", "-c", limited], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 5, done.stderr
+        assert re.search(r"tmp/__0_0\.distcp: File too large .*ulimit -f", done.stderr)
+        assert "Traceback" not in done.stderr
+        assert [one.name for one in tmp_path.iterdir()] == ["ours"]
 
 
 def test_values_of_each_rank_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,0 +1,255 @@
+"""Bad input at every door of an import: refused by name, with what to do, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import dist_ckpt as dc
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.interop import imports
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
+
+
+class Calls:
+    """What is pickled as a call."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+# --- a value in a pickle, at each door --------------------------------------------------------
+
+
+def at_torch(value: object, folder: Path) -> Path:
+    torch.save({"w": torch.ones(2), "x": value}, folder / "a.pt")
+    return folder / "a.pt"
+
+
+def at_dcp(value: object, folder: Path) -> Path:
+    dcp.save({"w": torch.ones(2), "x": value}, checkpoint_id=folder / "dcp")
+    return folder / "dcp"
+
+
+def at_lightning(value: object, folder: Path) -> Path:
+    state = {"pytorch-lightning_version": "2.6", "state_dict": {"w": torch.ones(2)}, "x": value}
+    torch.save(state, folder / "a.ckpt")
+    return folder / "a.ckpt"
+
+
+def at_accelerate(value: object, folder: Path) -> Path:
+    torch.save({"x": value}, folder / "custom_checkpoint_0.pkl")
+    return folder
+
+
+def at_deepspeed(value: object, folder: Path) -> Path:
+    state = {"module": {"w": torch.ones(2)}, "x": value}
+    torch.save(state, folder / "mp_rank_00_model_states.pt")
+    return folder
+
+
+def at_megatron(value: object, folder: Path) -> Path:
+    shutil.copytree(GOLDEN / "megatron" / "made", folder, dirs_exist_ok=True)
+    torch.save({"iteration": 1, "x": value}, folder / "common.pt")
+    return folder
+
+
+DOORS: dict[str, tuple[Callable[[object, Path], Path], Callable[..., Any]]] = {
+    "torch": (at_torch, imports.from_torch),
+    "dcp": (at_dcp, imports.from_dcp),
+    "lightning": (at_lightning, imports.from_lightning),
+    "accelerate": (at_accelerate, imports.from_accelerate),
+    "deepspeed": (at_deepspeed, imports.from_deepspeed),
+    "megatron": (at_megatron, imports.from_megatron),
+}
+
+
+def objects(*values: object) -> np.ndarray:
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
+
+
+def values_of(marker: Path) -> dict[str, object]:
+    """Return what cannot be imported: most of it would make the file `marker`."""
+    command = f"touch {marker}"
+    python = f"__import__('os').system({command!r})"
+    by_torch = torch._tensor._rebuild_from_type_v2
+    return {
+        "a command": Calls(os.system, (command,)),
+        "an expression": Calls(eval, (python,)),
+        "a storage of pickles": Calls(torch.storage._load_from_bytes, (b"abc",)),
+        "a tensor by a command": Calls(by_torch, (os.system, torch.Tensor, (command,), {})),
+        "a key that is a tuple": {"x": {(1, 2): 3}},
+        "a key that is a fraction": {0.5: 1},
+        "an array of commands": objects(Calls(os.system, (command,)), 1),
+        "an array of objects": objects({}, 1),
+        "an array of text": np.array(["a", "b"]),
+        "an array of times": np.array(["2026-01-01"], dtype="datetime64[s]"),
+        "an array in columns": np.asfortranarray(np.arange(6).reshape(2, 3)),
+        "a big-endian array": np.arange(3, dtype=">i4"),
+        "an array of records": np.zeros(2, dtype=[("a", "i4")]),
+    }
+
+
+@pytest.mark.parametrize("name", values_of(Path("x")))
+@pytest.mark.parametrize("door", DOORS)
+def test_a_value_that_is_no_plain_data_is_named_and_can_be_left_out(
+    door: str, name: str, tmp_path: Path
+) -> None:
+    make, call = DOORS[door]
+    marker, folder = tmp_path / "ran", tmp_path / "made"
+    folder.mkdir()
+    made = make(values_of(marker)[name], folder)
+    with pytest.raises(IncompatibleError, match=r"names .*--exclude \S*x\b") as error:
+        call(made, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    excluded = str(error.value).partition("exclude='")[2].partition("'")[0]
+    # What is left of a folder of accelerate then is nothing: that is said.
+    if door != "accelerate":
+        call(made, tmp_path / "ours", exclude=excluded)
+    assert not marker.exists()
+
+
+# --- files of torch.save ------------------------------------------------------------------------
+
+
+def test_a_file_without_tensors_is_imported(tmp_path: Path) -> None:
+    saved = {"epoch": 3, "names": ["a", {"b": (1, 2)}], 5: None}
+    torch.save(saved, tmp_path / "a.pt")
+    imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+    found: dict[Any, Any] = {}
+    dc.load(found, tmp_path / "ours")
+    assert found == saved
+    torch.save({(1, 2): 3}, tmp_path / "b.pt")
+    with pytest.raises(IncompatibleError, match=r"b\.pt: the state is a dict with the key a tuple"):
+        imports.from_torch(tmp_path / "b.pt", tmp_path / "other")
+
+
+@pytest.mark.parametrize("door", [name for name in DOORS if name not in ("dcp", "megatron")])
+def test_a_name_that_no_checkpoint_has_is_said(door: str, tmp_path: Path) -> None:
+    make, call = DOORS[door]
+    made = make({"x" * 5000: torch.ones(1)}, tmp_path)
+    with pytest.raises(IncompatibleError, match="empty, too long or no text"):
+        call(made, tmp_path / "ours")
+
+
+def test_names_of_dcp_are_bounded_too(tmp_path: Path) -> None:
+    dcp.save({"x" * 5000: torch.ones(1)}, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(IncompatibleError, match=r"dcp: xxx.*too long"):
+        imports.from_dcp(tmp_path / "dcp", tmp_path / "ours")
+
+
+def test_a_folder_is_no_file_of_torch_save(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for call in (imports.from_torch, imports.from_lightning):
+        with pytest.raises(IncompatibleError, match=r"folder is no regular file.*import --help"):
+            call(tmp_path / "folder", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_below_a_file_is_not_there(door: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "a.pt")
+    below = tmp_path / "a.pt" / "below"
+    with pytest.raises(NotFoundError, match=r"a\.pt/below"):
+        DOORS[door][1](below, tmp_path / "ours")
+
+
+def test_files_of_dcp_may_be_links(tmp_path: Path) -> None:
+    """As what is downloaded from a hub is."""
+    made = at_dcp(5, tmp_path)
+    for name in (".metadata", "__0_0.distcp"):
+        (made / name).rename(tmp_path / f"held{name}")
+        (made / name).symlink_to(tmp_path / f"held{name}")
+    assert imports.from_dcp(made, tmp_path / "ours").num_tensors == 1
+    (made / "__0_0.distcp").unlink()
+    (made / "__0_0.distcp").symlink_to("/dev/zero")
+    with pytest.raises(CorruptError, match="/dev/zero"):
+        imports.from_dcp(made, tmp_path / "other")
+
+
+# --- safetensors --------------------------------------------------------------------------------
+
+
+def entry(start: int, stop: int, **changes: object) -> dict[str, object]:
+    return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop], **changes}
+
+
+OVERLAPPING = {
+    "the same": ({"a": entry(0, 8), "b": entry(0, 8)}, r"'a' and 'b' have bytes in common"),
+    "a part": ({"a": entry(4, 8), "b": entry(0, 5)}, r"'b' and 'a' have"),
+    "one in another": ({"a": entry(0, 16), "b": entry(2, 3), "c": entry(9, 10)}, r"'a' and 'b'"),
+    "a long name": ({"x" * 4091: entry(0, 8)}, "no tensor of a safetensors file"),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_a_header_that_makes_much_of_little_is_refused(name: str, tmp_path: Path) -> None:
+    doc, message = OVERLAPPING[name]
+    header = json.dumps(doc).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    for call in (imports.from_hf, lambda source, _: dc.load({}, source)):
+        with pytest.raises(CorruptError, match=message):
+            call(path, tmp_path / "ours")
+
+
+def test_neighbours_and_empty_tensors_have_nothing_in_common(tmp_path: Path) -> None:
+    doc = {"a": entry(0, 8), "b": entry(8, 16), "c": entry(4, 4), "d": entry(0, 0)}
+    header = json.dumps(doc).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    assert imports.from_hf(tmp_path / "a.safetensors", tmp_path / "ours").num_tensors == 4
+
+
+FILES = ["../out.safetensors", "../../etc/passwd", "/etc/passwd", "a\0b", "..", ".", "", "x/../m"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_index_names_files_beside_it_only(file: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "out.safetensors")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(CorruptError, match=r"index\.json names the file .* a file beside it"):
+        imports.from_hf(folder, tmp_path / "ours")
+
+
+def test_an_index_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(CorruptError, match=r"index\.json names no tensor"):
+        imports.from_hf(tmp_path, tmp_path / "ours")
+
+
+# --- many ---------------------------------------------------------------------------------------
+
+
+def test_memory_is_bounded_by_what_a_file_names(tmp_path: Path) -> None:
+    """A thousand shapes of 2**40 elements in a file of some hundred kB take nothing."""
+    expanded = torch.ones(1).expand(1 << 40)
+    torch.save({f"w{n}": expanded for n in range(1000)}, tmp_path / "a.pt")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="w0 is expanded"):
+            imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
