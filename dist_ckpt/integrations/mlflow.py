@@ -15,13 +15,14 @@ def log_to_mlflow(run_id: str, *, client: MlflowClient | None = None) -> Referen
     """Return an `on_commit` that puts references down in a run of MLflow's; see `ReferenceLog`.
 
     Each is an artifact `checkpoints/step-00000500.json`; the newest is in the tags
-    `dist_ckpt.path`, `dist_ckpt.step` and `dist_ckpt.digest` as well, for searches. No weights are
-    uploaded. `client` is None for MLflow's tracking URI of now. `run_id` is that of rank 0's run.
+    `checkpoint.path`, `checkpoint.step` and `checkpoint.digest` as well, for searches. No weights
+    are uploaded. `client` is None for MLflow's tracking URI of now. `run_id` is that of rank 0's
+    run.
     """
-    return ReferenceLog(_Run(run_id, MlflowClient() if client is None else client))
+    return ReferenceLog(_MlflowRun(run_id, MlflowClient() if client is None else client))
 
 
-class _Run:
+class _MlflowRun:
     name = "MLflow"
 
     def __init__(self, run_id: str, client: MlflowClient) -> None:
@@ -32,4 +33,4 @@ class _Run:
         file = f"checkpoints/step-{reference.step or 0:08}.json"
         self._client.log_dict(self._run_id, record, file)
         for name in ("path", "step", "digest"):
-            self._client.set_tag(self._run_id, f"dist_ckpt.{name}", str(record[name]))
+            self._client.set_tag(self._run_id, f"checkpoint.{name}", str(record[name]))

@@ -1,6 +1,6 @@
 """torchtitan: a checkpoint manager that a trainer's configuration names.
 
-config.checkpoint = RunManager.Config(enable=True, interval=500, keep_latest_k=3)
+config.checkpoint = RunCheckpointer.Config(enable=True, interval=500, keep_latest_k=3)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dist_ckpt.state.wrappers import RNG, PerRank
 _OWN = {"model", "optim", "lr_scheduler", "dataloader", "rng"}
 
 
-class RunManager(BaseCheckpointManager):  # type: ignore[misc]  # it has no types
+class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no types
     """Saves a torchtitan trainer's run as `dc.Checkpointer` does, and resumes it.
 
     A checkpoint has the model's parts, the optimizers, the schedulers, the trainer's own state, the
@@ -57,11 +57,11 @@ class RunManager(BaseCheckpointManager):  # type: ignore[misc]  # it has no type
             BaseCheckpointManager.Config.__post_init__(self)
             for name, instead in _REFUSED.items():
                 if getattr(self, name):
-                    raise ValueError(f"RunManager does not take checkpoint.{name}: {instead}")
+                    raise ValueError(f"RunCheckpointer does not take checkpoint.{name}: {instead}")
             if self.export_dtype != "float32":
                 raise ValueError(
-                    "RunManager does not take checkpoint.export_dtype: every checkpoint is as the "
-                    "run has it; dist-ckpt export --dtype converts one"
+                    "RunCheckpointer does not take checkpoint.export_dtype: every checkpoint is as "
+                    "the run has it; dist-ckpt export --dtype converts one"
                 )
             if self.exclude_from_loading and not self.initial_load_path:
                 raise ValueError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle  # noqa: TID251 - what DCP reads is one; written here, never read
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -67,7 +69,7 @@ def export_folder(
         key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
     }
     first: dict[str, str] = {}
-    parts: list[_Part] = []
+    parts: list[_BoxItem] = []
     for key, entry in tensors.items():
         own = [*_parts_of(key, entry)]
         entry.chunks = [_chunk(part.region) for part in own]
@@ -123,7 +125,7 @@ def _opened(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _BoxItem:
     """A box of a tensor, which is an item of the file."""
 
     key: str
@@ -135,11 +137,11 @@ class _Part:
         return self.region.numel * self.dtype.itemsize
 
 
-def _parts_of(key: str, entry: TensorStorageMetadata) -> Iterator[_Part]:
+def _parts_of(key: str, entry: TensorStorageMetadata) -> Iterator[_BoxItem]:
     """Yield a tensor as boxes, whose elements lie in order, and are easily in memory."""
     dtype = entry.properties.dtype
     for region in _cut(Region.whole(tuple(entry.size)), _PART_NBYTES // dtype.itemsize):
-        yield _Part(key, dtype, region)
+        yield _BoxItem(key, dtype, region)
 
 
 def _cut(box: Region, most: int) -> Iterator[Region]:
@@ -157,7 +159,7 @@ def _cut(box: Region, most: int) -> Iterator[Region]:
 
 
 def _put_parts(
-    stored: StoredState, parts: Sequence[_Part], data: _DataFile, progress: Progress | None
+    stored: StoredState, parts: Sequence[_BoxItem], data: _DataFile, progress: Progress | None
 ) -> dict[MetadataIndex, DcpStorageInfo]:
     places, done, nbytes = {}, 0, sum(part.nbytes for part in parts)
     for part, tensor in _read(stored, parts):
@@ -172,9 +174,9 @@ def _chunk(region: Region) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
 
 
-def _windows(parts: Iterable[_Part]) -> Iterator[Sequence[_Part]]:
+def _windows(parts: Iterable[_BoxItem]) -> Iterator[Sequence[_BoxItem]]:
     """Yield parts together that are read at once."""
-    window: list[_Part] = []
+    window: list[_BoxItem] = []
     free = _PART_NBYTES
     for part in parts:
         if window and part.nbytes > free:
@@ -186,12 +188,14 @@ def _windows(parts: Iterable[_Part]) -> Iterator[Sequence[_Part]]:
         yield window
 
 
-def _read(stored: StoredState, parts: Iterable[_Part]) -> Iterator[tuple[_Part, torch.Tensor]]:
+def _read(
+    stored: StoredState, parts: Iterable[_BoxItem]
+) -> Iterator[tuple[_BoxItem, torch.Tensor]]:
     """Yield parts as tensors, each until the next; a window is read while one is written."""
     slots = Slots(_PART_NBYTES)
     with stored.tensors() as tensors:
 
-        def read(window: Sequence[_Part]) -> tuple[Sequence[_Part], memoryview, ExitStack]:
+        def read(window: Sequence[_BoxItem]) -> tuple[Sequence[_BoxItem], memoryview, ExitStack]:
             lent = ExitStack()
             memory = lent.enter_context(slots.one())
             tensors.fetch([*_wanted(stored, window)], memory)
@@ -203,7 +207,7 @@ def _read(stored: StoredState, parts: Iterable[_Part]) -> Iterator[tuple[_Part, 
                     yield from zip(window, _tensors_in(memory, window), strict=True)
 
 
-def _wanted(stored: StoredState, window: Sequence[_Part]) -> Iterator[Wanted]:
+def _wanted(stored: StoredState, window: Sequence[_BoxItem]) -> Iterator[Wanted]:
     """Yield what is read for a window: the boxes of a tensor, of which each has some, as one."""
     boxes: dict[str, list[Region]] = {}
     for part in window:
@@ -213,7 +217,7 @@ def _wanted(stored: StoredState, window: Sequence[_Part]) -> Iterator[Wanted]:
         yield stored.wanted(key)._replace(cells=tuple(some))
 
 
-def _tensors_in(memory: memoryview, window: Sequence[_Part]) -> Iterator[torch.Tensor]:
+def _tensors_in(memory: memoryview, window: Sequence[_BoxItem]) -> Iterator[torch.Tensor]:
     start = 0
     for part in window:
         if part.nbytes:
@@ -224,11 +228,12 @@ def _tensors_in(memory: memoryview, window: Sequence[_Part]) -> Iterator[torch.T
         start += part.nbytes
 
 
-class _DataFile:
+class _DataFile(io.RawIOBase):
     """The file of all items, each an archive of torch.save; durable after the `with`."""
 
     def __init__(self, storage: Storage, path: str, nbytes: int) -> None:
         """`nbytes` is what it will have at least."""
+        super().__init__()
         self._path = path
         self._file: WritableFile = storage.create(path, nbytes)
         self._failure: StorageError | None = None
@@ -245,7 +250,7 @@ class _DataFile:
             raise self._failure or RuntimeError(f"{self._path} cannot be written") from None
         return DcpStorageInfo(_DATA, start, self.nbytes - start)
 
-    def write(self, data: Buffer) -> int:
+    def write(self, data: Any) -> int:
         """Be a file for torch: append some bytes, of which few are held for the next call."""
         view = memoryview(data).cast("B")
         if len(self._held) + len(view) > _HELD_NBYTES:
@@ -266,9 +271,6 @@ class _DataFile:
         except StorageError as error:
             self._failure = error
             raise
-
-    def flush(self) -> None:
-        """Be a file for torch."""
 
     def __enter__(self) -> _DataFile:
         return self

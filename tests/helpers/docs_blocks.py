@@ -14,6 +14,8 @@ RUN_BY = {
     "format.md": "tests/format/test_format.py",
     "from-other-systems.md": "tests/repository/test_from_other_systems.py",
     "lightning.md": "tests/integrations/test_lightning.py",
+    "ray.md": "tests/integrations/test_ray_train.py",
+    "trackers.md": "tests/integrations/test_references.py",
     "transformers.md": "tests/integrations/test_transformers.py",
     "tutorial.md": "tests/repository/test_tutorial.py",
 }

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
-from dist_ckpt.integrations.torchtitan import RunManager
+from dist_ckpt.integrations.torchtitan import RunCheckpointer
 
 
 class Rows(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -64,7 +64,7 @@ class Trained:
         rank, size = dist.get_rank(), dist.get_world_size()
         self.dataloader = ParallelAwareDataloader(Rows(rank), rank, size, batch_size=4)
         folder: dict[str, Any] = {"enable": True, "interval": 3, "keep_latest_k": 2, **options}
-        self.checkpointer = RunManager.Config(**folder).build(
+        self.checkpointer = RunCheckpointer.Config(**folder).build(
             dataloader=self.dataloader,
             model_parts=[model],
             optimizers=self.optimizers,

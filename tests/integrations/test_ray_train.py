@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +25,23 @@ PROGRAM = ROOT / "tests" / "helpers" / "trained_by_ray.py"
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
+    return started(str(PROGRAM), str(folder), *options)
+
+
+def started(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program that starts Ray by itself."""
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'helpers'}"
     environ = {**os.environ, "PYTHONPATH": path, "RAY_TRAIN_V2_ENABLED": "1"}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0"}
     environ.pop("WORLD_SIZE", None)
-    command = [sys.executable, str(PROGRAM), str(folder), *options]
     return subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, *command],
+        env=environ,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
 
 
@@ -60,3 +71,15 @@ def test_that_ray_would_delete_checkpoints_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path / "run", "--num-to-keep", "2")
     assert done.returncode != 0
     assert "keep=dc.keep.last(2)" in done.stderr + done.stdout
+
+
+def test_the_page_leads_from_zero_to_a_resumed_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "ray.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
+    for until in (12, 20):
+        (tmp_path / "program.py").write_text(program.replace('"until": 12', f'"until": {until}'))
+        done = started("program.py", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        newest = done.stdout.splitlines()[-1]
+        assert newest.endswith(f"step-{until:08}")
+        assert dc.verify(newest).ok

@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +22,8 @@ from dist_ckpt.integrations import references
 from dist_ckpt.integrations.references import Reference, ReferenceLog, reference_of
 
 torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
 
 
 class Told:
@@ -126,7 +132,7 @@ def test_mlflow_has_each_checkpoint_and_the_newest_in_its_tags(tmp_path: Path) -
     with log_to_mlflow(run_id, client=client) as log:
         train(tmp_path / "run", log)
     tags = client.get_run(run_id).data.tags
-    assert tags["dist_ckpt.step"] == "4"
+    assert tags["checkpoint.step"] == "4"
     there = client.list_artifacts(run_id, "checkpoints")
     assert [one.path for one in there] == [f"checkpoints/step-{n:08}.json" for n in range(1, 5)]
     (file,) = (tmp_path / "kept").rglob("step-00000002.json")
@@ -134,6 +140,27 @@ def test_mlflow_has_each_checkpoint_and_the_newest_in_its_tags(tmp_path: Path) -
     loaded: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
     assert dc.load(loaded, record["path"], strict=False)
     assert not [*(tmp_path / "kept").rglob("*.safetensors")]
+
+
+@pytest.mark.slow
+def test_the_page_leads_from_zero_to_a_resumed_run(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    page = (ROOT / "docs" / "trackers.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for until in (12, 20):
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace("until=12", f"until={until}")],
+            env=environ,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        (record,) = tmp_path.rglob(f"checkpoints/step-{until:08}.json")
+        assert dc.verify(json.loads(record.read_text())["path"]).ok
 
 
 @pytest.mark.slow

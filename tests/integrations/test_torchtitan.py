@@ -112,10 +112,10 @@ def test_other_weights_begin_a_fresh_run(tmp_path: Path) -> None:
 def test_what_the_manager_does_not_do_is_refused_by_name(
     options: dict[str, Any], remedy: str
 ) -> None:
-    from dist_ckpt.integrations.torchtitan import RunManager
+    from dist_ckpt.integrations.torchtitan import RunCheckpointer
 
     with pytest.raises(ValueError, match=remedy):
-        RunManager.Config(enable=True, **options)
+        RunCheckpointer.Config(enable=True, **options)
 
 
 def test_checkpoints_of_its_own_manager_are_not_passed_over(tmp_path: Path) -> None:
