@@ -41,7 +41,7 @@ PROGRAM = """
 import resource, sys, threading, time
 limit, what = int(sys.argv[1]), sys.argv[4]
 from dist_ckpt.interop import hf, imports
-if what == "bfloat16":
+if what == "as bfloat16":
     import dist_ckpt.memory.casting
 if what == "for dcp":
     from dist_ckpt.interop import dcp_export
@@ -51,10 +51,12 @@ start = time.monotonic()
 match what.split():
     case ["for", "dcp"]:
         dcp_export.export_folder(sys.argv[2], sys.argv[3])
+    case ["for", "hf"]:
+        hf.export_folder(sys.argv[2], sys.argv[3])
+    case ["as", dtype]:
+        hf.export_folder(sys.argv[2], sys.argv[3], dtype=dtype)
     case ["from", kind]:
         getattr(imports, f"from_{kind}")(sys.argv[2], sys.argv[3])
-    case [dtype]:
-        hf.export_folder(sys.argv[2], sys.argv[3], dtype=None if dtype == "for_hf" else dtype)
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(time.monotonic() - start, peak)
 """
@@ -80,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         little = args.memory_mb * 10**6
         works: dict[str, Callable[[], tuple[float, int]]] = {
             "copy": partial(_copy, source, target),
-            "for_hf": partial(_run, little, source, target, "for_hf"),
-            "bfloat16": partial(_run, little + (1 << 30), source, target, "bfloat16"),
+            "for hf": partial(_run, little, source, target, "for hf"),
+            "as bfloat16": partial(_run, little + (1 << 30), source, target, "as bfloat16"),
             "for dcp": partial(_run, little + (1 << 30), source, target, "for dcp"),
             **{
                 f"from {kind}": partial(_run, args.imports_mb * 10**6, one, target, f"from {kind}")
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             peak = max(peak for _, peak in found[name])
             shown = f", {peak / 1e6:.0f} MB of memory" if peak else ""
             ratio = medians["copy"] / median
-            print(f"{name:10} {median:7.3f} s  {rate:10} {ratio:.2f} of copy{shown}")
+            print(f"{name:11} {median:7.3f} s  {rate:10} {ratio:.2f} of copy{shown}")
 
 
 def _save(folder: Path, gb: float) -> Path:

@@ -132,7 +132,11 @@ class Nested:
 
     def add_top(self, state: Mapping[Any, object], pickled: Pickled) -> None:
         """Add all of a state, of which its dict is the top, also if no tensor is in it."""
-        if _holds_tensors(state, {}, 0):
+        try:
+            holds_tensors = _holds_tensors(state, {}, 0)
+        except ValueError as error:
+            raise CorruptError(f"{self._what}: {error}") from None
+        if holds_tensors:
             self.add((), state, pickled)
             return
         for key, value in state.items():
@@ -232,7 +236,7 @@ class Nested:
         self.tensors[fqn] = ForeignTensor(fqn, view.dtype, view.shape, (chunk,))
 
     def _plain(self, fqn: str, value: object, budget: PickleBudget) -> object:
-        if (found := _unknown_in(value, fqn, 0)) is not None:
+        if (found := _unknown_in(value, fqn, set(), 0)) is not None:
             place, unknown = found
             raise IncompatibleError(
                 f"{self._what}: {place} {unknown}; leave it out (exclude={place!r}, on the command "
@@ -260,13 +264,19 @@ class Nested:
         )
 
 
-def _unknown_in(value: object, fqn: str, depth: int) -> tuple[str, Unknown] | None:
-    """Return what is unknown in a value, and the name by which it can be left out."""
+def _unknown_in(value: object, fqn: str, known: set[int], depth: int) -> tuple[str, Unknown] | None:
+    """Return what is unknown in a value, and the name by which it can be left out.
+
+    Each container is looked into once, however often it is in others; `known` are their ids.
+    """
     _check_depth(depth)
     if isinstance(value, Unknown):
         return fqn, value
     if isinstance(value, NumpyArray) and value.value is None:
         return fqn, Unknown("an array of numpy's of objects or text, or one that lies in columns")
+    if id(value) in known:
+        return None
+    known.add(id(value))
     if isinstance(value, Mapping):
         keys = (key for key in value if isinstance(key, Unknown))
         if (unknown := next(keys, None)) is not None:
@@ -275,7 +285,7 @@ def _unknown_in(value: object, fqn: str, depth: int) -> tuple[str, Unknown] | No
     else:
         others = value if isinstance(value, set | frozenset) else _inner(value)
         inner = ((fqn, child) for child in others)
-    found = (_unknown_in(child, name, depth + 1) for name, child in inner)
+    found = (_unknown_in(child, name, known, depth + 1) for name, child in inner)
     return next((one for one in found if one is not None), None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,21 +26,29 @@ FOUND = {"diff": output.FINDING, "request-save": output.REFUSED}
 ENDS = {"watch": ["--once"], "request-save": ["--timeout", "0"]}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the runs that the page takes for granted, and go where they are."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("runs/a", "runs/b", "sweep/x", "sweep/y"):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the runs that the page takes for granted."""
+    made = tmp_path_factory.mktemp("made")
+    for name in (made / "runs/a", made / "runs/b", made / "sweep/x", made / "sweep/y"):
         for number, step in enumerate((1000, 11000, 12000)):
             model = torch.nn.Linear(4, 4)
             optim = torch.optim.AdamW(model.parameters())
             model(torch.ones(1, 4)).sum().backward()
             optim.step()
             state = {"model": model, "optim": optim}
-            dc.save(state, f"{name}/step-{step:08}", step=step, config={"lr": number})
+            dc.save(state, name / f"step-{step:08}", step=step, config={"lr": number})
             dc.Run(name).metrics(step, {"val/loss": 1.0 / step})
         with dc.Checkpointer(name, save=dc.every(steps=1000)) as job:
             assert job.restore(state) == 12000
+    return made
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Go where those runs are, or as good as those."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -110,8 +110,16 @@ def values_of(marker: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("name", values_of(Path("x")))
-@pytest.mark.parametrize("door", DOORS)
+# Of keys DCP makes text, before it saves them.
+CASES = [
+    (door, name)
+    for door in DOORS
+    for name in values_of(Path("x"))
+    if door != "dcp" or not name.startswith("a key")
+]
+
+
+@pytest.mark.parametrize(("door", "name"), CASES)
 def test_a_value_that_is_no_plain_data_is_named_and_can_be_left_out(
     door: str, name: str, tmp_path: Path
 ) -> None:
