@@ -46,7 +46,8 @@ build() {
 run_in() {
     local container
     container=$(images from --pull=never "$1")
-    images run --isolation chroot "$container" -- "${@:2}"
+    # A name that every resolver knows: nobody tells this host that of a container.
+    images run --isolation chroot --hostname localhost "$container" -- "${@:2}"
     images rm "$container" >/dev/null
 }
 

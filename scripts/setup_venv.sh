@@ -64,7 +64,8 @@ if [ -n "$complete" ] && [ "${complete%%$'\n'*}" != "$PWD" ]; then clear=(--clea
 constraints >"$venv/constraints.txt"
 if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     -c "$venv/constraints.txt" -e '.[torch,dev,docs]'; then
-    echo "setup: pip could not install the packages named in pyproject.toml; its reason is above." >&2
+    echo "setup: pip could not install the packages named in pyproject.toml; its reason is above, and longer by:" >&2
+    echo "  $venv/bin/python -m pip install -c $venv/constraints.txt -e '.[torch,dev,docs]'" >&2
     echo "Mend that (network, disk space) and run this again: it goes on where it was." >&2
     exit 1
 fi

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import dist_ckpt
 import dist_ckpt.interop.hf
@@ -51,6 +53,13 @@ def test_the_justfile_has_the_recipes_that_contributing_names() -> None:
     named = set(re.findall(r"`just (\w+)", text))
     assert named == recipes - {"default"}
     assert {"setup", "lint", "types", "test", "bench", "docs"} <= named
+
+
+def test_what_is_pinned_installs_with_the_oldest_python_that_we_name() -> None:
+    oldest = PYPROJECT["project"]["requires-python"].removeprefix(">=") + ".0"
+    wants = {one.name: one.metadata["Requires-Python"] for one in distributions()}
+    newer = {name: v for name, v in wants.items() if v and oldest not in SpecifierSet(v)}
+    assert newer == {}
 
 
 def test_what_the_recipes_call_is_there() -> None:
