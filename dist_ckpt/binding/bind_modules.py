@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dist_ckpt.binding.requests import Requests
 from dist_ckpt.binding.values import Value
@@ -29,7 +30,7 @@ def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
 
 def _bind_live(requests: Requests, fqn: str, state: ModuleState) -> dict[str, object]:
     """Ask for the live tensors; return what is to be put in the place of those on meta."""
-    made: dict[int, tuple[str, object]] = {}
+    made: dict[int, object] = {}
     assigned: dict[str, object] = {}
     tied = _tied_to_saved(requests, fqn, state)
     for name in (one for one in state.live if one not in tied):
@@ -44,15 +45,13 @@ def _bind_live(requests: Requests, fqn: str, state: ModuleState) -> dict[str, ob
         if not is_meta(live):
             requests.targets.fill(full, own)
             continue
-        if id(live) not in made:
-            made[id(live)] = full, requests.targets.fill(full, own)
-        # Tied parameters stay one object.
-        first, assigned[name] = made[id(live)]
-        requests.targets.check_tied(first, full)
+        # Tied parameters stay one object, which has been made if another of its names came first.
+        own = replace(own, value=made.get(id(live), live))
+        assigned[name] = made[id(live)] = requests.targets.fill(full, own)
     for name in tied:
         requests.restored[join(fqn, name)] = None
         if (twin := made.get(id(state.live[name]))) is not None:
-            assigned[name] = twin[1]
+            assigned[name] = twin
     return assigned
 
 

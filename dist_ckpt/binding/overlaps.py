@@ -81,7 +81,7 @@ def settle(landings: Sequence[Landing]) -> None:
             raise IncompatibleError(
                 f"{landing.name} and {other.name} share memory in the state, but were saved with "
                 "values that differ there, so the state cannot hold both: give one of them memory "
-                "of its own (`clone()`) and load again"
+                "of its own (untie them, or `clone()`), or exclude one, and load again"
             )
 
 

@@ -116,7 +116,7 @@ class Targets:
         if known is not None:
             # All that is found out below was found out of another of its kind.
             assert isinstance(value, torch.Tensor)
-            if self._is_first(name, value, value):
+            if self._is_new(name, value, value):
                 self._want(name, fqn, known, (value,))
             return value
         try:
@@ -139,7 +139,7 @@ class Targets:
                 f"{held.dtype}: {why}; "
                 f"make it {record.dtype}, load, and convert"
             )
-        elif not held.parts or self._is_first(name, value, held.parts[0]):
+        elif not held.parts or self._is_new(name, value, held.parts[0]):
             self._want(name, fqn, cells, held.parts, cast_from)
             # Whether a tensor is cast its name may say, and not its kind.
             is_kind = key is not None and cast_from is None
@@ -234,14 +234,6 @@ class Targets:
                 "into `fully_shard`"
             )
         return self.box(name, Region.whole(record.shape), part.tensor.device)
-
-    def check_tied(self, first: str, name: str) -> None:
-        """Report it if two names of one tensor in the state were saved as two tensors."""
-        if self._tensor(first)[0] != self._tensor(name)[0]:
-            self.problems.append(
-                f"{first} and {name} are one tensor in the state, but were saved as two: untie "
-                "them, or exclude one"
-            )
 
     def wanted(self) -> tuple[Wanted, ...]:
         """Return what a load plan is made for."""
@@ -340,10 +332,11 @@ class Targets:
             f"another part than the {held.shape} that the state has: mend the rule or the shape"
         )
 
-    def _is_first(self, name: str, value: object, part: torch.Tensor) -> bool:
-        """Say whether no other name has wanted this memory; it is a problem if for other data.
+    def _is_new(self, name: str, value: object, part: torch.Tensor) -> bool:
+        """Say whether no other name has wanted this data in this memory.
 
-        `part` is the first of the value's.
+        `part` is the first of the value's. Two names of one tensor in the state may have been saved
+        as two tensors: both are read, and `settle` sees whether they agree.
         """
         self._values[name] = value
         # What begins elsewhere is other memory: most tensors need no more than that.
@@ -354,10 +347,7 @@ class Targets:
         for other in (known, name):
             if (tie := tie_key(self._held(self._values[other], other))) is not None:
                 first = self._ties.setdefault(tie, other)
-        if first == name:
-            return True
-        self.check_tied(first, name)
-        return False
+        return first == name or self._tensor(first)[0] != self._tensor(name)[0]
 
     def _want_fresh(self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]) -> Fresh:
         fresh = Fresh(make)

@@ -133,38 +133,26 @@ def command(run: Callable[..., tuple[int, str, str]]) -> Command:
     return call
 
 
-def test_a_folder_of_dcp_of_four_ranks(tmp_path: Path, command: Command) -> None:
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_folder_of_dcp_of_four_ranks(tmp_path: Path, command: Command, is_tied: bool) -> None:
+    # What is tied DCP has written twice.
     theirs, mine, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
-    expected = run_ranks(4, save_by_dcp, f"{theirs}", False, timeout_s=100)[0]
+    expected = run_ranks(4, save_by_dcp, f"{theirs}", is_tied, timeout_s=100)[0]
     command("import", "--from", "dcp", theirs, mine, "--ranks", 3, "--step", 2)
-    for found, is_tied in run_ranks(2, load_imported, f"{mine}", False, timeout_s=100):
+    for found, is_still_tied in run_ranks(2, load_imported, f"{mine}", is_tied, timeout_s=100):
         assert_same(expected, found)
-        assert not is_tied
-    for found in run_ranks(3, load_where_it_lies, f"{theirs}", False, timeout_s=100):
+        assert is_still_tied == is_tied
+    for found in run_ranks(3, load_where_it_lies, f"{theirs}", is_tied, timeout_s=100):
         assert_same(expected, found)
     command("export", "--format", "dcp", mine, back)
-    by_dcp = run_ranks(2, load_by_dcp, f"{theirs}", False, timeout_s=100)
-    for one, other in zip(
-        by_dcp, run_ranks(2, load_by_dcp, f"{back}", False, timeout_s=100), strict=True
-    ):
+    by_dcp, by_dcp_too = (
+        run_ranks(2, load_by_dcp, f"{folder}", is_tied, timeout_s=100) for folder in (theirs, back)
+    )
+    for one, other in zip(by_dcp, by_dcp_too, strict=True):
         assert_same(one, other)
     readers = (dcp.FileSystemReader(one) for one in (theirs, back))
     names = [{*reader.read_metadata().state_dict_metadata} for reader in readers]
     assert names[0] == names[1]
-
-
-def test_what_was_tied_before_dcp_wrote_it_twice_takes_one_more_word(
-    tmp_path: Path, command: Command
-) -> None:
-    theirs, mine = tmp_path / "theirs", tmp_path / "ours"
-    expected = run_ranks(4, save_by_dcp, f"{theirs}", True, timeout_s=100)[0]
-    command("import", "--from", "dcp", theirs, mine)
-    with pytest.raises(AssertionError, match="saved as two: untie them, or exclude one"):
-        run_ranks(2, load_imported, f"{mine}", True, timeout_s=100)
-    command("import", "--from", "dcp", theirs, mine, "--exclude", "*head.weight", "--overwrite")
-    for found, is_tied in run_ranks(2, load_imported, f"{mine}", True, timeout_s=100):
-        assert_same(expected, found)
-        assert is_tied
 
 
 def load_model(rank: int, path: str) -> tuple[Flat, bool]:
