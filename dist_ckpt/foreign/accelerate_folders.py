@@ -8,12 +8,12 @@ takes them. The names: accelerate/checkpointing.py and utils/fsdp_utils.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.foreign import dcp_files, safetensors_files
-from dist_ckpt.foreign.nested_state import Nested, Path, numbered, with_our_names
+from dist_ckpt.foreign.nested_state import Nested, Path, numbered
 from dist_ckpt.foreign.torch_files import Archive, dict_of, opened
 from dist_ckpt.foreign.torch_pickles import NumpyArray, TensorView
 from dist_ckpt.foreign.virtual_checkpoint import ForeignState
@@ -41,11 +41,24 @@ def read(storage: Storage, path: str, selection: Selection = EVERYTHING) -> Fore
     for entry in entries:
         if not entry.name.endswith(_NO_STATE):
             folder.add(entry.name)
+    _check_parts({entry.name for entry in entries}, path)
     if not folder.num_known:
         raise NotFoundError(
             f"{path} has no file of accelerate's save_state, such as optimizer.bin; check the path"
         )
     return folder.found.state()
+
+
+def _check_parts(names: Set[str], path: str) -> None:
+    """Raise NotFoundError if a file lacks of those that a model was written into."""
+    matches = filter(None, map(_PART.fullmatch, sorted(names)))
+    for stem, width, total, suffix in dict.fromkeys((m[1], len(m[2]), m[3], m[4]) for m in matches):
+        parts = (f"{stem}-{n:0{width}}-of-{total}{suffix}" for n in range(1, int(total) + 1))
+        if (lacking := next((name for name in parts if name not in names), None)) is not None:
+            raise NotFoundError(
+                f"{path} lacks {lacking}, and has others of the {total} that a model was written "
+                f"into: copy it there"
+            )
 
 
 class _Folder:
@@ -89,8 +102,10 @@ class _Folder:
         with opened(self._storage, path) as archive:
             value = archive.read()
             if match[1] == "optimizer":
-                value = with_our_names(value, numbered("model", _number(match)))
-            self.found.add((top,), value, archive)
+                model = numbered("model", _number(match))
+                self.found.add_optimizer((top,), value, model, archive)
+            else:
+                self.found.add((top,), value, archive)
 
     def generators(self, path: str, _: str, match: re.Match[str]) -> None:
         """Add the random generators of a rank."""
@@ -154,6 +169,9 @@ _NAMES = {
     "optimizer": "optim",
     "dl_state_dict": "dataloader",
 }
+
+# One of several files that a model is in.
+_PART = re.compile(r"(model|pytorch_model)-(\d+)-of-(\d+)(\.safetensors|\.bin)")
 
 _OF_A_RANK = (
     " is of one rank of FSDP, which only as many ranks can read: save with SHARDED_STATE_DICT and "

@@ -289,6 +289,10 @@ class _MetadataContents:
 
 def _path_of(fqn: str, path: object) -> Path:
     """Return where a key was in the state dict before it was flat."""
-    if isinstance(path, tuple) and ".".join(map(str, path)) == fqn:
+    if isinstance(path, tuple) and all(map(_is_key, path)) and joined(path) == fqn:
         return path
     return (fqn,)
+
+
+def _is_key(key: object) -> bool:
+    return type(key) is str or (type(key) is int and key.bit_length() <= 64)

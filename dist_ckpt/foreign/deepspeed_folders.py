@@ -7,26 +7,24 @@ here: parts are read where they lie. The order: deepspeed/utils/zero_to_fp32.py.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.foreign.deepspeed_names import files_of, latest
 from dist_ckpt.foreign.nested_state import Nested
 from dist_ckpt.foreign.stand_ins import Maker, PickledRecord, Unknown, record_maker
-from dist_ckpt.foreign.torch_files import Archive, dict_of, is_file, opened, whole_file
+from dist_ckpt.foreign.torch_files import Archive, dict_of, opened
 from dist_ckpt.foreign.torch_pickles import TABLE, TensorView
 from dist_ckpt.foreign.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
-from dist_ckpt.format.geometry import Elements, Shape
+from dist_ckpt.format.geometry import Elements, Region, Shape
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.plain_types import Size
 from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.storage import Storage
-
-LATEST = "latest"
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _TABLE = {
@@ -34,9 +32,6 @@ _TABLE = {
     **{f"{_SCALERS} {n}": record_maker(n) for n in ("LossScaler", "DynamicLossScaler")},
     "deepspeed.runtime.zero.config ZeroStageEnum": Maker("ZeroStageEnum", lambda stage: stage),
 }
-
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 # Of the model's file: what is told by the tensors, or tells of them.
 _TOLD = frozenset(
@@ -56,24 +51,8 @@ _LAYOUT = frozenset(
     }
 )
 
-_UNIVERSAL = (
-    "convert it with DeepSpeed (zero_to_fp32.py for the weights, ds_to_universal.py), or save it "
-    "with data parallelism alone"
-)
-
 # A flat vector of a rank: a view and the archive that it lies in.
 _Vector = tuple[Archive, TensorView]
-
-
-def is_folder(storage: Storage, path: str) -> bool:
-    """Say whether a path is a folder of `save_checkpoint`, or has some, one of them the latest."""
-    try:
-        return any(
-            _MODEL.fullmatch(entry.name) or _PARTITION.fullmatch(entry.name)
-            for entry in storage.list(_latest(storage, path))
-        )
-    except (OSError, NotFoundError, CorruptError):
-        return False
 
 
 def read(storage: Storage, path: str, selection: Selection = EVERYTHING) -> ForeignState:
@@ -81,8 +60,8 @@ def read(storage: Storage, path: str, selection: Selection = EVERYTHING) -> Fore
 
     CorruptError, IncompatibleError for what is damaged, or cut in other ways than ZeRO's.
     """
-    folder = _latest(storage, path)
-    models, partitions = _files_of(storage, folder)
+    folder = latest(storage, path)
+    models, partitions = files_of(storage, folder)
     found = Nested(folder, selection)
     with ExitStack() as stack:
         archives = [
@@ -93,45 +72,6 @@ def read(storage: Storage, path: str, selection: Selection = EVERYTHING) -> Fore
         saved.add_all()
     step = saved.model.get("global_steps")
     return found.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
-
-
-def _latest(storage: Storage, path: str) -> str:
-    if not is_file(storage, f"{path}/{LATEST}"):
-        return path
-    name = whole_file(storage, f"{path}/{LATEST}", 4096).decode("utf-8", "replace").strip()
-    if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise CorruptError(f"{path}/{LATEST} names no folder beside it; give the folder itself")
-    return f"{path}/{name}"
-
-
-def _files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
-    """Return the files of the model and those of the partitions, by rank."""
-    try:
-        names = [entry.name for entry in storage.list(folder)]
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(f"{folder}: there is no such folder; check the path") from None
-    if other := next((n for n in names if re.match(r"layer_\d+|.*expert_\d+", n)), None):
-        raise IncompatibleError(
-            f"{folder}/{other} is of pipeline stages or experts, which are not read: {_UNIVERSAL}"
-        )
-    found: list[list[str]] = []
-    for pattern in (_MODEL, _PARTITION):
-        of_ranks: dict[int, str] = {}
-        for match in filter(None, map(pattern.fullmatch, names)):
-            if int(match[2]):
-                raise IncompatibleError(
-                    f"{folder}/{match[0]} is of tensor parallelism, which is not read: {_UNIVERSAL}"
-                )
-            of_ranks[int(match[1] or 0)] = match[0]
-        if lacking := sorted({*range(len(of_ranks))} - of_ranks.keys()):
-            raise NotFoundError(f"{folder} lacks the file of rank {lacking[0]}: copy it there")
-        found.append([of_ranks[rank] for rank in sorted(of_ranks)])
-    if not found[0]:
-        raise NotFoundError(
-            f"{folder} has no file such as mp_rank_00_model_states.pt, so it is no checkpoint of "
-            f"DeepSpeed; check the path"
-        )
-    return found[0], found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +114,19 @@ class _ZeroFiles:
 
     def add_all(self) -> None:
         """Add the model, the optimizer and everything else."""
-        parameters = [*self._parameters()] if self._partitions else []
+        parameters: dict[str, _Parameter] = {}
+        for one in self._parameters() if self._partitions else ():
+            if parameters.setdefault(one.name, one) is not one:
+                raise self._damaged(f"two parameters are {one.name}")
         shared = self._typed(self.model.get("shared_params") or {}, dict)
-        known = {one.name for one in parameters}
-        self._add_rest(known, shared)
-        for one in parameters:
-            self._add(("model", one.name), one, [self._weights(n) for n in range(self._ranks)])
+        self._add_rest(parameters.keys(), shared)
+        weights = [self._weights(n) for n in range(self._ranks)]
+        for one in parameters.values():
+            self._add(("model", one.name), one, weights)
         for name, other in shared.items():
             self._found.add_alias(("model", str(name)), f"model.{other}")
         if self._partitions:
-            self._add_optimizer(parameters)
+            self._add_optimizer([*parameters.values()])
             self._add_further()
         elif self.model.get("optimizer") is not None:
             self._found.add(("optim",), self.model["optimizer"], self._archive)
@@ -195,7 +138,7 @@ class _ZeroFiles:
     def _ranks(self) -> int:
         return len(self._partitions)
 
-    def _add_rest(self, partitioned: set[str], shared: Mapping[str, str]) -> None:
+    def _add_rest(self, partitioned: Collection[str], shared: Mapping[str, str]) -> None:
         """Add buffers and frozen parameters; of a model without partitions all of it."""
         module = self._typed(self.model.get("module"), dict)
         buffers = self._typed(self.model.get("buffer_names") or [], list)
@@ -229,8 +172,7 @@ class _ZeroFiles:
 
     def _parameters(self) -> Iterator[_Parameter]:
         """Yield the parameters that are partitioned, each with its parts."""
-        told = self._typed(self.model.get("param_shapes"), list)
-        groups = [self._typed(group, dict) for group in told]
+        groups = [self._typed(g, dict) for g in self._typed(self.model.get("param_shapes"), list)]
         sizes = [[prod(view.shape) for _, view in self._weights(r)] for r in range(self._ranks)]
         if self._stage == 3:
             yield from self._interleaved(groups, sizes)
@@ -300,14 +242,14 @@ class _ZeroFiles:
                     flats = [self._vectors(rank, base, key) for rank, base in enumerate(bases)]
                     self._add((*above, str(key)), one, flats)
                 else:
-                    self._found.add(
-                        (*above, str(key)), value, self._partitions[one.runs[0].rank][0]
-                    )
+                    self._found.add((*above, str(key)), value, self._partitions[where.rank][0])
         told = self._typed(bases[0].get("param_groups"), list)
-        names = [
-            [f"model.{one.name}" for one in parameters if one.group == n] for n in range(len(told))
-        ]
-        groups = [{**self._typed(g, dict), "params": n} for g, n in zip(told, names, strict=True)]
+        names: dict[int, list[str]] = {}
+        for one in parameters:
+            names.setdefault(one.group, []).append(f"model.{one.name}")
+        if any(number >= len(told) for number in names):
+            raise self._damaged(f"its parameters are not in its {len(told)} groups")
+        groups = [{**self._typed(g, dict), "params": names.get(n, [])} for n, g in enumerate(told)]
         self._found.add(("optim", "param_groups"), groups, archive)
         for key in bases[0].keys() - {"state", "param_groups"}:
             self._found.add(("optim", str(key)), bases[0][key], archive)
@@ -338,18 +280,20 @@ class _ZeroFiles:
         fqn = ".".join(path)
         if self._found.leaves_out(fqn):
             return
-        chunks, dtypes = [], set()
+        chunks, dtypes = list[ForeignChunk](), set[str]()
         for run in one.runs:
             archive, view = flats[run.rank][run.number]
             file, start = archive.locate(view, fqn)
             dtypes.add(view.dtype)
             if not view.is_contiguous or run.at + run.elements.numel > prod(view.shape):
                 raise self._damaged(f"{fqn} goes beyond the vector of rank {run.rank}")
-            if run.elements.numel or not prod(one.shape):
-                chunks.append(ForeignChunk(run.elements, file, start + run.at * view.itemsize))
+            cell = run.elements if run.elements.numel else Region.whole(one.shape)
+            if run.elements.numel or (0 in one.shape and not chunks):
+                chunks.append(ForeignChunk(cell, file, start + run.at * view.itemsize))
         if len(dtypes) != 1 or not chunks:
             raise self._damaged(f"{fqn} has {len(chunks)} parts of {len(dtypes)} dtypes")
-        self._found.add_tensor(path, ForeignTensor(fqn, dtypes.pop(), one.shape, tuple(chunks)))
+        tensor = ForeignTensor(fqn, dtypes.pop(), one.shape, tuple(chunks))
+        self._found.add_tensor(path, tensor, self._archive)
 
     def _check_count(self, first: Mapping[str, object]) -> None:
         count = first.get("partition_count", self._ranks)
@@ -390,8 +334,10 @@ class _ZeroFiles:
         return CorruptError(f"{self._models[0][0].what}: {why}; use another checkpoint")
 
 
-def _runs(vectors: Iterable[tuple[int, int, int]], at: int, numel: int) -> Iterator[_Lie]:
+def _runs(vectors: Sequence[tuple[int, int, int]], at: int, numel: int) -> Iterator[_Lie]:
     """Yield where elements lie of vectors (rank, number, size), one behind the other."""
+    if not numel:  # nowhere; but what has none has a dtype
+        yield from (_Lie(rank, number, 0, Elements(0, 0)) for rank, number, _ in vectors[:1])
     begin = 0
     for rank, number, size in vectors:
         first, end = max(at, begin), min(at + numel, begin + size)

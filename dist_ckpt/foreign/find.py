@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
+from dist_ckpt.commit.attempts import attempts_in
 from dist_ckpt.errors import CheckpointError, IncompatibleError, NotFoundError
 from dist_ckpt.foreign import (
     accelerate_folders,
     dcp_files,
     deepspeed_folders,
+    deepspeed_names,
     lightning_files,
     megatron_folders,
     safetensors_files,
@@ -86,17 +88,29 @@ def open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
 def foreign_at(storage: Storage, path: str) -> Storage | None:
     """Return what reads the files of another system at `path` as a checkpoint there, else None.
 
-    A safetensors file, or a folder of them as Hugging Face writes it. IncompatibleError, with what
-    to do, for files that only their own library may read. CorruptError, NotFoundError for what is
-    damaged, or lacks files.
+    A safetensors file, or a folder of them as Hugging Face writes it. A checkpoint of ours is that,
+    whatever else lies in its folder. IncompatibleError, with what to do, for files that only their
+    own library may read. CorruptError, NotFoundError for what is damaged, or lacks files.
     """
     if (start := _start_of(storage, path)) is not None:
-        if path.endswith(safetensors_files.SUFFIX):
-            found = safetensors_files.read_file(storage, path)
-            return checkpoint_of(storage, path, found, "a safetensors file")
-        if start.startswith(_PICKLED):
-            raise _to_import("lightning" if path.endswith(".ckpt") else "torch", path)
-        return None
+        return _in_file(storage, path, start)
+    try:
+        is_ours = any(attempts_in(storage.list(path)))
+    except (FileNotFoundError, NotADirectoryError, CheckpointError):
+        return None  # who looks for a checkpoint there says why
+    return None if is_ours else _in_folder(storage, path)
+
+
+def _in_file(storage: Storage, path: str, start: bytes) -> Storage | None:
+    if path.endswith(safetensors_files.SUFFIX):
+        found = safetensors_files.read_file(storage, path)
+        return checkpoint_of(storage, path, found, "a safetensors file")
+    if start.startswith(_PICKLED):
+        raise _to_import("lightning" if path.endswith(".ckpt") else "torch", path)
+    return None
+
+
+def _in_folder(storage: Storage, path: str) -> Storage | None:
     if (kind := _pickled_kind(storage, path)) is not None:
         raise _to_import(kind, path)
     if _start_of(storage, f"{path}/{safetensors_files.INDEX}") is not None:
@@ -106,7 +120,7 @@ def foreign_at(storage: Storage, path: str) -> Storage | None:
     if _start_of(storage, one) is not None:
         found = safetensors_files.read_file(storage, one)
         return checkpoint_of(storage, path, found, "a folder with a safetensors file")
-    if _start_of(storage, f"{path}/.metadata") is not None:
+    if _start_of(storage, f"{path}/{dcp_files.METADATA}") is not None:
         raise IncompatibleError(
             f"{path} is a folder of torch.distributed.checkpoint: load it with "
             f"dist_ckpt.interop.dcp.load, or make a checkpoint of it with "
@@ -131,7 +145,7 @@ def _pickled_kind(storage: Storage, path: str) -> str | None:
         return "megatron"
     if has("random_states_0.pkl"):
         return "accelerate"
-    return "deepspeed" if deepspeed_folders.is_folder(storage, path) else None
+    return "deepspeed" if deepspeed_names.is_folder(storage, path) else None
 
 
 def _to_import(kind: str, path: str) -> IncompatibleError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.foreign import dcp_files
-from dist_ckpt.foreign.nested_state import Nested, Path, numbered, with_our_names
+from dist_ckpt.foreign.nested_state import Nested, Path, numbered
 from dist_ckpt.foreign.torch_files import Archive, dict_of, is_file, opened
 from dist_ckpt.foreign.virtual_checkpoint import ForeignState
 from dist_ckpt.format.index import MAX_STEP
@@ -51,7 +51,7 @@ def _add(found: Nested, archive: Archive, state: dict[object, object]) -> None:
             found.add(("model",), value, archive)
         elif key == _OPTIMIZERS:
             for number, optimizer in enumerate(value if isinstance(value, list) else [value]):
-                found.add((numbered("optim", number),), with_our_names(optimizer, "model"), archive)
+                found.add_optimizer((numbered("optim", number),), optimizer, "model", archive)
         else:
             found.add((str(key),), value, archive)
 

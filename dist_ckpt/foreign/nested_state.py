@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import PurePath
 from typing import Any, Protocol
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
@@ -14,6 +17,7 @@ from dist_ckpt.format.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.format.index import Node
 from dist_ckpt.format.plain_encoder import check_plain
+from dist_ckpt.format.plain_types import Device, NumpyScalar
 from dist_ckpt.format.strict_json import is_text
 from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.state.containers import MAX_DEPTH, PathKey, container, entries_of, join, kind_of
@@ -50,12 +54,7 @@ def numbered(name: str, number: int) -> str:
     return f"{name}_{number}" if number else name
 
 
-def with_our_names(optimizer: object, model: str) -> object:
-    """Return an optimizer's state dict by the names of its parameters in a model, if it has them.
-
-    Torch's optimizers have them that were made of `named_parameters()`. Others have numbers, which
-    say where in the groups of an optimizer a parameter is: so a load finds it.
-    """
+def _with_our_names(optimizer: object, model: str, budget: PickleBudget) -> object:
     if not isinstance(optimizer, dict):
         return optimizer
     groups, state = optimizer.get("param_groups"), optimizer.get("state")
@@ -65,8 +64,10 @@ def with_our_names(optimizer: object, model: str) -> object:
     own = []
     for group in groups:
         told = group.get("param_names") if isinstance(group, dict) else None
+        budget.spend(_OF_NAMES * len(told) if isinstance(told, list) else 0)
         if not isinstance(told, list) or not _are_names(told, group.get("params")):
             return optimizer
+        budget.spend(sum(map(len, told)))
         params = [f"{model}.{name}" for name in told]
         names.update(zip(group["params"], params, strict=True))
         own.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": params})
@@ -77,7 +78,8 @@ def with_our_names(optimizer: object, model: str) -> object:
 def _are_names(told: list[object], params: object) -> bool:
     if not isinstance(params, list) or len(params) != len(told):
         return False
-    numbers = all(type(number) is int for number in params)
+    # They are hashed: of longer ones a file could choose the hashes.
+    numbers = all(type(number) is int and number.bit_length() <= 64 for number in params)
     return numbers and all(type(name) is str for name in told)
 
 
@@ -113,7 +115,8 @@ class Nested:
 
     def leaves_out(self, fqn: str) -> bool:
         """Say whether a name is one that the selection leaves out."""
-        is_out = fqn not in self._selection
+        # What is longer is refused soon; to match all names above it would take its square.
+        is_out = len(fqn) <= MAX_FQN_CHARS and fqn not in self._selection
         if is_out:
             self._left_out.append(fqn)
         return is_out
@@ -126,9 +129,21 @@ class Nested:
         self._place(path)
         try:
             self._known = {}  # by identity, of what lives as long as the value
-            self._add(fqn, self._chosen(fqn, value, 0), pickled, 0)
+            self._add(fqn, self._chosen(fqn, value, pickled.budget, 0), pickled, 0)
         except ValueError as error:
             raise CorruptError(f"{self._what}: {fqn[:100] or 'the state'}: {error}") from None
+
+    def add_optimizer(self, path: Path, value: object, model: str, pickled: Pickled) -> None:
+        """Add an optimizer's state dict, by the names of its parameters in a model if it has them.
+
+        Torch's optimizers have them that were made of `named_parameters()`. Others have numbers,
+        which say where in the groups of an optimizer a parameter is: so a load finds it.
+        """
+        try:
+            named = _with_our_names(value, model, pickled.budget)
+        except ValueError as error:
+            raise CorruptError(f"{self._what}: {joined(path)[:100]}: {error}") from None
+        self.add(path, named, pickled)
 
     def add_top(self, state: Mapping[Any, object], pickled: Pickled) -> None:
         """Add all of a state, of which its dict is the top, also if no tensor is in it."""
@@ -144,17 +159,26 @@ class Nested:
                 raise self._refused("", f"a dict with {_key(key)}")
             self.add((key,), value, pickled)
 
-    def add_tensor(self, path: Path, tensor: ForeignTensor) -> None:
-        """Add a tensor that lies in files in parts."""
+    def add_tensor(self, path: Path, tensor: ForeignTensor, pickled: Pickled | None = None) -> None:
+        """Add a tensor that lies in files in parts; a short pickle may tell of many."""
         if not self.leaves_out(tensor.fqn):
             self._place(path)
             self.tensors[tensor.fqn] = tensor
+            if pickled is not None:
+                self._spend(pickled.budget, tensor.fqn)
 
     def add_alias(self, path: Path, other: str) -> None:
-        """Add another name of a tensor, which is there if it was not left out."""
-        if not self.leaves_out(joined(path)) and other in self.tensors:
-            self._place(path)
-            self._aliases[joined(path)] = other
+        """Add another name of a tensor that is there. ValueError if that was left out."""
+        fqn = joined(path)
+        if self.leaves_out(fqn):
+            return
+        if other not in self.tensors:
+            raise ValueError(
+                f"{self._what}: {fqn} is tied to {other}, which is left out: leave out both of "
+                f"them, or none"
+            )
+        self._place(path)
+        self._aliases[fqn] = other
 
     def add_of_rank(self, path: Path, rank: int, value: object, pickled: Pickled) -> None:
         """Add plain data, without tensors, that each rank has its own of."""
@@ -163,7 +187,7 @@ class Nested:
             return
         if fqn not in self.per_rank:
             self._place(path)
-        own = self._plain(fqn, self._chosen(fqn, value, 0), pickled.budget)
+        own = self._plain(fqn, self._chosen(fqn, value, pickled.budget, 0), pickled.budget)
         self.per_rank.setdefault(fqn, {})[rank] = own
 
     def state(self, step: int | None = None) -> ForeignState:
@@ -173,17 +197,35 @@ class Nested:
         has_some = self.tensors or self._values or self.per_rank or self._nodes
         if not (has_some or self._selection.is_everything):
             raise ValueError(f"{self._selection} leaves nothing: give other patterns")
-        inner = {node.fqn for node in self._nodes}
-        tree = [node for node in tree_of(self._paths.values()) if node.fqn not in inner]
+        tree = (
+            *(() if () in self._paths.values() else tree_of(self._paths.values())),
+            *self._nodes,
+        )
+        self._check_apart(tree)
         return ForeignState(
             [*self.tensors.values()],
-            (*tree, *self._nodes),
+            tree,
             self._values,
             {},
             self._aliases,
             self.per_rank,
             step,
         )
+
+    def _spend(self, budget: PickleBudget, fqn: str) -> None:
+        try:
+            budget.spend(_OF_NAMES + len(fqn))
+        except ValueError as error:
+            raise CorruptError(f"{self._what}: {fqn[:100]}: {error}") from None
+
+    def _check_apart(self, tree: Iterable[Node]) -> None:
+        """Raise IncompatibleError if two things have a name, as "a.b" and "b" in "a" would."""
+        known = set[str]()
+        nodes = (node.fqn for node in tree)
+        for fqn in chain(nodes, self.tensors, self._aliases, self._values, self.per_rank):
+            if fqn in known:
+                raise self._refused(fqn, "the name of two things: rename one")
+            known.add(fqn)
 
     def _place(self, path: Path) -> None:
         fqn = joined(path)
@@ -193,14 +235,15 @@ class Nested:
             self._check_text(fqn, joined(path[:-1]))
         self._paths[fqn] = path
 
-    def _chosen(self, fqn: str, value: object, depth: int) -> object:
+    def _chosen(self, fqn: str, value: object, budget: PickleBudget, depth: int) -> object:
         """Return a value without what the selection leaves out of its dicts."""
         if self._selection.is_everything or not isinstance(value, dict) or kind_of(value) is None:
             return value
         _check_depth(depth)
         names = {key: join(fqn, key) for key in value}
+        budget.spend(sum(_OF_NAMES + len(name) for name in names.values()))
         kept = [key for key, name in names.items() if not self.leaves_out(name)]
-        items = ((key, self._chosen(names[key], value[key], depth + 1)) for key in kept)
+        items = ((key, self._chosen(names[key], value[key], budget, depth + 1)) for key in kept)
         return container(kind_of(value) or "dict", items)
 
     def _add(self, fqn: str, value: object, pickled: Pickled, depth: int) -> None:
@@ -318,14 +361,32 @@ def _holds_tensors(value: object, known: dict[int, bool], depth: int) -> bool:
 def _finished(value: Any, budget: PickleBudget, depth: int) -> object:
     """Return a value with arrays in place of what stood for them."""
     _check_depth(depth)
-    budget.spend(8 + (len(value) if type(value) in (str, bytes) else 0))
+    budget.spend(8 + _nbytes(value))
     if isinstance(value, NumpyArray):
         if value.value is None:
             raise ValueError("an array without its data")
         budget.spend(len(value.value.data))
         return value.value
+    if type(value) is deque:
+        return deque((_finished(one, budget, depth + 1) for one in value), value.maxlen)
     entries, kind = entries_of(value), kind_of(value)
     if entries is None or kind is None:
-        budget.spend(len(value) if hasattr(value, "__len__") else 0)
         return value
     return container(kind, ((k, _finished(v, budget, depth + 1)) for k, v in entries.items()))
+
+
+def _nbytes(value: object) -> int:
+    """Return about what a value takes where it is stored, without what a container has in it.
+
+    It is stored as often as it is named, and a stream names it again by two bytes.
+    """
+    if isinstance(value, int):
+        return value.bit_length() // 8
+    if isinstance(value, Mapping | set | frozenset):  # keys, and members, which are no containers
+        return sum(8 + _nbytes(one) for one in value)
+    if isinstance(value, range):
+        return sum(map(_nbytes, (value.start, value.stop, value.step)))
+    if isinstance(value, Device | NumpyScalar):
+        return len(value.name if isinstance(value, Device) else value.data)
+    text = str(value) if isinstance(value, PurePath) else value
+    return len(text) if isinstance(text, str | bytes) else 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
@@ -21,6 +21,11 @@ _OF_CALLS = 16
 
 # Keys and members are hashed: of others than these a file could choose the hashes.
 _HASHED = (str, int, bool, bytes, type(None))
+
+# Two long texts that are alike are compared whole each time that one is looked up, in a few bytes
+# of the stream; so are the parts of names put together.
+_LONG_TEXT = 1 << 12
+_MOST_OF_NAMES = 1000
 
 Persistent = Callable[[object], object]
 
@@ -106,7 +111,7 @@ class _Machine:
         return int.from_bytes(self._take(nbytes), "little")
 
     def _line(self) -> str:
-        end = self._data.find(b"\n", self._at, self._at + 1000)
+        end = self._data.find(b"\n", self._at, self._at + _MOST_OF_NAMES)
         if end < 0:
             raise ValueError("a name without an end")
         line = self._take(end - self._at).decode()
@@ -117,6 +122,11 @@ class _Machine:
         """Return what is above the last mark, and go on below it."""
         items, self._stack = self._stack, self._below.pop()
         return items
+
+    def _spend_on(self, items: Collection[object]) -> None:
+        """Note that each of some items is looked at: it may be long, and named again and again."""
+        lengths = (len(item) for item in items if isinstance(item, str | bytes))
+        self._budget.spend(len(items) + sum(n for n in lengths if n > _LONG_TEXT))
 
     # --- the steps --------------------------------------------------------------------------
 
@@ -182,6 +192,7 @@ class _Machine:
             return
         if not isinstance(target, dict) or len(items) % 2:
             raise TypeError("keys for what is no dict")
+        self._spend_on(items[::2])
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[self._hashable(key)] = value
 
@@ -206,10 +217,12 @@ class _Machine:
             return
         if type(target) is not set:
             raise TypeError("members for what is no set")
+        self._spend_on(items)
         target.update(hashed(items))
 
     def frozen(self) -> None:
         items = self._marked()
+        self._spend_on(items)
         self.push(frozenset(hashed(items)))
 
     def name(self) -> None:
@@ -221,6 +234,8 @@ class _Machine:
         module = self._stack.pop()
         if type(name) is not str or type(module) is not str:
             raise TypeError("a name that is no text")
+        if len(module) + len(name) > _MOST_OF_NAMES:
+            raise ValueError(f"a name of {len(module) + len(name)} characters")
         self.look_up(module, name)
 
     def look_up(self, module: str, name: str) -> None:
@@ -241,6 +256,7 @@ class _Machine:
     def call(self) -> None:
         args = self._stack.pop()
         maker = self._stack.pop()
+        self._budget.spend(_OF_CALLS * len(args) if type(args) is tuple else 0)
         if type(args) is tuple and (unknown := _first_unknown((maker, *args))) is not None:
             self.push(Unknown(unknown.name))
             return
@@ -248,6 +264,8 @@ class _Machine:
             raise TypeError(f"a call of {shown(maker)}")
         # What is made may have all of it again: a set takes a hundred bytes for each member.
         self._budget.spend(_OF_CALLS * sum(len(a) for a in args if hasattr(a, "__len__")))
+        for arg in args:
+            self._spend_on(arg if isinstance(arg, list | tuple | dict) else ())
         self.push(maker.make(*args))
 
     def build(self) -> None:

@@ -23,6 +23,8 @@ def gathered(there: memoryview, shape: Shape, strides: Shape, itemsize: int) -> 
     spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if len(there) < spanned * itemsize:
         raise CorruptError("a tensor's elements end before the file does; fetch it anew")
+    if not shape:
+        return there[:itemsize]
     code = _FORMATS[itemsize]
     source = there[: spanned * itemsize].cast(code)
     data = memoryview(bytearray(prod(shape) * itemsize))

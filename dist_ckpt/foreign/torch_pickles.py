@@ -26,6 +26,7 @@ from dist_ckpt.format.plain_types import (
 )
 
 _MOST_DIMENSIONS = 64
+_MOST_OF_KEYS = 1 << 16
 
 # The classes of typed storages, as they are still written.
 _STORAGES = {
@@ -156,6 +157,8 @@ def _of_class(function: object, cls: object, args: object, _: object) -> object:
     """`_rebuild_from_type_v2`: a tensor with attributes, which are not kept."""
     if cls not in _TENSOR_CLASSES or not isinstance(function, Maker) or type(args) is not tuple:
         raise TypeError("a tensor of another class")
+    if function.make is _of_class:  # again and again: as deep as a file likes
+        raise TypeError("a tensor of a class within another")
     return _parameter(function.make(*args))
 
 
@@ -195,6 +198,8 @@ def _ordered(pairs: object = ()) -> OrderedDict[Any, object]:
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     ):
         raise TypeError("pairs that are none")
+    if any(type(key) in (str, bytes) and len(key) > _MOST_OF_KEYS for key, _ in pairs):
+        raise TypeError("a long key")  # compared whole, again and again
     list(hashed([key for key, _ in pairs]))
     return OrderedDict((key, value) for key, value in pairs)
 

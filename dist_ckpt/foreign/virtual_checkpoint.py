@@ -34,6 +34,11 @@ from dist_ckpt.planning.selection import names_above
 from dist_ckpt.storage import ReadableFile, Storage, real_path
 from dist_ckpt.storage.read_only import FileOfBytes, ReadOnlyFiles
 
+# Elements that lie apart are read with all that is between them, if that is no more than so many
+# times what is wanted, or than so many bytes.
+_SPARSE = 8
+_READ_AT_ONCE = 8 << 20
+
 # The component of tensors that are themselves at the top of the state.
 LOOSE = "state"
 
@@ -283,10 +288,22 @@ class _VirtualFile:
 
     def _gathered(self, segment: Segment, strides: Shape) -> memoryview:
         itemsize = segment.nbytes // prod(segment.shape)
-        spanned = 1 + sum((n - 1) * s for n, s in zip(segment.shape, strides, strict=True))
-        there = memoryview(bytearray(spanned * itemsize))
-        count = self._inner.read_into(segment.there, there)
-        return gathered(there[:count], segment.shape, strides, itemsize)
+        return self._brought_together(segment.there, segment.shape, strides, itemsize)
+
+    def _brought_together(
+        self, start: int, shape: Shape, strides: Shape, itemsize: int
+    ) -> memoryview:
+        """Return elements in order; of what lies far apart little more is read than is wanted."""
+        spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        if spanned * itemsize <= max(_SPARSE * prod(shape) * itemsize, _READ_AT_ONCE):
+            there = memoryview(bytearray(spanned * itemsize))
+            count = self._inner.read_into(start, there)
+            return gathered(there[:count], shape, strides, itemsize)
+        data = bytearray()
+        for row in range(shape[0]):
+            at = start + row * strides[0] * itemsize
+            data += self._brought_together(at, shape[1:], strides[1:], itemsize)
+        return memoryview(data)
 
     def close(self) -> None:
         """See `ReadableFile.close`."""

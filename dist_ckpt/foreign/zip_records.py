@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -21,18 +22,23 @@ _ENCRYPTED = 1
 # How much of an archive's end is looked at first: of a small one it is all that is asked for.
 _TAIL_NBYTES = 4096
 
+# Some million records: what is longer is a lie, and would be read as a whole.
+_MAX_DIRECTORY_NBYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
     """A record: its data's size, its local header, and its name with that of the archive.
 
-    `is_plain` says that it is neither compressed nor encrypted.
+    `is_plain` says that it is neither compressed nor encrypted. `checksum` is its CRC-32, or 0 as
+    torch writes it without.
     """
 
     nbytes: int
     header_at: int
     full_name: bytes
     is_plain: bool
+    checksum: int
 
 
 class ZipRecords:
@@ -48,17 +54,23 @@ class ZipRecords:
         self._what = what
         self.records: dict[str, ZipRecord] = {}
         start, size = self._directory()
+        if size > _MAX_DIRECTORY_NBYTES:
+            raise self._damaged(f"a directory of {size} bytes")
         data = self._at(start, size)
         at = 0
         while at < size:
             at = self._add(data, at)
 
     def bytes_of(self, name: str, most: int) -> bytes:
-        """Return the data of a record that is no longer than `most`."""
+        """Return the data of a record that is no longer than `most`, checked by its checksum."""
         start, nbytes = self.span_of(name)
         if nbytes > most:
             raise CorruptError(f"{self._what}: its record {name} has {nbytes} bytes: too many")
-        return self._at(start, nbytes)
+        data = self._at(start, nbytes)
+        checksum = self.records[name].checksum
+        if checksum and zlib.crc32(data) != checksum:
+            raise self._damaged(f"its record {name} is not what was written: its checksum differs")
+        return data
 
     def span_of(self, name: str) -> tuple[int, int]:
         """Return where the data of a record begins, and its size."""
@@ -101,6 +113,7 @@ class ZipRecords:
             raise self._damaged("its directory is cut off")
         entry = _ENTRY.unpack_from(data, at)
         sign, flags, method = entry[0], entry[3], entry[4]
+        checksum = entry[7]
         packed, size, name_nbytes, extra_nbytes, comment_nbytes = entry[8:13]
         header_at = entry[16]
         name_at = at + _ENTRY.size
@@ -119,7 +132,7 @@ class ZipRecords:
         if name in self.records:
             raise self._damaged(f"two records of the name {name!r}")
         is_plain = not method and packed == size and not flags & _ENCRYPTED
-        self.records[name] = ZipRecord(size, header_at, full_name, is_plain)
+        self.records[name] = ZipRecord(size, header_at, full_name, is_plain, checksum)
         return end
 
     @staticmethod

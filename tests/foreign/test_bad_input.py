@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,114 @@ def test_files_of_dcp_may_be_links(tmp_path: Path) -> None:
     (made / "__0_0.distcp").symlink_to("/dev/zero")
     with pytest.raises(CorruptError, match="/dev/zero"):
         imports.from_dcp(made, tmp_path / "other")
+
+
+def stream(*parts: bytes) -> bytes:
+    return b"\x80\x02" + b"".join(parts) + b"."
+
+
+def archive(folder: Path, data: bytes) -> Path:
+    """A file of torch.save with a pickle of somebody's."""
+    writer = torch._C.PyTorchFileWriter(str(folder / "a.pt"))
+    writer.write_record("data.pkl", data, len(data))
+    writer.write_end_of_file()
+    return folder / "a.pt"
+
+
+def test_what_is_left_out_of_a_bomb_of_dicts_is_bounded(tmp_path: Path) -> None:
+    """A dict of two of the one before, which each have names of their own."""
+    one = b"0}(X\x01\0\0\0ah\0X\x01\0\0\0bh\0uq\0"
+    bomb = stream(b"}X\x01\0\0\0x}q\0X\x01\0\0\0kNsq\0" + one * 40 + b"s")
+    with pytest.raises(CorruptError, match="far more"):
+        imports.from_torch(archive(tmp_path, bomb), tmp_path / "ours", exclude="*.none*")
+
+
+@pytest.mark.parametrize("what", ["groups", "numbers"])
+def test_a_bomb_of_an_optimizer_is_bounded(what: str, tmp_path: Path) -> None:
+    """One group many times; or numbers of which all have the hash 0."""
+    if what == "groups":
+        names = [f"p{number}" for number in range(2000)]
+        group = {"param_names": names, "params": [*range(2000)]}
+        optimizer: dict[str, Any] = {"state": {}, "param_groups": [group] * 20_000}
+    else:
+        numbers = [number * ((1 << 61) - 1) for number in range(100, 50_000)]
+        names = [f"p{number}" for number in range(len(numbers))]
+        optimizer = {"state": {}, "param_groups": [{"param_names": names, "params": numbers}]}
+    state = {"pytorch-lightning_version": "2.6", "state_dict": {"w": torch.ones(2)}}
+    torch.save({**state, "optimizer_states": [optimizer]}, tmp_path / "a.ckpt")
+    start = time.process_time()
+    if what == "groups":
+        with pytest.raises(CorruptError, match="far more"):
+            imports.from_lightning(tmp_path / "a.ckpt", tmp_path / "ours")
+    else:
+        imports.from_lightning(tmp_path / "a.ckpt", tmp_path / "ours")
+    assert time.process_time() - start < 8
+
+
+def test_a_directory_of_no_size_that_an_archive_has_takes_no_memory(tmp_path: Path) -> None:
+    """A file of 16 GiB, of which there is nothing but the end."""
+    nbytes = 16 << 30
+    with open(tmp_path / "a.pt", "wb") as file:
+        file.write(b"PK\x03\x04")
+        file.truncate(nbytes)
+        file.seek(nbytes)
+        file.write(struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 1, 1, nbytes - 8, 4))
+        file.write(struct.pack("<4sLQL", b"PK\x06\x07", 0, nbytes, 1))
+        file.write(struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, 1, 1, 0))
+    with pytest.raises(CorruptError, match=f"a directory of {nbytes - 8} bytes"):
+        imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_pickle_that_is_not_what_was_written_is_told(tmp_path: Path, *, checked: bool) -> None:
+    """Torch does not look at the checksums; it may also write none."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checked)
+    try:
+        torch.save({"w": torch.ones(2), "epoch": 77}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    data = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(data.replace(b"KM", b"KN"))
+    assert data != (tmp_path / "a.pt").read_bytes()
+    if checked:
+        with pytest.raises(
+            CorruptError, match=r"a\.pt: its record data\.pkl is not what was written"
+        ):
+            imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+    else:
+        imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+
+
+def test_elements_far_apart_are_read_without_what_is_between(tmp_path: Path) -> None:
+    held = torch.zeros(2, 30 << 20)  # 240 MB
+    apart = held[:, :: 10 << 20]
+    apart += torch.arange(6.0).view(2, 3)
+    torch.save({"w": apart, "t": apart.t()}, tmp_path / "a.pt")
+    tracemalloc.start()
+    try:
+        imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+    with dc.open(tmp_path / "ours") as found:
+        assert found["model.w"][...].torch().tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert found["model.t"][...].torch().tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+# --- folders of frameworks ----------------------------------------------------------------------
+
+
+def test_a_short_file_of_deepspeed_tells_not_of_many_parameters(tmp_path: Path) -> None:
+    """One group of names, a thousand times."""
+    shutil.copytree(GOLDEN / "deepspeed-zero3" / "made", tmp_path / "made")
+    path = tmp_path / "made" / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["param_shapes"] *= 1000
+    torch.save(state, path)
+    with pytest.raises(CorruptError, match="two parameters are"):
+        imports.from_deepspeed(tmp_path / "made", tmp_path / "ours")
 
 
 # --- safetensors --------------------------------------------------------------------------------

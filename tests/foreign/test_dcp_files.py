@@ -266,6 +266,16 @@ def a_name_of_two(metadata: Metadata) -> None:
     del metadata.state_dict_metadata["step"]
 
 
+def two_containers(metadata: Metadata) -> None:
+    """As of {"plain": {"x": {"lr": 0.1}}, "plain.x": {"set": {1}}}."""
+    for old, new in (("plain.lr", ("plain", "x", "lr")), ("plain.set", ("plain.x", "set"))):
+        name = ".".join(new)
+        metadata.state_dict_metadata[name] = metadata.state_dict_metadata.pop(old)
+        there = metadata.storage_data
+        there[MetadataIndex(name)] = there.pop(MetadataIndex(old))
+        metadata.planner_data[name] = new
+
+
 LIES: dict[str, tuple[Callable[[Metadata], None], type[CheckpointError], str]] = {
     "another file": (lambda m: of_weight(m, relative_path="../x"), CorruptError, "one beside it"),
     "a whole path": (lambda m: of_weight(m, relative_path="/etc/passwd"), CorruptError, "beside"),
@@ -292,7 +302,8 @@ LIES: dict[str, tuple[Callable[[Metadata], None], type[CheckpointError], str]] =
     "nowhere": (nowhere, CorruptError, "nowhere is model.0.weight"),
     "other dimensions": (of_other_dimensions, CorruptError, "in 1 of 2 dimensions"),
     "a value for a tensor": (a_value_for_it, CorruptError, "3 in place of a tensor"),
-    "a name of two": (a_name_of_two, CorruptError, "model: a"),
+    "a name of two": (a_name_of_two, IncompatibleError, "model is the name of two things"),
+    "two containers of a name": (two_containers, IncompatibleError, r"plain\.x is the name of two"),
 }
 
 
@@ -410,3 +421,21 @@ def test_the_pickles_in_it_may_be_in_memory(tmp_path: Path) -> None:
     data = io.BytesIO((tmp_path / "dcp" / "__0_0.distcp").read_bytes())
     with zipfile.ZipFile(data) as archive:
         assert any(name.endswith("data.pkl") for name in archive.namelist())
+
+
+@pytest.mark.parametrize(
+    "key", [None, True, 1.5, ("a",), b"x", 10**5000], ids=lambda key: type(key).__name__
+)
+def test_a_path_of_what_is_no_key_is_not_followed(
+    folder: Path, tmp_path: Path, key: object
+) -> None:
+    metadata = metadata_of(folder)
+    metadata.planner_data["step"] = (key,)
+    name = str(key) if type(key) is not int else "step"
+    metadata.state_dict_metadata[name] = metadata.state_dict_metadata.pop("step")
+    metadata.storage_data[MetadataIndex(name)] = metadata.storage_data.pop(MetadataIndex("step"))
+    metadata.planner_data[name] = (key,)
+    put(folder, metadata)
+    imports.from_dcp(folder, tmp_path / "ours")
+    with dc.open(tmp_path / "ours") as found:
+        assert found.objects[name] == 3

@@ -312,6 +312,24 @@ BROKEN: dict[str, tuple[str, str, type[Exception], str]] = {
 }
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_part_of_a_model_that_is_not_there_is_named(
+    number: int, suffix: str, tmp_path: Path
+) -> None:
+    made = copied("accelerate-shards", tmp_path)
+    if suffix == "bin":
+        for path in [*made.glob("model-*.safetensors")]:
+            parts = load_file(path)
+            path.unlink()
+            torch.save(parts, made / f"pytorch_{path.stem}.bin")
+    lost = next(made.glob(f"*model-0000{number}-of-00003.{suffix}"))
+    lost.unlink()
+    with pytest.raises(NotFoundError, match=f"lacks {lost.name}.*copy it there"):
+        imports.from_accelerate(made, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     kind, file, error, message = BROKEN[name]
@@ -377,6 +395,32 @@ def test_a_weight_that_no_file_has_is_named(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleError, match=r"out\.weight.*--exclude model\.out\.weight"):
         imports.from_deepspeed(made, tmp_path / "ours")
     imports.from_deepspeed(made, tmp_path / "ours", exclude="model.out.weight")
+
+
+@pytest.mark.usefixtures("_classes_of_deepspeed")
+@pytest.mark.parametrize("kind", ["deepspeed-zero2", "deepspeed-zero3"])
+def test_a_parameter_without_elements_is_one_all_the_same(kind: str, tmp_path: Path) -> None:
+    made = copied(kind, tmp_path)
+    for path in (made / "global_step3").glob("*model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        state["param_shapes"][0]["none"] = torch.Size([0, 3])
+        torch.save(state, path)
+    for path in (made / "global_step3").glob("*optim_states.pt"):
+        state = torch.load(path, weights_only=False)
+        if paddings := state["optimizer_state_dict"].get("param_alignment_paddings"):
+            paddings[0].append(0)
+        torch.save(state, path)
+    imports.from_deepspeed(made, tmp_path / "ours", world_size=2)
+    with dc.open(tmp_path / "ours") as found:
+        for name in ("model.none", "optim.state.model.none.exp_avg"):
+            assert (found.tensors[name].dtype, found.tensors[name].shape) == ("float32", (0, 3))
+
+
+def test_what_is_tied_is_left_out_as_one(tmp_path: Path) -> None:
+    made = copied("deepspeed-zero2", tmp_path)
+    with pytest.raises(ValueError, match=r"model\.out\.weight is tied to model\.inner\.weight"):
+        imports.from_deepspeed(made, tmp_path / "ours", exclude="model.inner.weight")
+    imports.from_deepspeed(made, tmp_path / "ours", exclude=["model.inner.weight", "*out.weight"])
 
 
 def test_buffers_of_megatrons_optimizer_are_refused(tmp_path: Path) -> None:

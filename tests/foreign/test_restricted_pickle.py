@@ -209,6 +209,68 @@ def archive_with(tmp_path: Path, data: bytes) -> Path:
     return tmp_path / "bomb.pt"
 
 
+MIB = 1 << 20
+TEXT = b"X" + struct.pack("<L", MIB) + b"a" * MIB
+NUMBER = b"\x8b" + struct.pack("<L", MIB) + b"\x01" * MIB
+SCALAR = (
+    b"cnumpy._core.multiarray\nscalar\ncnumpy\ndtype\nX\x02\0\0\0f8\x89\x88\x87R"
+    b"(K\x03X\x01\0\0\0<NNNKaKaK\0tbc_codecs\nencode\n" + TEXT + b"X\x06\0\0\0latin1\x86R\x86R"
+)
+
+# What has 1 MB, and is named again by two bytes.
+LARGE = {
+    "a number": NUMBER,
+    "a key": b"}" + TEXT + b"Ns",
+    "a member": b"c__builtin__\nset\n]" + TEXT + b"a\x85R",
+    "a count": b"ccollections\nCounter\n}" + TEXT + b"K\x01s\x85R",
+    "a queue": b"ccollections\ndeque\n]" + TEXT + b"a\x85R",
+    "a path": b"cpathlib\nPosixPath\n" + TEXT + b"\x85R",
+    "a device": b"ctorch\ndevice\n" + TEXT + b"\x85R",
+    "a range": b"c__builtin__\nrange\n" + NUMBER + b"\x85R",
+    "a scalar": SCALAR,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_is_large_may_not_be_named_often(tmp_path: Path, name: str) -> None:
+    path = archive_with(tmp_path, stream(b"](", LARGE[name], b"q\0", b"h\0" * 1000, b"e"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match=r"bomb\.pt: x: .*far more"):
+            imports.from_torch(path, tmp_path / "ours")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def dicts_of_memos(depth: int = 60) -> bytes:
+    """A dict that has the one before twice."""
+    step = b"0}(X\x01\0\0\0ah%cX\x01\0\0\0bh%cuq%c"
+    return stream(b"}q\0", *(step % (n - 1, n - 1, n) for n in range(1, depth)))
+
+
+@pytest.mark.timeout(60)
+def test_what_is_left_out_is_looked_for_within_bounds(tmp_path: Path) -> None:
+    path = archive_with(tmp_path, dicts_of_memos())
+    with pytest.raises(CorruptError, match="far more"):
+        imports.from_torch(path, tmp_path / "ours", exclude="nothing")
+
+
+def test_a_queue_of_many_is_bounded_too(tmp_path: Path) -> None:
+    queue = b"0ccollections\ndeque\nh\x3b\x85R"
+    path = archive_with(tmp_path, stream(b"]q\0", doubled(60), queue))
+    with pytest.raises(CorruptError, match="far more"):
+        imports.from_torch(path, tmp_path / "ours")
+
+
+def test_a_class_in_a_class_in_a_class_is_refused() -> None:
+    name, depth = b"ctorch._tensor\n_rebuild_from_type_v2\n", 3000
+    inner = b"(" + (name + b"ctorch\nTensor\n(") * depth + b"t" + b"}t" * depth
+    with pytest.raises(CorruptError, match="within another"):
+        read(stream(name, inner, b"R"), TABLE, WHAT)
+
+
 @pytest.mark.parametrize(
     "bomb",
     [bomb_of_memos, tensors_of_memos, long_text, repeated_sets, self_contained],
@@ -227,6 +289,50 @@ def test_a_bomb_costs_no_more_than_its_size(tmp_path: Path, bomb: Any) -> None:
     assert time.monotonic() - start < 20
     assert peak < 200 * path.stat().st_size + (64 << 20)
     assert not (tmp_path / "ours").exists()
+
+
+LONG = 1 << 20
+
+
+def text(value: bytes) -> bytes:
+    return b"X" + struct.pack("<L", len(value)) + value
+
+
+def twins() -> bytes:
+    """Two long texts that are alike, in the memo: to compare them takes a while."""
+    return text(b"a" * LONG) + b"q\0" + text(b"a" * LONG) + b"q\1"
+
+
+# In a few bytes each time, what takes as long as the longest text or tuple of the stream.
+SLOW = {
+    "keys": stream(twins(), b"}q\2h\0Ns", b"0h\2h\1Ns" * 100_000),
+    "members": stream(twins(), b"(", b"(h\0h\1\x910" * 100_000, b"t"),
+    "names": stream(text(b"a" * LONG), b"q\0", text(b"b"), b"q\1", b"h\0h\1\x930" * 100_000),
+    "parts": stream(
+        b"(" + text(b"") + b"q\1" + b"h\1" * 100_000 + b"tq\0",
+        b"cpathlib\nPurePosixPath\nq\2",
+        b"h\2h\0R0" * 100_000,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("keep_unknown", [True, False])
+def test_no_step_takes_as_long_as_the_stream(name: str, *, keep_unknown: bool) -> None:
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=r"file\.pt"):
+        read(SLOW[name], TABLE, WHAT, keep_unknown=keep_unknown)
+    assert time.process_time() - start < 10
+
+
+def test_calls_within_calls_are_refused_without_a_crash() -> None:
+    data = stream(
+        b"ctorch._tensor\n_rebuild_from_type_v2\nq\0ctorch\nTensor\nq\x0100h\0",
+        b"(h\0h\1" * 100_000,
+        b")" + b"Nt" * 100_000 + b"R",
+    )
+    with pytest.raises(CorruptError, match="a class within another"):
+        read(data, TABLE, WHAT)
 
 
 def test_a_memo_of_a_high_number_takes_no_memory() -> None:

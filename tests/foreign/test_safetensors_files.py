@@ -318,3 +318,21 @@ def test_what_only_its_own_library_may_read_is_refused_with_the_way(tmp_path: Pa
     (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80")
     with pytest.raises(IncompatibleError, match=r"interop\.dcp\.load, or .*import --from dcp"):
         dc.open(tmp_path / "dcp")
+
+
+FOREIGN = ["model.safetensors", "meta.pt", "random_states_0.pkl", "latest", "__0.metadata"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_checkpoint_of_ours_is_that_whatever_lies_beside_its_attempt(
+    tmp_path: Path, name: str
+) -> None:
+    """As `save_pretrained` into the folder of a checkpoint would have it."""
+    dc.save({"model": {"w": torch.zeros(3)}}, tmp_path / "ck")
+    save_file({"w": torch.ones(3)}, tmp_path / "ck" / name)
+    (tmp_path / "ck" / ".metadata").write_bytes(b"")
+    state = {"model": {"w": torch.ones(3)}}
+    dc.load(state, tmp_path / "ck")
+    assert not state["model"]["w"].any()
+    with dc.open(tmp_path / "ck") as found:
+        assert found.index.has_digests

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import random
 import re
+import struct
 import zipfile
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing": (dict, "no dict with anything in it"),
     "a device as a name": (lambda: {torch.device("cpu"): torch.ones(1)}, "the key a Device"),
     "a name of two": (lambda: {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, r"a\.b is the"),
+    "two dicts of a name": (
+        lambda: {"a": {"b": {"c": torch.ones(1)}}, "a.b": {"d": torch.zeros(1)}},
+        r"a\.b is the name of two things",
+    ),
+    "a dict and a value": (lambda: {"a": {"b": {"c": torch.ones(1)}}, "a.b": 5}, r"a\.b is the"),
     "no name": (lambda: {"": torch.ones(1), "n": 1}, "empty, too long"),
     "a long name": (lambda: {"n" * 10000: torch.ones(1), "n": 1}, "empty, too long"),
     "a flag as a name": (lambda: {True: torch.ones(1), "n": 1}, "keys of bool"),
@@ -327,3 +333,36 @@ def test_bytes_at_random_are_read_or_refused(tmp_path: Path) -> None:
         except CheckpointError:
             refused += 1
     assert 0 < refused < 400
+
+
+def test_a_range_and_a_queue_of_arrays_come_as_they_were(tmp_path: Path) -> None:
+    saved = {"far": range(0, 10**30, 7), "last": deque([np.arange(2), [1]], 3), "w": torch.ones(1)}
+    found = imported(tmp_path, saved)
+    assert found["far"] == saved["far"]
+    assert (type(found["last"]), found["last"].maxlen) == (deque, 3)
+    np.testing.assert_array_equal(found["last"][0], np.arange(2))
+    assert found["last"][1] == [1]
+
+
+def test_a_directory_beyond_reason_is_not_read(tmp_path: Path) -> None:
+    """A file with a hole of a terabyte, which is to be its directory."""
+    far = 1 << 40
+    end = b"PK\6\6" + struct.pack("<Q2H2L4Q", 44, 0, 0, 0, 0, 1, 1, far - 9, 4)
+    end += b"PK\6\7" + struct.pack("<LQL", 0, far, 1) + b"PK\5\6" + bytes(18)
+    with (tmp_path / "a.pt").open("wb") as file:
+        file.write(b"PK\3\4")
+        file.seek(far)
+        file.write(end)
+    with pytest.raises(CorruptError, match="a directory of 1099511627767 bytes"):
+        imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+
+
+def test_names_of_many_dots_can_stand_beside_what_is_left_out(tmp_path: Path) -> None:
+    name = "a." * 1500 + "b"
+    torch.save({name: torch.ones(2), "c": torch.ones(1)}, tmp_path / "a.pt")
+    imports.from_torch(tmp_path / "a.pt", tmp_path / "ours", exclude="model.c")
+    with dc.open(tmp_path / "ours") as found:
+        assert [*found.tensors] == [f"model.{name}"]
+    torch.save({"." * 1_000_000: torch.ones(2), "c": torch.ones(1)}, tmp_path / "b.pt")
+    with pytest.raises(IncompatibleError, match="too long"):
+        imports.from_torch(tmp_path / "b.pt", tmp_path / "other", exclude="model.c")
