@@ -15,8 +15,10 @@ read what `dc.save` has written, as far as its names are those of the state dict
 from __future__ import annotations
 
 import io
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +39,7 @@ from torch.futures import Future
 from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.process_group import session_alone, session_of
 from dist_ckpt.config import launched_world_size
-from dist_ckpt.errors import ConflictError
+from dist_ckpt.errors import ConflictError, RankError
 from dist_ckpt.foreign.find import open_dcp_folder, open_source
 from dist_ckpt.interop.dcp_items import local_state_of
 from dist_ckpt.interop.dcp_metadata import StoredState
@@ -52,6 +54,8 @@ from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.saving.held_state import StateReader
 from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.state.containers import MutableState
+
+_log = logging.getLogger("dist_ckpt")
 
 DcpPath = str | os.PathLike[str]
 
@@ -196,7 +200,8 @@ class StorageWriter(dcp.StorageWriter):
             return local
 
         path = _checked(self.checkpoint_id, "StorageWriter")
-        self.report = save_together(ranks, StateReader(read), path, self._options)
+        with _lost_ranks_logged():
+            self.report = save_together(ranks, StateReader(read), path, self._options)
         done: Future[list[WriteResult]] = Future()
         done.set_result(found)
         return done
@@ -316,13 +321,14 @@ class StorageReader(dcp.StorageReader):
         is_one_of_many = not meeting and _is_in_job()
         ranks = session_alone() if is_one_of_many else session_of(self._group)
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        nbytes_read, nbytes_received = stored.fill(
-            tensors,
-            planner,
-            Together(ranks, self._phases, meeting),
-            # The page cache shares it among them.
-            direct_reads=not is_one_of_many,
-        )
+        with _lost_ranks_logged():
+            nbytes_read, nbytes_received = stored.fill(
+                tensors,
+                planner,
+                Together(ranks, self._phases, meeting),
+                # The page cache shares it among them.
+                direct_reads=not is_one_of_many,
+            )
         with self._phases.phase("place"):
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
@@ -360,6 +366,16 @@ class StorageReader(dcp.StorageReader):
             return []
         ranks: list[int] = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         return ranks
+
+
+@contextmanager
+def _lost_ranks_logged() -> Iterator[None]:
+    """Log which rank is lost: DCP then gathers the errors of all, and raises that it cannot."""
+    try:
+        yield
+    except RankError as error:
+        _log.error("%s", error)
+        raise
 
 
 def _is_in_job() -> bool:

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dist_ckpt.errors import IncompatibleError, StorageError, listed
-from dist_ckpt.format.checksums import Buffer
+from dist_ckpt.foreign.find import open_source
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.interop.dcp_metadata import StoredState
-from dist_ckpt.interop.new_folder import check_replaceable, new_folder
+from dist_ckpt.interop.new_folder import check_outside, check_replaceable, new_folder
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.offline.rewriting import DryRun
 from dist_ckpt.planning.plan import Wanted
@@ -53,7 +53,7 @@ def export_folder(
 ) -> int:
     """Write the checkpoint at `source` as a folder that `dcp.load` reads; return its size in bytes.
 
-    `source` may name one of a run, such as "runs/a@latest"; however it was sharded, `dcp.load`
+    `source` is what `dc.open` takes, such as "runs/a@latest"; however it was sharded, `dcp.load`
     reshards it on any number of ranks. Names are as `get_state_dict` has them; tied tensors lie
     there once. One process does it, with about 150 MB for tensors however large they are.
     `progress` is called with the bytes done, and those in all.
@@ -115,7 +115,9 @@ def would_export(source: str | os.PathLike[str], folder: str | os.PathLike[str])
 def _opened(
     source: str | os.PathLike[str], folder: str | os.PathLike[str]
 ) -> tuple[StoredState, Metadata]:
-    stored = StoredState(*open_storage(resolve(source)), rank=0)
+    storage, path = open_source(resolve(source))
+    check_outside(real_path(path), real_path(open_storage(folder)[1]))
+    stored = StoredState(storage, path, rank=0)
     if per_rank := stored.per_rank:
         raise IncompatibleError(
             f"{source} has values of each rank, and a folder of DCP has none: {listed(per_rank)}; "
@@ -236,7 +238,7 @@ class _DataFile(io.RawIOBase):
         super().__init__()
         self._path = path
         self._file: WritableFile = storage.create(path, nbytes)
-        self._failure: StorageError | None = None
+        self._failure: BaseException | None = None
         self._held = bytearray()
         self.nbytes = 0
 
@@ -246,31 +248,28 @@ class _DataFile(io.RawIOBase):
         try:
             torch.save(value, self)  # type: ignore[arg-type]  # noqa: TID251 - as DCP has it
         except RuntimeError:
-            # Torch tells only that something went wrong while it wrote.
-            raise self._failure or RuntimeError(f"{self._path} cannot be written") from None
+            # Torch tells only that something went wrong while it wrote, if only an interrupt.
+            raise self._failure or StorageError(f"{self._path} cannot be written") from None
         return DcpStorageInfo(_DATA, start, self.nbytes - start)
 
     def write(self, data: Any) -> int:
         """Be a file for torch: append some bytes, of which few are held for the next call."""
-        view = memoryview(data).cast("B")
-        if len(self._held) + len(view) > _HELD_NBYTES:
-            self._write_held()
-            self._write_at(self.nbytes, view)
-        else:
-            self._held += view
-        self.nbytes += len(view)
-        return len(view)
+        try:
+            view = memoryview(data).cast("B")
+            if len(self._held) + len(view) > _HELD_NBYTES:
+                self._write_held()
+                self._file.write_at(self.nbytes, view)
+            else:
+                self._held += view
+            self.nbytes += len(view)
+            return len(view)
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def _write_held(self) -> None:
         held, self._held = self._held, bytearray()
-        self._write_at(self.nbytes - len(held), held)
-
-    def _write_at(self, offset: int, data: Buffer) -> None:
-        try:
-            self._file.write_at(offset, data)
-        except StorageError as error:
-            self._failure = error
-            raise
+        self._file.write_at(self.nbytes - len(held), held)
 
     def __enter__(self) -> _DataFile:
         return self

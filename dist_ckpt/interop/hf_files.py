@@ -152,6 +152,8 @@ def clone(source: str, start: int, path: str, file: ExportedFile) -> bool:
     whole pages, and both headers end at one), and copies it where not. False if it does neither
     here: then there is no file.
     """
+    if not hasattr(os, "copy_file_range"):  # it is Linux's
+        return False
     try:
         with open(source, "rb") as held, open(path, "xb") as out:
             out.write(file.header)

@@ -8,7 +8,8 @@
     imports.from_deepspeed("out/global_step100", "runs/e/step-00000100")
     imports.from_megatron("out/iter_0000100", "runs/f/step-00000100")
 
-One process does it, without torch, and memory is bounded whatever the size. Nothing in a file is
+One process does it, without torch, and memory is bounded whatever the size; only a tensor that lies
+transposed in its file is brought into order as a whole, in twice its size. Nothing in a file is
 executed: pickles are read by an interpreter of ours, which makes plain data and nothing else.
 
 Each takes `ImportOptions`. On return the checkpoint is complete and durable. Raises NotFoundError

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -12,6 +14,9 @@ from typing import IO
 from dist_ckpt.errors import CorruptError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.interop.plain_states import FileTensor
 from dist_ckpt.storage.exclusive_rename import rename_exclusively
+from dist_ckpt.storage.local import with_remedy
+
+_log = logging.getLogger("dist_ckpt")
 
 
 class LocalFile:
@@ -113,7 +118,7 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[IO[by
     except FileExistsError:
         raise _exists(where) from None
     except OSError as error:
-        raise StorageError(f"{where} cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{where} cannot be written: {with_remedy(error)}") from error
     finally:
         with suppress(OSError):
             os.unlink(temporary)
@@ -159,10 +164,21 @@ def _exists(where: str) -> ExistsError:
 
 
 def temporary_beside(path: str) -> str:
-    """Return a new name beside a path, for what is not complete yet."""
+    """Return a new name beside a path, for what is not complete yet.
+
+    Logs what such names are there already: nobody else removes what a killed process has left.
+    """
     folder, name = os.path.split(path)
     # So short that it is no longer than a name may be because of what we add.
     short = os.fsdecode(os.fsencode(name)[:100])
+    of_path = re.compile(rf"\.{re.escape(short)}\.[0-9a-f]{{16}}\.tmp")
+    with suppress(OSError):  # who may write there need not be allowed to look
+        for left in filter(of_path.fullmatch, os.listdir(folder)):
+            _log.warning(
+                "%s is left of a process that was killed, or is being written: remove it if nobody "
+                "writes to it",
+                os.path.join(folder, left),
+            )
     return os.path.join(folder, f".{short}.{secrets.token_hex(8)}.tmp")
 
 

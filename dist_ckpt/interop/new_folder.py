@@ -19,6 +19,7 @@ from dist_ckpt.interop.hf_plan import METADATA
 from dist_ckpt.interop.local_files import check_parent, temporary_beside
 from dist_ckpt.storage import Storage
 from dist_ckpt.storage.exclusive_rename import exchange
+from dist_ckpt.storage.local import with_remedy
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -34,14 +35,14 @@ def new_folder(storage: Storage, path: str, *, overwrite: bool | None) -> Iterat
     """
     check_replaceable(storage, path, overwrite=overwrite)
     temporary = temporary_beside(path)
-    storage.make_folder(temporary)
     is_put = False
     try:
+        storage.make_folder(temporary)
         yield temporary
         for file in check_replaceable(storage, path, overwrite=overwrite):
             storage.link(f"{path}/{file}", f"{temporary}/{file}")
         storage.sync(temporary)
-        _put(storage, temporary, path)
+        _put(storage, temporary, path, replaces=bool(overwrite))
         is_put = True
         storage.sync(os.path.dirname(path))
     except BaseException:
@@ -49,6 +50,12 @@ def new_folder(storage: Storage, path: str, *, overwrite: bool | None) -> Iterat
             _remove(storage, temporary)
         raise
     _remove(storage, temporary)  # after an exchange, what was there before
+
+
+def check_outside(source: str, target: str) -> None:
+    """Raise ValueError if a new folder would lie in what is read. Both without links."""
+    if target.startswith(f"{source}/"):
+        raise ValueError(f"the folder {target} lies in the source: give another one")
 
 
 def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) -> tuple[str, ...]:
@@ -92,13 +99,13 @@ def _is_of_export(storage: Storage, folder: str, name: str) -> bool:
     return state.metadata.get("exported_by") == METADATA["exported_by"]
 
 
-def _put(storage: Storage, temporary: str, path: str) -> None:
+def _put(storage: Storage, temporary: str, path: str, *, replaces: bool) -> None:
     """Give the folder its name; what had it before has the other one, if that was not empty."""
     try:
         if os.path.lexists(path):
             with suppress(OSError):
                 os.rmdir(path)
-        if not os.path.lexists(path):
+        if not replaces or not os.path.lexists(path):
             storage.rename(temporary, path)
         elif not exchange(temporary, path):
             old = f"{temporary[:-4]}.old.tmp"
@@ -112,7 +119,7 @@ def _put(storage: Storage, temporary: str, path: str) -> None:
     except FileExistsError:
         raise ExistsError(f"{path}: something was put there meanwhile: look what it is") from None
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{path} cannot be written: {with_remedy(error)}") from error
 
 
 def _remove(storage: Storage, folder: str) -> None:
@@ -125,3 +132,6 @@ def _remove(storage: Storage, folder: str) -> None:
         return
     except (CheckpointError, OSError) as error:
         _log.warning("%s is left and can be removed: %s", folder, error)
+    except BaseException:
+        _log.warning("%s is left and can be removed: this was interrupted", folder)
+        raise

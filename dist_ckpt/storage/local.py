@@ -266,9 +266,13 @@ def _errors_of(path: str, *passed: type[OSError], needs: str = "") -> Iterator[N
         is_stale = error.errno == errno.ESTALE and FileNotFoundError in passed
         if is_stale and _is_gone(needs or path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
-        code = errno.errorcode.get(error.errno or 0, "no errno")
-        remedy = _REMEDIES.get(error.errno or 0, _OTHERWISE)
-        raise StorageError(f"{path}: {error.strerror} ({code}): {remedy}") from error
+        raise StorageError(f"{path}: {with_remedy(error)}") from error
+
+
+def with_remedy(error: OSError) -> str:
+    """Return what the system says of an error, and what to do about it."""
+    code = errno.errorcode.get(error.errno or 0, "no errno")
+    return f"{error.strerror or error} ({code}): {_REMEDIES.get(error.errno or 0, _OTHERWISE)}"
 
 
 def _is_gone(path: str) -> bool:

@@ -7,17 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dist_ckpt as dc
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError
-from dist_ckpt.interop import dcp_export, imports
+from dist_ckpt.interop import dcp_export, hf, imports
 from dist_ckpt.interop.dcp_export import export_folder
+from dist_ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -84,6 +87,27 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert [one.name for one in (tmp_path / "dcp").iterdir()] == ["mine"]
 
 
+def test_what_is_put_there_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another export to the same place, which has ended in the last moment."""
+    dc.save({"model": {"w": torch.ones(4)}}, tmp_path / "ck")
+    sync, new = LocalStorage.sync, tmp_path / "new"
+
+    def others_are_faster(storage: LocalStorage, path: str) -> None:
+        sync(storage, path)
+        if path.endswith(".tmp"):
+            new.mkdir()
+            (new / ".metadata").write_text("theirs")
+
+    monkeypatch.setattr(LocalStorage, "sync", others_are_faster)
+    for export in (export_folder, hf.export_folder):
+        with pytest.raises(ExistsError, match="put there meanwhile"):
+            export(tmp_path / "ck", new)
+        assert (new / ".metadata").read_text() == "theirs"
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["ck", "new"]
+        (new / ".metadata").unlink()
+        new.rmdir()
+
+
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     dc.save({"w": torch.ones(1000)}, tmp_path / "ours")
     path = next((tmp_path / "ours").glob("a1-*/*.safetensors"))
@@ -93,6 +117,21 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CorruptError):
         export_folder(tmp_path / "ours", tmp_path / "dcp")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["ours"]
+
+
+def test_an_interrupt_while_torch_writes_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch makes a RuntimeError of it."""
+    dc.save({"w": torch.ones(1 << 18)}, tmp_path / "ck")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStorage, "create", lambda *_: Mock(write_at=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        export_folder(tmp_path / "ck", tmp_path / "new")
+    assert [one.name for one in tmp_path.iterdir()] == ["ck"]
 
 
 def test_tied_tensors_lie_there_once_and_are_tied_again(tmp_path: Path) -> None:
@@ -142,6 +181,26 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_left(tmp_path: Path) -> No
         assert re.search(r"tmp/__0_0\.distcp: File too large .*ulimit -f", done.stderr)
         assert "Traceback" not in done.stderr
         assert [one.name for one in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_folder_in_the_source_is_refused(tmp_path: Path) -> None:
+    dc.save({"w": torch.ones(2)}, tmp_path / "ours")
+    (tmp_path / "link").symlink_to(tmp_path / "ours")
+    for call in (export_folder, dcp_export.would_export):
+        for place in ("ours", "link"):
+            with pytest.raises(ValueError, match="lies in the source"):
+                call(tmp_path / "ours", tmp_path / place / "dcp")
+    assert len([*(tmp_path / "ours").iterdir()]) == 1
+
+
+def test_files_of_others_are_exported_or_said_what_to_do_with(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(3)}, tmp_path / "model.safetensors")
+    export_folder(tmp_path / "model.safetensors", tmp_path / "dcp")
+    state = {"model": {"w": torch.zeros(3, dtype=torch.int64)}}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    assert torch.equal(state["model"]["w"], torch.arange(3))
+    with pytest.raises(IncompatibleError, match="import --from dcp"):
+        export_folder(tmp_path / "dcp", tmp_path / "again")
 
 
 def test_values_of_each_rank_are_refused_by_name(tmp_path: Path) -> None:

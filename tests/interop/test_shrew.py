@@ -433,12 +433,23 @@ def test_an_export_that_fails_leaves_no_file(
 
     for call in ("fsync", "replace"):
         monkeypatch.setattr(os, call, full)
-        with pytest.raises(StorageError, match="No space left"):
+        with pytest.raises(StorageError, match=r"No space left .*\(ENOSPC\): free space"):
             shrew.export_file(tmp_path / "ck", out, overwrite=True)
         monkeypatch.undo()
         assert os.listdir(tmp_path) == ["ck"]
     with pytest.raises(NotFoundError, match="there is no such folder"):
         shrew.export_file(tmp_path / "ck", tmp_path / "none" / "a.shrew")
+
+
+def test_what_a_killed_export_has_left_is_told_by_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dc.save({"model": {"a": torch.ones(2)}}, tmp_path / "ck")
+    for name in (".a.shrew.0123456789abcdef.tmp", ".b.shrew.0123456789abcdef.tmp", ".a.shrew.tmp"):
+        (tmp_path / name).touch()
+    shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew")
+    (told,) = (one.getMessage() for one in caplog.records)
+    assert told.startswith(f"{tmp_path}/.a.shrew.0123456789abcdef.tmp is left of a process")
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -21,8 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dist_ckpt as dc
 from dist_ckpt.interop.dcp import DcpLoadReport, StorageReader, StorageWriter
+from dist_ckpt.storage import local
 from dist_ckpt.storage.local import LocalStorage
-from ranks import run_ranks
+from ranks import Options, run_ranks, try_ranks
 
 pytestmark = pytest.mark.multi_process
 
@@ -209,6 +213,39 @@ def test_a_planner_that_fails_on_one_rank_is_no_hang(path: str, where: str) -> N
     for message, seconds in run_ranks(2, load_and_fail, path, where, environ=FRAIL):
         assert f"lost in {where}" in message
         assert seconds < NOTICED_S
+
+
+def load_without_one(rank: int, path: str) -> tuple[str, float]:
+    """Load; one rank dies in the middle of what it reads for all."""
+
+    read_into = local._LocalReadableFile.read_into
+
+    def killed(file: Any, offset: int, target: memoryview) -> int:
+        if offset:  # behind all headers
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read_into(file, offset, target)
+
+    if rank == 1:
+        local._LocalReadableFile.read_into = killed  # type: ignore[assignment, method-assign]
+    start = time.monotonic()
+    try:
+        load(path, "columns")
+    except Exception as error:  # noqa: BLE001 - of torch's collectives, whatever it is
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+def test_a_rank_that_dies_while_it_reads_is_named_to_the_others(path: str) -> None:
+    options = Options(timeout_s=60, environ=FRAIL)
+    outcomes = try_ranks(RANKS, load_without_one, path, options=options)
+    assert outcomes.pop(1).signal == signal.SIGKILL
+    for one in outcomes:
+        assert one.ended
+        message, seconds = one.value
+        assert message != "no error"
+        assert seconds < NOTICED_S
+        # DCP cannot gather the errors any more: what it raises names nobody.
+        assert re.search(r"rank 1\b.*(lost|gone|dead|silent|ended)", one.output), one.output
 
 
 # --- values per rank ---------------------------------------------------------------------------
