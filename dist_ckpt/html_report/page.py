@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import time
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from importlib import resources
+from typing import Any
 
 from dist_ckpt.format.strict_json import Json
 from dist_ckpt.html_report.texts import bounded, utc
@@ -27,11 +28,7 @@ NEEDS = 'it needs plotly and jinja2: pip install "dist-ckpt[report]"'
 
 def page_of(facts: Mapping[str, Json]) -> bytes:
     """Return the page. ModuleNotFoundError, with what to install, without plotly or jinja2."""
-    try:
-        import jinja2  # noqa: PLC0415  (only who makes a page needs the extra)
-        from plotly.offline import get_plotlyjs  # noqa: PLC0415  (only who makes a page needs it)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error.name} is not installed: {NEEDS}") from error
+    jinja2, get_plotlyjs = libraries()
     plotly, charts = _script(get_plotlyjs()), _script(_file("charts.js"))
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_file),
@@ -40,7 +37,7 @@ def page_of(facts: Mapping[str, Json]) -> bytes:
         trim_blocks=True,
     )
     environment.filters |= _FILTERS
-    text = environment.get_template(f"{facts['about']}.html.jinja").render(
+    text: str = environment.get_template(f"{facts['about']}.html.jinja").render(
         facts=facts,
         json=_data(facts),
         css=_file("page.css"),
@@ -50,6 +47,16 @@ def page_of(facts: Mapping[str, Json]) -> bytes:
         policy=_policy(plotly, charts),
     )
     return text.encode()
+
+
+def libraries() -> tuple[Any, Callable[[], str]]:
+    """Return jinja2, and what returns plotly.js. ModuleNotFoundError, with what to install."""
+    try:
+        import jinja2  # noqa: PLC0415  (only who makes a page needs the extra)
+        from plotly.offline import get_plotlyjs  # noqa: PLC0415  (only who makes a page needs it)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error.name} is not installed: {NEEDS}") from error
+    return jinja2, get_plotlyjs
 
 
 def _file(name: str) -> str:
@@ -116,7 +123,8 @@ def _notes(one: Mapping[str, Json]) -> list[Json]:
     told = (("left behind", "is_left_behind"), ("checked in full earlier", "is_verified"))
     replaced = ["being replaced"] if one["is_being_replaced"] else []
     notes = [text for text, is_so in told if one[is_so]]
-    return [*notes, *replaced, *guards, *([why] if why and one["state"] != "committed" else [])]
+    tells = why and (one["has_failed"] or one["state"] != "committed")
+    return [*notes, *replaced, *guards, *([why] if tells else [])]
 
 
 def _newest(checkpoints: list[Mapping[str, Json]]) -> Mapping[str, Json] | None:

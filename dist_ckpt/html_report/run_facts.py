@@ -84,6 +84,7 @@ def _row(
         "problem": bounded(one.problem or (problems[0] if problems else "")),
         "result": "damaged" if is_damaged else verdict.result,
         "why": bounded(verdict.why),
+        "has_failed": verdict.has_failed,
         "num_problems": max(len(problems), int(is_damaged)),
         "seconds": {bounded(phase): s for phase, s in sorted(took.seconds.items())} if took else {},
         "stalled_s": took.stalled_s if took else None,

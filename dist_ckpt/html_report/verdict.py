@@ -18,10 +18,11 @@ CHECKS: tuple[Check, ...] = ("none", "quick", "full")
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check has found, or `why` there was none; `level` is None then."""
+    """What a check has found, or `why` there was none: it was not asked for, or it has failed."""
 
     report: VerifyReport | None = None
     why: str = ""
+    has_failed: bool = False
 
     @property
     def result(self) -> str:
@@ -42,6 +43,7 @@ class CheckResult:
             "result": self.result,
             "level": None if self.report is None else self.report.level,
             "why": bounded(self.why),
+            "has_failed": self.has_failed,
             "problems": first_of(map(_problem, self.problems))[0],
             "num_problems": len(self.problems),
             "notes": first_of(map(bounded, notes))[0],
@@ -57,7 +59,7 @@ def checked(path: str, check: Check, progress: Progress | None) -> CheckResult:
     try:
         return CheckResult(verify(path, level=level, progress=progress))
     except CheckpointError as error:
-        return CheckResult(why=str(error))
+        return CheckResult(why=str(error), has_failed=True)
 
 
 def _problem(one: Problem) -> Json:

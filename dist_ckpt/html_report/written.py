@@ -10,10 +10,10 @@ from dist_ckpt import __version__
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.format.strict_json import Json
 from dist_ckpt.html_report.checkpoint_facts import checkpoint_facts
-from dist_ckpt.html_report.page import START, page_of
+from dist_ckpt.html_report.page import START, libraries, page_of
 from dist_ckpt.html_report.run_facts import ProgressOf, run_facts
 from dist_ckpt.html_report.verdict import CHECKS, Check
-from dist_ckpt.interop.local_files import new_file
+from dist_ckpt.interop.local_files import check_new_file, new_file
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.storage import open_storage
@@ -82,7 +82,9 @@ def write_report(
     is replaced only with `overwrite`: ExistsError; a folder or a link never is: ValueError.
     ModuleNotFoundError, with what to install, without the extra `report`.
     """
+    # Before what may take hours.
     replaces = check_target(file, overwrite=overwrite)
+    libraries()
     facts = report_facts(path, check=check, progress_of=progress_of)
     page = page_of(facts)
     with new_file(file, overwrite=replaces) as target:
@@ -91,12 +93,17 @@ def write_report(
 
 
 def check_target(file: str | os.PathLike[str], *, overwrite: bool) -> bool:
-    """Say whether a page may replace what is at `file`. ValueError for a folder or a link."""
+    """Say whether a page replaces what is at `file`. ValueError for a folder or a link.
+
+    ExistsError for another file without `overwrite`, NotFoundError without a folder for it.
+    """
     text = os.fspath(file)
     if os.path.islink(text) or (os.path.exists(text) and not os.path.isfile(text)):
         kind = "link" if os.path.islink(text) else "folder" if os.path.isdir(text) else "device"
         raise ValueError(f"{text} is a {kind}: give the name of a file, such as report.html")
-    return overwrite or _is_ours(text)
+    replaces = overwrite or _is_ours(text)
+    check_new_file(text, overwrite=replaces)
+    return replaces
 
 
 def _is_ours(file: str) -> bool:

@@ -28,6 +28,8 @@ def test_the_imbalance_is_the_most_by_the_mean() -> None:
         ("c0", [100, 300, 0, 0]),
         ("c1", [0, 100, 0, 0]),
     ]
+    assert [one["most_rank"] for one in found["components"]] == [1, 1]
+    assert (found["most_nbytes"], found["least_nbytes"]) == (400, 0)
 
 
 @pytest.mark.parametrize("world_size", [MAX_COLUMNS, MAX_COLUMNS + 1, 100_000])

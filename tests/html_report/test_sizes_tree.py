@@ -74,6 +74,23 @@ def test_deep_and_long_names_are_bounded() -> None:
     assert len(rows) <= 2 * MAX_DEPTH
 
 
+def test_no_box_is_deeper_than_a_page_shows() -> None:
+    # A tensor at each level, so that no boxes are joined.
+    rows: Any = sizes_tree({".".join("a" * depth): a_tensor(4) for depth in range(1, 60)})
+    depths: list[int] = []
+    for row in rows:
+        depths.append(0 if row["parent"] is None else depths[row["parent"]] + 1)
+    assert max(depths) == MAX_DEPTH + 1
+    assert rows[-1]["num_tensors"] == 1
+
+
+def test_what_is_large_is_opened_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "MAX_NODES", 4)
+    rows = boxes(few__a=4, few__b=4, many__a=40, many__b=40)
+    assert [row["name"] for row in rows if row["parent"] is not None] == ["many", "few", "a", "b"]
+    assert below(rows, 2) == []
+
+
 def test_an_empty_checkpoint_is_one_box_of_nothing() -> None:
     row: Any = boxes()[0]
     assert (row["nbytes"], row["dtype"]) == (0, "")

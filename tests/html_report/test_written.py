@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dist_ckpt.html_report.written import report_facts, write_report
 from dist_ckpt.reports import SaveReport, Tally
 from dist_ckpt.runs.facts import put_saved, save_times
 from dist_ckpt.runs.listing import list_run
+from dist_ckpt.storage import open_storage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -220,6 +222,57 @@ def test_of_a_save_in_the_background_only_the_trainers_phases_are_a_stall() -> N
     (times,) = save_times(list_run(storage, "/run", now=0.0).facts).values()
     assert (times.seconds, times.stalled_s) == (seconds, 7.0)
     assert (times.slowest_rank, times.slowest_s) == (3, 0.5)
+
+
+def test_the_longest_stall_and_the_slowest_ranks_come_first(root: Path) -> None:
+    storage, folder = open_storage(root)
+    saves = {1: (0.5, 5), 2: (2.5, 3), 3: (0.25, 3), 4: (1.0, 1)}
+    for one in dc.checkpoints(root):
+        if one.step and one.where:
+            seconds, slowest = saves[one.step]
+            report = replace(a_report({"agree": seconds}), slowest_rank=slowest)
+            put_saved(storage, folder, one.where, report)
+    facts: Any = write_report(root, root / "page.html")
+    assert (facts["stalled_s"], facts["longest_stall"]) == (4.25, {"step": 2, "seconds": 2.5})
+    assert [(one["rank"], one["num_saves"]) for one in facts["slowest_ranks"]] == [
+        *((3, 2), (1, 1), (5, 1)),
+    ]
+    row = re.search(r"<tr><td class=.name.>s2</td>.*?</tr>", (root / "page.html").read_text())
+    assert row
+    assert re.findall(r">([^<>]*)</td>", row[0])[-3:] == ["2.5 s", "2.5 s", "3 (500 ms)"]
+
+
+def test_what_was_left_behind_says_so_and_is_the_best_of_nothing(tmp_path: Path) -> None:
+    state = {"model": torch.nn.Linear(4, 4)}
+    save = dc.every(steps=1)
+    with dc.Checkpointer(tmp_path, save=save, background=False) as ck:
+        for step in ck.steps(state, until=3):
+            ck.metrics(step, {"loss": 1.0 / step})
+    with dc.Checkpointer(tmp_path, save=save, background=False) as ck:
+        ck.restore(state, "@2")
+    facts: Any = report_facts(tmp_path)
+    assert [one["is_left_behind"] for one in facts["checkpoints"]] == [False, False, True]
+    (loss,) = facts["metrics"]
+    assert loss["lowest"] == loss["newest"] == {"value": 0.5, "step": 2}
+    assert [one["restored_step"] for one in facts["starts"]] == [None, 2]
+    assert "left behind" in report_facts(tmp_path / "step-00000003")["notes"]
+
+
+def test_of_very_many_checkpoints_the_newest_are_shown(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist_ckpt.html_report.run_facts.MAX_CHECKPOINTS", 2)
+    facts: Any = report_facts(root)
+    assert [one["step"] for one in facts["checkpoints"]] == [3, 4]
+    assert (facts["num_checkpoints"], facts["num_left_out"]) == (5, 3)
+
+
+def test_a_tied_tensor_is_counted_once(tmp_path: Path) -> None:
+    weight = torch.ones(30)
+    dc.save({"model": {"a": weight, "b": weight}}, tmp_path / "tied")
+    facts: Any = report_facts(tmp_path / "tied")
+    assert (facts["num_tensors"], facts["num_tied"], facts["tensor_nbytes"]) == (1, 1, 120)
+    assert [(one["nbytes"], one["num_tensors"]) for one in facts["components"]] == [(120, 1)]
 
 
 # --- the page -----------------------------------------------------------------------------------
