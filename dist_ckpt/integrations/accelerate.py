@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -20,7 +19,12 @@ import accelerate
 from dist_ckpt.checkpointer.checkpointer import Checkpointer
 from dist_ckpt.checkpointer.open_run import Stopped
 from dist_ckpt.errors import IncompatibleError, NotFoundError
-from dist_ckpt.integrations.accelerate_folders import count_save, make_room, numbered
+from dist_ckpt.integrations.accelerate_folders import (
+    count_save,
+    is_accelerates,
+    make_room,
+    numbered,
+)
 from dist_ckpt.integrations.accelerate_objects import (
     check,
     hand_out_buffers_of,
@@ -28,14 +32,12 @@ from dist_ckpt.integrations.accelerate_objects import (
     stateful_loaders,
 )
 from dist_ckpt.integrations.loader_order import set_sources, sources_of
+from dist_ckpt.integrations.more_state import check_on_reshard, more_state
 from dist_ckpt.loading.load import load
 from dist_ckpt.saving.save import save
 from dist_ckpt.state.wrappers import RNG, PerRank
 
 _OWN = {"model", "optim", "scheduler", "scaler", "custom", "position", "data", "rng"}
-
-# What accelerate's own folders have.
-_OWN_FILES = re.compile(r"(model|optimizer|pytorch_model).*|random_states_\d+\.pkl")
 
 
 class AcceleratedRun:
@@ -60,16 +62,13 @@ class AcceleratedRun:
         on_reshard: Literal["error", "drop"] = "error",
         **options: Any,
     ) -> None:
-        if on_reshard not in ("error", "drop"):
-            raise ValueError(f'`on_reshard` is {on_reshard!r}: give "error" or "drop"')
-        self._more = dict(state or {})
-        if taken := sorted(self._more.keys() & _OWN):
-            raise ValueError(f"state has {', '.join(taken)}, which the run saves: rename it")
+        check_on_reshard(on_reshard)
+        self._more = more_state(state, _OWN)
         check(accelerator)
         self._accelerator = accelerator
         self._on_reshard = on_reshard
         self._checkpointer = Checkpointer(root, **options)
-        self._is_restored = self._is_in_batches = False
+        self._is_restored = self._is_in_batches = self._has_looped = False
         self._step = self._epoch = self._batches = 0
         self._unsaid: int | None = None
         self._loader: Any = None
@@ -104,10 +103,11 @@ class AcceleratedRun:
         for epoch in range(self._epoch, until):
             if self.stopped is not None:
                 return
-            self._epoch = epoch
+            self._epoch, self._has_looped = epoch, False
             yield epoch
             if self.stopped is None:
                 self._epoch, self._batches, self._order = epoch + 1, 0, None
+                self._say()  # of a loop over batches that was left by `break`
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield what a prepared loader yields in this epoch, behind what was trained on before.
@@ -117,9 +117,12 @@ class AcceleratedRun:
         """
         if not self._is_restored:
             raise ValueError("loop over run.epochs(...), and in that over run.batches(loader)")
-        if self._is_in_batches:
-            raise ValueError("a loop over batches is open: a run has one place in the data")
-        self._is_in_batches = True
+        if self._has_looped:
+            raise ValueError(
+                "there was a loop over run.batches(...) in this epoch, and a run has one place in "
+                "the data: loop over other loaders directly, or count another epoch"
+            )
+        self._has_looped = self._is_in_batches = True
         try:
             yield from self._yield(loader)
         finally:
@@ -337,9 +340,7 @@ def _load_state(
 
 def _refuse_own_files(path: str) -> None:
     """Raise IncompatibleError for a folder that accelerate has written, and nothing of ours."""
-    names = os.listdir(path) if os.path.isdir(path) else []
-    is_ours = any(re.match(r"a\d+-", name) for name in names)
-    if not is_ours and any(_OWN_FILES.fullmatch(name) for name in names):
+    if is_accelerates(path):
         raise IncompatibleError(
             f"{path} was written by accelerate itself: load it before attach(accelerator)"
         )

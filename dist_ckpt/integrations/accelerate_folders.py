@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from typing import Any
 
+from dist_ckpt.errors import CheckpointError
 from dist_ckpt.runs.removing import delete
+
+_log = logging.getLogger("dist_ckpt")
+
+# What accelerate's own folders have.
+_OWN_FILES = re.compile(r"(model|optimizer|pytorch_model).*|random_states_\d+\.pkl")
 
 
 def count_save(project: Any) -> None:
@@ -15,11 +22,26 @@ def count_save(project: Any) -> None:
 
 
 def make_room(accelerator: Any, folder: str) -> None:
-    """Delete the oldest checkpoints above the project's limit, now that there is a newer one."""
+    """Delete the oldest checkpoints above the project's limit, now that there is a newer one.
+
+    What accelerate has written stays, and what is pinned: no save fails for what is not removed.
+    """
     limit = accelerator.project_configuration.total_limit
-    if limit is not None and accelerator.is_main_process:
-        for path in numbered(folder)[:-limit]:
+    if limit is None or not accelerator.is_main_process:
+        return
+    ours = [path for path in numbered(folder) if not is_accelerates(path)]
+    for path in ours[: -max(limit, 1)]:
+        try:
             delete(path)
+        except CheckpointError as error:
+            _log.warning("%s stays, above total_limit=%d: %s", path, limit, error)
+
+
+def is_accelerates(path: str) -> bool:
+    """Say whether accelerate has written a folder, and nothing of ours is in it."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    is_ours = any(re.match(r"a\d+-", name) for name in names)
+    return not is_ours and any(_OWN_FILES.fullmatch(name) for name in names)
 
 
 def numbered(folder: str) -> list[str]:

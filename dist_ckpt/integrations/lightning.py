@@ -23,6 +23,7 @@ from dist_ckpt.integrations.ddp_buffers import hand_out_buffers
 from dist_ckpt.integrations.lightning_metrics import logged
 from dist_ckpt.integrations.lightning_names import check_names, package_of
 from dist_ckpt.integrations.lightning_position import FitPosition
+from dist_ckpt.integrations.more_state import check_on_reshard, more_state
 from dist_ckpt.state.wrappers import RNG, Named, PerRank
 
 _log = logging.getLogger("dist_ckpt")
@@ -76,11 +77,8 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
         on_reshard: Literal["error", "drop"] = "error",
         **options: Any,
     ) -> None:
-        if on_reshard not in ("error", "drop"):
-            raise ValueError(f'`on_reshard` is {on_reshard!r}: give "error" or "drop"')
-        self._more = dict(state or {})
-        if taken := sorted(self._more.keys() & _OWN):
-            raise ValueError(f"state has {', '.join(taken)}, which the callback saves: rename it")
+        check_on_reshard(on_reshard)
+        self._more = more_state(state, _OWN)
         self.stopped: Stopped | None = None
         self._root = root
         self._on_reshard = on_reshard

@@ -22,6 +22,7 @@ from dist_ckpt.checkpointer import when
 from dist_ckpt.checkpointer.checkpointer import Checkpointer
 from dist_ckpt.checkpointer.open_run import Stopped
 from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.integrations.more_state import more_state
 from dist_ckpt.loading.sources import Source
 from dist_ckpt.runs import keep
 from dist_ckpt.state.wrappers import RNG, PerRank
@@ -90,10 +91,8 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
         self._loader = dataloader
         self._first = config.enable_first_step_checkpoint
         self._interval = config.interval
-        if taken := sorted(states.keys() & _OWN):
-            raise ValueError(f"states has {', '.join(taken)}, which the manager saves: rename it")
         self._held = {
-            **states,
+            **more_state(states, _OWN),
             "model": [*model_parts],
             "optim": _one_or_more([*optimizers]),
             "lr_scheduler": lr_schedulers,

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +24,7 @@ from dist_ckpt.checkpointer.checkpointer import Checkpointer
 from dist_ckpt.checkpointer.open_run import Stopped
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.integrations.ddp_buffers import hand_out_buffers
+from dist_ckpt.integrations.more_state import more_state
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
 from dist_ckpt.state.wrappers import RNG
 
@@ -33,7 +34,7 @@ _log = logging.getLogger("dist_ckpt")
 _STATE_FILE = "trainer_state.json"
 
 # The Trainer's private names that are taken over; each is looked for before training begins.
-NEEDED = ("_load_from_checkpoint", "_load_rng_state")
+NEEDED = ("_load_from_checkpoint", "_load_rng_state", "_maybe_log_save_evaluate")
 
 _OWN = {"model", "optim", "scheduler", "trainer", "scaler", "rng"}
 
@@ -63,13 +64,12 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
     ) -> None:
         self.stopped: Stopped | None = None
         self._root = root
-        self._more = dict(state or {})
-        if taken := sorted(self._more.keys() & _OWN):
-            raise ValueError(f"state has {', '.join(taken)}, which the callback saves: rename it")
+        self._more = more_state(state, _OWN)
         self._options = {"background": False, **options}
         self._trainer: Any = None
         self._checkpointer: Checkpointer | None = None
         self._is_pending = False
+        self._epoch_has_ended = False
         self._step: int | None = None
         self._folder: str | None = None
         self._generators: object = None
@@ -95,20 +95,37 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
             _log.warning('the Trainer saves as well: give TrainingArguments save_strategy="no"')
         _check_version(trainer)
         self._trainer = trainer
+        self._follow(trainer)
         if (found := _newest(self._root)) is None:
             return None
-        self._step, num_ranks, text = found
-        if num_ranks != args.world_size and not args.ignore_data_skip:
+        self._step, before, text = found
+        if before != (now := _batches_of(args)) and not args.ignore_data_skip:
             raise ValueError(
-                f"{self._root} was saved by {num_ranks} ranks, and {args.world_size} train now: "
+                f"{self._root} was trained on {_told(before)}, and is now to be on {_told(now)}: "
                 f"the Trainer counts batches, and would lose or repeat some. Begin the epoch anew "
-                f"with TrainingArguments(ignore_data_skip=True), or train on {num_ranks} ranks"
+                f"with TrainingArguments(ignore_data_skip=True), or train as before"
             )
         self._folder = tempfile.mkdtemp(prefix="dist_ckpt-resume-")
         with open(os.path.join(self._folder, _STATE_FILE), "w", encoding="utf-8") as file:
             file.write(text)
         self._take_over(trainer, self._folder)
         return self._folder
+
+    def _follow(self, trainer: Any) -> None:
+        """Have each step saved when all that the Trainer does after it is done.
+
+        What it logs and evaluates at a step comes after the step's last event for callbacks. What
+        it does at the end of an epoch belongs to the last step, and comes later still.
+        """
+        conclude = trainer._maybe_log_save_evaluate
+
+        def conclude_and_save(*args: Any, **kwargs: Any) -> None:
+            conclude(*args, **kwargs)
+            epoch = trainer.state.epoch or 0
+            if self._epoch_has_ended or epoch != math.floor(epoch):
+                self._boundary(trainer.state, trainer.control)
+
+        trainer._maybe_log_save_evaluate = conclude_and_save
 
     def _take_over(self, trainer: Any, folder: str) -> None:
         """Have the Trainer take from this callback what it would read of the folder.
@@ -129,6 +146,15 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
                 RNG().restore(self._generators)
 
         trainer._load_from_checkpoint, trainer._load_rng_state = load_weights, set_generators
+        if (run_epoch := getattr(trainer, "_run_epoch", None)) is None:  # of Trainers before 5.23
+            return
+
+        def run_what_is_left(*args: Any, **kwargs: Any) -> None:
+            # It looks whether it is to stop after each step, but not before the first.
+            if not trainer.control.should_training_stop:
+                run_epoch(*args, **kwargs)
+
+        trainer._run_epoch = run_what_is_left
 
     # --- what the Trainer calls ------------------------------------------------------------------
 
@@ -140,7 +166,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         **kwargs: Any,
     ) -> None:
         """Fill the model, the optimizer and all else, and begin to count steps."""
-        del args, control
+        del args
         if self._trainer is None:
             raise ValueError(
                 "train(resume_from_checkpoint=callback.resume(trainer)) is how a run with this "
@@ -161,6 +187,25 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         self._generators = RNG().capture()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            _fill_callbacks(self._trainer.callback_handler.callbacks, state.stateful_callbacks)
+            control.should_training_stop = self._has_ended(state)
+
+    def _has_ended(self, state: transformers.TrainerState) -> bool:
+        """Whether the run was at its end when it was saved; the Trainer would do one more step."""
+        if state.global_step >= state.max_steps:
+            return True
+        for one in self._trainer.callback_handler.callbacks:
+            if isinstance(one, transformers.EarlyStoppingCallback) and (
+                one.early_stopping_patience_counter >= one.early_stopping_patience
+            ):
+                _log.warning(
+                    "%s was ended by EarlyStoppingCallback at step %d, and stays so: to train on, "
+                    "give it more patience or leave it out",
+                    self._root,
+                    state.global_step,
+                )
+                return True
+        return False
 
     def on_step_end(
         self,
@@ -169,28 +214,31 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         control: transformers.TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Save if it is time to; have the Trainer stop if the run is to.
-
-        A step after which the Trainer evaluates is done when it has: that uses the generators.
-        """
-        del args, kwargs
+        """Note that a step was done; `_follow` has it saved when all else is done too."""
+        del args, state, control, kwargs
         self._is_pending = True
-        if not control.should_evaluate and state.epoch != math.floor(state.epoch or 0):
-            self._boundary(state, control)
 
-    def on_step_begin(
+    def on_epoch_end(
         self,
         args: transformers.TrainingArguments,
         state: transformers.TrainerState,
         control: transformers.TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Be done with the step before."""
-        del args, kwargs
-        self._boundary(state, control)
+        """Note that the last step of an epoch is done once the epoch is."""
+        del args, state, control, kwargs
+        self._epoch_has_ended = True
 
-    # As long as no batch of the epoch was drawn.
-    on_epoch_begin = on_step_begin
+    def on_epoch_begin(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Note that an epoch has steps before its last again."""
+        del args, state, control, kwargs
+        self._epoch_has_ended = False
 
     def _boundary(
         self, state: transformers.TrainerState, control: transformers.TrainerControl
@@ -250,27 +298,56 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
             **self._more,
         }
         if self._trainer.args.process_index == 0:  # others have other times in their logs
-            found["trainer"] = {"state": _text_of(self._trainer)}
+            found["trainer"] = {
+                "state": _text_of(self._trainer),
+                "batches": _batches_of(self._trainer.args),
+            }
         if (scaler := getattr(self._trainer.accelerator, "scaler", None)) is not None:
             found["scaler"] = scaler
         return found
 
 
-def _newest(root: str | os.PathLike[str]) -> tuple[int, int, str] | None:
-    """Return the step and ranks of a run's newest checkpoint, and the Trainer's state in it."""
+def _batches_of(args: transformers.TrainingArguments) -> dict[str, int]:
+    """Return what a step's batches depend on, which is what the Trainer counts by."""
+    return {
+        "ranks": args.world_size,
+        "samples": args.train_batch_size,
+        "batches": args.gradient_accumulation_steps,
+    }
+
+
+def _told(batches: Mapping[str, int]) -> str:
+    return "{ranks} ranks by {samples} samples a batch and {batches} batches a step".format(
+        **batches
+    )
+
+
+def _newest(root: str | os.PathLike[str]) -> tuple[int, dict[str, int], str] | None:
+    """Return the step of a run's newest checkpoint, and what the Trainer said of itself in it."""
     try:
         found = open_checkpoint(f"{os.fspath(root)}@latest")
     except NotFoundError:
         return None
     with found:
         trainer = found.objects.get("trainer")
-    text = trainer.get("state") if isinstance(trainer, dict) else None
-    if found.step is None or not isinstance(text, str):
+    told = trainer if isinstance(trainer, dict) else {}
+    # The checkpoint's own number of ranks is not asked: `dist-ckpt reshard` changes that.
+    text, batches = told.get("state"), told.get("batches")
+    if found.step is None or not isinstance(text, str) or not isinstance(batches, dict):
         raise IncompatibleError(
             f"{found.path} was not saved by this callback: begin another run with it, "
             f"CheckpointCallback(ANOTHER_ROOT, init={found.path!r}, init_strict=False)"
         )
-    return found.step, found.world_size, text
+    return found.step, batches, text
+
+
+def _fill_callbacks(callbacks: Sequence[object], saved: Mapping[str, Any]) -> None:
+    """Give the callbacks what they had counted, which the Trainer does only if it is asked to."""
+    left = {name: [*some] if isinstance(some, list) else [some] for name, some in saved.items()}
+    for one in callbacks:
+        if isinstance(one, ExportableState) and (told := left.get(type(one).__name__)):
+            for name, value in told.pop(0).get("attributes", {}).items():
+                setattr(one, name, value)
 
 
 def _text_of(trainer: Any) -> str:

@@ -1,6 +1,7 @@
 """A program: a tiny GPT-2 that `transformers.Trainer` trains; prints what it came to, as JSON.
 
-python trained_by_transformers.py ROOT [--die STEP] [--stop STEP] [--bare] [--jit]
+python trained_by_transformers.py ROOT [--die STEP] [--stop STEP] [--steps STEPS] [--every STEPS]
+    [--early] [--bare] [--norm] [--jit]
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ def main() -> None:
     parser.add_argument("root")
     parser.add_argument("--die", type=int)
     parser.add_argument("--stop", type=int)
+    parser.add_argument("--steps", type=int, default=-1)
+    parser.add_argument("--every", type=int, default=3)
+    parser.add_argument("--early", action="store_true")
     parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--norm", action="store_true")
     parser.add_argument("--jit", action="store_true")
     asked = parser.parse_args()
@@ -95,8 +100,9 @@ def main() -> None:
     args = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=asked.accumulate,
         num_train_epochs=3,
+        max_steps=asked.steps,
         save_strategy="no",
         logging_steps=1,
         report_to=[],
@@ -105,10 +111,14 @@ def main() -> None:
         eval_strategy="steps",
         eval_steps=3,
         **({"enable_jit_checkpoint": True} if asked.jit else {}),
+        # Nothing is better than a loss that is to rise: each evaluation counts.
+        **({"metric_for_best_model": "loss", "greater_is_better": True} if asked.early else {}),
     )
-    save = dc.every(steps=3) | dc.at_end | dc.on_signal("TERM")
+    save = dc.every(steps=asked.every) | dc.at_end | dc.on_signal("TERM")
     callback = CheckpointCallback(asked.root, save=save, keep=dc.keep.last(2))
     callbacks = [callback, Ending(asked.die, asked.stop)]
+    if asked.early:
+        callbacks.append(transformers.EarlyStoppingCallback(early_stopping_patience=3))
     trainer = Seeing(model, args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks)
     try:
         trainer.train(resume_from_checkpoint=None if asked.bare else callback.resume(trainer))
@@ -124,6 +134,7 @@ def main() -> None:
         "epoch": trainer.state.epoch,
         "weights": hashlib.sha256(weights).hexdigest(),
         "losses": [row["loss"] for row in history if "loss" in row],
+        "logged": [row["step"] for row in history if "loss" in row],
         "stopped": None if callback.stopped is None else callback.stopped.step,
     }
     print(json.dumps(found), flush=True)

@@ -83,6 +83,48 @@ def test_other_ranks_or_batches_are_refused_or_begin_the_epoch_anew(tmp_path: Pa
     assert len(anew["seen"]) >= 8
 
 
+def test_a_loop_that_is_left_early_is_saved_at_its_step(tmp_path: Path) -> None:
+    from dist_ckpt.integrations.accelerate import AcceleratedRun
+
+    accelerator, model, _ = prepared()
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=1))  # type: ignore[arg-type]
+    with AcceleratedRun(accelerator, tmp_path, save=dc.every(steps=5), background=False) as run:
+        for _ in run.epochs(3):
+            for number, batch in enumerate(run.batches(loader), 1):
+                accelerator.backward(model(batch).sum())
+                if number == 5:
+                    break
+    assert [one.step for one in dc.checkpoints(tmp_path)] == [5, 10, 15]
+    position: Any = dc.open(tmp_path / "step-00000010").objects["position"]
+    assert (position["epoch"], position["batches"]) == (2, 0)
+
+
+def test_a_second_loop_over_batches_would_lose_its_place_and_is_refused(tmp_path: Path) -> None:
+    from dist_ckpt.integrations.accelerate import AcceleratedRun
+
+    accelerator, _, _ = prepared()
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(2, 4)))  # type: ignore[arg-type]
+    with AcceleratedRun(accelerator, tmp_path, save=dc.every(steps=5)) as run:
+        for _ in run.epochs(2):
+            assert len([*run.batches(loader)]) == 2
+            with pytest.raises(ValueError, match="one place in the data"):
+                next(run.batches(loader))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"state": {"optim": 1}}, "the state has optim"), ({"on_reshard": "anew"}, "'anew': give")],
+)
+def test_what_an_adapter_cannot_take_is_refused(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    from dist_ckpt.integrations.accelerate import AcceleratedRun
+
+    accelerator, _, _ = prepared()
+    with pytest.raises(ValueError, match=told):
+        AcceleratedRun(accelerator, tmp_path, **options)
+
+
 def test_an_accelerate_without_a_name_that_is_needed_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -146,6 +188,24 @@ def test_a_project_names_and_limits_what_is_saved(tmp_path: Path) -> None:
     kept = sorted(one.name for one in (tmp_path / "checkpoints").glob("checkpoint_*"))
     assert kept == ["checkpoint_1", "checkpoint_2"]
     accelerator.load_state()
+
+
+def test_what_is_not_ours_to_remove_stays_and_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dist_ckpt.integrations.accelerate import attach
+
+    accelerator, _, _ = prepared(tmp_path)
+    accelerator.save_state()
+    attach(accelerator)
+    accelerator.save_state()
+    for path in (tmp_path / "checkpoints" / "checkpoint_1").glob("a*"):  # an attempt of no name
+        path.rename(path.parent / "a1-x")
+    for _ in range(2):
+        accelerator.save_state()
+    kept = sorted(one.name for one in (tmp_path / "checkpoints").glob("checkpoint_*"))
+    assert kept == [f"checkpoint_{number}" for number in range(4)]
+    assert "checkpoint_1 stays, above total_limit=2: " in caplog.text
 
 
 def test_what_accelerate_has_written_is_refused_by_name(tmp_path: Path) -> None:

@@ -55,6 +55,31 @@ def test_a_run_that_was_killed_goes_on_with_the_batches_that_are_left(tmp_path: 
     assert "eval_loss" in dc.Run(tmp_path / "cut").find(30).metrics
 
 
+def test_what_is_logged_at_a_step_that_is_saved_comes_back(tmp_path: Path) -> None:
+    train(tmp_path / "run", "--every", "5", "--die", "7", code=SIGKILL)
+    (rest,) = train(tmp_path / "run", "--steps", "9")
+    assert rest["logged"] == [*range(1, 10)]
+
+
+def test_a_run_that_has_come_to_its_end_trains_no_further(tmp_path: Path) -> None:
+    (whole,) = train(tmp_path / "run", "--steps", "12")  # in the midst of an epoch
+    (again,) = train(tmp_path / "run", "--steps", "12")
+    assert (again["seen"], again["step"]) == ([], 12)
+    assert again["weights"] == whole["weights"]
+    (more,) = train(tmp_path / "run", "--steps", "14")
+    assert more["step"] == 14
+
+
+def test_early_stopping_counts_on_and_its_end_is_an_end(tmp_path: Path) -> None:
+    (whole,) = train(tmp_path / "whole", "--early")
+    assert 9 <= whole["step"] < 30
+    train(tmp_path / "cut", "--early", "--die", str(whole["step"] - 1), code=SIGKILL)
+    for _ in range(2):
+        (rest,) = train(tmp_path / "cut", "--early")
+        assert rest["step"] == whole["step"]
+        assert rest["weights"] == whole["weights"]
+
+
 def test_a_run_that_is_told_to_stop_saves_its_step_and_goes_on_there(tmp_path: Path) -> None:
     (whole,) = train(tmp_path / "whole")
     (first,) = train(tmp_path / "cut", "--stop", "16", code=75)
@@ -82,10 +107,14 @@ def test_buffers_that_differ_on_ranks_of_ddp_are_saved_as_rank_0_has_them(tmp_pa
     assert {one["weights"] for one in rest} <= {one["weights"] for one in whole}
 
 
-def test_another_number_of_ranks_would_lose_samples_and_is_refused(tmp_path: Path) -> None:
+def test_other_ranks_or_batches_would_lose_samples_and_are_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", "--stop", "8", ranks=2, code=1)
+    for newest in tmp_path.glob("run/step-*"):  # laid out for others, it was trained as it was
+        dc.reshard(newest, newest, world_size=1, overwrite=True)
     (told,) = train(tmp_path / "run")
-    assert "was saved by 2 ranks, and 1 train now" in told["error"]
+    assert "was trained on 2 ranks by 2 samples a batch" in told["error"]
+    (told,) = train(tmp_path / "run", "--accumulate", "1", ranks=1)
+    assert "to be on 1 ranks by 2 samples a batch and 1 batches a step" in told["error"]
 
 
 def test_what_would_train_from_the_start_in_silence_is_refused(tmp_path: Path) -> None:
