@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import TYPE_CHECKING
@@ -109,11 +109,11 @@ def diff(  # noqa: PLR0913 - the names, what is compared, and how
     tolerance = _checked(rtol, atol, values=values)
     selection = selection_of(include, exclude)
     with opened_tensors(a) as one, opened_tensors(b) as other:
-        left, right = _names(one, other, selection)
-        changed = dict(_changed(one, other, left, right))
         with open_checkpoint(one.path) as first, open_checkpoint(other.path) as second:
+            left, right = _names(one, other, selection, {**first.objects, **second.objects})
             config = _config(first, second)
             objects = _objects(first, second, selection) if values else None
+        changed = dict(_changed(one, other, left, right))
         same = [name for name in left if name in right and name not in changed]
         found = None
         if values:
@@ -143,13 +143,16 @@ def _checked(rtol: float | None, atol: float | None, *, values: bool) -> _Tolera
 
 
 def _names(
-    one: OpenedTensors, other: OpenedTensors, selection: Selection
+    one: OpenedTensors, other: OpenedTensors, selection: Selection, objects: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the selected names of both, each with that of the tensor that is stored."""
+    """Return the selected tensors of both, each with the name that it is stored under.
+
+    A pattern may match one of the `objects` instead.
+    """
     every = [
         {**dict.fromkeys(each.catalog.tensors), **each.catalog.aliases} for each in (one, other)
     ]
-    if problems := selection.unmatched({**every[0], **every[1]}):
+    if problems := selection.unmatched({**every[0], **every[1], **dict.fromkeys(objects)}):
         raise ValueError("; ".join(problems))
     left, right = (
         {name: fqn or name for name, fqn in names.items() if name in selection} for names in every
@@ -160,7 +163,7 @@ def _names(
 def _changed(
     one: OpenedTensors, other: OpenedTensors, left: Mapping[str, str], right: Mapping[str, str]
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    for name in left.keys() & right.keys():
+    for name in (name for name in left if name in right):
         texts = (
             _text(one.catalog.tensors[left[name]]),
             _text(other.catalog.tensors[right[name]]),

@@ -7,6 +7,7 @@ import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 
 from dist_ckpt.commit import attempts
 from dist_ckpt.errors import StorageError
@@ -87,20 +88,10 @@ def estimate(  # noqa: PLR0913 - what a job is
     the checkpoint. Nothing is written. Raises ValueError for what makes no sense, otherwise as
     `dc.open`.
     """
-    if (steps is None) != (save_every is None):
-        raise ValueError("steps and save_every go together: give both (--steps, --save-every)")
-    for name, given in (("steps", steps), ("save_every", save_every)):
-        if given is not None and (type(given) is not int or given < 1):
-            raise ValueError(f"{name}={given!r}: give a number from 1 on")
-    num_saves = 1 if steps is None or save_every is None else steps // save_every
-    if not 1 <= num_saves <= MAX_SAVES:
-        raise ValueError(
-            f"{steps} steps with a save every {save_every} are {num_saves} saves: give 1 to "
-            f"{MAX_SAVES}, such as those of a part of the job"
-        )
+    num_saves = _checked(steps, save_every, step_s, rate)
     storage, where = open_source(resolve(path))
     attempt, index = attempts.find(storage, where)
-    world_size = world_size or index.catalog.world_size
+    world_size = index.catalog.world_size if world_size is None else world_size
     with attempts.while_it_is_there(storage, where, attempt):
         stored = Stored(CountingStorage(storage), f"{where}/{attempt.name}", index)
         plan = plan_stored(stored.catalog, even(world_size), stored.main.tree, stored.main.numpy)
@@ -126,6 +117,27 @@ def estimate(  # noqa: PLR0913 - what a job is
         folder=target,
         nbytes_free=free_nbytes(target),
     )
+
+
+def _checked(
+    steps: int | None, save_every: int | None, step_s: float | None, rate: float | None
+) -> int:
+    """Return how many saves a job makes. ValueError for what makes no sense."""
+    if (steps is None) != (save_every is None):
+        raise ValueError("steps and save_every go together: give both (--steps, --save-every)")
+    for name, given in (("steps", steps), ("save_every", save_every)):
+        if given is not None and (type(given) is not int or given < 1):
+            raise ValueError(f"{name}={given!r}: give a number from 1 on")
+    for name, number in (("step_s", step_s), ("rate", rate)):
+        if number is not None and not 0 < number < inf:
+            raise ValueError(f"{name}={number!r}: give a number above 0")
+    num_saves = 1 if steps is None or save_every is None else steps // save_every
+    if not 1 <= num_saves <= MAX_SAVES:
+        raise ValueError(
+            f"{steps} steps with a save every {save_every} are {num_saves} saves: give 1 to "
+            f"{MAX_SAVES}, such as those of a part of the job"
+        )
+    return num_saves
 
 
 def _kept(num_saves: int, interval: tuple[int, float | None], keep: Keep | None) -> tuple[int, int]:

@@ -129,7 +129,9 @@ class _Counts:
         if values.dtype.kind == "c":
             values = numpy.hypot(values.real.astype(wide), values.imag.astype(wide))
         self.finite += values.size
-        low, high = values.min().item(), values.max().item()
+        # Not `item()`: of a long double it is one.
+        number = float if values.dtype.kind == "f" else int
+        low, high = number(values.min()), number(values.max())
         self.lowest = low if self.lowest is None else min(self.lowest, low)
         self.highest = high if self.highest is None else max(self.highest, high)
         exact = values.astype(wide)

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import takewhile
+
+# Of a longer name it is looked anew what matches: to keep that of all names above it takes its
+# square.
+_MOST_KEPT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +51,14 @@ class Selection:
 
     def matches(self, name: str) -> frozenset[str]:
         """Return the patterns that match a name, or a name above it."""
-        if (known := self._matches.get(name)) is None:
-            found = [one for one in self._patterns if fnmatchcase(name, one)]
-            above, dot, _ = name.rpartition(".")
-            known = self._matches[name] = (self.matches(above) if dot else frozenset()).union(found)
+        if (found := self._matches.get(name)) is not None:
+            return found
+        unknown = [*takewhile(lambda one: one not in self._matches, names_above(name))]
+        known = self._matches.get(unknown[-1].rpartition(".")[0], frozenset())
+        for one in reversed(unknown):
+            known = known.union(own for own in self._patterns if fnmatchcase(one, own))
+            if len(one) <= _MOST_KEPT_CHARS:
+                self._matches[one] = known
         return known
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:

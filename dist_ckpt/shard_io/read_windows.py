@@ -144,7 +144,15 @@ class Windows:
         self._filled = filled
         # Of the window in memory: where each item's bytes begin, and where they are.
         self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
-        self.sources = tuple(partial(self._source_of, file.items) for file in files)
+        self._files = files
+
+    @property
+    def sources(self) -> tuple[Callable[[int], CellSource], ...]:
+        """The sources of each file's items. They refer to this, which refers to none of them.
+
+        Otherwise the memory of the last window would be held until the collector comes.
+        """
+        return tuple(partial(self._source_of, file.items) for file in self._files)
 
     def _source_of(self, items: Sequence[StoredShard], number: int) -> CellSource:
         return _ItemSource(self, items[number])

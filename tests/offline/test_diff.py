@@ -42,6 +42,23 @@ def test_each_kind_of_difference_is_named(first: Path, tmp_path: Path) -> None:
     assert diff(first, tmp_path / "b").values is None
 
 
+def test_values_that_are_no_tensors_are_selected_by_name(first: Path, tmp_path: Path) -> None:
+    dc.save({**state(w=torch.ones(12, 5)), "epoch": 4}, tmp_path / "b")
+    found = diff(first, tmp_path / "b", values=True, include="epoch")
+    assert (found.objects, found.values) == ({"epoch": ("3", "4")}, ())
+    found = diff(first, tmp_path / "b", values=True, exclude="epoch")
+    assert found.objects == {}
+    with pytest.raises(ValueError, match="'epochs' matches no name"):
+        diff(first, tmp_path / "b", values=True, include="epochs")
+
+
+def test_what_changed_is_told_in_the_order_of_the_first(tmp_path: Path) -> None:
+    names = [f"w{number}" for number in range(30)]
+    dc.save({name: torch.ones(1) for name in names}, tmp_path / "a")
+    dc.save({name: torch.ones(2) for name in reversed(names)}, tmp_path / "b")
+    assert [*diff(tmp_path / "a", tmp_path / "b").changed] == names
+
+
 def test_values_are_told_with_how_many_and_how_far(first: Path, tmp_path: Path) -> None:
     other = torch.arange(60.0).reshape(12, 5)
     other[3, 2] += 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,14 @@ def found_rate() -> float:
 
 
 @pytest.mark.parametrize(
-    "job", [{"steps": 10}, {"steps": 10, "save_every": 20}, {"steps": 10**9, "save_every": 1}]
+    "job",
+    [
+        *({"steps": 10}, {"steps": 10, "save_every": 20}, {"steps": 10**9, "save_every": 1}),
+        *({"world_size": 0}, {"rate": 0}, {"rate": -1.0}, {"rate": nan}, {"rate": inf}),
+        *({"step_s": 0.0}, {"step_s": nan}),
+    ],
 )
-def test_a_job_that_makes_no_sense_is_refused(path: Path, job: dict[str, int]) -> None:
+def test_a_job_that_makes_no_sense_is_refused(path: Path, job: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="give"):
         estimate(path, **job)  # type: ignore[arg-type]
 

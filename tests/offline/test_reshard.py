@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -85,6 +87,21 @@ def test_a_checkpoint_can_be_resharded_in_place_if_that_is_asked_for(tmp_path):
         assert checkpoint.world_size == 4
         assert checkpoint["model.w"][...].torch().tolist() == list(range(8))
     assert [entry.name[:3] for entry in (tmp_path / "ck").iterdir()] == ["a3-"]
+
+
+def test_memory_does_not_grow_with_the_ranks(tmp_path):
+    """Also not until the collector comes: of each rank's files one window was held."""
+    dc.save({"w": torch.ones(16 << 20)}, tmp_path / "ck")  # 64 MiB
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        dc.reshard(tmp_path / "ck", tmp_path / "target", world_size=8)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert peak < 24 << 20
 
 
 def test_overwrite_is_a_flag(tmp_path):

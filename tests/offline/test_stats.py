@@ -59,6 +59,8 @@ def test_large_values_and_none_are_no_error(tmp_path: Path) -> None:
     assert found["large"].rms == pytest.approx(1e300)
     assert (found["none"].numel, found["none"].min, found["none"].zeros) == (0, None, 0)
     assert (found["complex"].max, found["complex"].zeros) == (5.0, 1)
+    for one in found.values():  # which JSON has
+        assert {type(n) for n in (one.min, one.max, one.mean, one.rms)} <= {float, int, type(None)}
     assert found["yes"].mean == pytest.approx(1 / 3)
     assert found["yes"].zeros == 2
     assert (found["scalar"].min, found["scalar"].shape) == (2.5, ())
@@ -96,3 +98,14 @@ def test_damage_is_named(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(dc.CorruptError, match="w"):
         stats(tmp_path / "ck")
+
+
+def test_what_is_deleted_meanwhile_is_no_damage(tmp_path: Path) -> None:
+    dc.save({"w": torch.ones(9)}, tmp_path / "one")
+    dc.reshard(tmp_path / "one", tmp_path / "ck", world_size=2)
+
+    def delete(*_: object) -> None:
+        dc.delete(tmp_path / "ck")
+
+    with pytest.raises(dc.NotFoundError, match="was replaced or deleted while it was read"):
+        stats(tmp_path / "ck", progress=delete)
