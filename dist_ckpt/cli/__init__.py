@@ -7,12 +7,15 @@ the group here.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
+from click.shell_completion import add_completion_class
 
 from dist_ckpt import __version__
 from dist_ckpt.cli import (
@@ -110,10 +113,32 @@ for _command in (
     cli.add_command(_command)
 
 
+class _StopError(BaseException):
+    """A scheduler or a service told the process to stop: nothing that it wrote is to be left."""
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[None]:
+    """Have SIGTERM end a command as an interrupt does."""
+
+    def stop(*_: object) -> None:
+        raise _StopError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    add_completion_class(teaching.BashWords)
     try:
-        with output.errors_as_exit_codes():
+        with _told_to_stop(), output.errors_as_exit_codes():
             code = cli.main(args=arguments, prog_name="dist-ckpt", standalone_mode=False)
     except click.exceptions.Exit as wish:
         code = wish.exit_code
@@ -123,4 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         code = output.INTERRUPTED
+    except _StopError:
+        click.echo("told to stop", err=True)
+        code = output.STOPPED
     sys.exit(code or output.FINE)

@@ -63,7 +63,7 @@ def average(  # noqa: PLR0913  (one for each option)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise click.ClickException(
+        raise ModuleNotFoundError(
             'averages need torch: pip install "dist-ckpt[torch]", or ".[torch]" in a clone'
         ) from None
     given = AverageOptions(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,7 +28,6 @@ from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import size
 from dist_ckpt.runs.removing import delete_at
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.storage import open_storage
 
 
 @click.command()
@@ -168,7 +166,9 @@ def strip(
         num, nbytes = left_after(storage, where, frozenset(components), force=force)
         _print_left((where, num, nbytes), None, as_json=as_json)
         return
-    _confirm(f"Drop {', '.join(components)} of {where}?", f"{where} is not stripped", yes=yes)
+    if not yes:
+        question = f"Drop {', '.join(components)} of {where}?"
+        output.confirm(question, f"{where} is not stripped")
     with output.progress("strip") as update:
         report = strip_at(storage, where, frozenset(components), force=force, progress=update)
     left = where, report.num_tensors, report.nbytes
@@ -184,17 +184,6 @@ def _print_left(left: tuple[str, int, int], num_linked: int | None, *, as_json: 
         return
     done = "would be left" if num_linked is None else f"left, {num_linked} files linked"
     click.echo(f"{output.printable(where)}: {num} tensors, {size(nbytes)} {done}")
-
-
-def _confirm(question: str, refused: str, *, yes: bool) -> None:
-    """Ask whether to do what cannot be undone, where there is somebody to ask."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        click.echo(f"dist-ckpt: {output.printable(refused)}: say --yes to mean it", err=True)
-        raise click.exceptions.Exit(output.REFUSED)
-    if not click.confirm(output.printable(question)):
-        raise click.exceptions.Exit(output.REFUSED)
 
 
 @click.command()
@@ -217,7 +206,8 @@ def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> No
         if not force:
             check_unkept(storage, where, list_attempts(storage, where), lambda *_: time.time())
     else:
-        _confirm(f"Delete {where}?", f"{where} is not deleted", yes=yes)
+        if not yes:
+            output.confirm(f"Delete {where}?", f"{where} is not deleted")
         delete_at(storage, where, force=force)
     if as_json:
         output.print_json("rm", {"path": where, "dry_run": dry_run})
@@ -247,7 +237,7 @@ def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
     dist-ckpt gc runs/a
     dist-ckpt gc runs/a --grace 60 --dry-run
     """  # noqa: D301 - click knows the backspace
-    storage, root = open_storage(path)
+    storage, root = open_resolved(path)
     if dry_run:
         now = time.time()
         removed = removal.collectable_in_all(storage, root, grace_s=grace_s, now=now)

@@ -19,7 +19,7 @@ from dist_ckpt.runs.description import as_json as told
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, type=options.PATH)
+@options.paths
 @click.option("--min", "lowest", help="Sort by the lowest value of this metric.")
 @click.option("--max", "highest", help="Sort by the highest value of this metric.")
 @options.json

@@ -19,8 +19,10 @@ from dist_ckpt.reports import Progress, SaveReport, size
 def _of_dcp() -> Any:
     try:
         from dist_ckpt.interop import dcp_export  # noqa: PLC0415  (it needs torch)
-    except ModuleNotFoundError:
-        raise click.ClickException(
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
             '--format dcp needs torch: pip install "dist-ckpt[torch]"'
         ) from None
     return dcp_export

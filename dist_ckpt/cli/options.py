@@ -13,7 +13,7 @@ from dist_ckpt.cli.teaching import CheckpointPath, names_in
 _Command = Callable[..., Any]
 
 
-class Bytes(click.ParamType[int]):
+class Bytes(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 it takes none
     """A size such as 512MB or 4GiB, in bytes."""
 
     name = "size"
@@ -36,6 +36,7 @@ class Bytes(click.ParamType[int]):
 PATH = CheckpointPath(readable=False)
 
 path = click.argument("path", type=PATH)
+paths = click.argument("paths", type=PATH, nargs=-1, required=True)
 json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 yes = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run = click.option("--dry-run", is_flag=True, help="Change nothing, only say what would be.")

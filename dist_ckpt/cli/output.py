@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,11 +25,14 @@ from dist_ckpt.reports import SaveReport, size
 
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130
+STOPPED = 143
 
 # Where there is no terminal, a log gets a line so often, and less often the longer it takes: a day
 # of work is some 200 lines.
 LINE_S = 5.0
 LINE_OF_TIME = 0.05
+# How long all takes is not told by less of it.
+PART_THAT_TELLS = 0.01
 # So many files are named of those that would be written.
 MOST_FILES = 30
 _OF_WRITTEN = (
@@ -80,6 +83,9 @@ def errors_as_exit_codes() -> Iterator[None]:
         told = printable(str(error), allowed="\n")
         click.echo(f"dist-ckpt: {told}", err=True)
         raise click.exceptions.Exit(exit_code(error)) from error
+    except MemoryError as error:
+        click.echo("dist-ckpt: there is not enough memory for that: give it more", err=True)
+        raise click.exceptions.Exit(IO_ERROR) from error
 
 
 @contextmanager
@@ -92,6 +98,21 @@ def exit_with(code: int) -> Iterator[None]:
             raise
     if code != FINE:
         raise click.exceptions.Exit(code)
+
+
+def confirm(question: str, refused: str, *, about: Iterable[str] = ()) -> None:
+    """Ask whether to do what cannot be undone, having told what it is `about`; exit if not.
+
+    Where there is nobody to ask it says what was `refused`. All of it is on stderr: what a command
+    prints may be a document.
+    """
+    if not sys.stdin.isatty():
+        click.echo(f"dist-ckpt: {printable(refused)}: say --yes to mean it", err=True)
+        raise click.exceptions.Exit(REFUSED)
+    for line in about:
+        click.echo(printable(line), err=True)
+    if not click.confirm(printable(question), err=True):
+        raise click.exceptions.Exit(REFUSED)
 
 
 def printable(text: str, *, allowed: str = "") -> str:
@@ -176,9 +197,11 @@ def table_lines(
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a callback (bytes done, bytes in all): a bar on a terminal, else lines in a log."""
-    if sys.stderr.isatty():
+    console = Console(stderr=True)
+    # A dumb one, such as that of an editor, would be shown no bar: it gets lines.
+    if sys.stderr.isatty() and not console.is_dumb_terminal:
         columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        with Bar(*columns, console=console, transient=True) as bar:
             shown = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(shown, completed=done, total=total)
         return
@@ -199,5 +222,6 @@ class _Log:
             return
         self._told = now
         rate = done / (now - self._began)
-        left = f", {age((total - done) / rate)} left" if rate and total > done else ""
+        is_known = rate and total > done >= total * PART_THAT_TELLS
+        left = f", {age((total - done) / rate)} left" if is_known else ""
         click.echo(f"{self._what}: {size(done)} of {size(total)}{left}", err=True)

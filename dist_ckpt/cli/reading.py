@@ -90,19 +90,27 @@ def _facts_of(one: RunCheckpoint) -> dict[str, object]:
 
 
 @click.command()
-@options.path
+@options.paths
 @options.json
-def show(path: str, *, as_json: bool) -> None:
-    """Show what one checkpoint is: who saved it, what it holds, how large it is.
+def show(paths: tuple[str, ...], *, as_json: bool) -> None:
+    """Show what each checkpoint is: who saved it, what it holds, how large it is.
 
     \b
     dist-ckpt show runs/a@latest
+    dist-ckpt show runs/a@latest runs/b@latest runs/a@tag:release
     """  # noqa: D301 - click knows the backspace
-    with checkpoint.open(path) as ck:
-        if as_json:
-            output.print_json("show", _summary(ck))
-        else:
-            _print_summary(ck)
+    summaries = []
+    for number, path in enumerate(paths):
+        with checkpoint.open(path) as ck:
+            if as_json:
+                summaries.append(_summary(ck))
+            else:
+                click.echo("\n" * (number > 0), nl=False)
+                _print_summary(ck)
+    if as_json and len(paths) == 1:
+        output.print_json("show", summaries[0])
+    elif as_json:
+        output.print_json("show-all", {"checkpoints": summaries})
 
 
 def _summary(ck: Checkpoint) -> dict[str, object]:
@@ -169,7 +177,8 @@ def _print_summary(ck: Checkpoint) -> None:
         ("checkpoint", ck.path),
         ("step", "-" if ck.step is None else str(ck.step)),
         *([] if ck.kind is None else [("kind", ck.kind)]),
-        ("committed", f"{saved}, attempt {index.attempt}"),
+        # Of files of others it is not known.
+        *([("committed", f"{saved}, attempt {index.attempt}")] if index.saved_at else []),
         ("laid out", f"for {ck.world_size} ranks{f', saved on mesh {mesh}' if mesh else ''}"),
         ("saved by", by),
         ("size", f"{size(ck.nbytes)} in {facts['num_files']} files"),

@@ -22,6 +22,7 @@ _VERDICT = record(
     result={"enum": ["ok", "damaged", "not checked"]},
     level=or_null({"enum": ["full", "quick"]}),
     why=TEXT,
+    has_failed=BOOL,
     problems=list_of(PROBLEM),
     num_problems=INT,
     notes=list_of(TEXT),
@@ -93,6 +94,7 @@ OF_RUN: Keys = {
             metrics=by_name(NUMBER),
             **each("guards tags", list_of(TEXT)),
             **each("is_pinned is_held is_verified is_left_behind is_being_replaced", BOOL),
+            has_failed=BOOL,
             num_problems=INT,
             seconds=by_name(FLOAT),
         )

@@ -21,9 +21,7 @@ from dist_ckpt.reports import Progress
     "--output",
     "file",
     type=options.PATH,
-    default="report.html",
-    show_default=True,
-    help="The file to write.",
+    help="The file to write.  [default: report.html]",
 )
 @click.option(
     "--verify",
@@ -35,19 +33,22 @@ from dist_ckpt.reports import Progress
 )
 @click.option("--overwrite", is_flag=True, help="Replace a file that is no report.")
 @options.json
-def report(path: str, *, file: str, check: Check, overwrite: bool, as_json: bool) -> None:
+def report(path: str, *, file: str | None, check: Check, overwrite: bool, as_json: bool) -> None:
     """Write a page about a checkpoint or a run: one HTML file that loads nothing from anywhere.
 
     PATH is one checkpoint, or a run's folder. Of a checkpoint the page has its sizes by name, who
     stores what, what is damaged, what is attached, configuration and metadata. Of a run it has what
     was saved when and how long it took, metrics with what is kept, left behind or damaged, and
-    sizes. An older report is replaced. Exit code 1 if anything is damaged. With --json no page is
-    written.
+    sizes. An older report is replaced. Exit code 1 if anything is damaged, 5 if something could not
+    be checked. With --json no page is written.
 
     \b
     dist-ckpt report runs/a -o run.html
     dist-ckpt report runs/a@latest --verify full
     """  # noqa: D301 - click knows the backspace
+    if as_json and (file is not None or overwrite):
+        raise click.UsageError("--json writes no page: leave --output and --overwrite out")
+    file = file or "report.html"
     with ExitStack() as bars:
 
         def progress_of(what: str) -> Progress:
@@ -57,32 +58,37 @@ def report(path: str, *, file: str, check: Check, overwrite: bool, as_json: bool
         if as_json:
             facts = report_facts(path, check=check, progress_of=progress_of)
         else:
-            try:
-                facts = write_report(
-                    path, file, check=check, overwrite=overwrite, progress_of=progress_of
-                )
-            except ModuleNotFoundError as error:
-                raise click.UsageError(str(error)) from None
-    if as_json:
-        output.print_json("report", facts)
-    else:
-        click.echo(f"{output.printable(file)}: {_told(facts)}")
-    if _is_damaged(facts):
-        raise click.exceptions.Exit(output.FINDING)
+            facts = write_report(
+                path, file, check=check, overwrite=overwrite, progress_of=progress_of
+            )
+    with output.exit_with(_code(facts)):
+        if as_json:
+            output.print_json("report", facts)
+        else:
+            click.echo(output.printable(f"{file}: {_told(facts)}"))
 
 
 def _told(facts: Mapping[str, Any]) -> str:
     if facts["about"] == "run":
         num = facts["num_checkpoints"]
         checked = "" if facts["check"] == "none" else f", {facts['num_damaged']} damaged"
-        return f"{num} checkpoint{'s' * (num != 1)}{checked}"
+        failed = sum(one["has_failed"] for one in facts["checkpoints"])
+        more = f", {failed} could not be checked" if failed else ""
+        return f"{num} checkpoint{'s' * (num != 1)}{checked}{more}"
     verdict = facts["verdict"]
     if verdict["result"] == "not checked":
-        return "one checkpoint, not checked"
+        why = f": {verdict['why']}" if verdict["has_failed"] else ""
+        return f"one checkpoint, not checked{why}"
     return f"one checkpoint, {verdict['num_problems']} problems by the {verdict['level']} check"
 
 
-def _is_damaged(facts: Mapping[str, Any]) -> bool:
-    if facts["about"] == "run":
-        return bool(facts["num_damaged"])
-    return bool(facts["verdict"]["result"] == "damaged" or facts["unreadable"])
+def _code(facts: Mapping[str, Any]) -> int:
+    """Return the exit code, as `dist-ckpt verify` has it."""
+    is_run = facts["about"] == "run"
+    if facts["num_damaged"] if is_run else facts["unreadable"] or facts["verdict"]["problems"]:
+        return output.FINDING
+    failed = [one for one in facts["checkpoints"] if one["has_failed"]] if is_run else []
+    if any(one["state"] == "incompatible" for one in failed):
+        return output.INCOMPATIBLE
+    has_failed = bool(failed) if is_run else facts["verdict"]["has_failed"]
+    return output.IO_ERROR if has_failed else output.FINE

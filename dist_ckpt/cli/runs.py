@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import click
 
@@ -34,10 +33,10 @@ ANSWER_S = 600.0
 @click.command()
 @click.argument("root", type=options.PATH)
 @click.option("--keep", "policy", required=True, help="What to keep: rules, joined by |.")
-@click.option("--dry-run", is_flag=True, help="Remove nothing, only say what would be.")
 @click.option("--explain", is_flag=True, help="Say of each checkpoint what keeps it.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@options.yes
+@options.dry_run
+@options.json
 def prune(
     root: str, *, policy: str, dry_run: bool, explain: bool, yes: bool, as_json: bool
 ) -> None:
@@ -59,15 +58,11 @@ def prune(
     plan = run.prune(keep, dry_run=True)
     doomed = [one for one, told in plan if not told]
     if doomed and not (dry_run or yes):
-        if not sys.stdin.isatty():
-            click.echo(
-                f"dist-ckpt: {len(doomed)} checkpoints are not removed: say --yes to mean it",
-                err=True,
-            )
-            raise click.exceptions.Exit(output.REFUSED)
-        _print(plan, explain=explain, verb="to be removed")
-        if not click.confirm(f"Remove {len(doomed)} checkpoints?"):
-            raise click.exceptions.Exit(output.REFUSED)
+        output.confirm(
+            f"Remove {len(doomed)} checkpoints?",
+            f"{len(doomed)} checkpoints are not removed",
+            about=_lines(plan, explain=explain, verb="to be removed"),
+        )
     if doomed and not dry_run:
         plan = run.prune(keep)
     if as_json:
@@ -77,45 +72,56 @@ def prune(
         ]
         output.print_json("prune", {"root": root, "dry_run": dry_run, "checkpoints": facts})
     else:
-        _print(plan, explain=explain, verb="would be removed" if dry_run else "removed")
+        verb = "would be removed" if dry_run else "removed"
+        for line in _lines(plan, explain=explain, verb=verb):
+            click.echo(output.printable(line))
 
 
-def _print(plan: Sequence[Decision], *, explain: bool, verb: str) -> None:
+def _lines(plan: Sequence[Decision], *, explain: bool, verb: str) -> Iterator[str]:
     gone = [one for one, told in plan if not told]
     for one, told in plan:
-        name = output.printable(one.name)
         if not told:
-            click.echo(f"{verb}  {name}  {size(one.nbytes or 0)}")
+            yield f"{verb}  {one.name}  {size(one.nbytes or 0)}"
         elif explain:
-            click.echo(f"kept  {name}  {output.printable('; '.join(told))}")
+            yield f"kept  {one.name}  {'; '.join(told)}"
     freed = size(sum(one.nbytes or 0 for one in gone))
-    click.echo(f"{len(gone)} {verb} ({freed}), {len(plan) - len(gone)} kept")
+    yield f"{len(gone)} {verb} ({freed}), {len(plan) - len(gone)} kept"
 
 
 @click.command()
 @_path
 @click.option("--why", default="", help="Shown by ls, and by who would remove it.")
 @click.option("--remove", is_flag=True, help="Take the pin away.")
-def pin(path: str, *, why: str, remove: bool) -> None:
+@options.dry_run
+@options.json
+def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> None:
     """Keep the checkpoint PATH until it is unpinned, whatever is pruned or deleted.
 
     \b
     dist-ckpt pin runs/a@12000 --why "the one of the paper"
     dist-ckpt pin runs/a@12000 --remove
     """  # noqa: D301 - click knows the backspace
+    if remove and why:
+        raise click.UsageError(
+            "--why and --remove are given: a pin that is taken away says nothing"
+        )
     subject = _subject(path)
-    if remove:
-        holds.unpin(subject)
-    else:
-        holds.pin(subject, why)
-    click.echo(f"{'unpinned' if remove else 'pinned'} {output.printable(subject.path)}")
+    if not dry_run:
+        if remove:
+            holds.unpin(subject)
+        else:
+            holds.pin(subject, why)
+    told = f"{'unpinned' if remove else 'pinned'} {subject.path}"
+    _print_kept("pin", subject, {"why": why, "removed": remove}, told, (dry_run, as_json))
 
 
 @click.command()
 @_path
 @click.argument("name")
 @click.option("--remove", is_flag=True, help="Take the tag away from it.")
-def tag(path: str, name: str, *, remove: bool) -> None:
+@options.dry_run
+@options.json
+def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> None:
     """Give the checkpoint PATH the tag NAME; it is kept as long as it has one.
 
     Of a run one checkpoint has a tag: another that had it loses it. Then "runs/a@tag:NAME" is this
@@ -129,11 +135,26 @@ def tag(path: str, name: str, *, remove: bool) -> None:
     subject = _subject(path)
     if remove:
         _check_tagged(subject, name)
-        holds.untag(subject, name)
+    if not dry_run:
+        if remove:
+            holds.untag(subject, name)
+        else:
+            holds.tag(subject, name)
+    told = f"took tag {name!r} from" if remove else f"tag {name!r} on"
+    facts = {"name": name, "removed": remove}
+    _print_kept("tag", subject, facts, f"{told} {subject.path}", (dry_run, as_json))
+
+
+def _print_kept(
+    name: str, subject: Subject, facts: Mapping[str, object], told: str, how: tuple[bool, bool]
+) -> None:
+    """Print what keeps a checkpoint now or does no longer, as a text or a document of that name."""
+    dry_run, as_json = how
+    if as_json:
+        about = {"path": subject.path, "step": subject.where[0], **facts}
+        output.print_json(name, {**about, "dry_run": dry_run})
     else:
-        holds.tag(subject, name)
-    told = f"{name!r} {'from' if remove else 'on'} {subject.path}"
-    click.echo(f"{'took tag' if remove else 'tag'} {output.printable(told)}")
+        click.echo(f"{'would be: ' * dry_run}{output.printable(told)}")
 
 
 def _check_tagged(subject: Subject, name: str) -> None:

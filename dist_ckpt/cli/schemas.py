@@ -122,26 +122,23 @@ _WRITTEN: Keys = {
     "seconds": by_name(FLOAT),
 }
 
+_SHOWN: Keys = {
+    **each("path attempt", TEXT),
+    **each("step num_parameters num_trainable", or_null(INT)),
+    "kind": or_null(TEXT),
+    "config": ANY,
+    "saved_at": FLOAT,
+    "saved_by": by_name(TEXT),
+    **each("world_size nbytes num_tensors num_aliases num_values num_files", INT),
+    **each("mesh attached nbytes_by_component nbytes_by_dtype per_rank", by_name(INT)),
+    "metadata": by_name(ANY),
+}
+
 # By name: the keys of the document besides `schema`.
 KEYS: Mapping[str, Keys] = {
     "ls": {"path": TEXT, "checkpoints": list_of(_LISTED)},
-    "show": {
-        **dict.fromkeys(("path", "attempt"), TEXT),
-        **{name: or_null(INT) for name in ("step", "num_parameters", "num_trainable")},
-        "kind": or_null(TEXT),
-        "config": ANY,
-        "saved_at": FLOAT,
-        "saved_by": by_name(TEXT),
-        **dict.fromkeys(
-            (*("world_size", "nbytes", "num_tensors", "num_aliases", "num_values"), "num_files"),
-            INT,
-        ),
-        **{
-            name: by_name(INT)
-            for name in ("mesh", "attached", "nbytes_by_component", "nbytes_by_dtype", "per_rank")
-        },
-        "metadata": by_name(ANY),
-    },
+    "show": _SHOWN,
+    "show-all": {"checkpoints": list_of(record(**_SHOWN))},
     "tree": {
         "path": TEXT,
         "depth": INT,
@@ -260,6 +257,8 @@ KEYS: Mapping[str, Keys] = {
             record(name=TEXT, path=TEXT, step=or_null(INT), kept_by=list_of(TEXT))
         ),
     },
+    "pin": {"path": TEXT, "step": INT, "why": TEXT, **each("removed dry_run", BOOL)},
+    "tag": {"path": TEXT, "step": INT, "name": TEXT, **each("removed dry_run", BOOL)},
     "gc": {"path": TEXT, "dry_run": BOOL, "removed": list_of(TEXT)},
     **dict.fromkeys(("reshard", "cp", "average", "import"), _WRITTEN),
     "dry-run": {

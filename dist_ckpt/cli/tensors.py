@@ -5,6 +5,7 @@ None of them imports torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Literal
@@ -22,6 +23,7 @@ from dist_ckpt.offline.stats import stats as stats_of
 from dist_ckpt.planning.selection import selection_of
 from dist_ckpt.reports import size
 from dist_ckpt.runs.description import as_json as told
+from dist_ckpt.runs.selectors import resolve
 
 
 def _chosen(
@@ -146,6 +148,7 @@ def stats(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_j
     dist-ckpt stats runs/a@latest -g model
     dist-ckpt stats runs/a@latest --exclude '*.mask'
     """  # noqa: D301 - click knows the backspace
+    path = os.fspath(resolve(path))
     with output.progress("stats") as update:
         found = stats_of(path, include=include or None, exclude=exclude or None, progress=update)
     bad = [one for one in found if not one.is_finite and one.alias_of is None]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -20,8 +22,11 @@ from click.shell_completion import ShellComplete
 
 import dist_ckpt as dc
 from dist_ckpt.cli import cli, output, teaching
+from docs_blocks import write_commands
 
 Run = Callable[..., tuple[int, str, str]]
+
+ROOT = Path(__file__).parents[2]
 
 # How each command is given a path, and somewhere to write: {path} and {new}.
 WORDS = {
@@ -138,6 +143,7 @@ def test_damage_is_a_finding(name: str, root: Path, tmp_path: Path, run: Run) ->
 DOCUMENTS = {
     "ls": "ls {root}",
     "show": "show {root}@2",
+    "show-all": "show {root}@2 {root}@1",
     "tree": "tree {root}@2 -g model",
     "tensors": "tensors {root}@2 --sort size",
     "stats": "stats {root}@2",
@@ -149,6 +155,8 @@ DOCUMENTS = {
     "plan": "plan --from {root}@2 --rate 1GB --steps 100 --save-every 10 --keep 'last(2)'",
     "prune": "prune {root} --keep 'last(1)' --dry-run",
     "gc": "gc {root} --dry-run",
+    "pin": "pin {root}@1 --why paper",
+    "tag": "tag {root}@min:loss best",
     "report": "report {root}@2 --verify full",
     "reshard": "reshard {root}@1 {root}-new --world-size 2",
     "cp": "cp {root}@1 {root}-new --link",
@@ -167,6 +175,7 @@ MORE_DOCUMENTS = [
     *(("report", "report {root}"), ("report", "report {root}-damaged/s1")),
     ("verify-all", "verify {root}-damaged"),
     ("strip", "strip {root}@1 optim --dry-run"),
+    ("pin", "pin {root}@1 --remove --dry-run"),
     ("rm", "rm {root}@1 --dry-run"),
     ("dry-run", "cp {root}@1 {root}@2 --overwrite --dry-run"),
     ("dry-run", "average {root} --last 2 --to {root}-new -g model.b --dry-run"),
@@ -212,7 +221,7 @@ def test_every_command_with_json_has_a_schema() -> None:
     }
     assert {name for name, given in options.items() if "--json" in given} == {
         *teaching.NAMES,
-    } - {"verify-all", "dry-run"}
+    } - {"show-all", "verify-all", "dry-run"}
 
 
 def test_exit_codes_follow_what_was_found(root: Path, run: Run) -> None:
@@ -225,7 +234,13 @@ def test_exit_codes_follow_what_was_found(root: Path, run: Run) -> None:
     assert run("diff", f"{root}@1", f"{root}@1", "--rtol", 1)[0] == output.USAGE
 
 
-@pytest.mark.parametrize("command", ["rm {}", "strip {} optim", "gc {}/.. --grace 0", "cp {} {}-x"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("rm {}", "strip {} optim", "gc {}/.. --grace 0", "cp {} {}-x", "pin {}", "tag {} x"),
+        "prune {}/.. --keep last(1)",
+    ],
+)
 def test_a_dry_run_changes_nothing(command: str, root: Path, run: Run) -> None:
     dead = root / "s9" / "a1-0123456789abcdef"
     dead.mkdir(parents=True)
@@ -247,7 +262,7 @@ def test_completion_is_printed_and_completes(shell: str, run: Run) -> None:
     assert code == 0
     assert "_DIST_CKPT_COMPLETE" in told
     environment = {**os.environ, "_DIST_CKPT_COMPLETE": "bash_complete"}
-    environment |= {"COMP_WORDS": "dist-ckpt tens", "COMP_CWORD": "1"}
+    environment |= {"COMP_LINE": "dist-ckpt tens"}
     code_ = "from dist_ckpt.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code_],
@@ -282,6 +297,44 @@ def test_a_shell_is_offered_checkpoints_and_names(
     found = shell.get_completions(words, begun.format(root=root))
     assert [one.value.removeprefix(f"{root}@") for one in found] == offered
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.multi_process
+def test_a_real_bash_completes_what_it_ends_words_in(root: Path, tmp_path: Path) -> None:
+    commands = write_commands(tmp_path / "bin", sys.executable)
+    dc.Run(root).tag(1, "best")
+    begun = [
+        "show run@lat",
+        "show run@min:l",
+        "cp run@tag:b new",
+        "tensors run@1 -g model.w",
+        "stat",
+    ]
+    # Of each line, when it is completed: its beginning, its end.
+    typed = "".join(f"dist-ckpt {one}\t\x01echo \x05 >> told\n" for one in begun)
+    ours, theirs = pty.openpty()
+    path = f"{commands}:{os.environ['PATH']}"
+    with subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "TERM": "dumb", "HISTFILE": "", "PYTHONPATH": str(ROOT)},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    ) as bash:
+        os.close(theirs)
+        os.write(ours, f"source <(dist-ckpt completion bash)\n{typed}exit\n".encode())
+        with contextlib.suppress(OSError):  # its end closes the terminal
+            while os.read(ours, 65536):
+                pass
+        os.close(ours)
+        bash.wait(timeout=60)
+    told = [line.split() for line in (tmp_path / "told").read_text().splitlines()]
+    assert [" ".join(words[1:]) for words in told] == [
+        *("show run@latest", "show run@min:loss", "cp run@tag:b new"),
+        *("tensors run@1 -g model.w", "stats"),
+    ]
 
 
 def test_a_log_gets_a_line_every_few_seconds(

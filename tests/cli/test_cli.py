@@ -16,6 +16,7 @@ from dist_ckpt.cli import changing
 pytest.importorskip("torch")
 
 import torch
+from safetensors.torch import save_file
 
 
 @pytest.fixture
@@ -82,6 +83,12 @@ def test_show_tells_what_a_checkpoint_is(run, checkpoint):
     assert code == 0
     facts = ("step        7", "for 1 ranks", "2, and 0 tied names", "loader: 1 keys", "loss = 2.5")
     assert [fact for fact in facts if fact not in out] == []
+
+
+def test_show_tells_no_time_at_which_files_of_others_were_committed(run, tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    code, told, _ = run("show", tmp_path)
+    assert (code, "1970" in told, "committed" in told) == (0, False, False)
 
 
 def test_show_as_json_counts_bytes_by_component_and_dtype(run, checkpoint):
@@ -319,6 +326,31 @@ def test_one_collector_of_a_run_at_a_time(run, checkpoint, tmp_path, monkeypatch
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-00000007"}
 
 
+WITHOUT_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="torch")
+sys.meta_path.insert(0, NoTorch())
+from dist_ckpt.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("words", ["average {} {} --to {}-x", "export --format dcp {} {}-x"])
+def test_without_torch_it_says_what_to_install(checkpoint, words):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *words.replace("{}", str(checkpoint)).split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert 'pip install "dist-ckpt[torch]"' in done.stderr
+
+
 def test_a_wrong_option_is_a_usage_error(run, checkpoint):
     assert run("show", checkpoint, "--nonsense")[0] == 2
     assert run("nonsense")[0] == 2
@@ -353,14 +385,18 @@ def test_a_reader_that_goes_away_ends_it_quietly_and_well(checkpoint, words):
 
 
 @pytest.mark.parametrize(
-    "words", ["verify {}", "verify {} --json", "verify {}/..", "verify {}/.. --json"]
+    "words",
+    [
+        *("verify {}", "verify {} --json", "verify {}/..", "verify {}/.. --json"),
+        "report {} --verify full -o {}.html",
+    ],
 )
 def test_damage_is_told_by_the_exit_code_though_nobody_reads_on(checkpoint, words):
     (file,) = Path(checkpoint).glob("*/model-00000.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    command = f"{sys.executable} -m dist_ckpt {words.format(checkpoint)}"
+    command = f"{sys.executable} -m dist_ckpt {words.replace('{}', str(checkpoint))}"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | (exec <&-; sleep 0.1)"],
         capture_output=True,

@@ -33,14 +33,14 @@ WRITERS = {
 
 # The command line, on a storage from which each read takes a while; it says when it begins.
 SLOW = """
-import sys, time
+import os, sys, time
 from dist_ckpt.cli import main
 from dist_ckpt.storage import local
 
 read = local._LocalReadableFile.read_into
 def slow(self, offset, target):
     if target.nbytes > 100_000:
-        print("reading", flush=True)
+        os.write(1, b"reading\\n")  # at once: threads print a line in two pieces
         time.sleep(1)
     return read(self, offset, target)
 local._LocalReadableFile.read_into = slow
@@ -71,9 +71,11 @@ def check_nothing_looks_complete(new: Path) -> None:
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    ("name", "sent"), [*((name, signal.SIGINT) for name in WRITERS), ("export dcp", signal.SIGTERM)]
+)
 def test_who_is_interrupted_leaves_nothing_and_says_so(
-    name: str, path: Path, tmp_path: Path
+    name: str, sent: signal.Signals, path: Path, tmp_path: Path
 ) -> None:
     new = tmp_path / "out" / "new"
     new.parent.mkdir()
@@ -87,12 +89,15 @@ def test_who_is_interrupted_leaves_nothing_and_says_so(
             assert process.stdout is not None
             assert process.stdout.readline() == "reading\n"
             assert os.listdir(new.parent), "it has begun to write"
-            process.send_signal(signal.SIGINT)
+            process.send_signal(sent)
             _, errors = process.communicate(timeout=120)
         finally:
             process.kill()
-    assert process.returncode == output.INTERRUPTED, errors
-    assert errors.splitlines()[-1] == "interrupted"
+    told = {
+        signal.SIGINT: (output.INTERRUPTED, "interrupted"),
+        signal.SIGTERM: (output.STOPPED, "told to stop"),
+    }
+    assert (process.returncode, errors.splitlines()[-1]) == told[sent], errors
     assert "Traceback" not in errors
     check_nothing_looks_complete(new)
 
@@ -127,6 +132,16 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_left(
     assert "space" in errors
     assert not [one for one in small_disk.rglob("*") if one.is_file()]
     check_nothing_looks_complete(new)
+
+
+def test_what_lacks_memory_is_told(path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(*_: object, **options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("dist_ckpt.cli.changing.copy", without_memory)
+    code, _, errors = run("cp", path, f"{path}-new")
+    assert code == output.IO_ERROR
+    assert errors == "dist-ckpt: there is not enough memory for that: give it more\n"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +179,19 @@ def test_a_terminal_gets_a_bar_and_with_no_color_a_colourless_one(
         assert process.wait(timeout=60) == 0
     assert b"verify" in shown
     assert bool(re.search(rb"\x1b\[[0-9;]*(3[0-9]|38;5)[0-9;]*m", shown)) != plain
+
+
+def test_a_dumb_terminal_is_told_in_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with output.progress("work") as update:
+        now[0] = 10.0
+        update(5, 10)
+    assert capsys.readouterr().err == "work: 5 B of 10 B, 10 s left\n"
 
 
 def _read_all(terminal: int) -> Iterator[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,14 +109,3 @@ def test_what_was_imported_goes_out_again_for_dcp(
     code, _, errors = run(*again)
     assert code
     assert "something is there already" in errors
-
-
-def test_an_export_for_dcp_says_that_it_needs_torch(
-    sources: dict[str, Path], tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run("import", "--from", "dcp", sources["dcp"], tmp_path / "ours")
-    monkeypatch.setitem(sys.modules, "dist_ckpt.interop.dcp_export", None)
-    monkeypatch.delattr("dist_ckpt.interop.dcp_export", raising=False)
-    code, _, errors = run("export", "--format", "dcp", tmp_path / "ours", tmp_path / "out")
-    assert code
-    assert "needs torch" in errors

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
+from dist_ckpt.errors import StorageError
 
 
 @pytest.fixture
@@ -60,6 +61,43 @@ def test_without_the_extra_it_says_what_to_install(missing, run, saved, tmp_path
     assert code == 2
     assert 'pip install "dist-ckpt[report]"' in err
     assert not (tmp_path / "page.html").exists()
+
+
+def test_what_the_page_lacks_is_said_before_anything_is_checked(run, saved, tmp_path, monkeypatch):
+    def check(*_, **__):
+        raise AssertionError("it would have taken hours")
+
+    monkeypatch.setattr("dist_ckpt.html_report.verdict.verify", check)
+    (tmp_path / "notes.html").write_text("mine")
+    assert run("report", saved, "-o", tmp_path / "notes.html")[0] == 5
+    assert run("report", saved, "-o", tmp_path / "no" / "page.html")[0] == 3
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert run("report", saved, "-o", tmp_path / "page.html")[0] == 2
+
+
+def test_what_could_not_be_checked_is_not_called_whole(run, saved, tmp_path, monkeypatch):
+    page, root = tmp_path / "page.html", saved.parent
+
+    def fail(*_, **__):
+        raise StorageError("the disk does not answer")
+
+    monkeypatch.setattr("dist_ckpt.html_report.verdict.verify", fail)
+    code, out, _ = run("report", root, "-o", page)
+    assert (code, out) == (5, f"{page}: 1 checkpoint, 0 damaged, 1 could not be checked\n")
+    assert "no damage found" not in page.read_text()
+    assert "1 checkpoint could not be checked" in page.read_text()
+    code, out, _ = run("report", saved, "-o", page)
+    assert (code, "not checked: the disk does not answer" in out) == (5, True)
+    monkeypatch.undo()
+    (index,) = saved.glob("a1-*/index.json")
+    index.write_text('{"format":{"version":2},"digest":"00"}')
+    assert run("report", root, "-o", page)[0] == 4
+    assert run("report", root, "-o", page, "--verify", "none")[0] == 0
+
+
+def test_a_page_and_a_document_are_not_asked_for_at_once(run, saved, tmp_path):
+    code, _, err = run("report", saved, "--json", "-o", tmp_path / "page.html")
+    assert (code, "--json writes no page" in err) == (2, True)
 
 
 def test_bad_places_are_refused_by_name(run, saved, tmp_path):

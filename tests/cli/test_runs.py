@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -141,7 +142,11 @@ def test_nan_is_text_in_json(run, root):
 
 
 @pytest.mark.parametrize(
-    "words", ["show {}", "tree {}", "verify {}", "ls {}", "pin {}", "rm {} --yes"]
+    "words",
+    [
+        *("show {}", "tree {}", "verify {}", "ls {}", "pin {}", "rm {} --yes", "report {} --json"),
+        *("gc {} --dry-run --json", "stats {} --json", "layout {} --json", "plan --from {}"),
+    ],
 )
 def test_every_command_takes_a_selector(run, root, words):
     code, out, _ = run(*words.format(f"{root}@latest").split())
@@ -153,6 +158,44 @@ def test_every_command_takes_a_selector(run, root, words):
     code, _, err = run(*words.format(f"{root}@99").split())
     assert code == 3
     assert "no checkpoint of step 99" in err
+
+
+def test_several_are_shown_one_after_the_other(run, root):
+    code, out, _ = run("show", f"{root}@1", root / "s4")
+    assert code == 0
+    blocks = out.split("\n\n")
+    assert [one.splitlines()[0].rpartition("/")[2] for one in blocks] == ["s1", "s4"]
+    assert run("show", root / "s4", f"{root}@99")[0] == 3
+
+
+def test_a_dry_run_of_a_pin_or_a_tag_refuses_what_the_real_one_does(run, root):
+    run("pin", f"{root}@1", "--why", "paper", "--dry-run")
+    assert run("tag", f"{root}@1", "best", "--dry-run")[1] == (
+        f"would be: tag 'best' on {root / 's1'}\n"
+    )
+    assert not dc.checkpoints(root)[0].guards
+    for words in (("tag", root / "s1", "best", "--remove"), ("pin", root / "none")):
+        assert run(*words, "--dry-run") == run(*words)
+        assert run(*words)[0] == 3
+    assert run("pin", f"{root}@1", "--remove", "--why", "paper")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "words", [("rm", "{}/s1"), ("strip", "{}/s1", "optim"), ("prune", "{}", "--keep", "last(1)")]
+)
+def test_a_question_is_no_part_of_what_is_printed(run, root, words, monkeypatch):
+    for step in (1, 2):
+        state = {"model": {"w": torch.ones(1)}, "optim": {"m": torch.ones(1)}}
+        dc.save(state, root / f"s{step}", step=step, overwrite=True)
+    given = [word.format(root) for word in words]
+    for answer, code in (("n", 6), ("y", 0)):
+        terminal = io.StringIO(f"{answer}\n")
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr("sys.stdin", terminal)
+        found, out, err = run(*given, "--json")
+        assert (found, "[y/N]" in err) == (code, True)
+        assert bool(out.strip()) == (answer == "y")  # click may print a space
+    assert json.loads(out)["schema"] == f"dist-ckpt.{words[0]}/1"
 
 
 def test_what_is_no_checkpoint_is_not_pinned(run, root):
