@@ -489,7 +489,12 @@ def test_a_damaged_newest_one_does_not_cost_the_one_before(
             (file,) = tmp_path.glob("step-00000003/a*/model-*")
             file.write_bytes(file.read_bytes()[:-1])
 
-    run(tmp_path, 3, keep=dc.keep.last(1), on_commit=spoil)
+    def follow_pruning(step: int) -> None:
+        # A pruning after step 2 that is late sees step 3 before it is spoiled, and keeps that one.
+        if step == 3:
+            wait_for(lambda: steps_at(tmp_path) == [2])
+
+    run(tmp_path, 3, follow_pruning, keep=dc.keep.last(1), on_commit=spoil)
     assert [one.step for one in dc.checkpoints(tmp_path)] == [2, 3]
     state = fresh()
     with checkpointer(tmp_path) as ck:

@@ -46,21 +46,26 @@ class State:
     notes: frozenset[object]
 
 
+# The files, the faults that are left, and the notes.
+_Scene = tuple[int, int, frozenset[object]]
+
+# A state is one number, for there are millions: that of its scene, and above it those of the nodes.
+_BITS = 20
+_MASK = (1 << _BITS) - 1
+
+
 @dataclass(eq=False, slots=True)
 class _Node:
     """Where a program is, and where each answer to its question leads: (written, node)."""
 
     number: int
+    function: int
     given: object
     answers: tuple[object, ...]
     keys: tuple[object, ...]
     asked: Call | None = None
     outcome: Outcome | None = None
     next: dict[object, tuple[Mapping[str, bytes], _Node]] = field(default_factory=dict)
-
-
-# What is done, the files after it, the program's node, the faults that are left, and the note.
-_Move = tuple[str, int, _Node, int, object | None]
 
 
 class Model:
@@ -86,65 +91,89 @@ class Model:
         self._programs = programs
         self._prepare = prepare
         self._note = note
-        self._num_faults = num_faults
         self._worlds: list[Files] = []
         self._numbers: dict[frozenset[tuple[str, bytes | None]], int] = {}
-        self._nodes: dict[object, _Node] = {}
+        self._scenes: list[_Scene] = []
+        self._scene_numbers: dict[_Scene, int] = {}
+        self._nodes: list[_Node] = []
+        self._places: dict[object, _Node] = {}
         self._answers: dict[tuple[int, Call], tuple[object, object, int]] = {}
-        self._moves: dict[tuple[str, _Node, int, int], list[_Move]] = {}
-        self._first = self._world(files)
+        self._checked: dict[object, str | None] = {}
+        self._first = self._scene((self._world(files), num_faults, frozenset()))
         self.num_states = 0
 
     def search(self, check: Callable[[State], str | None]) -> Iterator[tuple[str, list[str]]]:
         """Yield what `check` finds wrong, each once, with the shortest way there."""
-        names = list(self._programs)
-        nodes = tuple(self._run(name, 0, None, (), ())[1] for name in names)
-        first = (self._first, nodes, self._num_faults, frozenset[object]())
-        came: dict[object, tuple[object, str] | None] = {first: None}
-        queue = deque([first])
-        found: set[str] = set()
-        checked: dict[object, str | None] = {}
+        programs = [(name, _BITS * i) for i, name in enumerate(self._programs, 1)]
+        first = self._first
+        for name, shift in programs:
+            first += self._run(name, 0, None, (), ())[1].number << shift
+        came: dict[int, int] = {first: first}
+        queue = deque([first] if (wrong := self._wrong(first, check)) is None else [])
+        found = {None, wrong}
+        if wrong is not None:
+            yield wrong, []
+        known: dict[int, list[tuple[int, bool]]] = {}
         while queue:
             state = queue.popleft()
-            self.num_states += 1
-            world, nodes, _, notes = state
-            outcomes = tuple(node.outcome for node in nodes)
-            if (world, outcomes, notes) not in checked:
-                named = dict(zip(names, outcomes, strict=True))
-                seen = State(self._worlds[world], named, notes)
-                checked[world, outcomes, notes] = check(seen)
-            wrong = checked[world, outcomes, notes]
-            if wrong is not None:
-                if wrong not in found:
-                    found.add(wrong)
-                    yield wrong, _way(came, state)
-                continue
-            for label, after in self._steps(names, state):
-                if after not in came:
-                    came[after] = (state, label)
-                    queue.append(after)
+            for name, shift in programs:
+                # What a program may do next, whatever the others are about to do.
+                place = (state >> shift & _MASK) << _BITS | state & _MASK
+                if (moves := known.get(place)) is None:
+                    known[place] = moves = [move[:2] for move in self._moves(name, shift, state)]
+                for difference, shows in moves:
+                    after = state + difference
+                    if after in came:
+                        continue
+                    came[after] = state
+                    if not shows or (wrong := self._wrong(after, check)) is None:
+                        queue.append(after)
+                    elif wrong not in found:
+                        found.add(wrong)
+                        yield wrong, self._way(programs, came, after)
+        self.num_states = len(came)
 
-    def _steps(self, names: Sequence[str], state: Any) -> Iterator[tuple[str, Any]]:
-        world, nodes, faults, notes = state
-        for i, (name, node) in enumerate(zip(names, nodes, strict=True)):
-            if (moves := self._moves.get((name, node, world, faults))) is None:
-                moves = list(self._moves_of(name, node, world, faults))
-                self._moves[name, node, world, faults] = moves
-            for label, after, child, left, note in moves:
-                noted = notes if note is None else notes | {note}
-                yield label, (after, (*nodes[:i], child, *nodes[i + 1 :]), left, noted)
+    def _wrong(self, state: int, check: Callable[[State], str | None]) -> str | None:
+        (world, _, notes), nodes = self._unpack(state)
+        outcomes = tuple(node.outcome for node in nodes)
+        if (world, outcomes, notes) not in self._checked:
+            named = dict(zip(self._programs, outcomes, strict=True))
+            wrong = check(State(self._worlds[world], named, notes))
+            self._checked[world, outcomes, notes] = wrong
+        return self._checked[world, outcomes, notes]
 
-    def _moves_of(self, name: str, node: _Node, world: int, faults: int) -> Iterator[_Move]:
-        """Yield what a program may do next, whatever the others are about to do."""
+    def _unpack(self, state: int) -> tuple[_Scene, list[_Node]]:
+        above = range(1, len(self._programs) + 1)
+        nodes = [self._nodes[state >> _BITS * i & _MASK] for i in above]
+        return self._scenes[state & _MASK], nodes
+
+    def _way(
+        self, programs: Sequence[tuple[str, int]], came: Mapping[int, int], state: int
+    ) -> list[str]:
+        steps: list[str] = []
+        while (before := came[state]) != state:
+            moves = (move for one in programs for move in self._moves(*one, before))
+            steps.append(next(label for change, _, label in moves if before + change == state))
+            state = before
+        return steps[::-1]
+
+    def _moves(self, name: str, shift: int, state: int) -> Iterator[tuple[int, bool, str]]:
+        """Yield how a program may change a state, whether that shows to a check, and its name."""
+        old_scene, old_node = state & _MASK, state >> shift & _MASK
+        (world, faults, notes), node = self._scenes[old_scene], self._nodes[old_node]
         if node.asked is None:
             return
         for how, answer, key, then, left in self._replies(world, node.asked, faults):
             written, child = self._follow(name, node, answer, key)
-            note = None
+            noted = notes
             if node.asked[0] == "rename" and then != world:
                 note = self._note(name, node.asked, self._worlds[world])
+                noted = notes if note is None else notes | {note}
             after, child = self._go_on(name, self._write(then, written), child)
-            yield f"{name}: {' '.join(node.asked)}{how}", after, child, left, note
+            scene = self._scene((after, left, noted))
+            difference = scene - old_scene + ((child.number - old_node) << shift)
+            shows = scene != old_scene or child.outcome is not None
+            yield difference, shows, f"{name}: {' '.join(node.asked)}{how}"
 
     def _go_on(self, name: str, world: int, node: _Node) -> tuple[int, _Node]:
         """Do a program's private calls."""
@@ -159,7 +188,7 @@ class Model:
     ) -> tuple[Mapping[str, bytes], _Node]:
         if key not in node.next:
             answers, keys = (*node.answers, answer), (*node.keys, key)
-            node.next[key] = self._run(name, node.number, node.given, answers, keys)
+            node.next[key] = self._run(name, node.function, node.given, answers, keys)
         return node.next[key]
 
     def _replies(
@@ -189,25 +218,32 @@ class Model:
     def _run(
         self,
         name: str,
-        number: int,
+        function: int,
         given: object,
         answers: tuple[object, ...],
         keys: tuple[object, ...],
     ) -> tuple[Mapping[str, bytes], _Node]:
         """Run a program up to its next question; return what it wrote since the last one."""
         replay = Replay(answers)
-        self._prepare(name, number)
+        self._prepare(name, function)
         try:
-            result = self._programs[name][number](replay, given)
+            result = self._programs[name][function](replay, given)
         except _AskedError:
-            place = (name, number, given, replay.knows, keys[replay.num_forgotten :])
-            node = _Node(number, given, answers, keys, asked=replay.asked)
-            return replay.written, self._nodes.setdefault(place, node)
+            place = (name, function, given, replay.knows, keys[replay.num_forgotten :])
+            node = _Node(len(self._nodes), function, given, answers, keys, asked=replay.asked)
+            return replay.written, self._placed(place, node)
         if isinstance(result, Outcome):
-            node = _Node(number, given, (), (), outcome=result)
-            return replay.written, self._nodes.setdefault((name, result), node)
-        written, node = self._run(name, number + 1, result, (), ())
+            node = _Node(len(self._nodes), function, given, (), (), outcome=result)
+            return replay.written, self._placed((name, result), node)
+        written, node = self._run(name, function + 1, result, (), ())
         return {**replay.written, **written}, node
+
+    def _placed(self, place: object, node: _Node) -> _Node:
+        if place not in self._places:
+            assert node.number <= _MASK
+            self._places[place] = node
+            self._nodes.append(node)
+        return self._places[place]
 
     def _write(self, world: int, written: Mapping[str, bytes]) -> int:
         files = self._worlds[world]
@@ -221,6 +257,13 @@ class Model:
             self._numbers[key] = len(self._worlds)
             self._worlds.append(files)
         return self._numbers[key]
+
+    def _scene(self, scene: _Scene) -> int:
+        if scene not in self._scene_numbers:
+            assert len(self._scenes) <= _MASK
+            self._scene_numbers[scene] = len(self._scenes)
+            self._scenes.append(scene)
+        return self._scene_numbers[scene]
 
 
 def _ask(storage: MemoryStorage, call: Call) -> object:
@@ -238,14 +281,6 @@ def _ask(storage: MemoryStorage, call: Call) -> object:
     except Exception as error:  # noqa: BLE001  (whatever it is, it is the answer)
         return error
     return tuple(answer) if method == "list" else answer
-
-
-def _way(came: Mapping[object, tuple[object, str] | None], state: object) -> list[str]:
-    steps = []
-    while (step := came[state]) is not None:
-        state, label = step
-        steps.append(label)
-    return steps[::-1]
 
 
 class _AskedError(BaseException):

@@ -77,7 +77,10 @@ def private_names_used(tree: ast.Module) -> Iterator[str]:
 
 
 def private_names_needed(tree: ast.Module) -> Iterator[str]:
-    """Yield the private names in a module's tables of what it looks for."""
+    """Yield the private names that a module looks for: in its tables, or as what may be missing."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            yield from re.findall(r"^'(_[a-z]\w*)'$", ast.unparse(node.args[1]))
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("NEEDED"):
             texts = (one.value for one in ast.walk(node) if isinstance(one, ast.Constant))
