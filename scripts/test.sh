@@ -23,6 +23,10 @@ esac
 # and what does not. With more that work at once a background writer, whose priority is the lowest,
 # might be taken for dead. A row reads only files in which its mark stands: to read all of them takes
 # ten seconds.
+# Rows that wait for threads of torch's by turning take the cores from each other; and what was
+# compiled is kept, for tests start hundreds of processes.
+export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE
 logs=$(mktemp -d)
 ids=()
 trap 'kill "${ids[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT

@@ -138,7 +138,7 @@ def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -
     words += ["--history", str(tmp_path / "history.jsonl")]  # and it adds nothing to it
     command = [sys.executable, "-m", "benchmarks", *words, "--json", str(out)]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(out.read_text())
@@ -165,7 +165,7 @@ def test_a_quick_run_measures_background_saves(tmp_path: Path) -> None:
     ]
     command = [sys.executable, "-m", "benchmarks", *words, "--json", str(out)]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     there_is_one = hasattr(dc, "AsyncSaver")
     assert done.returncode == int(not there_is_one), done.stdout + done.stderr

@@ -312,7 +312,7 @@ class Replay:
             self.written.clear()  # what was written before is in the files already
         answer = self._answers[self._count - 1]
         if isinstance(answer, Exception):
-            raise answer
+            raise answer.with_traceback(None)  # else it would hold each frame it came through
         return answer
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
