@@ -3,12 +3,12 @@
     .venv/bin/python -m benchmarks.exporting --dir /tmp --gb 2
 
 Each round copies the checkpoint's files (`cp` and fsync of each), exports it for Hugging Face, as
-it is and as bfloat16, and for torch.distributed.checkpoint, and imports it from these and from a
-file of torch.save. Each is a process of its own that may have no more memory than --memory-mb
-(RLIMIT_DATA, which counts what threads may use of their stacks: 1 MiB here), and 1 GiB for torch
-where that is needed; an import may have --imports-mb. Another one begins each time. Before each
-the files are put out of the page cache, but on storage in memory. A rate is the checkpoint's bytes
-by the seconds, which do not count the start of the process.
+it is and as bfloat16, for torch.distributed.checkpoint and for torch.load, and imports it from what
+these are. Each is a process of its own that, once it has imported what it needs, may take no more
+memory than --memory-mb (RLIMIT_DATA, which counts what threads may use of their stacks: 1 MiB
+here). Another one begins each time. Before each the files are put out of the page cache, but on
+storage in memory. A rate is the checkpoint's bytes by the seconds, which do not count the start of
+the process.
 """
 
 from __future__ import annotations
@@ -30,35 +30,43 @@ import torch
 
 import dist_ckpt as dc
 from benchmarks.averaging import forget
-from dist_ckpt.interop import dcp_export, hf
+from dist_ckpt.interop import dcp_export, hf, torch_export
 
 TENSORS = 16
 RANKS = 4
 
-# Its arguments: the most memory, the source, the target, what to do. Torch's own memory is no part
-# of the limit, and its import none of the time.
+# Its arguments: the most memory, the source, the target, what to do. It tells what it took, and the
+# most memory it had. Torch's own is no part of that and of the limit, and its import none of the
+# time.
 PROGRAM = """
 import resource, sys, threading, time
-limit, what = int(sys.argv[1]), sys.argv[4]
+what = sys.argv[4]
 from dist_ckpt.interop import hf, imports
 if what == "as bfloat16":
     import dist_ckpt.memory.casting
 if what == "for dcp":
     from dist_ckpt.interop import dcp_export
+if what == "for torch":
+    from dist_ckpt.interop import torch_export
+def memory(name):
+    lines = open("/proc/self/status").readlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 threading.stack_size(1 << 20)
+limit = memory("VmData") + int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-start = time.monotonic()
+before, start = memory("VmRSS"), time.monotonic()
 match what.split():
     case ["for", "dcp"]:
         dcp_export.export_folder(sys.argv[2], sys.argv[3])
+    case ["for", "torch"]:
+        torch_export.export_file(sys.argv[2], sys.argv[3])
     case ["for", "hf"]:
         hf.export_folder(sys.argv[2], sys.argv[3])
     case ["as", dtype]:
         hf.export_folder(sys.argv[2], sys.argv[3], dtype=dtype)
     case ["from", kind]:
         getattr(imports, f"from_{kind}")(sys.argv[2], sys.argv[3])
-peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(time.monotonic() - start, peak)
+print(time.monotonic() - start, memory("VmHWM") - before)
 """
 
 
@@ -70,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dir", default=tempfile.gettempdir())
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--memory-mb", type=int, default=200)
-    parser.add_argument("--imports-mb", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="exporting-") as folder:
@@ -79,14 +86,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nbytes = sum(file.stat().st_size for file in files)
         foreign = _foreign(source, Path(folder))
         files += [file for one in foreign.values() for file in (one, *one.rglob("*"))]
-        little = args.memory_mb * 10**6
+        limit = args.memory_mb * 10**6
         works: dict[str, Callable[[], tuple[float, int]]] = {
             "copy": partial(_copy, source, target),
-            "for hf": partial(_run, little, source, target, "for hf"),
-            "as bfloat16": partial(_run, little + (1 << 30), source, target, "as bfloat16"),
-            "for dcp": partial(_run, little + (1 << 30), source, target, "for dcp"),
             **{
-                f"from {kind}": partial(_run, args.imports_mb * 10**6, one, target, f"from {kind}")
+                f"for {kind}": partial(_run, limit, source, target, f"for {kind}")
+                for kind in foreign
+            },
+            "as bfloat16": partial(_run, limit, source, target, "as bfloat16"),
+            **{
+                f"from {kind}": partial(_run, limit, one, target, f"from {kind}")
                 for kind, one in foreign.items()
             },
         }
@@ -97,13 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name, work in turns:
                 forget([file for file in files if file.is_file()])
                 found[name].append(work())
-                shutil.rmtree(target)
+                if target.is_file():
+                    target.unlink()
+                else:
+                    shutil.rmtree(target)
         print(f"{nbytes / 1e9:.2f} GB of {RANKS} ranks in {args.dir}")
         medians = {name: statistics.median(s for s, _ in some) for name, some in found.items()}
         for name, median in medians.items():
             rate = f"{nbytes / median / 1e9:.2f} GB/s"
             peak = max(peak for _, peak in found[name])
-            shown = f", {peak / 1e6:.0f} MB of memory" if peak else ""
+            shown = f", {peak / 1e6:.0f} MB of memory beside torch" if peak else ""
             ratio = medians["copy"] / median
             print(f"{name:11} {median:7.3f} s  {rate:10} {ratio:.2f} of copy{shown}")
 
@@ -123,9 +135,7 @@ def _foreign(source: Path, folder: Path) -> dict[str, Path]:
     places = {"hf": folder / "hf", "dcp": folder / "dcp", "torch": folder / "a.pt"}
     hf.export_folder(source, places["hf"])
     dcp_export.export_folder(source, places["dcp"])
-    state: dict[str, object] = {}
-    dc.load(state, source)
-    torch.save(state, places["torch"])  # noqa: TID251 - it is what users have
+    torch_export.export_file(source, places["torch"])
     return places
 
 
@@ -146,7 +156,7 @@ def _run(limit: int, source: Path, target: Path, what: str) -> tuple[float, int]
     seconds, peak = subprocess.run(
         command, check=True, capture_output=True, text=True
     ).stdout.split()
-    return float(seconds), int(peak) << 10
+    return float(seconds), int(peak)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,33 +17,54 @@ from dist_ckpt.offline.rewriting import DryRun
 from dist_ckpt.reports import Progress, SaveReport, size
 
 
-def _of_dcp() -> Any:
+@contextmanager
+def _needing_torch(what: str) -> Iterator[None]:
+    """Do what needs torch; without that say what to install."""
     try:
-        from dist_ckpt.interop import dcp_export  # noqa: PLC0415  (it needs torch)
+        yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ModuleNotFoundError(
-            '--format dcp needs torch: pip install "dist-ckpt[torch]"'
-        ) from None
+        raise ModuleNotFoundError(f'{what} needs torch: pip install "dist-ckpt[torch]"') from None
+
+
+def _dcp_export() -> Any:
+    from dist_ckpt.interop import dcp_export  # noqa: PLC0415  (it needs torch)
+
     return dcp_export
+
+
+def _torch_export() -> Any:
+    from dist_ckpt.interop import torch_export  # noqa: PLC0415  (it needs torch)
+
+    return torch_export
 
 
 def _export_dcp(source: str, file: str, *, overwrite: bool, progress: Progress) -> int:
     _check_overwrite(overwrite=overwrite)
-    nbytes: int = _of_dcp().export_folder(source, file, progress=progress)
+    nbytes: int = _dcp_export().export_folder(source, file, progress=progress)
     return nbytes
 
 
 def _would_export_dcp(source: str, file: str, *, overwrite: bool) -> DryRun:
     _check_overwrite(overwrite=overwrite)
-    found: DryRun = _of_dcp().would_export(source, file)
+    found: DryRun = _dcp_export().would_export(source, file)
     return found
 
 
 def _check_overwrite(*, overwrite: bool) -> None:
     if overwrite:
         raise click.UsageError("--overwrite is not for --format dcp: remove the folder first")
+
+
+def _export_torch(source: str, file: str, **given: Any) -> int:
+    nbytes: int = _torch_export().export_file(source, file, **given)
+    return nbytes
+
+
+def _would_export_torch(source: str, file: str, **given: Any) -> DryRun:
+    found: DryRun = _torch_export().would_export_file(source, file, **given)
+    return found
 
 
 _IMPORTS: Mapping[str, Callable[..., SaveReport]] = {
@@ -70,6 +92,7 @@ _EXPORTS: Mapping[str, _ExportFormat] = {
     "shrew": _ExportFormat(shrew.export_file, shrew.would_export_file, frozenset({"version"})),
     "hf": _ExportFormat(hf.export_folder, hf.would_export, _OF_HF),
     "dcp": _ExportFormat(_export_dcp, _would_export_dcp),
+    "torch": _ExportFormat(_export_torch, _would_export_torch, frozenset({"only"})),
 }
 
 
@@ -167,7 +190,9 @@ def import_(  # noqa: PLR0913 - the options of the command
     type=click.IntRange(1, 2),
     help="shrew: of the file; 1 takes the model alone.  [default: the one that fits]",
 )
-@click.option("--only", help="hf: the component to write.  [default: model]")
+@click.option(
+    "--only", help="hf, torch: the component to write.  [default: model for hf, all for torch]"
+)
 @click.option("--dtype", help="hf: convert floating tensors to this, such as bf16.")
 @click.option("--max-shard-size", help="hf: most data of a file, as 500MiB.  [default: 5GB]")
 @click.option("-g", "--include", multiple=True, help="hf: glob of names to write; may be repeated.")
@@ -192,22 +217,25 @@ def export(
     What FILE cannot hold is refused by name. As shrew, it has of an imported checkpoint the same
     bytes as the file that was imported. As hf, it is a folder of safetensors files with the model,
     as transformers reads it; with --overwrite its other files stay, such as config.json. As dcp, it
-    is a folder that torch.distributed.checkpoint.load reads.
+    is a folder that torch.distributed.checkpoint.load reads. As torch, it is a file for torch.load.
 
     \b
     dist-ckpt export --format shrew runs/a@latest training.shrew
     dist-ckpt export --format hf --dtype bf16 runs/a@latest exported
     dist-ckpt export --format dcp runs/a@latest for-dcp
+    dist-ckpt export --format torch --only model runs/a@latest model.pt
     """  # noqa: D301 - click knows the backspace
     chosen = _EXPORTS[format_]
     given = {name: value for name, value in of_format.items() if value not in (None, (), False)}
     for name in given.keys() - chosen.options:
         raise click.UsageError(f"--{name.replace('_', '-')} is not for --format {format_}")
+    what = "--dtype" if "dtype" in given else f"--format {format_}"
     if dry_run:
-        found = chosen.would_write(source, file, overwrite=overwrite, **given)
+        with _needing_torch(what):
+            found = chosen.would_write(source, file, overwrite=overwrite, **given)
         output.print_dry_run(found, as_json=as_json)
         return
-    with output.progress("export") as update:
+    with output.progress("export") as update, _needing_torch(what):
         nbytes = chosen.write(source, file, overwrite=overwrite, progress=update, **given)
     if as_json:
         output.print_json("export", {"path": file, "format": format_, "nbytes": nbytes})

@@ -29,7 +29,7 @@ _MOST_DIMENSIONS = 64
 _MOST_OF_KEYS = 1 << 16
 
 # The classes of typed storages, as they are still written.
-_STORAGES = {
+STORAGES = {
     "Double": "float64",
     "Float": "float32",
     "Half": "float16",
@@ -366,7 +366,7 @@ def _of_paths() -> Mapping[str, object]:
 
 TABLE: Mapping[str, object] = {
     **{f"torch {name}": DTypeValue(name) for name in DTYPES},
-    **{f"torch {name}Storage": DTypeValue(dtype) for name, dtype in _STORAGES.items()},
+    **{f"torch {name}Storage": DTypeValue(dtype) for name, dtype in STORAGES.items()},
     "torch.storage UntypedStorage": _UNTYPED,
     **{name: name for name in _TENSOR_CLASSES},
     "torch._utils _rebuild_tensor_v2": Maker("tensor", _tensor),

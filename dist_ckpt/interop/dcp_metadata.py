@@ -68,7 +68,7 @@ class StoredState:
         main = self._objects_file(filenames.OBJECTS)
         values = {**main.values, **dict(self._further_values(rank))}
         tensors = (*self._catalog.tensors, *self._catalog.aliases)
-        paths, models = _paths_of(main), _models_of(values, frozenset(tensors))
+        paths, models = _paths_of(main), models_of(values, frozenset(tensors))
         # By DCP's keys: where each is in the nested state, which tensor it is, and each value.
         self._paths: dict[str, Path] = {}
         self._tensors: dict[str, str] = {}
@@ -77,7 +77,7 @@ class StoredState:
             self._tensors[self._add(_path_of(fqn, paths, models))] = fqn
         for fqn, value in values.items():
             for where, leaf in _leaves(_path_of(fqn, paths, models), value):
-                self._values[self._add(where)] = _relative(fqn, leaf, models)
+                self._values[self._add(where)] = relative(fqn, leaf, models)
 
     def _add(self, path: Path) -> str:
         self._paths[join_all(path)] = path
@@ -264,7 +264,7 @@ def _path_of(fqn: str, paths: Mapping[str, Path], models: Mapping[str, str]) -> 
     return path
 
 
-def _models_of(values: Mapping[str, object], tensors: Collection[str]) -> dict[str, str]:
+def models_of(values: Mapping[str, object], tensors: Collection[str]) -> dict[str, str]:
     """Return for the state of each optimizer the key of the one model that it trains.
 
     `dc.save` names parameters as the whole state does, "model.0.weight", and torch as their model.
@@ -283,7 +283,7 @@ def _models_of(values: Mapping[str, object], tensors: Collection[str]) -> dict[s
     }
 
 
-def _relative(fqn: str, value: object, models: Mapping[str, str]) -> object:
+def relative(fqn: str, value: object, models: Mapping[str, str]) -> object:
     """Return an optimizer's list of names as torch has them; anything else as it is."""
     match = _PARAMS.fullmatch(fqn)
     model = models.get(f"{match[1]}.state") if match else None

@@ -61,7 +61,7 @@ class FileWriter:
         out = target.create(path, file.nbytes)
         try:
             out.write_at(0, file.header)
-            for window, data in self._windows(file):
+            for window, data in self.windows(file):
                 start = len(file.header) + window.span.start
                 for part in _as_written(window, data):
                     out.write_at(start, part)
@@ -72,7 +72,7 @@ class FileWriter:
         finally:
             out.discard()
 
-    def _windows(self, file: ExportedFile) -> Iterator[tuple[ExportWindow, memoryview]]:
+    def windows(self, file: ExportedFile) -> Iterator[tuple[ExportWindow, memoryview]]:
         """Yield the windows of a file; one is read while the one before it is written."""
         # What is converted may be larger where it is read, which is what has to fit.
         ratios = [_itemsize(one.saved) // _itemsize(one.dtype) for one, _ in file.tensors]

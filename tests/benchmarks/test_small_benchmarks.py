@@ -40,7 +40,7 @@ def test_exports_are_measured_beside_a_copy(
     exporting.main(["--dir", str(tmp_path), "--gb", "0.001", "--rounds", "1"])
     lines = capsys.readouterr().out.splitlines()
     works = [re.split(r"  +", line)[0] for line in lines[1:]]
-    exports = ["as bfloat16", "copy", "for dcp", "for hf"]
+    exports = ["as bfloat16", "copy", "for dcp", "for hf", "for torch"]
     assert sorted(works) == [*exports, "from dcp", "from hf", "from torch"]
     assert all("GB/s" in line for line in lines[1:])
     assert not list(tmp_path.iterdir())

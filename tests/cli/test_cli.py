@@ -338,7 +338,15 @@ main()
 """
 
 
-@pytest.mark.parametrize("words", ["average {} {} --to {}-x", "export --format dcp {} {}-x"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "average {} {} --to {}-x",
+        "export --format dcp {} {}-x",
+        "export --format torch {} {}-x",
+        "export --format hf --dtype bf16 {} {}-x",
+    ],
+)
 def test_without_torch_it_says_what_to_install(checkpoint, words):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *words.replace("{}", str(checkpoint)).split()],

@@ -146,10 +146,10 @@ def refusals(base: Path) -> dict[str, Path]:
     return {name: base / name for name in names}
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINTS, *EXPORTS, "dcp"])
+@pytest.mark.parametrize("name", [*CHECKPOINTS, *EXPORTS, "dcp", "torch"])
 def test_a_dry_run_refuses_what_the_real_call_refuses(name: str, base: Path, run: Run) -> None:
-    commands = {**CHECKPOINTS, **EXPORTS, "dcp": "export --format dcp {root}@2 {new}"}
-    command = commands[name]
+    others = {name: f"export --format {name} {{root}}@2 {{new}}" for name in ("dcp", "torch")}
+    command = {**CHECKPOINTS, **EXPORTS, **others}[name]
     refused = 0
     for target in refusals(base).values():
         for more in ([], ["--overwrite"]):
@@ -181,6 +181,8 @@ def test_a_dry_run_refuses_what_the_real_call_refuses(name: str, base: Path, run
         "export --format hf {root}@2 {new} -g nothing",
         "export --format shrew {root}@2 {new}",
         "export --format dcp {root}@9 {new}",
+        "export --format torch {root}@2 {new} --only epoch",
+        "export --format torch {root}@2 {new} --dtype bf16",
         "backup {root}/s9",
     ],
 )

@@ -29,6 +29,7 @@ WRITERS = {
     "import": "import --from hf {path}-hf {new} --ranks 4",
     "export hf": "export --format hf {path} {new} --max-shard-size 2MB",
     "export dcp": "export --format dcp {path} {new}",
+    "export torch": "export --format torch {path} {new}",
 }
 
 # The command line, on a storage from which each read takes a while; it says when it begins.

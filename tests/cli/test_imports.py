@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,25 @@ def test_the_help_has_an_example(run: Run) -> None:
     assert (
         "dist-ckpt import --from dcp old/step-500 runs/a/step-00000500 --step 500 --ranks 8" in told
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_imported_goes_out_again_for_torch(
+    sources: dict[str, Path], tmp_path: Path, kind: str, run: Run
+) -> None:
+    ours, out = tmp_path / "ours", tmp_path / "out.pt"
+    run("import", "--from", kind, sources[kind], ours)
+    words = ("export", "--format", "torch", "--only", "model", ours, out)
+    code, told, errors = run(*words, "--json")
+    assert (code, errors) == (0, "")
+    assert json.loads(told)["nbytes"] == out.stat().st_size
+    loaded = torch.load(out, weights_only=True)  # noqa: TID251 - as a user does
+    assert loaded.keys() == weights().keys()
+    assert all(torch.equal(loaded[name], one) for name, one in weights().items())
+    assert run(*words, "--overwrite")[0] == 0
+    code, _, errors = run(*words)
+    assert code
+    assert "something is there already" in errors
 
 
 @pytest.mark.parametrize("kind", KINDS)
