@@ -156,7 +156,7 @@ class StorageWriter(dcp.StorageWriter):
         self.report: SaveReport | None = None
         self._options = SaveOptions(step=step, overwrite=overwrite, metadata=metadata)
         self._group = process_group
-        self._plans_together = self._is_alone = False
+        self._plans_together = self._is_alone = self._has_lost_group = False
 
     def reset(self, checkpoint_id: DcpPath | None = None) -> None:
         """Begin another save, at `checkpoint_id` if that is given."""
@@ -167,8 +167,13 @@ class StorageWriter(dcp.StorageWriter):
 
     # DCP says whether ranks plan together only to who has a parameter of this name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
-        """Note how the ranks plan. ValueError without a path."""
+        """Note how the ranks plan. ValueError without a path, TypeError if a group was lost."""
         del is_coordinator, args
+        if self._has_lost_group:
+            raise TypeError(
+                "a StorageWriter with a process_group cannot go to another process: save in a "
+                "thread (AsyncCheckpointerType.THREAD), or with all ranks and no process_group"
+            )
         self._plans_together = bool(kwargs.get("use_collectives", True))
         _checked(self.checkpoint_id, "StorageWriter")
 
@@ -220,12 +225,10 @@ class StorageWriter(dcp.StorageWriter):
 
     def __getstate__(self) -> dict[str, object]:
         """Return what a process of DCP's is given, which makes a group of all ranks by itself."""
-        if self._group is not None:
-            raise TypeError(
-                "a StorageWriter with a process_group cannot go to another process: save in a "
-                "thread (AsyncCheckpointerType.THREAD), or with all ranks and no process_group"
-            )
-        return self.__dict__
+        # An error here would be lost in a thread that feeds a queue, and DCP of torch 2.7 waits for
+        # ever: it is raised over there.
+        lost = self._group is not None
+        return {**self.__dict__, "_group": None, "_has_lost_group": lost}
 
 
 class StorageReader(dcp.StorageReader):

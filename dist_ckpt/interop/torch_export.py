@@ -271,7 +271,7 @@ def _is_plain(value: object) -> bool:
     if type(value) in (list, tuple, set):
         assert isinstance(value, Collection)
         return all(map(_is_plain, value))
-    return type(value) in _PLAIN
+    return type(value) in _PLAIN and value != b""  # of which a pickle has a call of bytes
 
 
 # --- the archive -------------------------------------------------------------------------------

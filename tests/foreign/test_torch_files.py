@@ -6,6 +6,7 @@ import datetime
 import random
 import re
 import struct
+import warnings
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -131,7 +132,8 @@ SAVED = [name for name in DTYPES if not re.fullmatch(r"u?int[1-7]|bits.*", name)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", SAVED)
 def test_every_dtype_comes_as_it_was(tmp_path: Path, name: str) -> None:
-    dtype = getattr(torch, name)
+    if (dtype := getattr(torch, name, None)) is None:
+        pytest.skip(f"this torch has no {name}")
     raw = torch.arange(48, dtype=torch.uint8) % 2
     tensor = raw.view(dtype).reshape(-1, 3)
     found = imported(tmp_path, {"w": tensor, "whole": tensor[0, 0].clone()})
@@ -222,7 +224,7 @@ def test_what_no_checkpoint_holds_is_refused_by_name(tmp_path: Path, name: str) 
 
 
 def test_a_program_of_torchscript_is_refused(tmp_path: Path) -> None:
-    with pytest.warns():
+    with warnings.catch_warnings(action="ignore"):  # newer ones of torch warn of this
         torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2)), tmp_path / "a.pt")
     with pytest.raises(IncompatibleError, match=r"TorchScript.*state_dict"):
         imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from inspect import signature
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from dist_ckpt.runtime.torch_private import StridedShard, cuts_strided_alike
@@ -41,6 +43,16 @@ def wrap_several_boxes() -> bool:
 def average_over_gloo() -> bool:
     """Say whether gloo averages where FSDP2 asks for it: in 2.7 it sums, and says nothing."""
     return not torch.__version__.startswith("2.7.")
+
+
+def save_by_dcp_without_collectives() -> bool:
+    """Say whether ranks of DCP may plan each by itself, as they may not in 2.7."""
+    return "use_collectives" in signature(dcp.save).parameters
+
+
+def write_safetensors_by_dcp() -> bool:
+    """Say whether DCP writes files of safetensors, as it does not in 2.7."""
+    return "serialization_format" in signature(dcp.FileSystemWriter).parameters
 
 
 def bind_the_store() -> bool:

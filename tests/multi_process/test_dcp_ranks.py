@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dist_ckpt as dc
 from dist_ckpt.interop.dcp import StorageReader, StorageWriter
 from ranks import run_ranks
+from torch_can import save_by_dcp_without_collectives
 
 pytestmark = pytest.mark.multi_process
 
@@ -209,6 +210,7 @@ def save_without_collectives(rank: int, path: str) -> None:
     assert loaded["n"] == 1
 
 
+@pytest.mark.skipif(not save_by_dcp_without_collectives(), reason="ranks of this DCP cannot")
 def test_ranks_that_do_not_plan_together_save_together_all_the_same(tmp_path: Path) -> None:
     run_ranks(2, save_without_collectives, f"{tmp_path}/a")
 
@@ -243,7 +245,7 @@ def save_in_a_process(rank: int, path: str) -> str:
     )
     try:
         refused.result()
-    except Exception as error:  # noqa: BLE001 - whatever DCP makes of it
+    except BaseException as error:  # noqa: BLE001 - that of DCP is no Exception
         return str(error)
     return "no error"
 

@@ -27,6 +27,7 @@ from dist_ckpt.interop.dcp import DcpLoadReport, StorageReader, StorageWriter
 from dist_ckpt.storage import local
 from dist_ckpt.storage.local import LocalStorage
 from ranks import Options, run_ranks, try_ranks
+from torch_can import save_by_dcp_without_collectives
 
 pytestmark = pytest.mark.multi_process
 
@@ -268,8 +269,11 @@ def load_per_rank(rank: int, path: str, *, told: bool) -> object:
 def test_values_per_rank_are_those_of_the_rank_in_the_group(tmp_path: Path) -> None:
     run_ranks(2, save_per_rank, f"{tmp_path}/a")
     assert run_ranks(3, load_told, f"{tmp_path}/a") == [None, 0, 10]
+    # DCP of torch 2.7 tells of what a rank lacks before it asks the reader whether all are there.
+    old = "Missing key in checkpoint state_dict: mine"
+    told = "give both the same process_group=" if save_by_dcp_without_collectives() else old
     for message in run_ranks(3, load_untold, f"{tmp_path}/a")[1:]:
-        assert "give both the same process_group=" in str(message)
+        assert told in str(message)
 
 
 def load_told(rank: int, path: str) -> object:
