@@ -40,8 +40,13 @@ if TYPE_CHECKING:
     from dist_ckpt.offline.backup import backup
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.compare import Comparison, RunSummary, compare
+    from dist_ckpt.offline.copying import copy
+    from dist_ckpt.offline.diff import Difference, diff
+    from dist_ckpt.offline.estimate import Estimate, estimate
+    from dist_ckpt.offline.layout import CheckpointLayout, layout
     from dist_ckpt.offline.reshard import reshard
     from dist_ckpt.offline.run import Run
+    from dist_ckpt.offline.stats import TensorStats, stats
     from dist_ckpt.offline.strip import strip
     from dist_ckpt.offline.verify import VerifyReport, verify
     from dist_ckpt.planning.sharding_config import ShardingConfig
@@ -81,6 +86,15 @@ _MODULES = {
     "compare": "offline.compare",
     "Comparison": "offline.compare",
     "RunSummary": "offline.compare",
+    "diff": "offline.diff",
+    "Difference": "offline.diff",
+    "stats": "offline.stats",
+    "TensorStats": "offline.stats",
+    "layout": "offline.layout",
+    "CheckpointLayout": "offline.layout",
+    "estimate": "offline.estimate",
+    "Estimate": "offline.estimate",
+    "copy": "offline.copying",
     "backup": "offline.backup",
     "strip": "offline.strip",
     "average": "averaging.average",
@@ -109,12 +123,15 @@ __all__ = [
     "AsyncSaver",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointLayout",
     "Checkpointer",
     "Comparison",
     "ConflictError",
     "CorruptError",
     "DataPosition",
+    "Difference",
     "ElasticSampler",
+    "Estimate",
     "ExistsError",
     "FlatShard",
     "IncompatibleError",
@@ -134,6 +151,7 @@ __all__ = [
     "Source",
     "Stopped",
     "StorageError",
+    "TensorStats",
     "VerifyReport",
     "at",
     "at_end",
@@ -142,16 +160,21 @@ __all__ = [
     "build",
     "checkpoints",
     "compare",
+    "copy",
     "delete",
+    "diff",
+    "estimate",
     "every",
     "from_bytes",
     "keep",
+    "layout",
     "load",
     "load_bytes",
     "on_signal",
     "open",
     "reshard",
     "save",
+    "stats",
     "strip",
     "to_bytes",
     "verify",

@@ -6,13 +6,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
 
 import click
 
 from dist_ckpt.cli import options, output, verified
-from dist_ckpt.errors import CheckpointError
+from dist_ckpt.errors import CheckpointError, listed
 from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline import verify as verifier
 from dist_ckpt.offline.checkpoint import Checkpoint
@@ -21,6 +22,9 @@ from dist_ckpt.runs.description import KIND, as_json, leaves_of
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.storage import open_storage
+
+# Of a folder without checkpoints so many folders are looked into.
+_MOST_RUNS = 50
 
 # The first so many columns of `ls`.
 _ALWAYS = 7
@@ -45,7 +49,9 @@ def ls(path: str, *, as_json: bool) -> None:
         output.print_json("ls", {"path": path, "checkpoints": [_facts_of(one) for one in found]})
         return
     if not found:
-        click.echo(f"no checkpoints in {path}")
+        below = _runs_in(path)
+        told = f", but in {listed(below)}: list one of them" if below else ""
+        click.echo(output.printable(f"no checkpoints in {path}{told}"))
         return
     rows = [
         (
@@ -78,6 +84,18 @@ def _notes(one: RunCheckpoint) -> list[str]:
     """Return what else is known of a checkpoint, in words."""
     notes = ["left behind"] * one.is_left_behind + ["checked"] * one.is_verified
     return [*notes, *one.guards]
+
+
+def _runs_in(path: str) -> list[str]:
+    """Return the folders in a folder that have checkpoints: it may be that of several runs."""
+    storage, where = open_storage(path)
+    names = [one.name for one in storage.list(where) if one.kind == "folder"][:_MOST_RUNS]
+    found = []
+    for name in names:
+        with suppress(CheckpointError):  # it is a hint
+            if checkpoints(os.path.join(path, name)):
+                found.append(os.path.join(path, name))
+    return found
 
 
 def _facts_of(one: RunCheckpoint) -> dict[str, object]:

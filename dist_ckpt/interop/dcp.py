@@ -225,10 +225,8 @@ class StorageWriter(dcp.StorageWriter):
 
     def __getstate__(self) -> dict[str, object]:
         """Return what a process of DCP's is given, which makes a group of all ranks by itself."""
-        # An error here would be lost in a thread that feeds a queue, and DCP of torch 2.7 waits for
-        # ever: it is raised over there.
-        lost = self._group is not None
-        return {**self.__dict__, "_group": None, "_has_lost_group": lost}
+        # Raised over there: in torch 2.7 an error here is lost, and DCP waits for ever.
+        return {**self.__dict__, "_group": None, "_has_lost_group": self._group is not None}
 
 
 class StorageReader(dcp.StorageReader):
@@ -269,8 +267,7 @@ class StorageReader(dcp.StorageReader):
         """Return what is in the checkpoint, by DCP's names."""
         del args, kwargs
         path = _checked(self.checkpoint_id, "StorageReader")
-        is_quiet = _job_rank() != COORDINATOR
-        self._phases = Phases("load", os.fspath(path), quiet=is_quiet)
+        self._phases = Phases("load", os.fspath(path), quiet=_job_rank() != COORDINATOR)
         with self._phases.phase("open"):
             self._stored = StoredState(*open_source(resolve(path)), self._rank)
             return self._stored.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))

@@ -492,7 +492,7 @@ def test_a_damaged_newest_one_does_not_cost_the_one_before(
     def follow_pruning(step: int) -> None:
         # A pruning after step 2 that is late sees step 3 before it is spoiled, and keeps that one.
         if step == 3:
-            wait_for(lambda: steps_at(tmp_path) == [2])
+            wait_for(lambda: [one.step for one in dc.checkpoints(tmp_path)] == [2])
 
     run(tmp_path, 3, follow_pruning, keep=dc.keep.last(1), on_commit=spoil)
     assert [one.step for one in dc.checkpoints(tmp_path)] == [2, 3]

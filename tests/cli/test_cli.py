@@ -71,6 +71,14 @@ def test_ls_of_an_empty_folder_says_so(run, tmp_path):
     assert run("ls", tmp_path) == (0, f"no checkpoints in {tmp_path}\n", "")
 
 
+def test_of_a_folder_of_runs_they_are_named(run, checkpoint):
+    runs = checkpoint.parent.parent
+    (runs / "other").mkdir()
+    told = f"no checkpoints in {runs}, but in {checkpoint.parent}: list one of them\n"
+    assert run("ls", runs) == (0, told, "")
+    assert json.loads(run("ls", runs, "--json")[1])["checkpoints"] == []
+
+
 def test_ls_of_no_folder_exits_with_not_found(run, tmp_path):
     code, _, err = run("ls", tmp_path / "gone")
     assert code == 3

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
+from dist_ckpt.cli import output
 from dist_ckpt.errors import ConflictError
 
 
@@ -203,6 +204,20 @@ def test_what_is_no_checkpoint_is_not_pinned(run, root):
     assert code == 3
     assert "is no checkpoint: name one, such as run@latest" in err
     assert run("tag", root / "s1", "")[0] == 2
+
+
+def test_what_was_not_shown_is_not_pruned(run, root, monkeypatch):
+    """A job may save while somebody thinks about the question."""
+
+    def confirm(*_: object, about, **__: object) -> None:
+        assert "s4" not in "".join(about)
+        dc.save({"model": {"w": torch.ones(2)}}, root / "s5", step=5)
+
+    monkeypatch.setattr(output, "confirm", confirm)
+    code, _, err = run("prune", root, "--keep", "last(1)")
+    assert code == 5
+    assert "has changed since you were asked, and s4 would go as well" in err
+    assert [one.step for one in dc.checkpoints(root)] == [1, 2, 3, 4, 5]
 
 
 def test_a_backup_is_made_listed_checked_and_not_pruned(run, root):
