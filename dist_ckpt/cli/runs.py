@@ -83,8 +83,8 @@ def _check_unchanged(root: str, shown: Sequence[RunCheckpoint], plan: Sequence[D
     known = {one.where for one in shown}
     if more := [one.name for one, told in plan if not told and one.where not in known]:
         raise ConflictError(
-            f"{root} has changed since you were asked, and {listed(more)} would go as well: nothing "
-            f"was removed, call prune again"
+            f"{root} has changed since you were asked, and {listed(more)} would go as well: "
+            f"nothing was removed, call prune again"
         )
 
 
