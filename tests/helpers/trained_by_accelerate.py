@@ -161,7 +161,8 @@ def main() -> None:
         "weights": hashlib.sha256(weights).hexdigest(),
         "stopped": None if run.stopped is None else run.stopped.step,
     }
-    print(json.dumps(found), flush=True)
+    sys.stdout.write(json.dumps(found) + "\n")  # at once: another rank prints as well
+    sys.stdout.flush()
     sys.exit(0 if run.stopped is None else run.stopped.exit_code)
 
 

@@ -216,7 +216,8 @@ def main() -> None:
         "had": data.had > 0,
         "stopped": None if callback.stopped is None else callback.stopped.step,
     }
-    print(json.dumps(found), flush=True)
+    sys.stdout.write(json.dumps(found) + "\n")  # at once: another rank prints as well
+    sys.stdout.flush()
     sys.exit(0 if callback.stopped is None else callback.stopped.exit_code)
 
 

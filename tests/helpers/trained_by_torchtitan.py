@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -135,7 +136,8 @@ def main() -> None:
         "tokens": trained.ntokens_seen,
         "rates": rates,
     }
-    print(json.dumps(told), flush=True)
+    sys.stdout.write(json.dumps(told) + "\n")  # at once: another rank prints as well
+    sys.stdout.flush()
     dist.destroy_process_group()
 
 

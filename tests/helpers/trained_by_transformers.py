@@ -137,7 +137,8 @@ def main() -> None:
         "logged": [row["step"] for row in history if "loss" in row],
         "stopped": None if callback.stopped is None else callback.stopped.step,
     }
-    print(json.dumps(found), flush=True)
+    sys.stdout.write(json.dumps(found) + "\n")  # at once: another rank prints as well
+    sys.stdout.flush()
     sys.exit(0 if callback.stopped is None else callback.stopped.exit_code)
 
 
