@@ -45,6 +45,12 @@ def average_over_gloo() -> bool:
     return not torch.__version__.startswith("2.7.")
 
 
+# Types and what torchrun prints are those of the torch that CI pins.
+of_the_pinned_torch = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="what is shown is of torch 2.13"
+)
+
+
 def save_by_dcp_without_collectives() -> bool:
     """Say whether ranks of DCP may plan each by itself, as they may not in 2.7."""
     return "use_collectives" in signature(dcp.save).parameters

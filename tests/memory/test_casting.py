@@ -30,8 +30,8 @@ def edges(name: str) -> torch.Tensor:
     if dtype.is_complex:
         return torch.complex(*(edges(f"float{dtype.itemsize * 4}") for _ in range(2)))
     if name in EIGHT_BITS:
-        every = torch.arange(256, dtype=torch.uint8).view(dtype)
-        return every[every.float().isfinite()]
+        every = torch.arange(256, dtype=torch.uint8)
+        return every[every.view(dtype).float().isfinite()].view(dtype)
     info = torch.finfo(dtype)
     return torch.tensor([info.max, info.smallest_normal, 1 + info.eps, -1], dtype=dtype)
 

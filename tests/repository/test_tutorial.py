@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from docs_blocks import DOCS, ROOT, Block, blocks_of_page, write_commands
+from torch_can import of_the_pinned_torch
 
 LIMIT_S = 180
 BLOCKS = blocks_of_page(DOCS / "tutorial.md")
@@ -66,6 +67,7 @@ def check_printed(command: str, printed: str, wanted: str) -> None:
     assert good, f"$ {command}\n{printed}\n--- the page has:\n{wanted}"
 
 
+@of_the_pinned_torch
 @pytest.mark.multi_process
 @pytest.mark.slow
 @pytest.mark.timeout(540)

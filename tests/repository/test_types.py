@@ -11,6 +11,7 @@ import pytest
 
 from docs_blocks import code_of
 from tests.repository.test_docs import BLOCKS, JOB, README
+from torch_can import of_the_pinned_torch
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(540)]
 
@@ -113,6 +114,7 @@ def check(*command: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@of_the_pinned_torch
 def test_mypy_finds_no_mistake_in_what_users_write(programs: Path) -> None:
     pytest.importorskip("mypy")
     # With the project's own settings and cache: what is known of torch already is not read again.
