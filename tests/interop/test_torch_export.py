@@ -127,6 +127,22 @@ def test_the_archive_is_whole_and_aligned_as_torch_has_it(tmp_path: Path) -> Non
             assert data[start : start + one.file_size] == archive.read(one)
 
 
+def test_files_of_any_size_and_with_many_tensors_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than 2 GiB, or 65,535 records, need the longer fields of an archive."""
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
+    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 2)
+    state = {"a": torch.arange(1000), "b": torch.arange(3.0), "c": torch.empty(0)}
+    dc.save(state, tmp_path / "ck")
+    export_file(tmp_path / "ck", tmp_path / "b.pt")
+    monkeypatch.undo()
+    assert_same(state, load(tmp_path / "b.pt", mmap=True))
+    imports.from_torch(tmp_path / "b.pt", tmp_path / "again")
+    with dc.open(tmp_path / "again") as again:
+        assert again["model.a"][999:].tolist() == [999]
+
+
 def test_a_component_is_what_it_was_alone(tmp_path: Path) -> None:
     model, optimizer = trained()
     save(model.state_dict(), tmp_path / "a.pt")
