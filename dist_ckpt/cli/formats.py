@@ -87,12 +87,13 @@ class _ExportFormat:
     options: frozenset[str] = frozenset()
 
 
+_OF_TORCH = frozenset({"only", "include", "exclude"})
 _OF_HF = frozenset({"only", "dtype", "max_shard_size", "include", "exclude", "reflink"})
 _EXPORTS: Mapping[str, _ExportFormat] = {
     "shrew": _ExportFormat(shrew.export_file, shrew.would_export_file, frozenset({"version"})),
     "hf": _ExportFormat(hf.export_folder, hf.would_export, _OF_HF),
     "dcp": _ExportFormat(_export_dcp, _would_export_dcp),
-    "torch": _ExportFormat(_export_torch, _would_export_torch, frozenset({"only"})),
+    "torch": _ExportFormat(_export_torch, _would_export_torch, _OF_TORCH),
 }
 
 
@@ -195,8 +196,12 @@ def import_(  # noqa: PLR0913 - the options of the command
 )
 @click.option("--dtype", help="hf: convert floating tensors to this, such as bf16.")
 @click.option("--max-shard-size", help="hf: most data of a file, as 500MiB.  [default: 5GB]")
-@click.option("-g", "--include", multiple=True, help="hf: glob of names to write; may be repeated.")
-@click.option("--exclude", multiple=True, help="hf: glob of names to leave out; may be repeated.")
+@click.option(
+    "-g", "--include", multiple=True, help="hf, torch: glob of names to write; may be repeated."
+)
+@click.option(
+    "--exclude", multiple=True, help="hf, torch: glob of names to leave out; may be repeated."
+)
 @click.option(
     "--reflink", is_flag=True, help="hf: share the data with SOURCE where the file system can."
 )

@@ -15,7 +15,7 @@ import pickle  # noqa: TID251 - what torch.load reads has one; written here, nev
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -39,6 +39,7 @@ from dist_ckpt.interop.hf_plan import Exported, ExportedFile
 from dist_ckpt.interop.local_files import check_new_file, new_file
 from dist_ckpt.interop.new_folder import check_outside
 from dist_ckpt.offline.rewriting import CopyProgress, DryRun
+from dist_ckpt.planning.selection import Selection, selection_of
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.shard_io.open_files import read_objects
@@ -65,11 +66,13 @@ _HEADER_NBYTES, _ZIP64_NBYTES, _PADDING = 30, 20, struct.Struct("<2sH")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
-def export_file(
+def export_file(  # noqa: PLR0913 - a front door
     source: str | os.PathLike[str],
     file: str | os.PathLike[str],
     *,
     only: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> int:
@@ -78,9 +81,12 @@ def export_file(
     `source` is what `dc.open` takes, such as "runs/a@latest"; however it was sharded, tensors are
     whole, on the CPU, and those that are tied share a storage. It is the state that was saved:
     containers and values as they were; parameters of an optimizer that `dc.save` has named go by
-    the names that they have in their model, as torch's `get_optimizer_state_dict` has it. `only` is
-    the component, or a container within one, that is written instead of all. One process does it,
-    with some tens of MiB however large the tensors are; every block that is read is checked.
+    the names that they have in their model, as torch's `get_optimizer_state_dict` has it, which the
+    optimizer's `load_state_dict` takes as well. `only` is the component, or a container within one,
+    that is written instead of all. `include` and `exclude` are globs on names in the checkpoint.
+
+    One process does it, with some tens of MiB however large the tensors are; every block that is
+    read is checked.
     `progress` is called with the bytes done, and those in all.
 
     On return the file is durable; until then it has another name, and if this raises there is none.
@@ -89,7 +95,8 @@ def export_file(
     quantized tensors. ExistsError without `overwrite` if something is there; otherwise what
     `dc.open` and reading raise.
     """
-    with _planned(source, file, only, overwrite=overwrite) as plan:
+    selection = selection_of(include, exclude)
+    with _planned(source, file, only, selection, overwrite=overwrite) as plan:
         if plan.not_plain:
             _log.warning(
                 "%s: torch.load needs weights_only=False for %s", file, listed(plan.not_plain)
@@ -109,13 +116,16 @@ def would_export_file(
     file: str | os.PathLike[str],
     *,
     only: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> DryRun:
     """Return what `export_file` would write. Nothing is changed. Raises what it does before.
 
     The size is the least: what lies around each tensor in the archive is not counted.
     """
-    with _planned(source, file, only, overwrite=overwrite) as plan:
+    selection = selection_of(include, exclude)
+    with _planned(source, file, only, selection, overwrite=overwrite) as plan:
         nbytes = len(plan.pickled) + sum(one.nbytes for one in plan.tensors)
     where = check_new_file(file, overwrite=overwrite)
     return DryRun(where, {os.path.basename(where): nbytes}, (where,) * os.path.lexists(where))
@@ -136,6 +146,7 @@ def _planned(
     source: str | os.PathLike[str],
     file: str | os.PathLike[str],
     only: str | None,
+    selection: Selection,
     *,
     overwrite: bool,
 ) -> Iterator[_ArchivePlan]:
@@ -159,7 +170,7 @@ def _planned(
             read(filenames.OBJECTS),
             lambda rank: read(filenames.objects_file(rank)),
         )
-        contents = _NestedState(saved)
+        contents = _NestedState(saved, selection)
         pickled = _pickled(contents.of(path, only))
         reader = FileWriter(storage, folder, index, lambda _: None)
         # The widest first: so each is aligned to its own size, and no window ends in an element.
@@ -190,10 +201,11 @@ class _PickledTensor:
 class _NestedState:
     """The state of a checkpoint, nested as it was saved."""
 
-    def __init__(self, saved: Saved) -> None:
+    def __init__(self, saved: Saved, selection: Selection) -> None:
         self.tensors: list[Exported] = []
         self.not_plain: list[str] = []
         self._saved = saved
+        self._selection = selection
         self._models = models_of(
             saved.main, frozenset((*saved.catalog.tensors, *saved.catalog.aliases))
         )
@@ -201,7 +213,12 @@ class _NestedState:
         self._problems: list[str] = []
 
     def of(self, path: str, only: str | None) -> object:
-        """Return all of it, or a container. IncompatibleError names all that has no place."""
+        """Return all of it, or a container. IncompatibleError names all that has no place.
+
+        ValueError for a pattern that matches nothing.
+        """
+        if problems := self._selection.unmatched(self._saved.leaves):
+            raise ValueError("; ".join(problems))
         if only is not None and only not in self._saved.kinds:
             there = [name for _, name in self._saved.children("") if name in self._saved.kinds]
             raise IncompatibleError(
@@ -237,7 +254,8 @@ class _NestedState:
 
     def _container(self, name: str) -> object:
         kind, model = self._saved.kinds[name], self._models.get(name)
-        items = [(key, self._at(child)) for key, child in self._saved.children(name)]
+        children = self._saved.children(name)
+        items = [(key, self._at(child)) for key, child in children if self._takes(child)]
         if model is not None:
             items = [(str(key).removeprefix(f"{model}."), child) for key, child in items]
         if name in self._saved.params:  # a group of an optimizer: the items are what is not in it
@@ -250,6 +268,13 @@ class _NestedState:
             self.not_plain.append(name)
         return container(kind, items)
 
+    def _takes(self, name: str) -> bool:
+        """Say whether something is chosen of what is at and below a name, or nothing lies there."""
+        if self._selection.is_everything:
+            return True
+        leaves = [name] if name in self._saved.leaves else [*self._saved.below(name)]
+        return not leaves or any(leaf in self._selection for leaf in leaves)
+
     def _tensor(self, fqn: str, record: TensorRecord) -> _PickledTensor:
         if fqn not in self._storages:
             number, shape, dtype = len(self.tensors), record.shape, record.dtype
@@ -258,9 +283,7 @@ class _NestedState:
         return _PickledTensor(self._storages[fqn], record.shape)
 
     def _refuse(self, name: str, why: str) -> None:
-        self._problems.append(
-            f"{name} {why}: make a copy without it first (dist-ckpt reshard --exclude)"
-        )
+        self._problems.append(f"{name} {why}: leave it out (exclude={name!r})")
 
 
 def _is_plain(value: object) -> bool:

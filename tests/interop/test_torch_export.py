@@ -185,11 +185,28 @@ def save_sharded(rank: int, path: str) -> None:
 @pytest.mark.multi_process
 def test_what_ranks_have_sharded_is_whole(tmp_path: Path) -> None:
     run_ranks(2, save_sharded, str(tmp_path / "ck"))
-    with pytest.raises(IncompatibleError, match=r"mine has a value for each rank: .* --exclude"):
+    with pytest.raises(
+        IncompatibleError, match=r"mine has a value for each rank: .*exclude='mine'"
+    ):
         export_file(tmp_path / "ck", tmp_path / "a.pt")
     assert not (tmp_path / "a.pt").exists()
+    export_file(tmp_path / "ck", tmp_path / "c.pt", exclude="mine")
+    assert_same({"model": {**net().state_dict()}, "step": 4}, load(tmp_path / "c.pt"))
     export_file(tmp_path / "ck", tmp_path / "a.pt", only="model")
     assert_same({**net().state_dict()}, {**load(tmp_path / "a.pt")})
+
+
+def test_names_are_chosen_by_globs(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"model": model, "optim": optimizer, "note": {"a": 1}, "list": [torch.ones(1), {}]}
+    dc.save(state, tmp_path / "ck")
+    export_file(tmp_path / "ck", tmp_path / "a.pt", include=["*.bias", "note"], exclude="optim")
+    weights = model.state_dict()
+    some = {"model": {n: weights[n] for n in ("0.bias", "1.bias", "2.bias")}, "note": {"a": 1}}
+    assert_same(some, load(tmp_path / "a.pt"))
+    for call in (export_file, would_export_file):
+        with pytest.raises(ValueError, match="'nothing' matches no name"):
+            call(tmp_path / "ck", tmp_path / "b.pt", exclude=["optim", "nothing"])
 
 
 def test_values_that_torch_takes_only_unsafely_are_named(
