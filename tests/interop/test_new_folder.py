@@ -1,0 +1,33 @@
+"""A folder for another system is durable before it has its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dist_ckpt.interop.new_folder import new_folder
+from dist_ckpt.storage import open_storage
+
+
+def test_what_lies_in_a_folder_is_durable_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, path = open_storage(tmp_path / "new")
+    calls: list[tuple[str, str]] = []
+    sync, rename = storage.sync, storage.rename
+    cls = type(storage)
+
+    def synced(_: object, of: str) -> None:
+        calls.append(("sync", of))
+        sync(of)
+
+    def renamed(_: object, source: str, target: str) -> None:
+        calls.append(("rename", source))
+        rename(source, target)
+
+    monkeypatch.setattr(cls, "sync", synced)
+    monkeypatch.setattr(cls, "rename", renamed)
+    with new_folder(storage, path, overwrite=None) as there:
+        Path(there, "file").write_bytes(b"1")
+    assert calls == [("sync", there), ("rename", there), ("sync", str(tmp_path))]
