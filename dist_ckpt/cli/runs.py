@@ -12,14 +12,14 @@ from dist_ckpt.cli import options, output
 from dist_ckpt.commit import holds
 from dist_ckpt.commit.alive import NO_SIGN, SIGN_S, last_sign, utc
 from dist_ckpt.commit.holds import Subject
-from dist_ckpt.errors import ConflictError, NotFoundError, listed
+from dist_ckpt.errors import NotFoundError
 from dist_ckpt.format.root_records import AnswerRecord, RequestRecord
 from dist_ckpt.offline.run import Run
 from dist_ckpt.reports import size
 from dist_ckpt.runs import keep as policies
 from dist_ckpt.runs import requests as asking
 from dist_ckpt.runs.holding import subject_of
-from dist_ckpt.runs.listing import RunCheckpoint, list_run
+from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.prune import Decision
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.storage import Storage, open_storage
@@ -63,9 +63,9 @@ def prune(
             f"{len(doomed)} checkpoints are not removed",
             about=_lines(plan, explain=explain, verb="to be removed"),
         )
-        _check_unchanged(root, doomed, run.prune(keep, dry_run=True))
     if doomed and not dry_run:
-        plan = run.prune(keep)
+        # A job may have saved meanwhile: what was not shown stays.
+        plan = run.prune(keep, only=doomed)
     if as_json:
         facts = [
             {"name": one.name, "path": one.path, "step": one.step, "kept_by": list(told)}
@@ -76,16 +76,6 @@ def prune(
         verb = "would be removed" if dry_run else "removed"
         for line in _lines(plan, explain=explain, verb=verb):
             click.echo(output.printable(line))
-
-
-def _check_unchanged(root: str, shown: Sequence[RunCheckpoint], plan: Sequence[Decision]) -> None:
-    """Raise ConflictError if more would go than was shown: the run may have saved meanwhile."""
-    known = {one.where for one in shown}
-    if more := [one.name for one, told in plan if not told and one.where not in known]:
-        raise ConflictError(
-            f"{root} has changed since you were asked, and {listed(more)} would go as well: "
-            f"nothing was removed, call prune again"
-        )
 
 
 def _lines(plan: Sequence[Decision], *, explain: bool, verb: str) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from dist_ckpt.commit import holds
@@ -133,17 +133,31 @@ class Run:
         """Take a tag away from the checkpoint that has it. NotFoundError if none has."""
         holds.untag(self._subject(f"@tag:{_text(name, 'name', least=1)}"), name)
 
-    def prune(self, keep: Keep, *, dry_run: bool = False) -> list[Decision]:
+    def prune(
+        self,
+        keep: Keep,
+        *,
+        only: Collection[RunCheckpoint] | None = None,
+        dry_run: bool = False,
+    ) -> list[Decision]:
         """Remove what no rule and no guard keeps; return of each checkpoint what keeps it.
 
         With nothing that keeps it, it is gone, or would be without `dry_run`. Never removed are the
         newest, the newest that passes a quick check, the newest that was checked in full, and what
-        is pinned, tagged or held. NotFoundError if a rule names a metric that no checkpoint has.
+        is pinned, tagged or held; with `only`, of what an earlier dry run told of, all that it did
+        not say would go. NotFoundError if a rule names a metric that no checkpoint has.
         """
         if not isinstance(keep, Keep):
             raise TypeError(f"keep={keep!r}: give a policy such as dc.keep.last(3)")
         self._check_metrics(keep)
-        return prune(self._storage, self._root, keep, is_whole=is_whole, dry_run=dry_run)
+        return prune(
+            self._storage,
+            self._root,
+            keep,
+            is_whole=is_whole,
+            only=None if only is None else {one.where for one in only if one.where is not None},
+            dry_run=dry_run,
+        )
 
     def _check_metrics(self, keep: Keep) -> None:
         listing = self._list()

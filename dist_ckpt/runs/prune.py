@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from dist_ckpt.commit import removal
-from dist_ckpt.commit.guards import HOLD
+from dist_ckpt.commit.guards import HOLD, Where
 from dist_ckpt.commit.holds import Subject
 from dist_ckpt.commit.starts import OfRun, newest_start
 from dist_ckpt.errors import ConflictError
@@ -79,22 +79,23 @@ def metrics_of(keep: Keep) -> set[str]:
     }
 
 
-def prune(
+def prune(  # noqa: PLR0913 - what is removed, and by whom
     storage: Storage,
     root: str,
     keep: Keep,
     *,
     is_whole: Callable[[RunCheckpoint], bool],
     run: OfRun | None = None,
+    only: Collection[Where] | None = None,
     dry_run: bool = False,
 ) -> list[Decision]:
     """Remove what nothing keeps; return of each checkpoint what keeps it, or nothing if it is gone.
 
     First what an earlier call left half done is finished. `is_whole` is a quick check, of the
     newest one and of older ones until one passes. With `run`, a start of a run, nothing is removed
-    once a newer start has begun: ConflictError; so it is without, if a start has begun meanwhile. A
-    `dry_run` changes nothing. NotFoundError if there is no such folder, ValueError if it is a
-    checkpoint.
+    once a newer start has begun: ConflictError; so it is without, if a start has begun meanwhile.
+    With `only`, others than these stay. A `dry_run` changes nothing. NotFoundError if there is no
+    such folder, ValueError if it is a checkpoint.
     """
     listing = list_run(storage, root, now=time.time())
     if not dry_run and any(fact.name.kind == HOLD for fact in listing.facts):
@@ -104,6 +105,8 @@ def prune(
     if not dry_run:
         finish(storage, root, listing.facts)
     decisions = [_spare_newer(one, run) for one in plan_prune(listing, keep)]
+    if only is not None:
+        decisions = [_spare_others(one, only) for one in decisions]
     if any(not told for _, told in decisions):
         decisions = _spare_whole(listing, decisions, is_whole)
     if not dry_run and any(not told for _, told in decisions):
@@ -118,6 +121,11 @@ def _spare_newer(decision: Decision, run: OfRun | None) -> Decision:
     if run is not None and one.where and one.where[1].number >= run.first + ATTEMPTS_OF_START:
         told = (*told, "a newer start saved it")
     return one, told
+
+
+def _spare_others(decision: Decision, only: Collection[Where]) -> Decision:
+    one, told = decision
+    return one, (told if told or one.where in only else ("its removal was not asked for",))
 
 
 def _spare_whole(

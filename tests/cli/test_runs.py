@@ -210,14 +210,14 @@ def test_what_was_not_shown_is_not_pruned(run, root, monkeypatch):
     """A job may save while somebody thinks about the question."""
 
     def confirm(*_: object, about, **__: object) -> None:
-        assert "s4" not in "".join(about)
+        assert "removed  s4" not in "".join(about)
         dc.save({"model": {"w": torch.ones(2)}}, root / "s5", step=5)
 
     monkeypatch.setattr(output, "confirm", confirm)
-    code, _, err = run("prune", root, "--keep", "last(1)")
-    assert code == 5
-    assert "has changed since you were asked, and s4 would go as well" in err
-    assert [one.step for one in dc.checkpoints(root)] == [1, 2, 3, 4, 5]
+    code, out, _ = run("prune", root, "--keep", "last(1)", "--explain")
+    assert code == 0
+    assert "kept  s4  its removal was not asked for" in out
+    assert steps(root) == [4, 5]
 
 
 def test_a_backup_is_made_listed_checked_and_not_pruned(run, root):
