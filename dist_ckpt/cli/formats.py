@@ -14,7 +14,7 @@ from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.interop import hf, imports, shrew
 from dist_ckpt.offline.rewriting import DryRun
-from dist_ckpt.reports import Progress, SaveReport, size
+from dist_ckpt.reports import SaveReport, size
 
 
 @contextmanager
@@ -40,15 +40,15 @@ def _torch_export() -> Any:
     return torch_export
 
 
-def _export_dcp(source: str, file: str, *, overwrite: bool, progress: Progress) -> int:
+def _export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> int:
     _check_overwrite(overwrite=overwrite)
-    nbytes: int = _dcp_export().export_folder(source, file, progress=progress)
+    nbytes: int = _dcp_export().export_folder(source, file, **given)
     return nbytes
 
 
-def _would_export_dcp(source: str, file: str, *, overwrite: bool) -> DryRun:
+def _would_export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> DryRun:
     _check_overwrite(overwrite=overwrite)
-    found: DryRun = _dcp_export().would_export(source, file)
+    found: DryRun = _dcp_export().would_export(source, file, **given)
     return found
 
 
@@ -84,16 +84,16 @@ class _ExportFormat:
 
     write: Callable[..., int]
     would_write: Callable[..., DryRun]
-    options: frozenset[str] = frozenset()
+    options: frozenset[str]
 
 
-_OF_TORCH = frozenset({"only", "include", "exclude"})
-_OF_HF = frozenset({"only", "dtype", "max_shard_size", "include", "exclude", "reflink"})
+_GLOBS = frozenset({"include", "exclude"})
+_OF_HF = _GLOBS | {"only", "dtype", "max_shard_size", "reflink"}
 _EXPORTS: Mapping[str, _ExportFormat] = {
-    "shrew": _ExportFormat(shrew.export_file, shrew.would_export_file, frozenset({"version"})),
+    "shrew": _ExportFormat(shrew.export_file, shrew.would_export_file, _GLOBS | {"version"}),
     "hf": _ExportFormat(hf.export_folder, hf.would_export, _OF_HF),
-    "dcp": _ExportFormat(_export_dcp, _would_export_dcp),
-    "torch": _ExportFormat(_export_torch, _would_export_torch, _OF_TORCH),
+    "dcp": _ExportFormat(_export_dcp, _would_export_dcp, _GLOBS),
+    "torch": _ExportFormat(_export_torch, _would_export_torch, _GLOBS | {"only"}),
 }
 
 
@@ -121,6 +121,9 @@ _EXPORTS: Mapping[str, _ExportFormat] = {
     help="Replace the checkpoint at TARGET once the new one is durable.",
 )
 @click.option(
+    "-g", "--include", multiple=True, help="Glob of names in TARGET to write; may be repeated."
+)
+@click.option(
     "--exclude", multiple=True, help="Glob of names in TARGET to leave out; may be repeated."
 )
 @options.dry_run
@@ -133,6 +136,7 @@ def import_(  # noqa: PLR0913 - the options of the command
     ranks: int | None,
     step: int | None,
     overwrite: bool,
+    include: tuple[str, ...],
     exclude: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
@@ -154,7 +158,7 @@ def import_(  # noqa: PLR0913 - the options of the command
     dist-ckpt import --from lightning epoch=3.ckpt runs/c/step-00000500 --exclude hyper_parameters
     """  # noqa: D301 - click knows the backspace
     if from_ == "shrew":
-        if ranks is not None or step is not None or exclude:
+        if ranks is not None or step is not None or include or exclude:
             raise click.UsageError(
                 "a .shrew file is imported whole, for one rank, of the step that it says: reshard "
                 "it then"
@@ -167,7 +171,11 @@ def import_(  # noqa: PLR0913 - the options of the command
             report = shrew.import_file(source, target, overwrite=overwrite, progress=update)
     else:
         given = imports.ImportOptions(
-            world_size=ranks or 1, step=step, exclude=exclude, overwrite=overwrite
+            world_size=ranks or 1,
+            step=step,
+            include=include or None,
+            exclude=exclude,
+            overwrite=overwrite,
         )
         if dry_run:
             found = imports.would_import(from_, source, target, **given)
@@ -196,12 +204,8 @@ def import_(  # noqa: PLR0913 - the options of the command
 )
 @click.option("--dtype", help="hf: convert floating tensors to this, such as bf16.")
 @click.option("--max-shard-size", help="hf: most data of a file, as 500MiB.  [default: 5GB]")
-@click.option(
-    "-g", "--include", multiple=True, help="hf, torch: glob of names to write; may be repeated."
-)
-@click.option(
-    "--exclude", multiple=True, help="hf, torch: glob of names to leave out; may be repeated."
-)
+@click.option("-g", "--include", multiple=True, help="Glob of names to write; may be repeated.")
+@click.option("--exclude", multiple=True, help="Glob of names to leave out; may be repeated.")
 @click.option(
     "--reflink", is_flag=True, help="hf: share the data with SOURCE where the file system can."
 )

@@ -28,6 +28,7 @@ from dist_ckpt.interop.new_folder import check_outside, check_replaceable, new_f
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.offline.rewriting import DryRun
 from dist_ckpt.planning.plan import Wanted
+from dist_ckpt.planning.selection import Selection, selection_of
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.runtime.threads import results_of
@@ -49,20 +50,23 @@ def export_folder(
     source: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> int:
     """Write the checkpoint at `source` as a folder that `dcp.load` reads; return its size in bytes.
 
     `source` is what `dc.open` takes, such as "runs/a@latest"; however it was sharded, `dcp.load`
     reshards it on any number of ranks. Names are as `get_state_dict` has them; tied tensors lie
-    there once. One process does it, with about 150 MB for tensors however large they are.
+    there once. `include` and `exclude` are globs on names in the checkpoint. One process does it,
+    with about 150 MB for tensors however large they are.
     `progress` is called with the bytes done, and those in all.
 
     On return the folder is durable; until then it has another name, and if this raises there is
     none. ExistsError if something is there, IncompatibleError for values per rank, which DCP has no
     place for, and what reading raises.
     """
-    stored, metadata = _opened(source, folder)
+    stored, metadata = _opened(source, folder, selection_of(include, exclude))
     target, path = open_storage(folder)
     entries = metadata.state_dict_metadata
     tensors = {
@@ -95,12 +99,18 @@ def export_folder(
         return data.nbytes + _put(target, f"{there}/{_METADATA}", pickle.dumps(metadata))
 
 
-def would_export(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> DryRun:
+def would_export(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+) -> DryRun:
     """Return what `export_folder` would write. Nothing is changed. Raises what it does before.
 
     Sizes are the least: what torch.save puts around each tensor is not known before.
     """
-    stored, metadata = _opened(source, folder)
+    stored, metadata = _opened(source, folder, selection_of(include, exclude))
     target, path = open_storage(folder)
     check_replaceable(target, real_path(path), overwrite=None)
     whole = {
@@ -113,17 +123,24 @@ def would_export(source: str | os.PathLike[str], folder: str | os.PathLike[str])
 
 
 def _opened(
-    source: str | os.PathLike[str], folder: str | os.PathLike[str]
+    source: str | os.PathLike[str], folder: str | os.PathLike[str], selection: Selection
 ) -> tuple[StoredState, Metadata]:
     storage, path = open_source(resolve(source))
     check_outside(real_path(path), real_path(open_storage(folder)[1]))
     stored = StoredState(storage, path, rank=0)
-    if per_rank := stored.per_rank:
+    if problems := selection.unmatched((*stored.names.values(), *stored.per_rank)):
+        raise ValueError("; ".join(problems))
+    if per_rank := [name for name in stored.per_rank if name in selection]:
         raise IncompatibleError(
             f"{source} has values of each rank, and a folder of DCP has none: {listed(per_rank)}; "
-            f"make a copy without them first (reshard with exclude)"
+            f"leave them out (exclude)"
         )
-    return stored, stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
+    metadata = stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
+    names = stored.names
+    entries, paths = metadata.state_dict_metadata, metadata.planner_data
+    metadata.state_dict_metadata = {k: v for k, v in entries.items() if names[k] in selection}
+    metadata.planner_data = {k: v for k, v in paths.items() if names[k] in selection}
+    return stored, metadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,15 +73,18 @@ class StoredState:
         self._paths: dict[str, Path] = {}
         self._tensors: dict[str, str] = {}
         self._values: dict[str, object] = {}
+        # The name in the checkpoint that each key is of.
+        self.names: dict[str, str] = {}
         for fqn in tensors:
-            self._tensors[self._add(_path_of(fqn, paths, models))] = fqn
+            self._tensors[self._add(_path_of(fqn, paths, models), fqn)] = fqn
         for fqn, value in values.items():
             for where, leaf in _leaves(_path_of(fqn, paths, models), value):
-                self._values[self._add(where)] = relative(fqn, leaf, models)
+                self._values[self._add(where, fqn)] = relative(fqn, leaf, models)
 
-    def _add(self, path: Path) -> str:
-        self._paths[join_all(path)] = path
-        return join_all(path)
+    def _add(self, path: Path, fqn: str) -> str:
+        key = join_all(path)
+        self._paths[key], self.names[key] = path, fqn
+        return key
 
     def _further_values(self, rank: int) -> Iterator[tuple[str, object]]:
         """Yield the values that other files have, and those of this rank."""

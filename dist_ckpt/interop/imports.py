@@ -27,7 +27,7 @@ from dist_ckpt.foreign.find import open_pickled, open_safetensors
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.offline.reshard import even, rewrite, would_rewrite
 from dist_ckpt.offline.rewriting import DryRun
-from dist_ckpt.planning.selection import EVERYTHING, Selection, selection_of
+from dist_ckpt.planning.selection import Selection, selection_of
 from dist_ckpt.reports import Progress, SaveReport
 from dist_ckpt.storage import Storage
 
@@ -52,13 +52,14 @@ class ImportOptions(TypedDict, total=False):
     """How a checkpoint is made of the files of another system.
 
     Tensors are cut evenly for `world_size` ranks, 1 unless given. `step` is what the checkpoint is
-    of, as in a run, if that is not what the files say. `exclude` are globs on the names in the new
-    checkpoint, of what is left out and not looked into. `overwrite` replaces the checkpoint that is
-    there, once the new one is durable.
+    of, as in a run, if that is not what the files say. `include` and `exclude` are globs on the
+    names in the new checkpoint: of what is written, and of what is left out and not looked into.
+    `overwrite` replaces the checkpoint that is there, once the new one is durable.
     """
 
     world_size: int
     step: int | None
+    include: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
     overwrite: bool
     progress: Progress | None
@@ -92,8 +93,8 @@ def from_hf(
 
     They are one file, or a folder as Hugging Face writes it, and become `{"model": ...}`.
     """
-    selection = _checked(options)
-    return _rewritten(open_safetensors(source), target, options, selection)
+    _check(options)
+    return _rewritten(open_safetensors(source), target, options, _chosen_of_hf(options))
 
 
 def from_lightning(
@@ -149,11 +150,11 @@ def would_import(
 
     Nothing is changed. Raises what it does before it writes.
     """
-    selection = _checked(options)
+    _check(options)
     if kind == "hf":
-        opened = open_safetensors(source)
+        opened, selection = open_safetensors(source), _chosen_of_hf(options)
     else:
-        opened, selection = open_pickled(kind, source, selection), EVERYTHING
+        opened, selection = _opened(kind, source, options)
     return would_rewrite(
         opened,
         target,
@@ -166,8 +167,21 @@ def would_import(
 def _pickled(
     kind: str, source: ForeignPath, target: ForeignPath, options: ImportOptions
 ) -> SaveReport:
-    selection = _checked(options)
-    return _rewritten(open_pickled(kind, source, selection), target, options, EVERYTHING)
+    _check(options)
+    opened, selection = _opened(kind, source, options)
+    return _rewritten(opened, target, options, selection)
+
+
+def _opened(
+    kind: str, source: ForeignPath, options: ImportOptions
+) -> tuple[tuple[Storage, str], Selection]:
+    """Return the files as a checkpoint, without what is excluded, and what is chosen of it."""
+    chosen = selection_of(options.get("include"), None)
+    return open_pickled(kind, source, selection_of(None, options.get("exclude"))), chosen
+
+
+def _chosen_of_hf(options: ImportOptions) -> Selection:
+    return selection_of(options.get("include"), options.get("exclude"))
 
 
 def _rewritten(
@@ -185,10 +199,9 @@ def _rewritten(
     )
 
 
-def _checked(options: ImportOptions) -> Selection:
+def _check(options: ImportOptions) -> None:
     if strange := sorted(options.keys() - ImportOptions.__annotations__.keys()):
         raise TypeError(f"{strange[0]!r} is no option of an import: see ImportOptions")
     step = options.get("step")
     if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
         raise ValueError(f"step={step!r}: give None or an integer from 0 to {MAX_STEP}")
-    return selection_of(None, options.get("exclude"))

@@ -13,7 +13,7 @@ float}, "buffers": {name: float64 tensor of one dimension}}`. Names and their or
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 from dist_ckpt.format.checksums import Buffer
@@ -27,6 +27,7 @@ from dist_ckpt.memory.host_array import Array
 from dist_ckpt.offline.checkpoint import Checkpoint, StoredTensor
 from dist_ckpt.offline.checkpoint import open as open_checkpoint
 from dist_ckpt.offline.rewriting import CopyProgress, DryRun
+from dist_ckpt.planning.selection import Selection, selection_of
 from dist_ckpt.reports import Progress, SaveReport
 
 __all__ = ["export_file", "import_file", "read", "write"]
@@ -112,24 +113,27 @@ def would_import_file(
         return would_save_alone(described(state), target, overwrite=overwrite)
 
 
-def export_file(
+def export_file(  # noqa: PLR0913 - a front door
     source: str | os.PathLike[str],
     file: str | os.PathLike[str],
     *,
     version: int | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> int:
     """Write the checkpoint at `source` as a `.shrew` file; return the file's size in bytes.
 
     `source` may name one of a run, such as "runs/a@latest"; however it was sharded, tensors are
-    written whole, one in memory at a time. `version` is as for `write`. On return the file is
-    durable; until then it has another name, and if this raises there is none. Raises
+    written whole, one in memory at a time. `version` is as for `write`; `include` and `exclude` are
+    globs on names in the checkpoint. On return the file is durable; until then it has another name,
+    and if this raises there is none. Raises
     IncompatibleError for what such a file cannot hold, ExistsError without `overwrite` if something
     is there, and what `dc.open` and reading raise.
     """
     with open_checkpoint(source) as checkpoint:
-        state = _state_of(checkpoint)
+        state = _state_of(checkpoint, selection_of(include, exclude))
         number = shrew_format.version_for(state, version)
         nbytes = _nbytes_of(state, number)
         tell = CopyProgress(nbytes, progress)
@@ -144,11 +148,13 @@ def would_export_file(
     file: str | os.PathLike[str],
     *,
     version: int | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> DryRun:
     """Return what `export_file` would write. Nothing is changed. Raises what it does before."""
     with open_checkpoint(source) as checkpoint:
-        state = _state_of(checkpoint)
+        state = _state_of(checkpoint, selection_of(include, exclude))
         nbytes = _nbytes_of(state, shrew_format.version_for(state, version))
     where = check_new_file(file, overwrite=overwrite)
     return DryRun(where, {os.path.basename(where): nbytes}, (where,) * os.path.lexists(where))
@@ -227,7 +233,7 @@ def _data_of(tensor: PlainTensor) -> Buffer:
     return array.data
 
 
-def _state_of(checkpoint: Checkpoint) -> dict[str, object]:
+def _state_of(checkpoint: Checkpoint, selection: Selection) -> dict[str, object]:
     """Return what a checkpoint holds as `encode` takes it: what is no part of that is named whole.
 
     The tensors of a model go by their names, however deep in it they lie.
@@ -239,6 +245,8 @@ def _state_of(checkpoint: Checkpoint) -> dict[str, object]:
     places = {"model.": model, "optim.buffers.": buffers, "optim.": optimizer, "": state}
 
     def put(fqn: str, value: object) -> None:
+        if fqn not in selection:
+            return
         prefix = next(prefix for prefix in places if fqn.startswith(prefix))
         places[prefix][fqn.removeprefix(prefix)] = value
 
@@ -247,7 +255,9 @@ def _state_of(checkpoint: Checkpoint) -> dict[str, object]:
     for fqn, value in checkpoint.objects.items():
         put(fqn, value)
     for fqn in checkpoint.per_rank:
-        state[fqn] = "a value of each rank"
+        put(fqn, "a value of each rank")
+    if problems := selection.unmatched((*checkpoint, *checkpoint.objects, *checkpoint.per_rank)):
+        raise ValueError("; ".join(problems))
     if buffers:
         optimizer["buffers"] = buffers
     if model:

@@ -93,6 +93,20 @@ def test_the_help_has_an_example(run: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_globs_choose_what_is_imported(
+    sources: dict[str, Path], tmp_path: Path, kind: str, run: Run
+) -> None:
+    first, _ = weights()
+    words = ["import", "--from", kind, sources[kind], tmp_path / "ours"]
+    assert run(*words, "-g", f"model.{first}")[0] == 0
+    with dc.open(tmp_path / "ours") as found:
+        assert [*found] == [f"model.{first}"]
+    code, _, errors = run(*words, "--overwrite", "-g", "nothing")
+    assert code
+    assert "'nothing' matches no name" in errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_was_imported_goes_out_again_for_torch(
     sources: dict[str, Path], tmp_path: Path, kind: str, run: Run
 ) -> None:

@@ -205,9 +205,33 @@ def test_files_of_others_are_exported_or_said_what_to_do_with(tmp_path: Path) ->
 
 def test_values_of_each_rank_are_refused_by_name(tmp_path: Path) -> None:
     dc.save({"w": torch.ones(2), "mine": dc.PerRank(5)}, tmp_path / "ours")
-    with pytest.raises(IncompatibleError, match=r"mine.*without them"):
+    with pytest.raises(IncompatibleError, match=r"mine; leave them out \(exclude\)"):
         export_folder(tmp_path / "ours", tmp_path / "dcp")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["ours"]
+    export_folder(tmp_path / "ours", tmp_path / "dcp", exclude="mine")
+    state = {"w": torch.zeros(2)}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    assert torch.equal(state["w"], torch.ones(2))
+
+
+def test_names_are_chosen_by_globs(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    tied = model[0].weight.detach()
+    state = {"model": model, "optim": optimizer, "first": tied, "note": {"a": 1, "b": [2]}}
+    dc.save(state, tmp_path / "ours")
+    export_folder(
+        tmp_path / "ours", tmp_path / "dcp", include=["*.weight", "note"], exclude="optim"
+    )
+    metadata = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
+    names = ["model.0.weight", "model.1.weight", "note.a", "note.b"]
+    assert sorted(metadata.state_dict_metadata) == sorted(metadata.planner_data) == names
+    export_folder(tmp_path / "ours", tmp_path / "one", include="first")
+    loaded = {"first": torch.zeros(4, 3)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "one")
+    assert torch.equal(loaded["first"], tied)
+    for call in (export_folder, dcp_export.would_export):
+        with pytest.raises(ValueError, match="'nothing' matches no name"):
+            call(tmp_path / "ours", tmp_path / "two", include="nothing")
 
 
 def test_a_folder_may_have_a_long_name(tmp_path: Path) -> None:

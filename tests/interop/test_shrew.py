@@ -602,3 +602,13 @@ def test_no_torch_is_needed_to_import_and_export(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, timeout=60, check=True
     )
     assert (tmp_path / "b.shrew").read_bytes() == w.FILES["version 2"]
+
+
+def test_names_are_chosen_by_globs(tmp_path: Path) -> None:
+    dc.save({"model": {"w": torch.ones(2), "b": torch.ones(1)}, "note": "x"}, tmp_path / "ck")
+    out = tmp_path / "a.shrew"
+    shrew.export_file(tmp_path / "ck", out, include="model", exclude="*.b")
+    model: Any = shrew.read(out)["model"]
+    assert [*model] == ["w"]
+    with pytest.raises(ValueError, match="'nothing' matches no name"):
+        shrew.would_export_file(tmp_path / "ck", tmp_path / "b", exclude=["note", "nothing"])
