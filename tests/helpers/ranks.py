@@ -111,10 +111,11 @@ def try_ranks(
     text = repr(request)
     if ast.literal_eval(text) != request:
         raise TypeError(f"arguments must be plain literals, not {args!r}")
-    outcomes = _ask(text, options.timeout_s + 30)
-    # torch's own group, before anything of ours: a stranger that met its port ends it.
-    if any("connectFullMesh failed" in outcome.message for outcome in outcomes):
+    for _ in range(3):
         outcomes = _ask(text, options.timeout_s + 30)
+        # torch's own group, before anything of ours: a stranger that met its port ends it.
+        if not any("connectFullMesh failed" in outcome.message for outcome in outcomes):
+            break
     return outcomes
 
 
