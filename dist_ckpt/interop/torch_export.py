@@ -215,7 +215,7 @@ class _NestedState:
     def of(self, path: str, only: str | None) -> object:
         """Return all of it, or a container. IncompatibleError names all that has no place.
 
-        ValueError for a pattern that matches nothing.
+        ValueError for a pattern that matches nothing, and for patterns that leave nothing.
         """
         if problems := self._selection.unmatched(self._saved.leaves):
             raise ValueError("; ".join(problems))
@@ -225,6 +225,10 @@ class _NestedState:
                 f"{path} has no container {only!r}: of what it has "
                 f"({listed(there) or 'nothing'}) give one (only=, on the command line --only)"
             )
+        below = self._saved.below(only or "")
+        is_some = any(name in self._selection for name in below)
+        if not self._selection.is_everything and not is_some:
+            raise ValueError(f"{self._selection} leaves nothing: give other patterns")
         state = self._at(only or "")
         if self._problems:
             raise IncompatibleError(

@@ -207,6 +207,8 @@ def test_names_are_chosen_by_globs(tmp_path: Path) -> None:
     for call in (export_file, would_export_file):
         with pytest.raises(ValueError, match="'nothing' matches no name"):
             call(tmp_path / "ck", tmp_path / "b.pt", exclude=["optim", "nothing"])
+        with pytest.raises(ValueError, match="leaves nothing"):
+            call(tmp_path / "ck", tmp_path / "b.pt", only="model", include="optim")
 
 
 def test_values_that_torch_takes_only_unsafely_are_named(
