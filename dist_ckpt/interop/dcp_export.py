@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle  # noqa: TID251 - what DCP reads is one; written here, never read
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -25,6 +23,7 @@ from dist_ckpt.foreign.find import open_source
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.interop.dcp_metadata import StoredState
 from dist_ckpt.interop.new_folder import check_outside, check_replaceable, new_folder
+from dist_ckpt.interop.streamed_file import StreamedFile
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.offline.rewriting import DryRun
 from dist_ckpt.planning.plan import Wanted
@@ -33,17 +32,13 @@ from dist_ckpt.reports import Progress
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.runtime.threads import results_of
 from dist_ckpt.runtime.torch_private import DCP_VERSION, DcpStorageInfo
-from dist_ckpt.storage import Storage, WritableFile, open_storage, real_path
+from dist_ckpt.storage import Storage, open_storage, real_path
 
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"
 
 # A larger tensor is written in parts; three times as much is in memory, as windows.
 _PART_NBYTES = 32 << 20
-
-# Torch writes an archive in forty parts of some bytes each: to write them one by one takes longer
-# than all else of a small tensor.
-_HELD_NBYTES = 256 << 10
 
 
 def export_folder(
@@ -81,13 +76,15 @@ def export_folder(
             parts += own
     metadata.version = DCP_VERSION
     with new_folder(target, real_path(path), overwrite=None) as there:
-        with _DataFile(target, f"{there}/{_DATA}", sum(part.nbytes for part in parts)) as data:
+        least = sum(part.nbytes for part in parts)
+        with StreamedFile(target, f"{there}/{_DATA}", least) as data:
             places = {
-                MetadataIndex(key): data.put(stored.value(key))
+                MetadataIndex(key): _put_item(data, stored.value(key))
                 for key in entries
                 if key not in tensors
             }
             places |= _put_parts(stored, parts, data, progress)
+            data.finish()
         # Tied tensors are cut alike.
         metadata.storage_data = places | {
             MetadataIndex(key, chunk.offsets): places[
@@ -178,11 +175,11 @@ def _cut(box: Region, most: int) -> Iterator[Region]:
 
 
 def _put_parts(
-    stored: StoredState, parts: Sequence[_BoxItem], data: _DataFile, progress: Progress | None
+    stored: StoredState, parts: Sequence[_BoxItem], data: StreamedFile, progress: Progress | None
 ) -> dict[MetadataIndex, DcpStorageInfo]:
     places, done, nbytes = {}, 0, sum(part.nbytes for part in parts)
     for part, tensor in _read(stored, parts):
-        places[MetadataIndex(part.key, torch.Size(part.region.offset))] = data.put(tensor)
+        places[MetadataIndex(part.key, torch.Size(part.region.offset))] = _put_item(data, tensor)
         done += part.nbytes
         if progress is not None:
             progress(done, nbytes)
@@ -247,58 +244,15 @@ def _tensors_in(memory: memoryview, window: Sequence[_BoxItem]) -> Iterator[torc
         start += part.nbytes
 
 
-class _DataFile(io.RawIOBase):
-    """The file of all items, each an archive of torch.save; durable after the `with`."""
-
-    def __init__(self, storage: Storage, path: str, nbytes: int) -> None:
-        """`nbytes` is what it will have at least."""
-        super().__init__()
-        self._path = path
-        self._file: WritableFile = storage.create(path, nbytes)
-        self._failure: BaseException | None = None
-        self._held = bytearray()
-        self.nbytes = 0
-
-    def put(self, value: object) -> DcpStorageInfo:
-        """Write an item; return where it is."""
-        start = self.nbytes
-        try:
-            torch.save(value, self)  # type: ignore[arg-type]  # noqa: TID251 - as DCP has it
-        except RuntimeError:
-            # Torch tells only that something went wrong while it wrote, if only an interrupt.
-            raise self._failure or StorageError(f"{self._path} cannot be written") from None
-        return DcpStorageInfo(_DATA, start, self.nbytes - start)
-
-    def write(self, data: Any) -> int:
-        """Be a file for torch: append some bytes, of which few are held for the next call."""
-        try:
-            view = memoryview(data).cast("B")
-            if len(self._held) + len(view) > _HELD_NBYTES:
-                self._write_held()
-                self._file.write_at(self.nbytes, view)
-            else:
-                self._held += view
-            self.nbytes += len(view)
-            return len(view)
-        except BaseException as error:
-            self._failure = error
-            raise
-
-    def _write_held(self) -> None:
-        held, self._held = self._held, bytearray()
-        self._file.write_at(self.nbytes - len(held), held)
-
-    def __enter__(self) -> _DataFile:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                self._write_held()
-                if self._file.finish() != self.nbytes:
-                    raise StorageError(f"{self._path} has another size than was written: try again")
-        finally:
-            self._file.discard()
+def _put_item(data: StreamedFile, value: object) -> DcpStorageInfo:
+    """Write an item, an archive of torch.save; return where it is."""
+    start = data.nbytes
+    try:
+        torch.save(value, data)  # type: ignore[arg-type]  # noqa: TID251 - as DCP has it
+    except RuntimeError:
+        # Torch tells only that something went wrong while it wrote, if only an interrupt.
+        raise data.failure or StorageError(f"{_DATA} cannot be written") from None
+    return DcpStorageInfo(_DATA, start, data.nbytes - start)
 
 
 def _put(storage: Storage, path: str, data: bytes) -> int:

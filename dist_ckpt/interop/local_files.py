@@ -9,10 +9,11 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
 
 from dist_ckpt.errors import CorruptError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.interop.plain_states import FileTensor
+from dist_ckpt.interop.streamed_file import StreamedFile
+from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.exclusive_rename import rename_exclusively
 from dist_ckpt.storage.local import with_remedy
 
@@ -97,19 +98,21 @@ class FileSource:
 
 
 @contextmanager
-def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[IO[bytes]]:
+def new_file(
+    path: str | os.PathLike[str], *, overwrite: bool, nbytes: int = 0
+) -> Iterator[StreamedFile]:
     """Write a file: it has its name, whole and durable, when the `with` has ended well.
 
     Until then it has another name, in the same folder; after an error it is removed. Only with
     `overwrite` does it replace what is there. ExistsError if something is, StorageError otherwise.
+    `nbytes` is what it will have at least: there is room for that, or the disk is said to be full.
     """
     where = check_new_file(path, overwrite=overwrite)
-    temporary = temporary_beside(where)
+    storage, temporary = open_storage(temporary_beside(where))
     try:
-        with open(temporary, "xb") as file:
+        with StreamedFile(storage, temporary, nbytes) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            file.finish()
         if overwrite:
             os.replace(temporary, where)
         else:

@@ -101,14 +101,14 @@ def export_file(  # noqa: PLR0913 - a front door
             _log.warning(
                 "%s: torch.load needs weights_only=False for %s", file, listed(plan.not_plain)
             )
-        tell = CopyProgress(sum(one.nbytes for one in plan.tensors), progress)
-        with new_file(file, overwrite=overwrite) as out:
+        tell = CopyProgress(plan.data_nbytes, progress)
+        with new_file(file, overwrite=overwrite, nbytes=plan.nbytes) as out:
             with zipfile.ZipFile(out, "w") as archive:
                 _put(archive, "data.pkl", plan.pickled)
                 _put(archive, "byteorder", b"little")
                 _put_tensors(archive, plan, tell)
                 _put(archive, "version", b"3\n")
-            return out.tell()
+            return out.nbytes
 
 
 def would_export_file(
@@ -126,7 +126,7 @@ def would_export_file(
     """
     selection = selection_of(include, exclude)
     with _planned(source, file, only, selection, overwrite=overwrite) as plan:
-        nbytes = len(plan.pickled) + sum(one.nbytes for one in plan.tensors)
+        nbytes = plan.nbytes
     where = check_new_file(file, overwrite=overwrite)
     return DryRun(where, {os.path.basename(where): nbytes}, (where,) * os.path.lexists(where))
 
@@ -139,6 +139,15 @@ class _ArchivePlan:
     pickled: bytes
     tensors: tuple[Exported, ...]
     not_plain: tuple[str, ...]
+
+    @property
+    def data_nbytes(self) -> int:
+        return sum(one.nbytes for one in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """What the archive has at least: not what lies around each record."""
+        return len(self.pickled) + self.data_nbytes
 
 
 @contextmanager

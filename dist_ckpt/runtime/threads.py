@@ -225,13 +225,44 @@ def results_of(
         while running:
             yield _next_result(running, stall_s)
     finally:
-        for future, _ in running:
-            future.cancel()
-        # After a stall this may return with calls still stuck in the kernel; nothing can end them.
-        until = monotonic() + stall_s
-        for future, watch in running:
-            watch.wait_for(future, until)
+        _left_behind(running, stall_s)
         pool.close()
+
+
+class Behind:
+    """Calls that another thread makes, one at a time, behind whoever asks for them."""
+
+    def __init__(self, stall_s: float = WORK_STALL_S) -> None:
+        self._stall_s = stall_s
+        self._pool = DaemonThreads(1)
+        self._running: deque[tuple[Future[None], Watch]] = deque()
+
+    def make(self, call: Callable[[], None]) -> None:
+        """Have the call made, once the one before has ended well: raises what that has raised."""
+        self.wait()
+        watch, future = Watch(), Future[None]()
+        self._running.append((future, watch))
+        self._pool.submit(partial(watch.over, call), future)
+
+    def wait(self) -> None:
+        """Wait for the last call. Raises what it has raised, StorageError if it hangs."""
+        if self._running:
+            _next_result(self._running, self._stall_s)
+
+    def close(self) -> None:
+        """Wait for the last call, however it ends, and let the thread go."""
+        _left_behind(self._running, self._stall_s)
+        self._pool.close()
+
+
+def _left_behind(running: Iterable[tuple[Future[R], Watch]], stall_s: float) -> None:
+    """Wait for calls that nobody wants the results of; those that have not begun never do."""
+    for future, _ in running:
+        future.cancel()
+    # After a stall this may return with calls still stuck in the kernel; nothing can end them.
+    until = monotonic() + stall_s
+    for future, watch in running:
+        watch.wait_for(future, until)
 
 
 def _next_result(running: deque[tuple[Future[R], Watch]], stall_s: float) -> R:

@@ -12,7 +12,7 @@ import pytest
 
 from dist_ckpt.errors import StorageError
 from dist_ckpt.runtime import threads
-from dist_ckpt.runtime.threads import DaemonThreads, each, results_of
+from dist_ckpt.runtime.threads import Behind, DaemonThreads, each, results_of
 
 T = TypeVar("T")
 
@@ -163,3 +163,47 @@ def test_an_error_while_items_are_made_ends_what_runs() -> None:
     with pytest.raises(ValueError, match="no more"):
         each(ended.append, items(), threads=1)
     assert ended in ([], [1])
+
+
+def test_calls_behind_are_made_in_order_and_the_next_raises_what_one_has_raised() -> None:
+    made: list[int] = []
+
+    def fail() -> None:
+        made.append(2)
+        raise StorageError("call 2 failed")
+
+    behind = Behind()
+    behind.make(lambda: made.append(1))
+    behind.make(fail)
+    with pytest.raises(StorageError, match="call 2 failed"):
+        behind.make(lambda: made.append(3))
+    behind.wait()  # the error has been raised
+    behind.close()
+    assert made == [1, 2]
+
+
+def test_a_call_behind_that_hangs_is_a_storage_error() -> None:
+    gate = threading.Event()
+    behind = Behind(stall_s=0.05)
+    try:
+        behind.make(lambda: print(gate.wait(10)))
+        with pytest.raises(StorageError, match=r"did not answer for 0\.05 s"):
+            behind.wait()
+    finally:
+        gate.set()
+        behind.close()
+
+
+def test_who_closes_calls_behind_waits_for_the_one_that_runs() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        sum(range(1_000_000))  # long enough for the end to arrive
+        ended.set()
+
+    behind = Behind()
+    behind.make(work)
+    assert begun.wait(10)
+    behind.close()
+    assert ended.is_set()
