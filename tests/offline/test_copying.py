@@ -62,6 +62,20 @@ def test_damage_is_found_on_the_way_and_nothing_is_left(source: Path, tmp_path: 
     assert not list((tmp_path / "copy").glob("a*"))
 
 
+def test_a_file_of_the_copy_that_goes_away_meanwhile_is_noticed(
+    source: Path, tmp_path: Path
+) -> None:
+    def remove(done: int, total: int) -> None:
+        del done, total
+        for file in (tmp_path / "copy").glob("a1-*/*.safetensors"):
+            file.unlink()
+
+    with pytest.raises(dc.CheckpointError, match=r"model-00000\.safetensors"):
+        copy(source, tmp_path / "copy", progress=remove)
+    with pytest.raises(dc.NotFoundError):
+        dc.open(tmp_path / "copy")
+
+
 def test_what_is_there_is_replaced_only_if_asked(source: Path, tmp_path: Path) -> None:
     dc.save({"w": torch.ones(1)}, tmp_path / "there")
     with pytest.raises(dc.ExistsError):
