@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
 
@@ -99,13 +98,9 @@ def _row(run: RunSummary, *, has_best: bool) -> list[str]:
         *(run.name, _text(run.kind)),
         "-" if run.num_parameters is None else f"{run.num_parameters:,}",
         *(str(run.num_checkpoints), _text(run.step), *best),
-        _metrics(run.metrics),
+        output.metrics_cell(run.metrics),
         "; ".join(run.problems),
     ]
-
-
-def _metrics(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name}={value:g}" for name, value in metrics.items())
 
 
 def _text(value: object) -> str:

@@ -35,6 +35,9 @@ LINE_OF_TIME = 0.05
 PART_THAT_TELLS = 0.01
 # So many files are named of those that would be written.
 MOST_FILES = 30
+# Of those of one checkpoint in a table.
+_MOST_METRICS = 4
+
 _OF_WRITTEN = (
     *("path", "step", "attempt", "nbytes", "num_tensors", "num_files"),
     *("num_linked", "nbytes_linked"),
@@ -176,6 +179,13 @@ def age(seconds: float) -> str:
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> None:
     """Print columns as `table_lines` lays them out."""
     click.echo("\n".join(table_lines(heads, rows, right)))
+
+
+def metrics_cell(metrics: Mapping[str, float]) -> str:
+    """Return what was measured for a cell of a table: a few, for trainers note dozens."""
+    told = [f"{name}={value:g}" for name, value in metrics.items()]
+    more = len(told) - _MOST_METRICS
+    return ", ".join([*told[:_MOST_METRICS], *[f"{more} more"] * (more > 0)])
 
 
 def table_lines(

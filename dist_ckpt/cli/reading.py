@@ -38,8 +38,8 @@ def ls(path: str, *, as_json: bool) -> None:
 
     PATH is a run's folder, or one checkpoint. What is not committed is listed with its state:
     "open" is being written or was left by a crash ("dist-ckpt gc" removes what is left). Metrics,
-    tags, pins and holds are shown where there are any, and "left behind" what a run has saved above
-    the step that it was started from again.
+    tags, pins and holds are shown where there are any (of many metrics the first few, all with
+    --json), and "left behind" what a run has saved above the step that it was started from again.
 
     \b
     dist-ckpt ls runs/a
@@ -62,7 +62,7 @@ def ls(path: str, *, as_json: bool) -> None:
             "-" if one.world_size is None else str(one.world_size),
             "-" if one.num_tensors is None else str(one.num_tensors),
             "-" if one.saved_at is None else output.age(time.time() - one.saved_at),
-            ", ".join(f"{name}={value:g}" for name, value in one.metrics.items()),
+            output.metrics_cell(one.metrics),
             "; ".join(_notes(one)),
         )
         for one in found

@@ -19,7 +19,7 @@ from dist_ckpt.commit.alive import NO_SIGN
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.reports import size
 from dist_ckpt.runs import keep as policies
-from dist_ckpt.runs.changes import SeenRun, changes, kept_by, look_at, told_metrics, told_start
+from dist_ckpt.runs.changes import SeenRun, changes, kept_by, look_at, told_start
 from dist_ckpt.runs.description import as_json as as_plain_json
 from dist_ckpt.runs.keep import Keep
 from dist_ckpt.storage import Storage, open_storage
@@ -188,7 +188,7 @@ def _table(look: SeenRun, keep: Keep | None, most: int | None) -> Sequence[str]:
             "left behind" if one.is_left_behind else one.state,
             "-" if one.nbytes is None else size(one.nbytes),
             "-" if one.saved_at is None else output.age(look.at - one.saved_at),
-            ", ".join(told_metrics(one)),
+            output.metrics_cell(one.metrics),
             "; ".join(kept.get(one.path, ())),
         )
         for one in shown

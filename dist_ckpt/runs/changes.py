@@ -120,7 +120,7 @@ def _of_one(before: RunCheckpoint | None, after: RunCheckpoint) -> Iterator[str]
         ranks = f"{after.world_size} rank{'s' * (after.world_size != 1)}"
         yield f"{name} is durable{again}: {size(after.nbytes or 0)} by {ranks}"
         before = replace(after, metrics={}, guards=(), is_verified=False, is_left_behind=False)
-    if new := set(told_metrics(after)) - set(told_metrics(before)):
+    if new := set(_told_metrics(after)) - set(_told_metrics(before)):
         yield f"{name}: {', '.join(sorted(new))}"
     if after.is_verified > before.is_verified:
         yield f"{name} was checked in full"
@@ -132,7 +132,7 @@ def _of_one(before: RunCheckpoint | None, after: RunCheckpoint) -> Iterator[str]
     )
 
 
-def told_metrics(one: RunCheckpoint) -> list[str]:
+def _told_metrics(one: RunCheckpoint) -> list[str]:
     """Return what was measured, as text, in which a nan is like another."""
     return [f"{name}={value:g}" for name, value in one.metrics.items()]
 

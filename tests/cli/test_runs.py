@@ -80,6 +80,13 @@ def test_prune_of_one_checkpoint_is_refused(run, root):
     assert "is one checkpoint: give the folder that it is in" in err
 
 
+def test_of_many_metrics_a_table_has_the_first_few(run, root):
+    dc.Run(root).metrics(1, {f"eval/m{number}": number for number in range(12)})
+    out = run("ls", root)[1]
+    assert "val/loss=1, eval/m0=0, eval/m1=1, eval/m2=2, 9 more" in out
+    assert run("ls", root, "--json")[1].count("eval/m") == 12
+
+
 def test_tags_and_pins_are_put_shown_and_taken_away(run, root):
     assert run("tag", f"{root}@min:val/loss", "release")[0] == 0
     assert run("pin", root / "s2")[0] == 0
