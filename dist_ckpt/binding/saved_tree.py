@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from dist_ckpt.state.containers import (
 
 _PARAMS = ".params"
 _GROUPS = ".param_groups."
+_GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,8 @@ def _groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
         group = name.removesuffix(_PARAMS)
         if group == name or group not in catalog.values or not isinstance(value, list):
             continue
+        if not isinstance(main.values.get(group, {}), dict) or not _GROUP.fullmatch(group):
+            continue  # a value of the user's beside another one
         if all(isinstance(param, str) for param in value):  # else it is a value of the user's
             groups[group] = value
     return groups

@@ -41,7 +41,7 @@ from dist_ckpt.commit.folders import make_folders
 from dist_ckpt.commit.holds import check_unkept
 from dist_ckpt.commit.removal import now_at, remove
 from dist_ckpt.commit.starts import OfRun
-from dist_ckpt.commit.survey import Says, check_free, check_place, in_a_file
+from dist_ckpt.commit.survey import Says, check_free, check_new_name, check_place, in_a_file
 from dist_ckpt.commit.verdicts import check_abandoned
 from dist_ckpt.errors import (
     CheckpointError,
@@ -158,6 +158,7 @@ def _survey(storage: Storage, path: str, made: list[str], *, may_replace: Says) 
     try:
         entries = storage.list(path)
     except FileNotFoundError:
+        check_new_name(storage, path)
         make_folders(storage, path, made)
         return []
     except NotADirectoryError:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import posixpath
 import time
 from collections.abc import Callable, Sequence
 
-from dist_ckpt.commit.attempts import attempts_in, read_index
+from dist_ckpt.commit.attempts import attempts_in, entries_at, read_index
 from dist_ckpt.commit.holds import check_unkept
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError
-from dist_ckpt.format.filenames import Attempt, is_beside_attempts
+from dist_ckpt.format.filenames import Attempt, is_beside_attempts, is_taken, selections
 from dist_ckpt.format.index import Index
 from dist_ckpt.storage import Entry, Storage
+
+_REPLACE = "replace it (overwrite=True, on the command line --overwrite)"
 
 Says = Callable[[Attempt], bool]
 
@@ -23,6 +26,7 @@ def would_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Atte
     try:
         entries = storage.list(path)
     except FileNotFoundError:
+        check_new_name(storage, path)
         return ()
     except NotADirectoryError:
         raise in_a_file(path) from None
@@ -31,6 +35,18 @@ def would_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Atte
     # By our own clock: to ask the storage's, a claim writes.
     check_unkept(storage, path, there, lambda *_: time.time())
     return there
+
+
+def check_new_name(storage: Storage, path: str) -> None:
+    """Raise ValueError if a new checkpoint at `path` would be taken for something else."""
+    if is_taken(name := posixpath.basename(path)):
+        raise ValueError(f"{path}: {name} is never a checkpoint's name here: choose another")
+    for folder, selector in selections(path):
+        if entries_at(storage, folder):
+            raise ValueError(
+                f"{path}: @{selector} chooses a checkpoint that is in {folder}, and is no name "
+                f"for a new one: choose another path"
+            )
 
 
 def check_place(storage: Storage, path: str, entries: Sequence[Entry], may_replace: Says) -> None:
@@ -53,13 +69,12 @@ def check_free(storage: Storage, path: str, attempt: Attempt) -> None:
     except (CorruptError, IncompatibleError) as error:
         raise ExistsError(
             f"{path}: a checkpoint is here that cannot be read ({error}). "
-            f"Choose another path, or pass overwrite=True"
+            f"Choose another path, or {_REPLACE}"
         ) from error
     if isinstance(document, Index):
         step = "" if document.step is None else f" of step {document.step}"
         raise ExistsError(
-            f"{path}: a checkpoint{step} is here ({attempt}): choose another path, "
-            f"or pass overwrite=True"
+            f"{path}: a checkpoint{step} is here ({attempt}): choose another path, or {_REPLACE}"
         )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import PurePath
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from dist_ckpt.format.index import Node
 from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.format.plain_types import Device, NumpyScalar
 from dist_ckpt.format.strict_json import is_text
-from dist_ckpt.planning.selection import EVERYTHING, Selection
+from dist_ckpt.planning.selection import EVERYTHING, Selection, to_leave_out
 from dist_ckpt.state.containers import MAX_DEPTH, PathKey, container, entries_of, join, kind_of
 
 Path = tuple[PathKey, ...]
@@ -123,15 +123,27 @@ class Nested:
 
     def add(self, path: Path, value: object, pickled: Pickled) -> None:
         """Add what is at a path of the state, and what is in it."""
-        fqn = joined(path)
-        if self.leaves_out(fqn):
+        if self.leaves_out(joined(path)):
             return
+        with self._errors_at(path):
+            chosen = self._chosen(joined(path), value, pickled.budget, 0)
+        self._add_chosen(path, chosen, pickled)
+
+    def _add_chosen(self, path: Path, value: object, pickled: Pickled) -> None:
         self._place(path)
-        try:
+        with self._errors_at(path):
             self._known = {}  # by identity, of what lives as long as the value
-            self._add(fqn, self._chosen(fqn, value, pickled.budget, 0), pickled, 0)
+            self._add(joined(path), value, pickled, 0)
+
+    @contextmanager
+    def _errors_at(self, path: Path) -> Iterator[None]:
+        """Say of what is wrong in a value where that is."""
+        try:
+            yield
         except ValueError as error:
-            raise CorruptError(f"{self._what}: {fqn[:100] or 'the state'}: {error}") from None
+            raise CorruptError(
+                f"{self._what}: {joined(path)[:100] or 'the state'}: {error}"
+            ) from None
 
     def add_optimizer(self, path: Path, value: object, model: str, pickled: Pickled) -> None:
         """Add an optimizer's state dict, by the names of its parameters in a model if it has them.
@@ -139,25 +151,23 @@ class Nested:
         Torch's optimizers have them that were made of `named_parameters()`. Others have numbers,
         which say where in the groups of an optimizer a parameter is: so a load finds it.
         """
-        try:
+        with self._errors_at(path):
             named = _with_our_names(value, model, pickled.budget)
-        except ValueError as error:
-            raise CorruptError(f"{self._what}: {joined(path)[:100]}: {error}") from None
         self.add(path, named, pickled)
 
     def add_top(self, state: Mapping[Any, object], pickled: Pickled) -> None:
         """Add all of a state, of which its dict is the top, also if no tensor is in it."""
-        try:
-            holds_tensors = _holds_tensors(state, {}, 0)
-        except ValueError as error:
-            raise CorruptError(f"{self._what}: {error}") from None
+        with self._errors_at(()):
+            chosen = self._chosen("", state, pickled.budget, 0)
+            holds_tensors = _holds_tensors(chosen, {}, 0)
         if holds_tensors:
-            self.add((), state, pickled)
+            self._add_chosen((), chosen, pickled)
             return
-        for key, value in state.items():
+        assert isinstance(chosen, Mapping)
+        for key, value in chosen.items():
             if type(key) not in (str, int):
                 raise self._refused("", f"a dict with {_key(key)}")
-            self.add((key,), value, pickled)
+            self._add_chosen((key,), value, pickled)
 
     def add_tensor(self, path: Path, tensor: ForeignTensor, pickled: Pickled | None = None) -> None:
         """Add a tensor that lies in files in parts; a short pickle may tell of many."""
@@ -173,10 +183,8 @@ class Nested:
         if self.leaves_out(fqn):
             return
         if other not in self.tensors:
-            raise ValueError(
-                f"{self._what}: {fqn} is tied to {other}, which is left out: leave out both of "
-                f"them, or none"
-            )
+            why = f"{fqn} is tied to {other}, which is left out: leave out both of them, or none"
+            raise ValueError(f"{self._what}: {why}")
         self._place(path)
         self._aliases[fqn] = other
 
@@ -194,13 +202,12 @@ class Nested:
         """Return all of it. ValueError for a pattern of the selection that matched nothing."""
         if problems := self._selection.unmatched(self._left_out):
             raise ValueError("; ".join(problems))
-        has_some = self.tensors or self._values or self.per_rank or self._nodes
+        emptied = all(value in ({}, []) for value in self._values.values())
+        has_some = self.tensors or self.per_rank or self._nodes or not emptied
         if not (has_some or self._selection.is_everything):
             raise ValueError(f"{self._selection} leaves nothing: give other patterns")
-        tree = (
-            *(() if () in self._paths.values() else tree_of(self._paths.values())),
-            *self._nodes,
-        )
+        above = () if () in self._paths.values() else tree_of(self._paths.values())
+        tree = (*above, *self._nodes)
         self._check_apart(tree)
         return ForeignState(
             [*self.tensors.values()],
@@ -282,8 +289,8 @@ class Nested:
         if (found := _unknown_in(value, fqn, set(), 0)) is not None:
             place, unknown = found
             raise IncompatibleError(
-                f"{self._what}: {place} {unknown}; leave it out (exclude={place!r}, on the command "
-                f"line --exclude {shlex.quote(place)}), or save it again without that"
+                f"{self._what}: {place} {unknown}; leave it out "
+                f"({to_leave_out(place)}), or save it again without that"
             )
         made = _finished(value, budget, 0)
         try:

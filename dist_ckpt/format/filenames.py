@@ -6,6 +6,7 @@ A name that does not fit the grammar is not ours: it is never read as ours and n
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 INDEX = "index.json"
@@ -40,6 +41,9 @@ _ATTACHED = "attached."
 
 # Of the random part of a name: hexadecimal digits.
 ID_LENGTH = 16
+
+# What follows an @ after a folder of checkpoints, and chooses one of them.
+_SELECTOR = re.compile(r"latest|[0-9]{1,19}|(?:min|max|tag):.+", re.DOTALL)
 
 _ATTEMPT = re.compile(r"a([1-9][0-9]{0,8})-([0-9a-f]{16})")
 _TRASH = re.compile(r"\.trash-(a[1-9][0-9]{0,8}-[0-9a-f]{16})")
@@ -101,6 +105,25 @@ def is_beside_attempts(name: str) -> bool:
     A saver whose root is the checkpoint's own folder puts the root's id there.
     """
     return parse_trash(name) is not None or name == ROOT_ID
+
+
+def is_taken(name: str) -> bool:
+    """Say whether the name of a folder means something else than a checkpoint."""
+    is_attempt = parse_attempt(name) is not None or parse_trash(name) is not None
+    return is_attempt or name in NO_CHECKPOINTS
+
+
+def is_selector(text: str) -> bool:
+    """Say whether a text, after an @, chooses a checkpoint in a folder of them."""
+    return _SELECTOR.fullmatch(text) is not None
+
+
+def selections(path: str) -> Iterator[tuple[str, str]]:
+    """Yield the ways in which a path may choose a checkpoint: the folder, and the selector."""
+    for match in re.finditer("@", path):
+        folder, selector = path[: match.start()], path[match.end() :]
+        if is_selector(selector):
+            yield folder, selector
 
 
 def temporary_index(nonce: str) -> str:

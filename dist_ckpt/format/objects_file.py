@@ -6,6 +6,7 @@ what that rank stores: values that rank 0 lacks, and per-rank values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,7 +117,7 @@ def decode(
     check_version(doc, what)
     _, tree, values, per_rank, numpy, metadata = fields(doc, _FIELDS, what)
     return ObjectsFile(
-        tree=tuple(_node(entry, what) for entry in _typed(tree, list, what)),
+        tree=_tree(tree, what),
         values=_named(values, what),
         per_rank={fqn: _keyed(rows, what) for fqn, rows in _named(per_rank, what).items()},
         numpy=tuple(_typed(fqn, str, what) for fqn in _typed(numpy, list, what)),
@@ -155,7 +156,7 @@ def lacking(file: ObjectsFile, name: str, catalog: Catalog, contents: Contents) 
     nodes = {node.fqn for node in file.tree}
     for node in file.tree:
         for key in node.keys:
-            fqn = f"{node.fqn}.{key}" if node.fqn else str(key)
+            fqn = _child(node, key)
             if fqn not in nodes and not any(fqn in table for table in tables):
                 yield f"{fqn}, a child of {node.fqn or 'the state'}"
 
@@ -178,6 +179,26 @@ def _named(value: Any, what: str) -> dict[str, Any]:
     for fqn in named:
         _typed(fqn, str, what)
     return named
+
+
+def _tree(rows: Any, what: str) -> tuple[Node, ...]:
+    """Return the containers. Each name is one container's, and in one container.
+
+    Else who walks down comes to what is below on every way that leads there: they double with each
+    level, in a file of some kilobytes.
+    """
+    nodes = tuple(_node(entry, what) for entry in _typed(rows, list, what))
+    containers = [node.fqn for node in nodes]
+    children = [_child(node, key) for node in nodes for key in node.keys]
+    for names in (containers, children):
+        if len(set(names)) < len(names):
+            twice = next(name for name, count in Counter(names).items() if count > 1)
+            raise corrupt(what, f"the name {twice[:100]!r} twice in its tree")
+    return nodes
+
+
+def _child(node: Node, key: str | int) -> str:
+    return f"{node.fqn}.{key}" if node.fqn else str(key)
 
 
 def _node(entry: Any, what: str) -> Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle  # noqa: TID251 - what DCP reads is one; written here, never read
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import prod
@@ -22,17 +22,20 @@ from dist_ckpt.errors import IncompatibleError, StorageError, listed
 from dist_ckpt.foreign.find import open_source
 from dist_ckpt.format.geometry import Region
 from dist_ckpt.interop.dcp_metadata import StoredState
-from dist_ckpt.interop.new_folder import check_outside, check_replaceable, new_folder
-from dist_ckpt.interop.streamed_file import StreamedFile
+from dist_ckpt.interop.local_files import check_outside
+from dist_ckpt.interop.new_folder import check_replaceable, new_folder
+from dist_ckpt.interop.torch_state import can_be_saved
 from dist_ckpt.memory.buffers import Slots
 from dist_ckpt.offline.rewriting import DryRun
 from dist_ckpt.planning.plan import Wanted
-from dist_ckpt.planning.selection import Selection, selection_of
+from dist_ckpt.planning.selection import Selection, selection_of, to_leave_out
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.runtime.threads import results_of
 from dist_ckpt.runtime.torch_private import DCP_VERSION, DcpStorageInfo
+from dist_ckpt.state.containers import RECORD
 from dist_ckpt.storage import Storage, open_storage, real_path
+from dist_ckpt.storage.streamed_file import StreamedFile
 
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"
@@ -58,8 +61,8 @@ def export_folder(
     `progress` is called with the bytes done, and those in all.
 
     On return the folder is durable; until then it has another name, and if this raises there is
-    none. ExistsError if something is there, IncompatibleError for values per rank, which DCP has no
-    place for, and what reading raises.
+    none. ExistsError if something is there; IncompatibleError, with all names, for values per rank
+    and integers of less than a byte, which DCP has no place for; and what reading raises.
     """
     stored, metadata = _opened(source, folder, selection_of(include, exclude))
     target, path = open_storage(folder)
@@ -125,19 +128,44 @@ def _opened(
     storage, path = open_source(resolve(source))
     check_outside(real_path(path), real_path(open_storage(folder)[1]))
     stored = StoredState(storage, path, rank=0)
-    if problems := selection.unmatched((*stored.names.values(), *stored.per_rank)):
-        raise ValueError("; ".join(problems))
-    if per_rank := [name for name in stored.per_rank if name in selection]:
-        raise IncompatibleError(
-            f"{source} has values of each rank, and a folder of DCP has none: {listed(per_rank)}; "
-            f"leave them out (exclude)"
-        )
+    if unmatched := selection.unmatched((*stored.names.values(), *stored.per_rank)):
+        raise ValueError("; ".join(unmatched))
     metadata = stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
     names = stored.names
     entries, paths = metadata.state_dict_metadata, metadata.planner_data
-    metadata.state_dict_metadata = {k: v for k, v in entries.items() if names[k] in selection}
-    metadata.planner_data = {k: v for k, v in paths.items() if names[k] in selection}
+    kept = stored.chosen(selection)
+    chosen = {key: entry for key, entry in entries.items() if names[key] in kept}
+    if problems := [*_problems(stored, chosen, kept, selection)]:
+        raise IncompatibleError(
+            f"{path}: a folder of DCP has no place for all of it: {listed(problems, '; ')}"
+        )
+    if entries and not chosen:
+        raise ValueError(f"{selection} leaves nothing: give other patterns")
+    metadata.state_dict_metadata = chosen
+    metadata.planner_data = {key: where for key, where in paths.items() if key in chosen}
     return stored, metadata
+
+
+def _problems(
+    stored: StoredState, chosen: Mapping[str, object], kept: Set[str], selection: Selection
+) -> Iterator[str]:
+    """Yield what cannot be written, with what to do."""
+    for name in stored.broken_lists(kept):
+        yield f"{name} is a list out of whose midst something is left out: leave all of it out"
+    for name in kept:
+        if name.endswith(f".{RECORD}"):
+            whole = name.removesuffix(f".{RECORD}")
+            remedy = f"leave it out ({to_leave_out(whole)})"
+            yield f"{whole} is a quantized tensor, made of others: {remedy}"
+    for name in stored.per_rank:
+        if name in selection:
+            yield f"{name} has a value for each rank: leave it out ({to_leave_out(name)})"
+    for key, entry in chosen.items():
+        if isinstance(entry, TensorStorageMetadata):
+            dtype, name = stored.wanted(key).dtype, stored.names[key]
+            if not can_be_saved(dtype):
+                remedy = f"leave it out ({to_leave_out(name)})"
+                yield f"{name} is {dtype}, which torch.save does not know: {remedy}"
 
 
 @dataclass(frozen=True, slots=True)

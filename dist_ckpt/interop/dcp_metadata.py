@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import cache
 from typing import TypeVar
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dist_ckpt.commit import attempts
-from dist_ckpt.errors import CorruptError
+from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.foreign.find import open_source
 from dist_ckpt.foreign.nested_state import Path
 from dist_ckpt.format import filenames
@@ -34,6 +34,7 @@ from dist_ckpt.memory.protocol import Target
 from dist_ckpt.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.planning.load_planner import plan_load
 from dist_ckpt.planning.plan import Wanted
+from dist_ckpt.planning.selection import Selection, names_above
 from dist_ckpt.shard_io.open_files import open_files, read_objects
 from dist_ckpt.shard_io.read_windows import StoredTensors
 from dist_ckpt.state.containers import is_mapping, join
@@ -68,8 +69,10 @@ class StoredState:
         main = self._objects_file(filenames.OBJECTS)
         values = {**main.values, **dict(self._further_values(rank))}
         tensors = (*self._catalog.tensors, *self._catalog.aliases)
-        paths, models = _paths_of(main), models_of(values, frozenset(tensors))
+        above = {join(node.fqn, key): node.fqn for node in main.tree for key in node.keys}
+        paths, models = _paths_of(main), models_of(values, frozenset(tensors), above)
         # By DCP's keys: where each is in the nested state, which tensor it is, and each value.
+        self._tree = main.tree
         self._paths: dict[str, Path] = {}
         self._tensors: dict[str, str] = {}
         self._values: dict[str, object] = {}
@@ -83,6 +86,10 @@ class StoredState:
 
     def _add(self, path: Path, fqn: str) -> str:
         key = join_all(path)
+        if key in self.names:
+            raise IncompatibleError(
+                f"{self._path}: DCP has one key, {key!r}, for two names of it: load it with dc.load"
+            )
         self._paths[key], self.names[key] = path, fqn
         return key
 
@@ -124,6 +131,26 @@ class StoredState:
     def per_rank(self) -> list[str]:
         """The names of the values per rank."""
         return [*self._catalog.per_rank]
+
+    def chosen(self, selection: Selection) -> set[str]:
+        """Return the names that are selected.
+
+        The groups of an optimizer are as long as anything of it is, as in a save.
+        """
+        found = {name for name in self.names.values() if name in selection}
+        within = {above for name in found for above in names_above(name)}
+        groups = (name for name in self.names.values() if _PARAMS.fullmatch(name))
+        kept = [name for name in groups if _PARAMS.sub(r"\1", name) in within]
+        return found.union(kept, (name.removesuffix(".params") for name in kept))
+
+    def broken_lists(self, kept: Set[str]) -> Iterator[str]:
+        """Yield the lists in which something is kept behind what is left out."""
+        within = {above for name in kept for above in names_above(name)}
+        for node in self._tree:
+            if not is_mapping(node.kind):
+                are_kept = [join(node.fqn, key) in within for key in node.keys]
+                if are_kept != sorted(are_kept, reverse=True):
+                    yield node.fqn
 
     def fqn(self, key: str) -> str:
         """Return the name of the tensor that has the data of one that the metadata names."""
@@ -267,23 +294,32 @@ def _path_of(fqn: str, paths: Mapping[str, Path], models: Mapping[str, str]) -> 
     return path
 
 
-def models_of(values: Mapping[str, object], tensors: Collection[str]) -> dict[str, str]:
-    """Return for the state of each optimizer the key of the one model that it trains.
+def models_of(
+    values: Mapping[str, object], tensors: Collection[str], above: Mapping[str, str]
+) -> dict[str, str]:
+    """Return for the state of each optimizer the name of the one model that it trains.
 
     `dc.save` names parameters as the whole state does, "model.0.weight", and torch as their model.
+    `above` is the container that each name is in.
     """
     found: dict[str, set[str]] = {}
     for fqn, value in values.items():
         if (match := _PARAMS.fullmatch(fqn)) and isinstance(value, list):
             names = [str(name) for name in value]
             # A name that is no tensor's here is one of torch's already.
-            keys = {name.partition(".")[0] if name in tensors else "" for name in names}
-            found.setdefault(match[1], set()).update(keys)
+            models = {above.get(name, "") if name in tensors else "" for name in names}
+            found.setdefault(match[1], set()).update(models)
     return {
-        f"{optimizer}.state": keys.pop()
-        for optimizer, keys in found.items()
-        if len(keys) == 1 and keys != {""}
+        f"{optimizer}.state": _common(models)
+        for optimizer, models in found.items()
+        if _common(models)
     }
+
+
+def _common(names: Collection[str]) -> str:
+    """Return the container that all of these are or lie in; "" if only the state is."""
+    in_all = set.intersection(*({*names_above(name)} for name in names)) if names else ()
+    return max(in_all, key=len, default="")
 
 
 def relative(fqn: str, value: object, models: Mapping[str, str]) -> object:

@@ -22,7 +22,8 @@ from dist_ckpt.foreign.safetensors_files import INDEX, MODEL
 from dist_ckpt.format.index import Index
 from dist_ckpt.interop.hf_files import FileWriter
 from dist_ckpt.interop.hf_plan import ExportedFile, chosen, dtype_of, index_of, nbytes_of, packed
-from dist_ckpt.interop.new_folder import check_outside, check_replaceable, new_folder
+from dist_ckpt.interop.local_files import check_outside
+from dist_ckpt.interop.new_folder import check_replaceable, new_folder
 from dist_ckpt.offline.rewriting import CopyProgress, DryRun
 from dist_ckpt.planning.selection import selection_of
 from dist_ckpt.reports import Progress
@@ -146,7 +147,8 @@ def _planned(
     storage, path = open_source(resolve(source))
     target, target_path = open_storage(folder)
     target_path = real_path(target_path)
-    check_outside(real_path(path), target_path)
+    if target_path != real_path(path):  # a folder of an export may take its own place
+        check_outside(real_path(path), target_path)
     stays = check_replaceable(target, target_path, overwrite=options.get("overwrite", False))
     attempt, index = attempts.find(storage, path)
     with attempts.while_it_is_there(storage, path, attempt):

@@ -15,7 +15,7 @@ from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Elements, Shape, Span, boxes_of
 from dist_ckpt.format.index import Catalog
 from dist_ckpt.planning.plan import Wanted
-from dist_ckpt.planning.selection import Selection
+from dist_ckpt.planning.selection import Selection, to_leave_out
 
 # In each file: what transformers asks for, and that an export may replace it.
 METADATA = {"format": "pt", "exported_by": "dist_ckpt"}
@@ -127,7 +127,7 @@ def chosen(
             f"{path} has no tensors in {only!r}: of what has some ({listed([*there]) or 'nothing'})"
             f" give one (only=, on the command line --only)"
         )
-    if unmatched := selection.unmatched(below):
+    if unmatched := selection.unmatched(chain(*tables)):
         raise ValueError(listed(unmatched, "; "))
     names = [name for name in below if name in selection]
     records = {name[: -len(_RECORD)] for name in names if name.endswith(_RECORD)}
@@ -154,7 +154,7 @@ def _value_problems(catalog: Catalog, names: Sequence[str], records: set[str]) -
     for fqn in sorted(records):
         yield (
             f"{fqn} is a quantized tensor, made of others: save it dequantized, or leave it out "
-            f"(exclude={fqn!r})"
+            f"({to_leave_out(fqn)})"
         )
     others = [
         name
@@ -162,7 +162,7 @@ def _value_problems(catalog: Catalog, names: Sequence[str], records: set[str]) -
         if (name in catalog.values or name in catalog.per_rank) and not _is_within(name, records)
     ]
     for name in others:
-        yield f"{name} is no tensor: leave it out (exclude={name!r}), and keep it elsewhere"
+        yield f"{name} is no tensor: leave it out ({to_leave_out(name)}), and keep it elsewhere"
 
 
 def _is_within(name: str, records: set[str]) -> bool:
@@ -170,14 +170,15 @@ def _is_within(name: str, records: set[str]) -> bool:
 
 
 def _tensor_problems(fqn: str, tensor: Exported, only: str) -> Iterator[str]:
-    leave = f"rename it before the save, or leave it out (exclude={fqn!r})"
+    leave = f"rename it before the save, or leave it out ({to_leave_out(fqn)})"
     if fqn == only or not tensor.name:
         yield f"{fqn} has no name within {only!r}: {leave}"
     if tensor.name == "__metadata__":
         yield f"{fqn}: {tensor.name!r} is what safetensors calls something else: {leave}"
     if DTYPES[tensor.dtype].safetensors is None:
-        remedy = "" if not _ALL_FLOATS.fullmatch(tensor.dtype) else "convert it (dtype=), or "
-        yield f"{fqn} is {tensor.dtype}, which they lack: {remedy}leave it out (exclude={fqn!r})"
+        convert = "convert it (dtype=), or " if _ALL_FLOATS.fullmatch(tensor.dtype) else ""
+        leave = f"{convert}leave it out ({to_leave_out(fqn)})"
+        yield f"{fqn} is {tensor.dtype}, which they lack: {leave}"
 
 
 def packed(

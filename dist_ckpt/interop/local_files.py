@@ -10,12 +10,13 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from dist_ckpt.commit.survey import check_new_name
 from dist_ckpt.errors import CorruptError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.interop.plain_states import FileTensor
-from dist_ckpt.interop.streamed_file import StreamedFile
 from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.exclusive_rename import rename_exclusively
 from dist_ckpt.storage.local import with_remedy
+from dist_ckpt.storage.streamed_file import StreamedFile
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -136,17 +137,30 @@ def check_new_file(path: str | os.PathLike[str], *, overwrite: bool) -> str:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     where = os.path.abspath(_checked(path))
     check_parent(where)
-    if os.path.lexists(where) and not overwrite:
+    if not os.path.lexists(where):
+        return where
+    if not overwrite:
         raise _exists(where)
-    if os.path.isdir(where) and not os.path.islink(where):
-        raise ExistsError(f"{where} is a folder: give the path of a file")
+    if not stat.S_ISREG(os.lstat(where).st_mode):
+        raise ExistsError(f"{where} is no regular file and is not replaced: give another path")
     return where
 
 
 def check_parent(where: str) -> None:
-    """Raise NotFoundError unless there is a folder that something can be put into."""
+    """Raise NotFoundError unless there is a folder that something new can be put into.
+
+    ValueError if the new name would be taken for something else.
+    """
     if not os.path.isdir(parent := os.path.dirname(where)):
         raise NotFoundError(f"{parent}: there is no such folder; make it first")
+    if not os.path.lexists(where):
+        check_new_name(*open_storage(where))
+
+
+def check_outside(source: str, target: str) -> None:
+    """Raise ValueError if what is written would lie on or in what is read. Both without links."""
+    if target == source or target.startswith(f"{source}/"):
+        raise ValueError(f"{target} lies in the source, or is it: give another path")
 
 
 def _checked(path: object) -> str:

@@ -52,12 +52,6 @@ def new_folder(storage: Storage, path: str, *, overwrite: bool | None) -> Iterat
     _remove(storage, temporary)  # after an exchange, what was there before
 
 
-def check_outside(source: str, target: str) -> None:
-    """Raise ValueError if a new folder would lie in what is read. Both without links."""
-    if target.startswith(f"{source}/"):
-        raise ValueError(f"the folder {target} lies in the source: give another one")
-
-
 def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) -> tuple[str, ...]:
     """Return which files of a folder at `path` are to stay. ExistsError if it must not be replaced.
 

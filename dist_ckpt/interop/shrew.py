@@ -20,7 +20,13 @@ from dist_ckpt.format.checksums import Buffer
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.plain_types import ArrayValue
 from dist_ckpt.interop import shrew_format
-from dist_ckpt.interop.local_files import FileSource, LocalFile, check_new_file, new_file
+from dist_ckpt.interop.local_files import (
+    FileSource,
+    LocalFile,
+    check_new_file,
+    check_outside,
+    new_file,
+)
 from dist_ckpt.interop.lone_save import save_alone, would_save_alone
 from dist_ckpt.interop.plain_states import FileTensor, PlainTensor, described, is_tensor
 from dist_ckpt.memory.host_array import Array
@@ -29,6 +35,7 @@ from dist_ckpt.offline.checkpoint import open as open_checkpoint
 from dist_ckpt.offline.rewriting import CopyProgress, DryRun
 from dist_ckpt.planning.selection import Selection, selection_of
 from dist_ckpt.reports import Progress, SaveReport
+from dist_ckpt.storage import real_path
 
 __all__ = ["export_file", "import_file", "read", "write"]
 
@@ -133,6 +140,7 @@ def export_file(  # noqa: PLR0913 - a front door
     is there, and what `dc.open` and reading raise.
     """
     with open_checkpoint(source) as checkpoint:
+        _check_target(checkpoint, file, overwrite=overwrite)
         state = _state_of(checkpoint, selection_of(include, exclude))
         number = shrew_format.version_for(state, version)
         nbytes = _nbytes_of(state, number)
@@ -154,10 +162,17 @@ def would_export_file(
 ) -> DryRun:
     """Return what `export_file` would write. Nothing is changed. Raises what it does before."""
     with open_checkpoint(source) as checkpoint:
+        where = _check_target(checkpoint, file, overwrite=overwrite)
         state = _state_of(checkpoint, selection_of(include, exclude))
         nbytes = _nbytes_of(state, shrew_format.version_for(state, version))
-    where = check_new_file(file, overwrite=overwrite)
     return DryRun(where, {os.path.basename(where): nbytes}, (where,) * os.path.lexists(where))
+
+
+def _check_target(checkpoint: Checkpoint, file: str | os.PathLike[str], *, overwrite: bool) -> str:
+    """Return the absolute path of the file to write. ValueError if it lies in what is read."""
+    where = check_new_file(file, overwrite=overwrite)
+    check_outside(real_path(checkpoint.path), real_path(where))
+    return where
 
 
 def _nbytes_of(state: Mapping[str, object], version: int) -> int:

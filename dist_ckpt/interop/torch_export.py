@@ -8,43 +8,32 @@ The other way needs no function: `dist_ckpt.interop.dcp.load` reads such a file 
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import pickle  # noqa: TID251 - what torch.load reads has one; written here, never read
 import struct
 import zipfile
-from collections import OrderedDict
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from math import prod
-from typing import IO, Any
+from typing import IO
 
-import torch
-
-from dist_ckpt.binding.saved_tree import Saved, saved_of
+from dist_ckpt.binding.saved_tree import saved_of
 from dist_ckpt.commit import attempts
-from dist_ckpt.errors import IncompatibleError, listed
+from dist_ckpt.errors import listed
 from dist_ckpt.foreign.find import open_source
-from dist_ckpt.foreign.torch_pickles import STORAGES
+from dist_ckpt.foreign.safetensors_files import SUFFIX
 from dist_ckpt.format import filenames
 from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import Shape
-from dist_ckpt.format.index import TensorRecord
 from dist_ckpt.format.objects_file import ObjectsFile
-from dist_ckpt.interop.dcp_metadata import models_of, relative
 from dist_ckpt.interop.hf_files import FileWriter
 from dist_ckpt.interop.hf_plan import Exported, ExportedFile
-from dist_ckpt.interop.local_files import check_new_file, new_file
-from dist_ckpt.interop.new_folder import check_outside
+from dist_ckpt.interop.local_files import check_new_file, check_outside, new_file
+from dist_ckpt.interop.torch_state import pickled, torch_state
 from dist_ckpt.offline.rewriting import CopyProgress, DryRun
 from dist_ckpt.planning.selection import Selection, selection_of
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.shard_io.open_files import read_objects
-from dist_ckpt.state.containers import RECORD, container
-from dist_ckpt.state.local_tensors import torch_dtype
 from dist_ckpt.state.plain_torch import make
 from dist_ckpt.storage import real_path
 
@@ -62,9 +51,6 @@ _ALIGNMENT = 64
 # fills the place up begins: its two letters, as torch has them, and its size.
 _HEADER_NBYTES, _ZIP64_NBYTES, _PADDING = 30, 20, struct.Struct("<2sH")
 
-# What torch.load takes with weights_only=True, besides containers of them.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-
 
 def export_file(  # noqa: PLR0913 - a front door
     source: str | os.PathLike[str],
@@ -80,20 +66,22 @@ def export_file(  # noqa: PLR0913 - a front door
 
     `source` is what `dc.open` takes, such as "runs/a@latest"; however it was sharded, tensors are
     whole, on the CPU, and those that are tied share a storage. It is the state that was saved:
-    containers and values as they were; parameters of an optimizer that `dc.save` has named go by
-    the names that they have in their model, as torch's `get_optimizer_state_dict` has it, which the
-    optimizer's `load_state_dict` takes as well. `only` is the component, or a container within one,
-    that is written instead of all. `include` and `exclude` are globs on names in the checkpoint.
+    containers and values as they were, but for numpy arrays, which are tensors. Parameters of an
+    optimizer that `dc.save` has named go by the names that they have in their model, as torch's
+    `get_optimizer_state_dict` has it, which the optimizer's `load_state_dict` takes as well. `only`
+    is the component, or a container within one, that is written instead of all. `include` and
+    `exclude` are globs on names in the checkpoint.
 
     One process does it, with some tens of MiB however large the tensors are; every block that is
-    read is checked.
-    `progress` is called with the bytes done, and those in all.
+    read is checked. `progress` is called with the bytes done, and those in all.
 
     On return the file is durable; until then it has another name, and if this raises there is none.
     Of values that `torch.load` takes with `weights_only=False` alone a warning is logged. Raises
-    IncompatibleError for what such a file cannot hold, with all names: values of each rank and
-    quantized tensors. ExistsError without `overwrite` if something is there; otherwise what
-    `dc.open` and reading raise.
+    IncompatibleError for what such a file cannot hold, with all names: values of each rank,
+    quantized tensors, integers of less than a byte, and lists out of whose midst something is left
+    out. ValueError for a name that torch.load would take for another format (.safetensors).
+    ExistsError without `overwrite` if something is there; otherwise what `dc.open` and reading
+    raise.
     """
     selection = selection_of(include, exclude)
     with _planned(source, file, only, selection, overwrite=overwrite) as plan:
@@ -137,8 +125,8 @@ class _ArchivePlan:
 
     reader: FileWriter
     pickled: bytes
-    tensors: tuple[Exported, ...]
-    not_plain: tuple[str, ...]
+    tensors: Sequence[Exported]
+    not_plain: Sequence[str]
 
     @property
     def data_nbytes(self) -> int:
@@ -162,6 +150,8 @@ def _planned(
     """Check all that can be before anything is written."""
     if only is not None and (not isinstance(only, str) or not only):
         raise ValueError(f"only={only!r}: give the name of a component, or None for all")
+    if os.fspath(file).endswith(SUFFIX):
+        raise ValueError(f"torch.load reads files named *{SUFFIX} as such: choose another name")
     storage, path = open_source(resolve(source))
     check_outside(real_path(path), real_path(check_new_file(file, overwrite=overwrite)))
     attempt, index = attempts.find(storage, path)
@@ -179,173 +169,14 @@ def _planned(
             read(filenames.OBJECTS),
             lambda rank: read(filenames.objects_file(rank)),
         )
-        contents = _NestedState(saved, selection)
-        pickled = _pickled(contents.of(path, only))
+        state = torch_state(saved, path, only, selection)
         reader = FileWriter(storage, folder, index, lambda _: None)
         # The widest first: so each is aligned to its own size, and no window ends in an element.
-        tensors = sorted(contents.tensors, key=lambda one: -DTYPES[one.dtype].itemsize)
-        yield _ArchivePlan(reader, pickled, tuple(tensors), tuple(contents.not_plain))
-
-
-# --- the state ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _DataRecord:
-    """The data of a tensor: the number of its record, and what it is made of."""
-
-    number: int
-    dtype: str
-    numel: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PickledTensor:
-    """A tensor in the state that is pickled."""
-
-    storage: _DataRecord
-    shape: Shape
-
-
-class _NestedState:
-    """The state of a checkpoint, nested as it was saved."""
-
-    def __init__(self, saved: Saved, selection: Selection) -> None:
-        self.tensors: list[Exported] = []
-        self.not_plain: list[str] = []
-        self._saved = saved
-        self._selection = selection
-        self._models = models_of(
-            saved.main, frozenset((*saved.catalog.tensors, *saved.catalog.aliases))
-        )
-        self._storages: dict[str, _DataRecord] = {}
-        self._problems: list[str] = []
-
-    def of(self, path: str, only: str | None) -> object:
-        """Return all of it, or a container. IncompatibleError names all that has no place.
-
-        ValueError for a pattern that matches nothing, and for patterns that leave nothing.
-        """
-        if problems := self._selection.unmatched(self._saved.leaves):
-            raise ValueError("; ".join(problems))
-        if only is not None and only not in self._saved.kinds:
-            there = [name for _, name in self._saved.children("") if name in self._saved.kinds]
-            raise IncompatibleError(
-                f"{path} has no container {only!r}: of what it has "
-                f"({listed(there) or 'nothing'}) give one (only=, on the command line --only)"
-            )
-        below = self._saved.below(only or "")
-        is_some = any(name in self._selection for name in below)
-        if not self._selection.is_everything and not is_some:
-            raise ValueError(f"{self._selection} leaves nothing: give other patterns")
-        state = self._at(only or "")
-        if self._problems:
-            raise IncompatibleError(
-                f"{path}: torch.save has no place for all of it: {listed(self._problems, '; ')}"
-            )
-        return state
-
-    def _at(self, name: str) -> object:
-        saved = self._saved
-        if (found := saved.tensor(name)) is not None:
-            return self._tensor(*found)
-        if saved.keys_of(name) is not None:
-            self._refuse(name, "has a value for each rank")
-            return None
-        if name in saved.kinds:
-            return self._container(name)
-        value = relative(name, saved.value(name), self._models)
-        if name.endswith(f".{RECORD}"):
-            self._refuse(name.removesuffix(f".{RECORD}"), "is a quantized tensor, made of others")
-        else:
-            self._look_at(name, value)
-        return value
-
-    def _look_at(self, name: str, value: object) -> None:
-        if not _is_plain(value):
-            self.not_plain.append(name)
-
-    def _container(self, name: str) -> object:
-        kind, model = self._saved.kinds[name], self._models.get(name)
-        children = self._saved.children(name)
-        items = [(key, self._at(child)) for key, child in children if self._takes(child)]
-        if model is not None:
-            items = [(str(key).removeprefix(f"{model}."), child) for key, child in items]
-        if name in self._saved.params:  # a group of an optimizer: the items are what is not in it
-            value = self._saved.value(name)
-            assert isinstance(value, dict)
-            self._look_at(name, value)
-            params = relative(f"{name}.params", value["params"], self._models)
-            items = [*{**value, "params": params}.items(), *items]
-        if kind not in ("dict", "OrderedDict", "list", "tuple"):
-            self.not_plain.append(name)
-        return container(kind, items)
-
-    def _takes(self, name: str) -> bool:
-        """Say whether something is chosen of what is at and below a name, or nothing lies there."""
-        if self._selection.is_everything:
-            return True
-        leaves = [name] if name in self._saved.leaves else [*self._saved.below(name)]
-        return not leaves or any(leaf in self._selection for leaf in leaves)
-
-    def _tensor(self, fqn: str, record: TensorRecord) -> _PickledTensor:
-        if fqn not in self._storages:
-            number, shape, dtype = len(self.tensors), record.shape, record.dtype
-            self.tensors.append(Exported(f"data/{number}", fqn, dtype, dtype, shape))
-            self._storages[fqn] = _DataRecord(number, dtype, prod(shape))
-        return _PickledTensor(self._storages[fqn], record.shape)
-
-    def _refuse(self, name: str, why: str) -> None:
-        self._problems.append(f"{name} {why}: leave it out (exclude={name!r})")
-
-
-def _is_plain(value: object) -> bool:
-    """Say whether torch.load takes a value with weights_only=True."""
-    if type(value) in (dict, OrderedDict):
-        assert isinstance(value, Mapping)
-        return all(_is_plain(key) and _is_plain(child) for key, child in value.items())
-    if type(value) in (list, tuple, set):
-        assert isinstance(value, Collection)
-        return all(map(_is_plain, value))
-    return type(value) in _PLAIN and value != b""  # of which a pickle has a call of bytes
+        tensors = sorted(state.tensors, key=lambda one: -DTYPES[one.dtype].itemsize)
+        yield _ArchivePlan(reader, pickled(state), tensors, state.not_plain)
 
 
 # --- the archive -------------------------------------------------------------------------------
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles a state as torch.save does, but for the data of its tensors."""
-
-    def persistent_id(self, value: object) -> tuple[object, ...] | None:
-        if type(value) is not _DataRecord:
-            return None
-        kind = _kinds_of_storages().get(value.dtype)
-        if kind is None:
-            nbytes = value.numel * DTYPES[value.dtype].itemsize
-            return "storage", torch.UntypedStorage, str(value.number), "cpu", nbytes
-        return "storage", kind, str(value.number), "cpu", value.numel
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not _PickledTensor:
-            return NotImplemented
-        # Which function makes it again, of a storage with a dtype or without, torch says itself.
-        function, like = torch.empty(0, dtype=torch_dtype(value.storage.dtype)).__reduce_ex__(2)
-        _, start, _, _, *further = like
-        return function, (value.storage, start, value.shape, _strides(value.shape), *further)
-
-
-def _kinds_of_storages() -> dict[str, type]:
-    return {dtype: getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items()}
-
-
-def _strides(shape: Shape) -> Shape:
-    return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _pickled(state: object) -> bytes:
-    held = io.BytesIO()
-    _Pickler(held, protocol=2).dump(state)
-    return held.getvalue()
 
 
 def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:

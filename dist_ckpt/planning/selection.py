@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -63,14 +64,14 @@ class Selection:
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the problem of each pattern, and of `frozen`, that none of the names is about."""
-        left = dict.fromkeys(self._patterns)
+        left, names = dict.fromkeys(self._patterns), [*names]
         for name in names if left else ():
             for pattern in self.matches(name):
                 left.pop(pattern, None)
             if not left:
                 break
         problems = [
-            f"{option}: {pattern!r} matches no name: mend or remove it"
+            f"{option}: {pattern!r} matches no name{_meant(pattern, names)}: mend or remove it"
             for option, patterns in (("include", self.include), ("exclude", self.exclude))
             for pattern in patterns or ()
             if pattern in left
@@ -88,6 +89,24 @@ class Selection:
 
 
 EVERYTHING = Selection()
+
+
+def _meant(pattern: str, names: Sequence[str]) -> str:
+    """Say how a pattern would match that lacks the component of what it is about."""
+    tops = dict.fromkeys(name.partition(".")[0] for name in names)
+    for longer in (f"{top}.{pattern}" for top in tops):
+        selection = Selection((longer,))
+        if any(name in selection for name in names):
+            return f", but {longer!r} does"
+    return ""
+
+
+def to_leave_out(name: str) -> str:
+    """Word the option that leaves a name out, in which nothing of it is taken for a wildcard."""
+    pattern = re.sub(r"[*?[]", r"[\g<0>]", name)
+    word = pattern if re.fullmatch(r"[\w./-]+", pattern) else f"'{pattern}'"
+    return f"exclude={pattern!r}, on the command line --exclude {word}"
+
 
 # Which names a load may convert into another dtype: all, or those that match patterns.
 Cast = bool | str | Sequence[str] | None

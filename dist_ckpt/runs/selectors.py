@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterable
 from math import isnan
 
 from dist_ckpt.commit.attempts import entries_at
 from dist_ckpt.errors import NotFoundError, listed
+from dist_ckpt.format.filenames import is_selector, selections
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.storage import Storage, open_storage, real_path
 
 _log = logging.getLogger("dist_ckpt")
 
-_SELECTOR = re.compile(r"latest|[0-9]{1,19}|(?:min|max|tag):.+", re.DOTALL)
 _KNOWN = "@latest, @<step>, @min:<metric>, @max:<metric> and @tag:<name>"
 
 
@@ -53,10 +52,9 @@ def resolve_at(storage: Storage, path: str) -> RunCheckpoint | None:
     """Return the checkpoint that a storage's path names by a selector; None if it has none."""
     if "@" not in path or _exists(storage, path):
         return None
-    for place in (match.start() for match in re.finditer("@", path)):
-        root, selector = path[:place], path[place + 1 :]
-        if _SELECTOR.fullmatch(selector):
-            return select(list_run(storage, root, now=time.time()), selector)
+    if (chosen := next(selections(path), None)) is not None:
+        root, selector = chosen
+        return select(list_run(storage, root, now=time.time()), selector)
     root, _, selector = path.rpartition("@")
     if not _exists(storage, root):
         return None
@@ -69,7 +67,7 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
     NotFoundError if there is none, ValueError for what is no selector; CorruptError if it is not
     known what is left behind, unless it is asked for a step or a tag.
     """
-    if not _SELECTOR.fullmatch(selector):
+    if not is_selector(selector):
         raise ValueError(f"{selector!r} is no selector: there are {_KNOWN}")
     kind, _, name = selector.partition(":")
     if kind == "latest":

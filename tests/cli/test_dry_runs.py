@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -142,7 +143,10 @@ def refusals(base: Path) -> dict[str, Path]:
         index.write_text("{")
     dc.save({"x": 1}, base / "other" / "s1", step=1)
     dc.Run(base / "other").tag(1, "mine")
-    names = ("foreign", "file", "file/below", "taken", "damaged", "other/s1", "gone/below")
+    os.mkfifo(base / "pipe")
+    (base / "link").symlink_to("file")
+    names = ["foreign", "file", "file/below", "taken", "damaged", "other/s1", "gone/below"]
+    names += ["pipe", "link", "run@latest", "run@7", "run@min:loss", "run/a1-0123456789abcdef"]
     return {name: base / name for name in names}
 
 
@@ -160,7 +164,7 @@ def test_a_dry_run_refuses_what_the_real_call_refuses(name: str, base: Path, run
             code, _, errors = run(*words)
             assert (code, errors) == (dry[0], dry[2])
             refused += code != 0
-    assert refused >= 6
+    assert refused >= 16
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,26 @@ def test_one_command_makes_a_checkpoint(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_patterns_that_leave_nothing_are_refused(
+    sources: dict[str, Path], tmp_path: Path, kind: str, dry: list[str], run: Run
+) -> None:
+    for patterns in (["--exclude", "model"], ["--exclude", "*.w", "--exclude", "*.b"]):
+        words = ["import", "--from", kind, sources[kind], tmp_path / "ours", *patterns, *dry]
+        code, _, errors = run(*words)
+        assert (code, "leaves nothing" in errors) == (2, True), errors
+    assert not (tmp_path / "ours").exists()
+
+
+def test_what_is_left_of_a_file_may_be_values_alone(tmp_path: Path, run: Run) -> None:
+    torch.save({"model": weights(), "epoch": 3}, tmp_path / "a.pt")  # noqa: TID251
+    words = ["import", "--from", "torch", tmp_path / "a.pt", tmp_path / "ours"]
+    assert run(*words, "--exclude", "model")[0] == 0
+    with dc.open(tmp_path / "ours") as found:
+        assert dict(found.objects) == {"epoch": 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_there_or_something_else_is_one_line(
     sources: dict[str, Path], tmp_path: Path, kind: str, run: Run
 ) -> None:

@@ -107,6 +107,25 @@ def test_a_damaged_checkpoint_is_not_overwritten_unless_that_was_asked_for():
     assert len(names_in(storage)) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("run@latest", r"@latest chooses a checkpoint that is in /run, and is no name"),
+        ("run@max:a/b", "@max:a/b chooses"),
+        ("run/a1-0123456789abcdef", "is never a checkpoint's name here"),
+        ("run/.trash-a1-0123456789abcdef", "is never a checkpoint's name here"),
+        ("run/.facts", "is never a checkpoint's name here"),
+    ],
+)
+def test_a_name_that_means_something_else_is_no_new_checkpoints(name, told):
+    storage = MemoryStorage({"/run": None, "/run/s1": None})
+    before = storage.tree()
+    with pytest.raises(ValueError, match=told):
+        order.claim(storage, f"/{name}", overwrite=True, by="a test")
+    assert storage.tree() == before
+    order.claim(storage, "/other@latest", overwrite=False, by="a test")  # in no folder
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_somebody_elses_folder_and_file_are_never_touched(overwrite):
     storage = with_root()

@@ -205,7 +205,9 @@ def test_files_of_others_are_exported_or_said_what_to_do_with(tmp_path: Path) ->
 
 def test_values_of_each_rank_are_refused_by_name(tmp_path: Path) -> None:
     dc.save({"w": torch.ones(2), "mine": dc.PerRank(5)}, tmp_path / "ours")
-    with pytest.raises(IncompatibleError, match=r"mine; leave them out \(exclude\)"):
+    with pytest.raises(
+        IncompatibleError, match=r"mine has a value for each rank: leave it out \(exclude='mine', "
+    ):
         export_folder(tmp_path / "ours", tmp_path / "dcp")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["ours"]
     export_folder(tmp_path / "ours", tmp_path / "dcp", exclude="mine")

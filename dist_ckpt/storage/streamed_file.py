@@ -9,7 +9,7 @@ from typing import Any
 from dist_ckpt.errors import StorageError
 from dist_ckpt.memory.buffers import copy, scratch
 from dist_ckpt.runtime.threads import Behind
-from dist_ckpt.storage import Storage, WritableFile
+from dist_ckpt.storage.protocol import Storage, WritableFile
 
 # A multiple of what direct I/O wants. There are two: one is filled while one is written.
 _SLOT_NBYTES = 8 << 20

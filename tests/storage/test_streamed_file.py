@@ -12,9 +12,8 @@ import pytest
 
 from dist_ckpt.errors import StorageError
 from dist_ckpt.format.checksums import Buffer
-from dist_ckpt.interop import streamed_file
-from dist_ckpt.interop.streamed_file import StreamedFile
-from dist_ckpt.storage import WritableFile, open_storage
+from dist_ckpt.storage import WritableFile, open_storage, streamed_file
+from dist_ckpt.storage.streamed_file import StreamedFile
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
