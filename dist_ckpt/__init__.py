@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.offline.compare import Comparison, RunSummary, compare
     from dist_ckpt.offline.copying import copy
-    from dist_ckpt.offline.diff import Difference, diff
+    from dist_ckpt.offline.diff import Difference, ValueDifference, diff
     from dist_ckpt.offline.estimate import Estimate, estimate
-    from dist_ckpt.offline.layout import CheckpointLayout, layout
+    from dist_ckpt.offline.layout import CheckpointLayout, FileLayout, HeldShard, layout
     from dist_ckpt.offline.reshard import reshard
     from dist_ckpt.offline.run import Run
     from dist_ckpt.offline.stats import TensorStats, stats
@@ -88,10 +88,13 @@ _MODULES = {
     "RunSummary": "offline.compare",
     "diff": "offline.diff",
     "Difference": "offline.diff",
+    "ValueDifference": "offline.diff",
     "stats": "offline.stats",
     "TensorStats": "offline.stats",
     "layout": "offline.layout",
     "CheckpointLayout": "offline.layout",
+    "FileLayout": "offline.layout",
+    "HeldShard": "offline.layout",
     "estimate": "offline.estimate",
     "Estimate": "offline.estimate",
     "copy": "offline.copying",
@@ -133,7 +136,9 @@ __all__ = [
     "ElasticSampler",
     "Estimate",
     "ExistsError",
+    "FileLayout",
     "FlatShard",
+    "HeldShard",
     "IncompatibleError",
     "LoadReport",
     "LoadedSource",
@@ -152,6 +157,7 @@ __all__ = [
     "Stopped",
     "StorageError",
     "TensorStats",
+    "ValueDifference",
     "VerifyReport",
     "at",
     "at_end",

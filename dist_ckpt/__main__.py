@@ -1,8 +1,19 @@
-"""`python -m dist_ckpt` is the command line."""
+"""`python -m dist_ckpt` is the command line, and so is `dist-ckpt`."""
 
 from __future__ import annotations
 
-from dist_ckpt.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    try:
+        from dist_ckpt.cli import main as run  # noqa: PLC0415  (it takes a while: see below)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -134,8 +134,16 @@ def _told_to_stop() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _have_streams() -> None:
+    """Have the streams that a shell or a service has closed: nothing comes, nobody reads."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    _have_streams()
     add_completion_class(teaching.BashWords)
     try:
         with _told_to_stop(), output.errors_as_exit_codes():

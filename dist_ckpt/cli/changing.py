@@ -1,4 +1,4 @@
-"""The commands that write or remove: reshard, backup, strip, rm, gc."""
+"""The commands that write or remove: reshard, backup, cp, strip, rm, gc."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import click
 from filelock import FileLock, Timeout
 
 from dist_ckpt.cli import options, output
+from dist_ckpt.cli.teaching import components_in
 from dist_ckpt.commit import removal
 from dist_ckpt.commit.attempts import list_attempts
 from dist_ckpt.commit.holds import check_unkept
@@ -144,7 +145,7 @@ def cp(
 
 @click.command()
 @options.path
-@click.argument("components", nargs=-1, required=True)
+@click.argument("components", nargs=-1, required=True, shell_complete=components_in)
 @options.yes
 @options.dry_run
 @click.option("--force", is_flag=True, help="Also if it is pinned, tagged or held.")

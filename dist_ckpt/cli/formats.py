@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from dist_ckpt.cli import options, output
+from dist_ckpt.cli.teaching import names_in
 from dist_ckpt.format.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.interop import hf, imports, shrew
@@ -193,19 +194,23 @@ def import_(  # noqa: PLR0913 - the options of the command
 )
 @click.argument("source", type=options.PATH)
 @click.argument("file", type=options.PATH)
-@click.option("--overwrite", is_flag=True, help="Replace FILE once the new one is durable.")
+@click.option(
+    "--overwrite", is_flag=True, help="Replace FILE once the new one is durable; not for dcp."
+)
 @click.option(
     "--version",
     type=click.IntRange(1, 2),
     help="shrew: of the file; 1 takes the model alone.  [default: the one that fits]",
 )
 @click.option(
-    "--only", help="hf, torch: the component to write.  [default: model for hf, all for torch]"
+    "--only",
+    shell_complete=names_in,
+    help="hf, torch: the component to write, or what lies below a name in it, such as "
+    "model.module.  [default: model for hf, all for torch]",
 )
 @click.option("--dtype", help="hf: convert floating tensors to this, such as bf16.")
 @click.option("--max-shard-size", help="hf: most data of a file, as 500MiB.  [default: 5GB]")
-@click.option("-g", "--include", multiple=True, help="Glob of names to write; may be repeated.")
-@click.option("--exclude", multiple=True, help="Glob of names to leave out; may be repeated.")
+@options.selected
 @click.option(
     "--reflink", is_flag=True, help="hf: share the data with SOURCE where the file system can."
 )

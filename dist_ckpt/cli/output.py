@@ -22,6 +22,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.offline.rewriting import DryRun
 from dist_ckpt.reports import SaveReport, size
+from dist_ckpt.storage.local import with_remedy
 
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130
@@ -83,12 +84,18 @@ def errors_as_exit_codes() -> Iterator[None]:
     except (CheckpointError, ValueError, TypeError, ImportError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        told = printable(str(error), allowed="\n")
+        told = printable(_told(error), allowed="\n")
         click.echo(f"dist-ckpt: {told}", err=True)
         raise click.exceptions.Exit(exit_code(error)) from error
     except MemoryError as error:
         click.echo("dist-ckpt: there is not enough memory for that: give it more", err=True)
         raise click.exceptions.Exit(IO_ERROR) from error
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+        return f"{error.filename}: {with_remedy(error)}" if error.filename else with_remedy(error)
+    return str(error)
 
 
 @contextmanager
@@ -224,14 +231,17 @@ class _Log:
     def __init__(self, what: str) -> None:
         self._what = what
         self._began = self._told = time.monotonic()
+        self._first: tuple[float, int] | None = None
 
     def tell(self, done: int, total: int) -> None:
         """Print a line if it is time for one."""
         now = time.monotonic()
+        # What was done before the first word, such as imports, has no such rate.
+        since, before = self._first = self._first or (now, done)
         if now - self._told < max(LINE_S, LINE_OF_TIME * (now - self._began)):
             return
         self._told = now
-        rate = done / (now - self._began)
+        rate = (done - before) / (now - since) if now > since else 0.0
         is_known = rate and total > done >= total * PART_THAT_TELLS
         left = f", {age((total - done) / rate)} left" if is_known else ""
         click.echo(f"{self._what}: {size(done)} of {size(total)}{left}", err=True)

@@ -13,7 +13,9 @@ from math import isfinite
 import click
 
 from dist_ckpt.cli import options, output, verified
+from dist_ckpt.commit.attempts import attempts_in, entries_at
 from dist_ckpt.errors import CheckpointError, listed
+from dist_ckpt.format.filenames import is_taken
 from dist_ckpt.offline import checkpoint
 from dist_ckpt.offline import verify as verifier
 from dist_ckpt.offline.checkpoint import Checkpoint
@@ -21,10 +23,7 @@ from dist_ckpt.reports import size
 from dist_ckpt.runs.description import KIND, as_json, leaves_of
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.storage import open_storage
-
-# Of a folder without checkpoints so many folders are looked into.
-_MOST_RUNS = 50
+from dist_ckpt.storage import Storage, open_storage
 
 # The first so many columns of `ls`.
 _ALWAYS = 7
@@ -44,12 +43,12 @@ def ls(path: str, *, as_json: bool) -> None:
     \b
     dist-ckpt ls runs/a
     """  # noqa: D301 - click knows the backspace
-    found = checkpoints(resolve(path))
+    found, below = checkpoints(resolve(path)), _runs_in(path)
     if as_json:
-        output.print_json("ls", {"path": path, "checkpoints": [_facts_of(one) for one in found]})
+        facts = [_facts_of(one) for one in found]
+        output.print_json("ls", {"path": path, "checkpoints": facts, "runs": below})
         return
     if not found:
-        below = _runs_in(path)
         told = f", but in {listed(below)}: list one of them" if below else ""
         click.echo(output.printable(f"no checkpoints in {path}{told}"))
         return
@@ -78,6 +77,8 @@ def ls(path: str, *, as_json: bool) -> None:
     for one in found:
         if one.problem is not None and one.state in ("damaged", "incompatible"):
             click.echo(f"{output.printable(one.name)}: {output.printable(one.problem)}")
+    if below:
+        click.echo(output.printable(f"there are more in {listed(below)}: list one of them"))
 
 
 def _notes(one: RunCheckpoint) -> list[str]:
@@ -89,13 +90,16 @@ def _notes(one: RunCheckpoint) -> list[str]:
 def _runs_in(path: str) -> list[str]:
     """Return the folders in a folder that have checkpoints: it may be that of several runs."""
     storage, where = open_storage(path)
-    names = [one.name for one in storage.list(where) if one.kind == "folder"][:_MOST_RUNS]
-    found = []
-    for name in names:
-        with suppress(CheckpointError):  # it is a hint
-            if checkpoints(os.path.join(path, name)):
-                found.append(os.path.join(path, name))
-    return found
+    folders = [one.name for one in entries_at(storage, where) if one.kind == "folder"]
+    names = [name for name in folders if not is_taken(name)]
+    return [os.path.join(path, name) for name in names if _is_run(storage, f"{where}/{name}")]
+
+
+def _is_run(storage: Storage, folder: str) -> bool:
+    with suppress(CheckpointError, OSError):  # it is a hint
+        below = [one.name for one in storage.list(folder) if one.kind == "folder"]
+        return any(any(attempts_in(entries_at(storage, f"{folder}/{name}"))) for name in below)
+    return False
 
 
 def _facts_of(one: RunCheckpoint) -> dict[str, object]:
@@ -201,7 +205,7 @@ def _print_summary(ck: Checkpoint) -> None:
         ("saved by", by),
         ("size", f"{size(ck.nbytes)} in {facts['num_files']} files"),
         ("tensors", f"{facts['num_tensors']}, and {facts['num_aliases']} tied names"),
-        ("values", str(facts["num_values"])),
+        ("values", _values(ck)),
     ]
     if facts["num_parameters"] is not None:
         told = f"{facts['num_parameters']:,}, of which {facts['num_trainable']:,} are trained"
@@ -217,6 +221,12 @@ def _print_summary(ck: Checkpoint) -> None:
     lines += [("metadata", f"{key} = {value!r}") for key, value in shown.items()]
     for name, text in lines:
         click.echo(f"{name:<11} {output.printable(text)}")
+
+
+def _values(ck: Checkpoint) -> str:
+    """Return how many values there are that are no tensors, and the names of some, for globs."""
+    names = list(ck.index.catalog.values)
+    return f"{len(names)}: {listed(names)}" if names else "0"
 
 
 def _nbytes(counts: object) -> list[tuple[str, int]]:

@@ -65,7 +65,7 @@ def prune(
         )
     if doomed and not dry_run:
         # A job may have saved meanwhile: what was not shown stays.
-        plan = run.prune(keep, only=doomed)
+        plan = run.prune(keep, among=doomed)
     if as_json:
         facts = [
             {"name": one.name, "path": one.path, "step": one.step, "kept_by": list(told)}

@@ -136,7 +136,7 @@ _SHOWN: Keys = {
 
 # By name: the keys of the document besides `schema`.
 KEYS: Mapping[str, Keys] = {
-    "ls": {"path": TEXT, "checkpoints": list_of(_LISTED)},
+    "ls": {"path": TEXT, "checkpoints": list_of(_LISTED), "runs": list_of(TEXT)},
     "show": _SHOWN,
     "show-all": {"checkpoints": list_of(record(**_SHOWN))},
     "tree": {

@@ -155,6 +155,15 @@ def names_in(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     return _matching(iter(sorted(found)), incomplete)
 
 
+def components_in(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Return the components of the checkpoint that was given before. Called by click."""
+    with suppress(*_EXPECTED), checkpoint.open(str(ctx.params.get("path"))) as ck:
+        return _matching((one.name for one in ck.index.catalog.components), incomplete)
+    return []
+
+
 def _matching(offered: Iterator[str], incomplete: str) -> list[CompletionItem]:
     return [
         CompletionItem(one) for one in offered if one.startswith(incomplete) and one.isprintable()

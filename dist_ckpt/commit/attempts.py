@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from dist_ckpt.commit.others_files import advice_on
 from dist_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -247,10 +248,7 @@ def _what_is_at(storage: Storage, path: str) -> str:
     if any(_is_checkpoint(storage, f"{path}/{entry.name}") for entry in entries[:LOOKED_INTO]):
         return f"it is the folder of a run. Name one of its checkpoints, such as {path}@latest"
     names = ", ".join(entry.name for entry in entries[:5]) + ", ..." * (len(entries) > 5)
-    advice = "Pass the folder that was given to save"
-    if any(entry.name.endswith(".safetensors") for entry in entries):  # of others
-        advice = "Pass one of these files, or add model.safetensors.index.json"
-    return f"the folder holds {names}. {advice}"
+    return f"the folder holds {names}. {advice_on({entry.name for entry in entries})}"
 
 
 def _is_checkpoint(storage: Storage, path: str) -> bool:

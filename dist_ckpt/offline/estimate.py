@@ -89,6 +89,8 @@ def estimate(  # noqa: PLR0913 - what a job is
     `dc.open`.
     """
     num_saves = _checked(steps, save_every, step_s, rate)
+    if keep is not None and not isinstance(keep, Keep):
+        raise TypeError(f"keep={keep!r}: give a policy such as dc.keep.last(3)")
     storage, where = open_source(resolve(path))
     attempt, index = attempts.find(storage, where)
     world_size = index.catalog.world_size if world_size is None else world_size
@@ -129,7 +131,7 @@ def _checked(
         if given is not None and (type(given) is not int or given < 1):
             raise ValueError(f"{name}={given!r}: give a number from 1 on")
     for name, number in (("step_s", step_s), ("rate", rate)):
-        if number is not None and not 0 < number < inf:
+        if number is not None and not (type(number) in (int, float) and 0 < number < inf):
             raise ValueError(f"{name}={number!r}: give a number above 0")
     num_saves = 1 if steps is None or save_every is None else steps // save_every
     if not 1 <= num_saves <= MAX_SAVES:

@@ -137,25 +137,30 @@ class Run:
         self,
         keep: Keep,
         *,
-        only: Collection[RunCheckpoint] | None = None,
+        among: Collection[RunCheckpoint] | None = None,
         dry_run: bool = False,
     ) -> list[Decision]:
         """Remove what no rule and no guard keeps; return of each checkpoint what keeps it.
 
         With nothing that keeps it, it is gone, or would be without `dry_run`. Never removed are the
         newest, the newest that passes a quick check, the newest that was checked in full, and what
-        is pinned, tagged or held; with `only`, of what an earlier dry run told of, all that it did
-        not say would go. NotFoundError if a rule names a metric that no checkpoint has.
+        is pinned, tagged or held. `among` are checkpoints, as of an earlier dry run, out of which
+        some may go, where they are: all others stay. NotFoundError if a rule names a metric that no
+        checkpoint has.
         """
         if not isinstance(keep, Keep):
             raise TypeError(f"keep={keep!r}: give a policy such as dc.keep.last(3)")
+        among = None if among is None else tuple(among)
+        for one in among or ():
+            if not isinstance(one, RunCheckpoint):
+                raise TypeError(f"among has {one!r}: give checkpoints that a dry run returned")
         self._check_metrics(keep)
         return prune(
             self._storage,
             self._root,
             keep,
             is_whole=is_whole,
-            only=None if only is None else {one.where for one in only if one.where is not None},
+            among=among,
             dry_run=dry_run,
         )
 

@@ -31,7 +31,7 @@ def strip_index(index: Index, names: Collection[str], keys: Collection[str]) -> 
     if not set(keys) - set(names):
         raise ValueError(
             f"{listed(sorted(names))} are all that is here, and nothing would be left: delete the "
-            f"checkpoint instead (dist_ckpt.delete)"
+            f"checkpoint instead (dc.delete, on the command line `dist-ckpt rm`)"
         )
     dropped = {fqn for fqn in catalog.tensors if owner_of(fqn, keys) in names}
     numbers = {catalog.tensors[fqn].component for fqn in dropped}

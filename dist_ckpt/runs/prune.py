@@ -86,7 +86,7 @@ def prune(  # noqa: PLR0913 - what is removed, and by whom
     *,
     is_whole: Callable[[RunCheckpoint], bool],
     run: OfRun | None = None,
-    only: Collection[Where] | None = None,
+    among: Collection[RunCheckpoint] | None = None,
     dry_run: bool = False,
 ) -> list[Decision]:
     """Remove what nothing keeps; return of each checkpoint what keeps it, or nothing if it is gone.
@@ -94,8 +94,8 @@ def prune(  # noqa: PLR0913 - what is removed, and by whom
     First what an earlier call left half done is finished. `is_whole` is a quick check, of the
     newest one and of older ones until one passes. With `run`, a start of a run, nothing is removed
     once a newer start has begun: ConflictError; so it is without, if a start has begun meanwhile.
-    With `only`, others than these stay. A `dry_run` changes nothing. NotFoundError if there is no
-    such folder, ValueError if it is a checkpoint.
+    With `among`, others than these stay, also the same ones elsewhere. A `dry_run` changes nothing.
+    NotFoundError if there is no such folder, ValueError if it is a checkpoint.
     """
     listing = list_run(storage, root, now=time.time())
     if not dry_run and any(fact.name.kind == HOLD for fact in listing.facts):
@@ -105,8 +105,9 @@ def prune(  # noqa: PLR0913 - what is removed, and by whom
     if not dry_run:
         finish(storage, root, listing.facts)
     decisions = [_spare_newer(one, run) for one in plan_prune(listing, keep)]
-    if only is not None:
-        decisions = [_spare_others(one, only) for one in decisions]
+    if among is not None:
+        shown = {(one.path, one.where) for one in among}
+        decisions = [_spare_others(one, shown) for one in decisions]
     if any(not told for _, told in decisions):
         decisions = _spare_whole(listing, decisions, is_whole)
     if not dry_run and any(not told for _, told in decisions):
@@ -123,9 +124,10 @@ def _spare_newer(decision: Decision, run: OfRun | None) -> Decision:
     return one, told
 
 
-def _spare_others(decision: Decision, only: Collection[Where]) -> Decision:
+def _spare_others(decision: Decision, shown: set[tuple[str, Where | None]]) -> Decision:
     one, told = decision
-    return one, (told if told or one.where in only else ("its removal was not asked for",))
+    is_asked = (one.path, one.where) in shown
+    return one, (told if told or is_asked else ("its removal was not asked for",))
 
 
 def _spare_whole(

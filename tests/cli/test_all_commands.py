@@ -177,7 +177,7 @@ MORE_DOCUMENTS = [
     ("strip", "strip {root}@1 optim --dry-run"),
     ("pin", "pin {root}@1 --remove --dry-run"),
     ("rm", "rm {root}@1 --dry-run"),
-    ("dry-run", "cp {root}@1 {root}@2 --overwrite --dry-run"),
+    ("dry-run", "cp {root}@1 {root}/s2 --overwrite --dry-run"),
     ("dry-run", "average {root} --last 2 --to {root}-new -g model.b --dry-run"),
     ("dry-run", "import --from hf {root}-hf {root}-new --dry-run"),
     ("dry-run", "export --format hf {root}@1 {root}-new --dry-run"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -398,6 +399,65 @@ def test_a_reader_that_goes_away_ends_it_quietly_and_well(checkpoint, words):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize(
+    ("words", "redirected", "code", "told"),
+    [
+        ("ls {path}", ">&-", 0, ""),
+        ("ls {path}", "<&- >&- 2>&-", 0, ""),
+        ("rm {path}", "<&-", 6, "is not deleted: say --yes"),
+        ("verify {path}", "2>&- >/dev/null", 0, ""),
+        ("verify {path}-not-there", "2>&- >/dev/null", 3, ""),
+        ("ls {path}", ">/dev/full", 5, "(ENOSPC): free space"),
+    ],
+)
+def test_streams_that_are_closed_or_full_are_no_traceback(
+    words, redirected, code, told, checkpoint
+):
+    command = f"exec {sys.executable} -m dist_ckpt {words.format(path=checkpoint)} {redirected}"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert told in done.stderr
+
+
+@pytest.mark.multi_process
+def test_an_interrupt_while_it_starts_is_no_traceback(tmp_path):
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_ckpt", "ls"],
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["model.safetensors", "config.json"], "`dist-ckpt import --from hf`"),
+        (["model.safetensors.index.json"], "`dist-ckpt import --from hf`"),
+        (["other.safetensors"], "add model.safetensors.index.json"),
+        (["__0_0.distcp"], "without the .metadata that its saves write last"),
+    ],
+)
+def test_files_of_others_are_told_what_they_are_and_what_to_do(run, tmp_path, files, told):
+    for file in files:
+        (tmp_path / file).write_text("")
+    code, _, errors = run("rm", tmp_path, "--yes")
+    assert (code, told in errors) == (3, True), errors
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(files)
+
+
+def test_show_names_the_values_for_who_chooses_by_globs(run, tmp_path):
+    dc.save({"w": torch.ones(1), "epoch": 3, "scheduler": {"n": [1]}}, tmp_path / "ck")
+    assert "values      2: epoch, scheduler\n" in run("show", tmp_path / "ck")[1]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -225,6 +227,45 @@ def test_what_was_not_shown_is_not_pruned(run, root, monkeypatch):
     assert code == 0
     assert "kept  s4  its removal was not asked for" in out
     assert steps(root) == [4, 5]
+
+
+def test_the_same_checkpoint_elsewhere_was_not_shown(run, root, monkeypatch):
+    """Somebody saves what is to go, by another name, before the answer."""
+
+    def confirm(*_: object, **__: object) -> None:
+        shutil.copytree(root / "s1", root / "precious")
+        os.rename(root / "s2", root / "mine")
+
+    monkeypatch.setattr(output, "confirm", confirm)
+    code, out, _ = run("prune", root, "--keep", "last(1)", "--explain")
+    assert code == 0
+    assert "kept  precious  its removal was not asked for" in out
+    assert "kept  mine  its removal was not asked for" in out
+    assert [one.name for one in dc.checkpoints(root)] == ["precious", "mine", "s4"]
+
+
+@pytest.mark.parametrize("among", [["s1"], "s1", [None], [("s1", ())]])
+def test_prune_takes_checkpoints_of_a_dry_run_alone(root, among):
+    with pytest.raises(TypeError, match="give checkpoints that a dry run returned"):
+        dc.Run(root).prune(dc.keep.last(1), among=among)
+    assert steps(root) == [1, 2, 3, 4]
+
+
+def test_runs_in_a_folder_of_them_are_named_whatever_lies_beside(run, root, tmp_path):
+    dc.save({"x": 1}, tmp_path / "single" / "s1")
+    os.mkdir(os.fsencode(tmp_path) + b"/\xff")
+    for number in range(60):
+        (tmp_path / f"a{number:02}").mkdir()
+    told = f"{tmp_path}/run, {tmp_path}/single"
+    assert (
+        run("ls", tmp_path)[1] == f"no checkpoints in {tmp_path}, but in {told}: list one of them\n"
+    )
+    document = json.loads(run("ls", tmp_path, "--json")[1])
+    assert (document["checkpoints"], document["runs"]) == ([], told.split(", "))
+    dc.save({"x": 1}, tmp_path / "beside", step=1)
+    out = run("ls", tmp_path)[1]
+    assert "beside" in out
+    assert f"there are more in {told}: list one of them" in out
 
 
 def test_a_backup_is_made_listed_checked_and_not_pruned(run, root):
