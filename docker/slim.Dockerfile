@@ -4,7 +4,7 @@
 #   docker build -f docker/slim.Dockerfile -t dist-ckpt-slim .
 #   docker run --rm -v /data/runs:/runs --user "$(id -u):$(id -g)" dist-ckpt-slim ls /runs/a
 #
-# Run it as the user who owns the checkpoints. What imports from pickles or averages needs the other image.
+# Run it as the user who owns the checkpoints. What averages, or exports to DCP or torch.load, needs the other image.
 FROM python:3.12-slim
 
 COPY pyproject.toml constraints.txt README.md /src/

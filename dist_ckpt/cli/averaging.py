@@ -1,4 +1,4 @@
-"""The command that averages checkpoints; of all commands it alone needs torch."""
+"""The command that averages checkpoints, which needs torch."""
 
 from __future__ import annotations
 

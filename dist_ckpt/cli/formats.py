@@ -1,4 +1,4 @@
-"""The commands for files of other systems: import, export. A new format is a line in each table."""
+"""The commands for files of other systems: import, export. A format is a line in a table."""
 
 from __future__ import annotations
 

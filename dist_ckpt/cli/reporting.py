@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -10,7 +11,7 @@ import click
 
 from dist_ckpt.cli import options, output
 from dist_ckpt.html_report.verdict import CHECKS, Check
-from dist_ckpt.html_report.written import report_facts, write_report
+from dist_ckpt.html_report.written import check_target, report_facts, write_report
 from dist_ckpt.reports import Progress
 
 
@@ -32,8 +33,17 @@ from dist_ckpt.reports import Progress
     help="How to look for damage.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a file that is no report.")
+@options.dry_run
 @options.json
-def report(path: str, *, file: str | None, check: Check, overwrite: bool, as_json: bool) -> None:
+def report(
+    path: str,
+    *,
+    file: str | None,
+    check: Check,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     """Write a page about a checkpoint or a run: one HTML file that loads nothing from anywhere.
 
     PATH is one checkpoint, or a run's folder. Of a checkpoint the page has its sizes by name, who
@@ -46,9 +56,14 @@ def report(path: str, *, file: str | None, check: Check, overwrite: bool, as_jso
     dist-ckpt report runs/a -o run.html
     dist-ckpt report runs/a@latest --verify full
     """  # noqa: D301 - click knows the backspace
-    if as_json and (file is not None or overwrite):
-        raise click.UsageError("--json writes no page: leave --output and --overwrite out")
+    if as_json and (file is not None or overwrite or dry_run):
+        raise click.UsageError("--json writes no page: leave --output and the like out")
     file = file or "report.html"
+    if dry_run:
+        report_facts(path, check="none", progress_of=lambda _: lambda *_: None)
+        replaces = check_target(file, overwrite=overwrite) and os.path.lexists(file)
+        click.echo(output.printable(f"{file}: would be {'replaced' if replaces else 'written'}"))
+        return
     with ExitStack() as bars:
 
         def progress_of(what: str) -> Progress:

@@ -186,9 +186,10 @@ def _subject(path: str) -> Subject:
     type=output.Seconds(min=0),
     help=f"Seconds to wait for an answer.  [default: {ANSWER_S:g}]",
 )
+@options.dry_run
 @options.json
 def request_save(
-    root: str, *, stops: bool, wait: bool, timeout_s: float | None, as_json: bool
+    root: str, *, stops: bool, wait: bool, timeout_s: float | None, dry_run: bool, as_json: bool
 ) -> None:
     """Ask the job that writes into ROOT to save now.
 
@@ -203,19 +204,21 @@ def request_save(
     if timeout_s is not None and not wait:
         raise click.UsageError("--timeout says how long to wait: give --wait as well")
     storage, where = open_storage(root)
-    request = asking.request_save(storage, where, stops=stops)
-    before = last_sign(storage, where, request.start)
-    what = f"start {request.start} of the run in {where} to save{' and to end' * stops}"
+    start = asking.start_to_ask(storage, where)
+    request = None if dry_run else asking.request_save(storage, where, stops=stops)
+    start = start if request is None else request.start
+    before = last_sign(storage, where, start)
+    what = f"start {start} of the run in {where} to save{' and to end' * stops}"
     if not as_json:
-        click.echo(f"asked {output.printable(what)}")
+        click.echo(f"{'would ask' if dry_run else 'asked'} {output.printable(what)}")
     if before is None and not as_json:
         click.echo(NO_SIGN, err=True)
     answer, why = None, ""
-    if wait:
+    if wait and request is not None:
         waits_s = ANSWER_S if timeout_s is None else timeout_s
         answer, why = _wait_for_answer((storage, where), request, before, waits_s)
     if as_json:
-        facts = {"root": where, "start": request.start, "stops": stops, "wait": wait}
+        facts = {"root": where, "start": start, "stops": stops, "wait": wait, "dry_run": dry_run}
         document = {**facts, "last_sign": before, **_answered(answer, why)}
         output.print_json("request-save", document)
     elif answer is not None and answer.saved is not None:

@@ -296,7 +296,7 @@ KEYS: Mapping[str, Keys] = {
     "request-save": {
         **each("root why", TEXT),
         "start": INT,
-        **each("stops wait", BOOL),
+        **each("stops wait dry_run", BOOL),
         "outcome": {"enum": ["saved", "failed", "ended", None]},
         "step": or_null(INT),
         "attempt": or_null(TEXT),

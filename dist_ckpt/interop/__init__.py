@@ -1,8 +1,7 @@
 """Other systems: their functions over our format, and their files in and out.
 
-`dcp.py` serves torch's own checkpoint functions. `hf.py` writes folders of safetensors files, which
-`foreign/` reads. Other files go in and out by functions, and as
-`dist-ckpt import` and `export`: a format is a module with `import_file` and `export_file`, and a
-line in `cli/formats.py`. What it reads becomes a checkpoint by `plain_states.py` and
-`lone_save.py`.
+`dcp.py` serves torch's own checkpoint functions. `hf.py`, `dcp_export.py` and `torch_export.py`
+write what other libraries read, and `imports.py` makes checkpoints of what they wrote, which
+`foreign/` reads where it lies. `shrew.py` does both for a format of one file, by `plain_states.py`
+and `lone_save.py`. What goes in or out has a line in `cli/formats.py`.
 """

@@ -20,7 +20,9 @@ from dist_ckpt.format.index import Node
 from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.format.strict_json import is_text
 from dist_ckpt.planning.plan import Inventory, TensorEntry, View
+from dist_ckpt.state.compounds import is_compound
 from dist_ckpt.state.local_state import LocalState
+from dist_ckpt.state.local_tensors import class_name
 from dist_ckpt.state.plain_torch import without_tensors
 from dist_ckpt.state.tensors import describe
 
@@ -104,6 +106,11 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
         raise TypeError(
             f"{item.index.fqn}: {type(planner).__name__} resolves a tensor to a "
             f"{type(value).__name__}: let it return the tensor"
+        )
+    if is_compound(value):
+        raise TypeError(
+            f"{item.index.fqn}: {class_name(value)} is made of other tensors, which have no place "
+            f"below DCP's planner: save it with dc.save, and load it with dc.load"
         )
     return value.detach()
 

@@ -61,13 +61,11 @@ class RequestNames:
 # --- who asks --------------------------------------------------------------------------------
 
 
-def request_save(storage: Storage, root: str, *, stops: bool) -> RequestRecord:
-    """Ask the job that writes into a root to save now, and then to end if it `stops`.
+def start_to_ask(storage: Storage, root: str) -> int:
+    """Return the number of the newest start of a run, which is who is asked.
 
-    The request is durable on return; whether a job is alive to see it is not known.
     NotFoundError if no job has begun to write there. CorruptError or IncompatibleError if the
-    record of the newest start cannot be read, StorageError if it is not certain that the request
-    is there.
+    record of the newest start cannot be read.
     """
     newest = newest_start(storage, root)
     if newest is None:
@@ -75,7 +73,17 @@ def request_save(storage: Storage, root: str, *, stops: bool) -> RequestRecord:
             f"{root}: no job is writing here, as no start of a run is recorded: give the root of a "
             f"dist_ckpt.Checkpointer"
         )
-    request = RequestRecord(new_id(), newest.number, stops, this_process(), time.time())
+    return newest.number
+
+
+def request_save(storage: Storage, root: str, *, stops: bool) -> RequestRecord:
+    """Ask the job that writes into a root to save now, and then to end if it `stops`.
+
+    The request is durable on return; whether a job is alive to see it is not known. Raises what
+    `start_to_ask` does, StorageError if it is not certain that the request is there.
+    """
+    start = start_to_ask(storage, root)
+    request = RequestRecord(new_id(), start, stops, this_process(), time.time())
     folder = f"{root}/{REQUESTS}"
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)

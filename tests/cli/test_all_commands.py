@@ -184,6 +184,7 @@ MORE_DOCUMENTS = [
     ("dry-run", "export --format dcp {root}@1 {root}-new --dry-run"),
     ("dry-run", "backup {root}@1 --dry-run"),
     ("request-save", "request-save {root}-job --wait --timeout 0"),
+    ("request-save", "request-save {root}-job --stop --dry-run"),
 ]
 
 
@@ -286,6 +287,10 @@ def test_completion_is_printed_and_completes(shell: str, run: Run) -> None:
         (["tensors", "{root}@1", "-g"], "model.", ["model.b", "model.w"]),
         (["diff", "{root}@1", "{root}@2", "--exclude"], "o", ["optim"]),
         (["tensors", "{root}-gone", "-g"], "", []),
+        (["export", "--format", "torch", "{root}@1", "f", "-g"], "model.", ["model.b", "model.w"]),
+        (["export", "--format", "hf", "{root}@1", "f", "--only"], "", ["model", "optim"]),
+        (["strip", "{root}@1"], "o", ["optim"]),
+        (["strip", "{root}-gone"], "o", []),
     ],
 )
 def test_a_shell_is_offered_checkpoints_and_names(

@@ -33,6 +33,19 @@ def test_a_page_is_written_and_replaced(run, saved, tmp_path, monkeypatch):
     assert (code, out) == (0, "run.html: 1 checkpoint\n")
 
 
+def test_a_dry_run_says_what_would_be_written(run, saved, tmp_path):
+    page = tmp_path / "page.html"
+    assert run("report", saved, "-o", page, "--dry-run") == (0, f"{page}: would be written\n", "")
+    assert not page.exists()
+    assert run("report", saved, "-o", page)[0] == 0
+    assert run("report", saved, "-o", page, "--dry-run")[1] == f"{page}: would be replaced\n"
+    page.write_text("mine")
+    for words in ((saved, "-o", page), (tmp_path / "gone", "-o", tmp_path / "b.html")):
+        assert run("report", *words, "--dry-run")[::2] == run("report", *words)[::2]
+    assert page.read_text() == "mine"
+    assert run("report", saved, "--dry-run", "--json")[0] == 2
+
+
 def test_damage_is_a_finding_and_the_page_is_there(run, saved, tmp_path):
     (file,) = saved.glob("a*/*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])

@@ -202,6 +202,7 @@ def test_a_request_needs_a_run(run: Callable[..., Result], root: Path, tmp_path:
     for where in (tmp_path, tmp_path / "nowhere", root / "s1"):
         code, _, err = run("request-save", where)
         assert code == 3
+        assert run("request-save", where, "--dry-run")[::2] == (3, err)
         assert "no job is writing here" in err
     assert not (tmp_path / "nowhere").exists()
     code, _, err = run("request-save", root, "--timeout", "3")
@@ -215,6 +216,9 @@ def test_a_request_that_nobody_answers_is_taken_back(
     run: Callable[..., Result], root: Path
 ) -> None:
     start(root)
+    code, out, err = run("request-save", root, "--stop", "--wait", "--dry-run")
+    assert (code, out) == (0, f"would ask start 1 of the run in {root} to save and to end\n")
+    assert not (root / ".requests").exists()
     code, out, err = run("request-save", root, "--wait", "--timeout", "0.1")
     assert code == 6
     assert out == f"asked start 1 of the run in {root} to save\n"

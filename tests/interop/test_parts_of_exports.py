@@ -18,17 +18,19 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import dist_ckpt as dc
+from compound_tensors import Quantized
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop import dcp_export, hf, shrew, torch_export
-from dist_ckpt.interop.dcp import StorageReader
+from dist_ckpt.interop.dcp import StorageReader, StorageWriter
+from dist_ckpt.interop.dcp_export import export_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 load = torch.load  # noqa: TID251 - it is what users do
 
 # Of a way out: what exports, and what says what that would.
-Export = Callable[..., object]
-BOTH = [
+Export = Callable[..., Any]
+BOTH: list[tuple[Export, Export]] = [
     (torch_export.export_file, torch_export.would_export_file),
     (dcp_export.export_folder, dcp_export.would_export),
 ]
@@ -222,3 +224,18 @@ def test_each_tensor_that_is_loaded_has_hooks_of_its_own(tmp_path: Path) -> None
     found = exported(tmp_path / "ck")
     assert found["a"]._backward_hooks is not found["b"]._backward_hooks
     assert found["c"].stride() == torch.ones(2, 0, 3).stride()
+
+
+def test_tensors_made_of_others_are_refused_below_dcp_with_what_takes_them(tmp_path: Path) -> None:
+    state = {"w": Quantized.of(torch.ones(4, 4)), "v": torch.ones(1)}
+    with pytest.raises(
+        CheckpointException, match=r"w: .*Quantized is made of other .* with dc\.save"
+    ):
+        dcp.save(state, storage_writer=StorageWriter(tmp_path / "a"))
+    dc.save(state, tmp_path / "ck")
+    for export, would_export in BOTH:
+        for call in (export, would_export):
+            with pytest.raises(IncompatibleError, match=r"w is a quantized tensor.*exclude='w'"):
+                call(tmp_path / "ck", tmp_path / "to")
+    export_folder(tmp_path / "ck", tmp_path / "dcp", exclude="w")
+    assert exported(tmp_path / "ck", exclude="w") == {"v": torch.ones(1)}
