@@ -121,6 +121,8 @@ def new_file(
         sync_folder(os.path.dirname(where))
     except FileExistsError:
         raise _exists(where) from None
+    except StorageError as error:  # in the words of who asked: the other name is gone now
+        raise StorageError(str(error).replace(temporary, where)) from error
     except OSError as error:
         raise StorageError(f"{where} cannot be written: {with_remedy(error)}") from error
     finally:

@@ -145,7 +145,7 @@ def export_file(  # noqa: PLR0913 - a front door
         number = shrew_format.version_for(state, version)
         nbytes = _nbytes_of(state, number)
         tell = CopyProgress(nbytes, progress)
-        with new_file(file, overwrite=overwrite) as out:
+        with new_file(file, overwrite=overwrite, nbytes=nbytes) as out:
             for part in shrew_format.encode(state, number, _data_of):
                 tell(out.write(part))
     return nbytes

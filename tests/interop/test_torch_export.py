@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import logging
 import re
 import struct
@@ -21,10 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import dist_ckpt as dc
-from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError
+from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, StorageError
 from dist_ckpt.format import dtypes
 from dist_ckpt.interop import hf_files, imports
 from dist_ckpt.interop.torch_export import export_file, would_export_file
+from dist_ckpt.storage import local
 from ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -261,4 +263,22 @@ def test_damage_leaves_nothing(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(CorruptError):
         export_file(tmp_path / "ck", tmp_path / "a.pt")
+    assert [one.name for one in tmp_path.iterdir()] == ["ck"]
+
+
+def test_a_file_that_finds_no_room_is_named_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dc.save({"w": torch.ones(1 << 18)}, tmp_path / "ck")
+    told: list[int] = []
+
+    def allocate(_: int, nbytes: int) -> bool:
+        if nbytes > 1 << 19:
+            raise OSError(errno.ENOSPC, "full")
+        return True
+
+    monkeypatch.setattr(local, "_allocate", allocate)
+    with pytest.raises(StorageError, match=rf"{tmp_path}/a\.pt: full .*free space"):
+        export_file(tmp_path / "ck", tmp_path / "a.pt", progress=lambda *done: told.extend(done))
+    assert told == []
     assert [one.name for one in tmp_path.iterdir()] == ["ck"]
