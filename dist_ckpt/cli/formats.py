@@ -125,7 +125,9 @@ _EXPORTS: Mapping[str, _ExportFormat] = {
     "-g", "--include", multiple=True, help="Glob of names in TARGET to write; may be repeated."
 )
 @click.option(
-    "--exclude", multiple=True, help="Glob of names in TARGET to leave out; may be repeated."
+    "--exclude",
+    multiple=True,
+    help="Glob of names in TARGET to leave out, and not to look into; may be repeated.",
 )
 @options.dry_run
 @options.json

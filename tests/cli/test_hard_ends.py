@@ -190,6 +190,7 @@ def test_a_dumb_terminal_is_told_in_lines(
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     with output.progress("work") as update:
+        update(0, 10)
         now[0] = 10.0
         update(5, 10)
     assert capsys.readouterr().err == "work: 5 B of 10 B, 10 s left\n"
@@ -206,3 +207,17 @@ def _read_all(terminal: int) -> Iterator[bytes]:
             break
         yield data
     os.close(terminal)
+
+
+def test_what_is_left_is_told_by_the_pace_since_the_first_byte(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not since the command began, which imports torch before it reads anything."""
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    log = output._Log("export")
+    now = 60.0
+    log.tell(0, 100)
+    now = 70.0
+    log.tell(50, 100)
+    assert capsys.readouterr().err.splitlines()[-1] == "export: 50 B of 100 B, 10 s left"

@@ -13,7 +13,8 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.cli import output
-from dist_ckpt.errors import ConflictError
+from dist_ckpt.errors import ConflictError, StorageError
+from dist_ckpt.storage.local import LocalStorage
 
 
 @pytest.fixture
@@ -249,6 +250,19 @@ def test_prune_takes_checkpoints_of_a_dry_run_alone(root, among):
     with pytest.raises(TypeError, match="give checkpoints that a dry run returned"):
         dc.Run(root).prune(dc.keep.last(1), among=among)
     assert steps(root) == [1, 2, 3, 4]
+
+
+def test_runs_are_named_though_one_of_them_cannot_be_looked_into(run, root, monkeypatch):
+    (root.parent / "other" / "broken").mkdir(parents=True)
+    listed = LocalStorage.list
+
+    def fail(self, folder, **options):
+        if folder.endswith("/broken"):
+            raise StorageError("the disk")
+        return listed(self, folder, **options)
+
+    monkeypatch.setattr(LocalStorage, "list", fail)
+    assert f"but in {root}: list one" in run("ls", root.parent)[1]
 
 
 def test_runs_in_a_folder_of_them_are_named_whatever_lies_beside(run, root, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -185,9 +187,10 @@ def test_integers_of_less_than_a_byte_are_refused_by_name(
     small = torch.zeros(2, dtype=torch.uint8).view(torch.uint4)
     dc.save({"model": {"w[0]": small, "v": torch.ones(1)}}, tmp_path / "ck")
     for call in calls:
-        with pytest.raises(IncompatibleError, match=r"w\[0\] is uint4, which torch.save does not"):
+        with pytest.raises(IncompatibleError, match=r"w\[0\] is uint4, which torch") as raised:
             call(tmp_path / "ck", tmp_path / "to")
-    # As the message says: a bracket is no pattern there.
+        # As the message says: a bracket is no pattern there.
+        assert "exclude='model.w[[]0]', on the command line --exclude 'model." in str(raised.value)
     calls[0](tmp_path / "ck", tmp_path / "to", exclude="model.w[[]0]")
 
 
@@ -239,3 +242,40 @@ def test_tensors_made_of_others_are_refused_below_dcp_with_what_takes_them(tmp_p
                 call(tmp_path / "ck", tmp_path / "to")
     export_folder(tmp_path / "ck", tmp_path / "dcp", exclude="w")
     assert exported(tmp_path / "ck", exclude="w") == {"v": torch.ones(1)}
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+# See `LIMITED` in test_hf.py.
+LIMITED = """
+import resource, sys, threading
+threading.stack_size(256 << 10)
+from dist_ckpt.interop import dcp_export, torch_export
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if "VmData" in line)
+limit = (used << 10) + int(sys.argv[4])
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+getattr(globals()[sys.argv[1]], sys.argv[2])(sys.argv[3], sys.argv[3] + ".out")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.parametrize(
+    ("module", "function", "nbytes"),
+    [("torch_export", "export_file", 96 << 20), ("dcp_export", "export_folder", 200 << 20)],
+)
+def test_exports_need_far_less_memory_than_the_tensors_take(
+    module: str, function: str, nbytes: int, tmp_path: Path
+) -> None:
+    one = torch.arange(40 << 20)  # 320 MiB
+    dc.save({"w": one}, tmp_path / "ck")
+    command = [sys.executable, "-c", LIMITED, module, function, f"{tmp_path}/ck", f"{nbytes}"]
+    environ = {**os.environ, "DIST_CKPT_THREADS": "2"}
+    subprocess.run(command, check=True, timeout=120, env=environ)
+    out = tmp_path / "ck.out"
+    if out.is_dir():
+        found = {"w": torch.zeros_like(one)}
+        dcp.load(found, checkpoint_id=out)
+    else:
+        found = load(out, mmap=True)
+    assert torch.equal(found["w"], one)
