@@ -185,7 +185,7 @@ def test_a_dry_run_refuses_what_the_real_call_refuses(name: str, base: Path, run
         "export --format hf {root}@2 {new} -g nothing",
         "export --format shrew {root}@2 {new}",
         "export --format dcp {root}@9 {new}",
-        "export --format torch {root}@2 {new} --only epoch",
+        "export --format torch {root}@2 {new} --only nothing",
         "export --format torch {root}@2 {new} --dtype bf16",
         "backup {root}/s9",
     ],
