@@ -97,7 +97,10 @@ def _runs_in(path: str) -> list[str]:
 
 def _is_run(storage: Storage, folder: str) -> bool:
     with suppress(CheckpointError, OSError):  # it is a hint
-        below = [one.name for one in storage.list(folder) if one.kind == "folder"]
+        entries = storage.list(folder)
+        if any(attempts_in(entries)):  # a checkpoint
+            return False
+        below = [one.name for one in entries if one.kind == "folder"]
         return any(any(attempts_in(entries_at(storage, f"{folder}/{name}"))) for name in below)
     return False
 

@@ -152,7 +152,7 @@ def _problems(
     """Yield what cannot be written, with what to do."""
     for name in stored.broken_lists(kept):
         yield f"{name} is a list out of whose midst something is left out: leave all of it out"
-    for name in kept:
+    for name in sorted(kept):
         if name.endswith(f".{RECORD}"):
             whole = name.removesuffix(f".{RECORD}")
             remedy = f"leave it out ({to_leave_out(whole)})"

@@ -137,9 +137,9 @@ def _checked(rtol: float | None, atol: float | None, *, values: bool) -> _Tolera
     if not values and (rtol is not None or atol is not None):
         raise ValueError("rtol and atol are for values: give values=True (--values) as well")
     for name, given in (("rtol", rtol), ("atol", atol)):
-        if given is not None and not (
-            type(given) in (int, float) and isfinite(given) and given >= 0
-        ):
+        if given is None:
+            continue
+        if isinstance(given, bool | str) or not (isfinite(given) and given >= 0):
             raise ValueError(f"{name}={given!r}: give a number from 0 on")
     if values:
         numpy_module()  # before anything is read

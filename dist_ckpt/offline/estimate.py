@@ -131,7 +131,9 @@ def _checked(
         if given is not None and (type(given) is not int or given < 1):
             raise ValueError(f"{name}={given!r}: give a number from 1 on")
     for name, number in (("step_s", step_s), ("rate", rate)):
-        if number is not None and not (type(number) in (int, float) and 0 < number < inf):
+        if number is None:
+            continue
+        if isinstance(number, bool | str) or not 0 < number < inf:
             raise ValueError(f"{name}={number!r}: give a number above 0")
     num_saves = 1 if steps is None or save_every is None else steps // save_every
     if not 1 <= num_saves <= MAX_SAVES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,14 @@ def test_large_integers_that_are_one_apart_differ(tmp_path: Path) -> None:
     assert not diff(tmp_path / "a", tmp_path / "b", values=True).same
 
 
-@pytest.mark.parametrize("options", [{"rtol": 1.0}, {"values": True, "atol": -1.0}])
-def test_a_tolerance_that_makes_no_sense_is_refused(first: Path, options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="give"):
-        diff(first, first, **options)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rtol": 1.0},
+        *({"values": True, "atol": given} for given in (-1.0, "1", True, float("nan"))),
+        *({"values": given} for given in (1, "yes")),
+    ],
+)
+def test_a_tolerance_that_makes_no_sense_is_refused(first: Path, options: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match="give"):
+        diff(first, first, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,12 +77,13 @@ def found_rate() -> float:
     [
         *({"steps": 10}, {"steps": 10, "save_every": 20}, {"steps": 10**9, "save_every": 1}),
         *({"world_size": 0}, {"rate": 0}, {"rate": -1.0}, {"rate": nan}, {"rate": inf}),
-        *({"step_s": 0.0}, {"step_s": nan}),
+        *({"step_s": 0.0}, {"step_s": nan}, {"rate": "1"}, {"step_s": True}),
+        {"keep": "last(3)"},
     ],
 )
-def test_a_job_that_makes_no_sense_is_refused(path: Path, job: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="give"):
-        estimate(path, **job)  # type: ignore[arg-type]
+def test_a_job_that_makes_no_sense_is_refused(path: Path, job: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match="give"):
+        estimate(path, **job)
 
 
 def test_a_write_test_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
