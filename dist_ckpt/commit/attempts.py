@@ -215,8 +215,8 @@ def claimed_by(storage: Storage, path: str, attempt: Attempt) -> str:
     try:
         document = index_json.decode(read_document(storage, file), what=file)
     except (CheckpointError, FileNotFoundError):
-        return "by whom is not known yet"
-    return f"by {document.by}" if isinstance(document, Abandoned) else "by whom is not known"
+        return "by somebody who is not known yet"
+    return f"by {document.by if isinstance(document, Abandoned) else 'somebody who is not known'}"
 
 
 def nothing_found(storage: Storage, path: str) -> NotFoundError:

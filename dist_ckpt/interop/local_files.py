@@ -105,7 +105,8 @@ def new_file(
     """Write a file: it has its name, whole and durable, when the `with` has ended well.
 
     Until then it has another name, in the same folder; after an error it is removed. Only with
-    `overwrite` does it replace what is there. ExistsError if something is, StorageError otherwise.
+    `overwrite` does it replace what is there, whose permissions it gets. ExistsError if something
+    is there, StorageError otherwise.
     `nbytes` is what it will have at least: there is room for that, or the disk is said to be full.
     """
     where = check_new_file(path, overwrite=overwrite)
@@ -115,6 +116,8 @@ def new_file(
             yield file
             file.finish()
         if overwrite:
+            with suppress(FileNotFoundError):  # who might not read the old one may not read this
+                os.chmod(temporary, stat.S_IMODE(os.stat(where).st_mode))
             os.replace(temporary, where)
         else:
             rename_exclusively(temporary, where)

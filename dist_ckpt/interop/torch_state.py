@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dist_ckpt.binding.saved_tree import Saved
-from dist_ckpt.errors import IncompatibleError, listed
+from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 from dist_ckpt.foreign.torch_pickles import STORAGES
 from dist_ckpt.format.dtypes import DTYPES
 from dist_ckpt.format.geometry import Shape
@@ -145,7 +145,10 @@ class _Walk:
     def _of_group(self, name: str) -> dict[str, object]:
         """Return what is said of a group of parameters, but for what are tensors."""
         value = self._plain(name, self._saved.value(name))
-        assert isinstance(value, dict)
+        if not isinstance(value, dict):
+            raise CorruptError(
+                f"{name}: a group of parameters is no dict: load an older checkpoint"
+            )
         return {**value, "params": relative(f"{name}.params", value["params"], self._models)}
 
     def _takes(self, name: str) -> bool:

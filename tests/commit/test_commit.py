@@ -181,7 +181,7 @@ class _Rival(MemoryStorage):
 
 def test_of_two_claims_at_once_the_lower_gives_way_and_leaves_nothing():
     storage = _Rival({"/runs": None})
-    with pytest.raises(ConflictError, match=rf"{HIGHEST} was claimed by whom is not known yet"):
+    with pytest.raises(ConflictError, match=rf"{HIGHEST} was claimed by somebody who is not kn"):
         order.claim(storage, PATH, overwrite=False, by="me")
     assert names_in(storage) == [HIGHEST.name]
 
