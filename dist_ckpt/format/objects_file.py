@@ -36,6 +36,9 @@ MAX_NBYTES = 1 << 30
 # Levels around a value: the document, the field, the name, and for a per-rank value rows and row.
 _AROUND = 5
 
+# To one container: as many ways as ranks can have cut its name at its dots, and no more work.
+_MAX_WAYS = 64
+
 _FIELDS = ("format", "tree", "values", "per_rank", "numpy", "metadata")
 
 
@@ -182,18 +185,21 @@ def _named(value: Any, what: str) -> dict[str, Any]:
 
 
 def _tree(rows: Any, what: str) -> tuple[Node, ...]:
-    """Return the containers. Each name is one container's, and in one container.
+    """Return the containers, each once, and with few ways that lead to it.
 
-    Else who walks down comes to what is below on every way that leads there: they double with each
-    level, in a file of some kilobytes.
+    Ranks may have one name in several ways, as "b.c" in "a" and "c" in "a.b". Who walks down comes
+    to what is below on each of them: in a hostile file of some kilobytes they double at each level.
     """
     nodes = tuple(_node(entry, what) for entry in _typed(rows, list, what))
-    containers = [node.fqn for node in nodes]
-    children = [_child(node, key) for node in nodes for key in node.keys]
-    for names in (containers, children):
-        if len(set(names)) < len(names):
-            twice = next(name for name, count in Counter(names).items() if count > 1)
-            raise corrupt(what, f"the name {twice[:100]!r} twice in its tree")
+    if len({node.fqn for node in nodes}) < len(nodes):
+        raise corrupt(what, "a container twice in its tree")
+    ways = Counter({"": 1})
+    for node in sorted(nodes, key=lambda node: len(node.fqn)):  # those above come first
+        if ways[node.fqn] > _MAX_WAYS:
+            raise corrupt(what, f"too many ways to {node.fqn[:100]!r} in its tree")
+        for key in node.keys:
+            if len(child := _child(node, key)) > len(node.fqn):
+                ways[child] += ways[node.fqn]
     return nodes
 
 

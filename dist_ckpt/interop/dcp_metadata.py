@@ -146,9 +146,12 @@ class StoredState:
     def broken_lists(self, kept: Set[str]) -> Iterator[str]:
         """Yield the lists in which something is kept behind what is left out."""
         within = {above for name in kept for above in names_above(name)}
+        there = {above for name in self.names.values() for above in names_above(name)}
         for node in self._tree:
             if not is_mapping(node.kind):
-                are_kept = [join(node.fqn, key) in within for key in node.keys]
+                children = [join(node.fqn, key) for key in node.keys]
+                # Of what is empty there is no name.
+                are_kept = [name in within or name not in there for name in children]
                 if are_kept != sorted(are_kept, reverse=True):
                     yield node.fqn
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 
 from dist_ckpt.commit.survey import check_new_name
 from dist_ckpt.errors import CorruptError, ExistsError, NotFoundError, StorageError
+from dist_ckpt.format.filenames import is_taken
 from dist_ckpt.interop.plain_states import FileTensor
-from dist_ckpt.storage import open_storage
 from dist_ckpt.storage.exclusive_rename import rename_exclusively
-from dist_ckpt.storage.local import with_remedy
+from dist_ckpt.storage.local import LocalStorage, with_remedy
 from dist_ckpt.storage.streamed_file import StreamedFile
 
 _log = logging.getLogger("dist_ckpt")
@@ -110,9 +110,9 @@ def new_file(
     `nbytes` is what it will have at least: there is room for that, or the disk is said to be full.
     """
     where = check_new_file(path, overwrite=overwrite)
-    storage, temporary = open_storage(temporary_beside(where))
+    temporary = temporary_beside(where)
     try:
-        with StreamedFile(storage, temporary, nbytes) as file:
+        with StreamedFile(LocalStorage(), temporary, nbytes) as file:
             yield file
             file.finish()
         if overwrite:
@@ -158,8 +158,9 @@ def check_parent(where: str) -> None:
     """
     if not os.path.isdir(parent := os.path.dirname(where)):
         raise NotFoundError(f"{parent}: there is no such folder; make it first")
-    if not os.path.lexists(where):
-        check_new_name(*open_storage(where))
+    is_of_run = "@" in where or is_taken(os.path.basename(where))
+    if is_of_run and not os.path.lexists(where):
+        check_new_name(LocalStorage(), where)
 
 
 def check_outside(source: str, target: str) -> None:

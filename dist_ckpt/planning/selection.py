@@ -93,18 +93,24 @@ EVERYTHING = Selection()
 
 def _meant(pattern: str, names: Sequence[str]) -> str:
     """Say how a pattern would match that lacks the component of what it is about."""
-    tops = dict.fromkeys(name.partition(".")[0] for name in names)
-    for longer in (f"{top}.{pattern}" for top in tops):
-        selection = Selection((longer,))
-        if any(name in selection for name in names):
-            return f", but {longer!r} does"
+    selection = Selection((pattern,))
+    for name in names:
+        top, _, below = name.partition(".")
+        if below in selection:
+            return f", but {f'{_escaped(top)}.{pattern}'!r} does"
     return ""
+
+
+def _escaped(name: str) -> str:
+    """Return the pattern that matches a name, in which nothing is taken for a wildcard."""
+    return re.sub(r"[*?[]", r"[\g<0>]", name)
 
 
 def to_leave_out(name: str) -> str:
     """Word the option that leaves a name out, in which nothing of it is taken for a wildcard."""
-    pattern = re.sub(r"[*?[]", r"[\g<0>]", name)
-    word = pattern if re.fullmatch(r"[\w./-]+", pattern) else f"'{pattern}'"
+    pattern = _escaped(name)
+    quoted = pattern.replace("'", "'\"'\"'")
+    word = pattern if re.fullmatch(r"[\w./-]+", pattern) else f"'{quoted}'"
     return f"exclude={pattern!r}, on the command line --exclude {word}"
 
 

@@ -447,10 +447,14 @@ def ext(code, payload):
         {"tree": [["", "dict", [1.5]]]},
         {"tree": [["", "dict", [True]]]},
         {"tree": [["", 1, []]]},
-        {"tree": [["", "dict", ["a", "a"]]]},
-        {"tree": [["", "dict", ["1", 1]]]},
         {"tree": [["", "dict", []], ["", "dict", []]]},
-        {"tree": [["", "dict", ["a", "a.b"]], ["a", "dict", ["b"]]]},
+        {"tree": [["", "dict", ["a"]], *(["a" + ".0" * n, "list", [0, 0]] for n in range(60))]},
+        {
+            "tree": [
+                [".".join("a" * n), "dict", [".".join("a" * m) for m in range(1, 40 - n)]]
+                for n in range(30)
+            ]
+        },
         {"values": []},
         {"values": {1: 2}},
         {"per_rank": {"a": {}}},

@@ -101,6 +101,16 @@ def test_a_list_out_of_whose_midst_something_is_left_out_is_refused(
     assert [*load(tmp_path / "to.pt")["l"]] == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("options", [{}, {"exclude": "n"}])
+@pytest.mark.parametrize("calls", BOTH)
+def test_what_is_empty_in_a_list_is_not_left_out(
+    calls: tuple[Export, Export], options: dict[str, str], tmp_path: Path
+) -> None:
+    dc.save({"l": [{}, torch.ones(1), {"a": {}}, torch.ones(2)], "n": 1}, tmp_path / "ck")
+    for call in reversed(calls):
+        call(tmp_path / "ck", tmp_path / "to", **options)
+
+
 @pytest.mark.parametrize("calls", BOTH)
 def test_patterns_that_leave_nothing_are_refused(
     calls: tuple[Export, Export], tmp_path: Path
@@ -120,6 +130,9 @@ def test_a_pattern_that_lacks_the_component_is_told_what_would_match(tmp_path: P
             export(tmp_path / "ck", tmp_path / "to", include="a.*")
     with pytest.raises(ValueError, match=r"'b' matches no name: mend or remove it"):
         exported(tmp_path / "ck", exclude="b")
+    dc.save({"m*": {"w": torch.ones(1)}}, tmp_path / "odd")
+    with pytest.raises(ValueError, match=r"but 'm\[\*\]\.w' does"):
+        exported(tmp_path / "odd", exclude="w")
 
 
 def test_patterns_may_be_about_what_lies_outside_of_the_component(tmp_path: Path) -> None:
@@ -192,6 +205,13 @@ def test_integers_of_less_than_a_byte_are_refused_by_name(
         # As the message says: a bracket is no pattern there.
         assert "exclude='model.w[[]0]', on the command line --exclude 'model." in str(raised.value)
     calls[0](tmp_path / "ck", tmp_path / "to", exclude="model.w[[]0]")
+
+
+def test_a_folder_need_not_be_of_utf_8(tmp_path: Path) -> None:
+    os.mkdir(folder := os.fsencode(tmp_path) + b"/\xff")
+    dc.save({"w": torch.ones(1)}, tmp_path / "ck")
+    torch_export.export_file(tmp_path / "ck", os.fsdecode(folder) + "/a.pt")
+    assert load(os.fsdecode(folder) + "/a.pt") == {"w": torch.ones(1)}
 
 
 def test_integers_that_torch_load_takes_with_weights_only_alone_are_told(

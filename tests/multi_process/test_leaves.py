@@ -397,3 +397,23 @@ def test_what_belongs_to_some_ranks_comes_back_to_them(tmp_path: Path):
         for n in range(6):
             expected = full(f"layer {n}", 4, n).numpy().tobytes()
             assert bytes(checkpoint[f"layers.{n}.weight"][...].data) == expected
+
+
+def _saved_and_loaded(rank: int, path: str) -> list[list[float]]:
+    tensors = [torch.ones(2), torch.ones(1)]
+    own: dict[str, Any] = (
+        {"a": {"b.c": tensors[0], "x": 1}}
+        if rank == 0
+        else {"a": {"b": {"c": tensors[0], "d": tensors[1]}}}
+    )
+    dc.save(own, path)
+    for tensor in tensors:
+        tensor.zero_()
+    dc.load(own, path)
+    return [tensor.tolist() for tensor in tensors]
+
+
+def test_ranks_may_cut_one_name_at_other_dots(tmp_path: Path) -> None:
+    found = run_ranks(2, _saved_and_loaded, f"{tmp_path}/ck")
+    assert found == [[[1.0, 1.0], [0.0]], [[1.0, 1.0], [1.0]]]
+    assert dc.verify(tmp_path / "ck").ok
