@@ -61,8 +61,8 @@ def export_folder(
     `progress` is called with the bytes done, and those in all.
 
     On return the folder is durable; until then it has another name, and if this raises there is
-    none. ExistsError if something is there; IncompatibleError, with all names, for values per rank
-    and integers of less than a byte, which DCP has no place for; and what reading raises.
+    none. ExistsError if something is there; IncompatibleError, with all names, for what DCP has no
+    place for, as `export_file` of `torch_export`; and what reading raises.
     """
     stored, metadata = _opened(source, folder, selection_of(include, exclude))
     target, path = open_storage(folder)
@@ -151,7 +151,8 @@ def _problems(
 ) -> Iterator[str]:
     """Yield what cannot be written, with what to do."""
     for name in stored.broken_lists(kept):
-        yield f"{name} is a list out of whose midst something is left out: leave all of it out"
+        remedy = f"leave all of it out ({to_leave_out(name)})"
+        yield f"{name} is a list out of whose midst something is left out: {remedy}"
     for name in sorted(kept):
         if name.endswith(f".{RECORD}"):
             whole = name.removesuffix(f".{RECORD}")

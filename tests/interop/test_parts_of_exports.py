@@ -101,6 +101,19 @@ def test_a_list_out_of_whose_midst_something_is_left_out_is_refused(
     assert [*load(tmp_path / "to.pt")["l"]] == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("calls", BOTH)
+def test_what_each_rank_has_its_own_of_is_refused_and_can_be_left_out(
+    calls: tuple[Export, Export], tmp_path: Path
+) -> None:
+    state = {"w": torch.ones(1), "rng": dc.RNG(), "data": dc.PerRank({"at": 3})}
+    dc.save(state, tmp_path / "ck")
+    for call in calls:
+        with pytest.raises(IncompatibleError, match=r"rng .*--exclude rng.*--exclude data"):
+            call(tmp_path / "ck", tmp_path / "to")
+    calls[0](tmp_path / "ck", tmp_path / "to", exclude=["rng", "data"])
+    assert (tmp_path / "to").exists()
+
+
 @pytest.mark.parametrize("options", [{}, {"exclude": "n"}])
 @pytest.mark.parametrize("calls", BOTH)
 def test_what_is_empty_in_a_list_is_not_left_out(
@@ -109,6 +122,7 @@ def test_what_is_empty_in_a_list_is_not_left_out(
     dc.save({"l": [{}, torch.ones(1), {"a": {}}, torch.ones(2)], "n": 1}, tmp_path / "ck")
     for call in reversed(calls):
         call(tmp_path / "ck", tmp_path / "to", **options)
+    assert (tmp_path / "to").exists()
 
 
 @pytest.mark.parametrize("calls", BOTH)
