@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=${1:-runs/quickstart}    # the run's checkpoints
 proof=$root-proof             # logs, and digests of every tensor made by the training itself
 save_every=5
-limit_s=150                   # for each of the two trainings
+limit_s=900                   # for each of the two trainings; a minute where nothing else runs
 
 export OMP_NUM_THREADS=1      # four ranks on few cores
 export PYTHONWARNINGS=ignore  # of torch about itself
@@ -113,7 +113,7 @@ say "1. Train on 4 ranks: FSDP2 x tensor parallel, 2 x 2; save in the background
 train "$proof/four-ranks.log" 4 --tp 2 --steps 1000
 wait_for is_committed "$save_every"
 
-torn=$((3 * save_every))
+torn=$((2 * save_every))
 until kill_in_save "$torn" 3; do torn=$((torn + save_every)); done
 kill "$viewer" 2>/dev/null || true
 viewer=

@@ -11,6 +11,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from dist_ckpt.memory.buffers import address_of, copy, move
@@ -127,12 +129,14 @@ class _CopyUnit:
             self._copy(batch, self.memory[batch.start - first :], beside)
 
     def parts(self) -> Iterator[_PlacedPart]:
-        """Yield everything in it, in order."""
+        """Yield everything in it, in order: each tensor's blocks as one, for one copy."""
         filled = 0
-        for part in (part for batch in self.batches for part in batch.parts):
-            room = self.memory[filled : filled + part.stop - part.start]
-            fqn = self.plan.items[part.item].fqn
-            yield _PlacedPart(fqn, self._source(part), part.start, part.stop, room)
+        parts = (part for batch in self.batches for part in batch.parts)
+        for item, (first, *others) in groupby(parts, attrgetter("item")):
+            stop = (others or [first])[-1].stop
+            room = self.memory[filled : filled + stop - first.start]
+            fqn = self.plan.items[item].fqn
+            yield _PlacedPart(fqn, self._source(first), first.start, stop, room)
             filled += room.nbytes
 
     def _source(self, part: BatchPart) -> CellSource:

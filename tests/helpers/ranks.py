@@ -30,6 +30,10 @@ from typing import IO, Any, Literal
 
 MAX_OUTPUT_CHARS = 20_000
 
+# Imported when first used, for seconds, which would otherwise be in every rank: by dist_ckpt, and
+# by torch for the first optimizer or DTensor.
+_USED_LATER = ("dist_ckpt.saving.save", "dist_ckpt.loading.load", "torch._dynamo")
+
 # How long gloo waits for a lost rank in the user's own collectives.
 GROUP_TIMEOUT_S = 30
 
@@ -211,9 +215,8 @@ def _run(request: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     sys.path[:] = request["path"]
     import torch.distributed as dist
 
-    # Imported when first used, which would otherwise be in every rank.
-    importlib.import_module("dist_ckpt.saving.save")
-    importlib.import_module("dist_ckpt.loading.load")
+    for name in _USED_LATER:
+        importlib.import_module(name)
     function = getattr(importlib.import_module(request["module"]), request["name"])
     num_threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 1
     if num_threads > 1:

@@ -14,9 +14,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-
-# Torch imports it, for seconds, when a process makes its first optimizer.
-import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-# Torch imports it, for seconds, when a process makes its first optimizer.
-import torch._dynamo
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-# Torch imports it, for seconds, when a process makes its first optimizer.
-import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

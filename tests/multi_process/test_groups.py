@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-# Torch imports it, for seconds, when a process makes its first DTensor.
-import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -13,9 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-
-# Torch imports it, for seconds, when a process makes its first DTensor.
-import torch._dynamo
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard as OwnShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards

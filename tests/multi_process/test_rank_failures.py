@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-
-# Torch imports it, for seconds, when a process makes its first optimizer.
-import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard

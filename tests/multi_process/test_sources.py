@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-# Torch imports it, for seconds, when a process makes its first DTensor.
-import torch._dynamo
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
