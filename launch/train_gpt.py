@@ -287,8 +287,9 @@ def write_digests(
         return
     lines = []
     for fqn, tensor in whole_tensors(model, optimizer):
-        data = tensor.cpu().flatten().view(torch.uint8).numpy()
-        lines.append(f"{hashlib.sha256(data.data).hexdigest()}  {fqn}\n")
+        if rank() == 0:
+            data = tensor.cpu().flatten().view(torch.uint8).numpy()
+            lines.append(f"{hashlib.sha256(data.data).hexdigest()}  {fqn}\n")
     if rank() == 0:
         Path(args.digest_out).mkdir(parents=True, exist_ok=True)
         name = f"step-{step:08d}-on-{world_size()}-ranks"

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.foreign import dcp_files, safetensors_files
+from dist_ckpt.foreign.asked import ALL, Asked
 from dist_ckpt.foreign.nested_state import Nested, Path, numbered
 from dist_ckpt.foreign.torch_files import Archive, dict_of, opened
 from dist_ckpt.foreign.torch_pickles import NumpyArray, TensorView
 from dist_ckpt.foreign.virtual_checkpoint import ForeignState
-from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.storage import Storage
 
 # Text that says nothing of the state.
@@ -28,7 +28,7 @@ _GENERATORS = {"random_state", "numpy_random_seed", "torch_manual_seed", "torch_
 _Add = Callable[["_Folder", str, str, re.Match[str]], None]
 
 
-def read(storage: Storage, path: str, selection: Selection = EVERYTHING) -> ForeignState:
+def read(storage: Storage, path: str, asked: Asked = ALL) -> ForeignState:
     """Return what a folder holds. NotFoundError if nothing of accelerate's is there.
 
     CorruptError, IncompatibleError for what is damaged or not known, or what no checkpoint holds.
@@ -37,7 +37,7 @@ def read(storage: Storage, path: str, selection: Selection = EVERYTHING) -> Fore
         entries = sorted(storage.list(path, follow=True), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(f"{path}: there is no such folder; check the path") from None
-    folder = _Folder(storage, path, selection)
+    folder = _Folder(storage, path, asked)
     for entry in entries:
         if not entry.name.endswith(_NO_STATE):
             folder.add(entry.name)
@@ -64,8 +64,8 @@ def _check_parts(names: Set[str], path: str) -> None:
 class _Folder:
     """What is found in a folder, one file or folder there after another."""
 
-    def __init__(self, storage: Storage, path: str, selection: Selection) -> None:
-        self.found = Nested(path, selection)
+    def __init__(self, storage: Storage, path: str, asked: Asked) -> None:
+        self.found = Nested(path, asked)
         self.num_known = 0
         self._storage = storage
         self._path = path

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.foreign.asked import ALL, Asked
 from dist_ckpt.foreign.deepspeed_names import files_of, latest
 from dist_ckpt.foreign.nested_state import Nested
 from dist_ckpt.foreign.stand_ins import Maker, PickledRecord, Unknown, record_maker
@@ -23,7 +24,6 @@ from dist_ckpt.foreign.virtual_checkpoint import ForeignChunk, ForeignState, For
 from dist_ckpt.format.geometry import Elements, Region, Shape
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.format.plain_types import Size
-from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.storage import Storage
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -55,14 +55,14 @@ _LAYOUT = frozenset(
 _Vector = tuple[Archive, TensorView]
 
 
-def read(storage: Storage, path: str, selection: Selection = EVERYTHING) -> ForeignState:
+def read(storage: Storage, path: str, asked: Asked = ALL) -> ForeignState:
     """Return what a folder holds, of the step that it says; with `latest`, that of the newest.
 
     CorruptError, IncompatibleError for what is damaged, or cut in other ways than ZeRO's.
     """
     folder = latest(storage, path)
     models, partitions = files_of(storage, folder)
-    found = Nested(folder, selection)
+    found = Nested(folder, asked)
     with ExitStack() as stack:
         archives = [
             [stack.enter_context(opened(storage, f"{folder}/{name}", _TABLE)) for name in names]

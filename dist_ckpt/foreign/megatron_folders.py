@@ -12,6 +12,7 @@ import re
 
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.foreign import dcp_files
+from dist_ckpt.foreign.asked import ALL, Asked
 from dist_ckpt.foreign.nested_state import Nested, Path
 from dist_ckpt.foreign.stand_ins import PickledRecord, record_maker
 from dist_ckpt.foreign.torch_files import dict_of, is_file, opened, whole_file
@@ -19,7 +20,6 @@ from dist_ckpt.foreign.torch_pickles import TABLE
 from dist_ckpt.foreign.virtual_checkpoint import ForeignState
 from dist_ckpt.format import strict_json
 from dist_ckpt.format.index import MAX_STEP
-from dist_ckpt.planning.selection import EVERYTHING, Selection
 from dist_ckpt.storage import Storage
 
 COMMON = "common.pt"
@@ -33,14 +33,14 @@ _TABLE = {**TABLE, "argparse Namespace": record_maker("Namespace")}
 _BUFFERS = re.compile(r"\.(dp_group_idx|gbuf_idx|bucket_idx)_\d+\.|\.per_bucket_")
 
 
-def read(storage: Storage, path: str, selection: Selection = EVERYTHING) -> ForeignState:
+def read(storage: Storage, path: str, asked: Asked = ALL) -> ForeignState:
     """Return what a folder holds, of the iteration that it says; that of a run, of its latest.
 
     CorruptError, IncompatibleError for what is damaged, or what no checkpoint can hold.
     """
     folder = latest(storage, path)
     _check_about(storage, folder)
-    found = Nested(folder, selection)
+    found = Nested(folder, asked)
     # Its metadata has the plans of all ranks as well.
     dcp_files.add_folder(found, storage, folder, _place, keep_unknown=True)
     if buffer := next((name for name in found.tensors if _BUFFERS.search(name)), None):

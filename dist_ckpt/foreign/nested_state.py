@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any, Protocol
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.foreign.asked import ALL, Asked
 from dist_ckpt.foreign.stand_ins import PickleBudget, Unknown
 from dist_ckpt.foreign.torch_pickles import NumpyArray, TensorView
 from dist_ckpt.foreign.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
@@ -19,7 +20,7 @@ from dist_ckpt.format.index import Node
 from dist_ckpt.format.plain_encoder import check_plain
 from dist_ckpt.format.plain_types import Device, NumpyScalar
 from dist_ckpt.format.strict_json import is_text
-from dist_ckpt.planning.selection import EVERYTHING, Selection, to_leave_out
+from dist_ckpt.planning.selection import to_leave_out
 from dist_ckpt.state.containers import MAX_DEPTH, PathKey, container, entries_of, join, kind_of
 
 Path = tuple[PathKey, ...]
@@ -96,11 +97,11 @@ class Nested:
     """What is found in files, name by name; `what` names them in errors.
 
     A container that holds tensors is a node of the tree, everything else is a value. A tensor that
-    is another one as well is an alias of the first. Names that `selection` leaves out are not
-    looked into. IncompatibleError for what no checkpoint holds, with its name.
+    is another one as well is an alias of the first. IncompatibleError for what no checkpoint holds,
+    with its name; where it is not needed there is None.
     """
 
-    def __init__(self, what: str, selection: Selection = EVERYTHING) -> None:
+    def __init__(self, what: str, asked: Asked = ALL) -> None:
         self.tensors: dict[str, ForeignTensor] = {}
         self.per_rank: dict[str, dict[int, object]] = {}
         self._aliases: dict[str, str] = {}
@@ -108,7 +109,7 @@ class Nested:
         self._nodes: list[Node] = []
         self._paths: dict[str, Path] = {}
         self._what = what
-        self._selection = selection
+        self._selection, self._needed = asked
         self._left_out: list[str] = []
         self._first: dict[object, str] = {}
         self._known: dict[int, bool] = {}
@@ -199,7 +200,7 @@ class Nested:
         self.per_rank.setdefault(fqn, {})[rank] = own
 
     def state(self, step: int | None = None) -> ForeignState:
-        """Return all of it. ValueError for a pattern of the selection that matched nothing."""
+        """Return all of it. ValueError for a pattern, of names to leave out, that matched none."""
         if problems := self._selection.unmatched(self._left_out):
             raise ValueError("; ".join(problems))
         emptied = all(value in ({}, []) for value in self._values.values())
@@ -209,15 +210,8 @@ class Nested:
         above = () if () in self._paths.values() else tree_of(self._paths.values())
         tree = (*above, *self._nodes)
         self._check_apart(tree)
-        return ForeignState(
-            [*self.tensors.values()],
-            tree,
-            self._values,
-            {},
-            self._aliases,
-            self.per_rank,
-            step,
-        )
+        tensors = [*self.tensors.values()]
+        return ForeignState(tensors, tree, self._values, {}, self._aliases, self.per_rank, step)
 
     def _spend(self, budget: PickleBudget, fqn: str) -> None:
         try:
@@ -287,6 +281,8 @@ class Nested:
 
     def _plain(self, fqn: str, value: object, budget: PickleBudget) -> object:
         if (found := _unknown_in(value, fqn, set(), 0)) is not None:
+            if fqn not in self._needed:
+                return None
             place, unknown = found
             raise IncompatibleError(
                 f"{self._what}: {place} {unknown}; leave it out "

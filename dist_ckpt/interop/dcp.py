@@ -40,7 +40,7 @@ from dist_ckpt.comm.exchange import COORDINATOR
 from dist_ckpt.comm.process_group import session_alone, session_of
 from dist_ckpt.config import launched_world_size
 from dist_ckpt.errors import ConflictError, RankError
-from dist_ckpt.foreign.find import open_dcp_folder, open_source
+from dist_ckpt.foreign.find import open_source, opener_of_dcp
 from dist_ckpt.interop.dcp_items import local_state_of
 from dist_ckpt.interop.dcp_metadata import StoredState
 from dist_ckpt.loading.load import load_together
@@ -81,9 +81,8 @@ def load(
     are read by an interpreter of ours: nothing is executed. DCP keeps no checksums: only sizes,
     names, shapes, dtypes and coverage are checked, before anything is touched.
 
-    The options and errors are those of `dc.load`. NotFoundError without `.metadata` or a file that
-    it names; IncompatibleError, by name, for values that are no plain data, and for what DCP's
-    extensions have changed.
+    The options and errors are those of `dc.load`. NotFoundError without `.metadata` or a file of
+    it; IncompatibleError for wanted values that are no plain data, and what extensions changed.
     """
     options = LoadOptions(
         sharding=sharding,
@@ -96,7 +95,8 @@ def load(
         cast=cast,
         notes=False,
     )
-    return load_together(session_of(group), state, path, options, opener=open_dcp_folder)
+    opener = opener_of_dcp(lambda: options.may_want(state))
+    return load_together(session_of(group), state, path, options, opener=opener)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import os
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
+from dist_ckpt.foreign.asked import Asked
 from dist_ckpt.foreign.find import open_pickled, open_safetensors
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.offline.reshard import even, rewrite, would_rewrite
@@ -177,7 +178,8 @@ def _opened(
 ) -> tuple[tuple[Storage, str], Selection]:
     """Return the files as a checkpoint, without what is excluded, and what is chosen of it."""
     chosen = selection_of(options.get("include"), None)
-    return open_pickled(kind, source, selection_of(None, options.get("exclude"))), chosen
+    asked = Asked(of=selection_of(None, options.get("exclude")), needed=chosen)
+    return open_pickled(kind, source, asked), chosen
 
 
 def _chosen_of_hf(options: ImportOptions) -> Selection:

@@ -97,18 +97,18 @@ def _meant(pattern: str, names: Sequence[str]) -> str:
     for name in names:
         top, _, below = name.partition(".")
         if below in selection:
-            return f", but {f'{_escaped(top)}.{pattern}'!r} does"
+            return f", but {f'{escaped(top)}.{pattern}'!r} does"
     return ""
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
     """Return the pattern that matches a name, in which nothing is taken for a wildcard."""
     return re.sub(r"[*?[]", r"[\g<0>]", name)
 
 
 def to_leave_out(name: str) -> str:
     """Word the option that leaves a name out, in which nothing of it is taken for a wildcard."""
-    pattern = _escaped(name)
+    pattern = escaped(name)
     quoted = pattern.replace("'", "'\"'\"'")
     word = pattern if re.fullmatch(r"[\w./-]+", pattern) else f"'{quoted}'"
     return f"exclude={pattern!r}, on the command line --exclude {word}"

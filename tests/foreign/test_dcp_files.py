@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import pickle
@@ -167,10 +168,10 @@ def put(folder: Path, metadata: object) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def refused(folder: Path, kind: type[Exception], message: str) -> str:
-    state = {"model": {"0.weight": torch.zeros(4, 3)}}
+def refused(folder: Path, kind: type[Exception], message: str, *wanted: str) -> str:
+    state: dict[str, Any] = {"model": {"0.weight": torch.zeros(4, 3)}, **dict.fromkeys(wanted)}
     with pytest.raises(kind, match=message) as error:
-        load(state, folder, include="model.0.weight")
+        load(state, folder, include=["model.0.weight", *wanted])
     assert not state["model"]["0.weight"].any()
     with pytest.raises(kind, match=message):
         imports.from_dcp(folder, folder.parent / "ours")
@@ -348,7 +349,8 @@ def test_metadata_that_runs_something_runs_nothing(folder: Path, tmp_path: Path)
 def test_a_value_that_runs_something_runs_nothing(tmp_path: Path) -> None:
     run = Calls(os.system, (f"touch {tmp_path / 'ran'}",))
     dcp.save({"model": {"0.weight": torch.ones(4, 3)}, "x": run}, checkpoint_id=tmp_path / "dcp")
-    refused(tmp_path / "dcp", IncompatibleError, r"dcp: x names posix\.system.*--exclude")
+    refused(tmp_path / "dcp", IncompatibleError, r"dcp: x names posix\.system.*--exclude", "x")
+    load({"model": {"0.weight": torch.zeros(4, 3)}}, tmp_path / "dcp", include="model")
     assert not (tmp_path / "ran").exists()
 
 
@@ -372,7 +374,42 @@ def test_files_of_safetensors_in_a_folder_of_dcp_are_refused(tmp_path: Path) -> 
 def test_what_is_no_plain_data_is_named(tmp_path: Path) -> None:
     state = {"model": {"0.weight": torch.ones(4, 3)}, "own": zipfile.ZipInfo("a")}
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
-    refused(tmp_path / "dcp", IncompatibleError, r"dcp: own names zipfile\.ZipInfo")
+    refused(tmp_path / "dcp", IncompatibleError, r"dcp: own names zipfile\.ZipInfo", "own")
+
+
+def test_what_is_not_wanted_of_a_folder_may_be_anything(tmp_path: Path) -> None:
+    args = argparse.Namespace(lr=1)
+    saved = {"w": torch.ones(3), "deep": {"args": args, "n": 7}, "args": args}
+    dcp.save(saved, checkpoint_id=tmp_path / "a")
+    w = torch.zeros(3)
+    load({"w": w, "args": None}, tmp_path / "a", include="w")
+    assert w.tolist() == [1, 1, 1]
+    state: dict[str, Any] = {"w": torch.zeros(3)}
+    report = load(state, tmp_path / "a", strict=False)
+    assert {*report.unexpected} == {"args", "deep.args", "deep.n"}
+    assert state["w"].tolist() == [1, 1, 1]
+    state = {"deep": {"n": 0, "args": None}}
+    load(state, tmp_path / "a", include="deep", exclude="deep.args")
+    assert state == {"deep": {"n": 7, "args": None}}
+    with pytest.raises(IncompatibleError, match=r"ask for .*args, deep.*include"):
+        load({"w": w}, tmp_path / "a")
+
+    ways: list[tuple[dict[Any, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"w": w, "args": None}, {"strict": False}),
+        ({"w": w, "deep": {"args": None}}, {"include": ["w", "deep"]}),
+        ({"v": w}, {"rename": {"v": "w"}, "include": "v"}),
+        ({"w": w}, {"exclude": "deep.n"}),
+    ]
+    for state, options in ways[:4]:
+        with pytest.raises(
+            IncompatibleError, match=r"args names argparse\.Namespace.*leave it out"
+        ):
+            load(state, tmp_path / "a", **options)
+    with pytest.raises(ValueError, match="include=\\[\\]"):
+        load({"w": w}, tmp_path / "a", include=[])
+    with pytest.raises(TypeError, match="state"):
+        load(None, tmp_path / "a")  # type: ignore[arg-type]
 
 
 def test_bytes_at_random_are_read_or_refused(folder: Path, tmp_path: Path) -> None:

@@ -223,6 +223,34 @@ def test_what_no_checkpoint_holds_is_refused_by_name(tmp_path: Path, name: str) 
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.parametrize("name", ["a class", "sparse", "meta"])
+def test_what_is_not_included_may_be_anything(tmp_path: Path, name: str) -> None:
+    strange = REFUSED[name][0]()["x"]
+    model, deep = {"w": torch.ones(2)}, {"n": 1, "v": torch.ones(1), "x": strange}
+    state = {"model": model, "deep": deep, "plain": {"n": 2, "x": strange}, "x": strange}
+    torch.save({**state, "rows": [torch.zeros(1), {"x": strange}]}, tmp_path / "a.pt")
+
+    def found(number: int, **options: Any) -> set[str]:
+        imports.from_torch(tmp_path / "a.pt", tmp_path / f"{number}", **options)
+        with dc.open(tmp_path / f"{number}") as stored:
+            return {*stored.tensors, *stored.objects}
+
+    assert found(1, include="model") == {"model.w"}
+    assert found(2, include=["*.w", "deep.n"]) == {"model.w", "deep.n"}
+    assert found(3, include=["model", "deep.v"]) == {"model.w", "deep.v"}
+    assert found(4, include="deep", exclude="deep.x") == {"deep.n", "deep.v"}
+    assert found(5, include="plain", exclude="plain.x") == {"plain"}
+    with pytest.raises(IncompatibleError, match=r"deep\.x names .* \(exclude='deep\.x'"):
+        found(6, include=["model", "deep"])
+    with pytest.raises(IncompatibleError, match=r"rows\.1\.x names "):
+        found(6, include="rows")
+    with pytest.raises(IncompatibleError, match=r"plain\.x names "):
+        found(6, include="plain")
+    with pytest.raises(ValueError, match=r"'deep\.y' matches no name"):
+        found(6, include=["model", "deep.y"])
+    assert not (tmp_path / "6").exists()
+
+
 def test_a_program_of_torchscript_is_refused(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):  # newer ones of torch warn of this
         torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2)), tmp_path / "a.pt")

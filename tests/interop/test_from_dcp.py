@@ -7,7 +7,6 @@ other in one start of them.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import re
@@ -137,19 +136,19 @@ def be_rank(rank: int, way: str, path: str) -> dict[str, str]:
     return found
 
 
-@functools.cache
-def outcomes_of(way: str, path: str) -> list[dict[str, str]]:
-    return run_ranks(4, be_rank, way, path, timeout_s=150)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("scenarios")
+# A fixture, so that ranks which fail are not started again for each scenario.
+@pytest.fixture(scope="module", params=[pytest.param("dcp", marks=CONTROL), "adapter", "dist_ckpt"])
+def of_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[dict[str, str]]]:
+    """Return a way, and what each rank has come to in each scenario."""
+    folder = tmp_path_factory.mktemp("scenarios")
+    return request.param, run_ranks(4, be_rank, request.param, f"{folder}", timeout_s=280)
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("way", [pytest.param("dcp", marks=CONTROL), "adapter", "dist_ckpt"])
 @pytest.mark.parametrize("scenario", TOGETHER)
-def test_on_four_ranks(scenario: str, way: str, folder: Path) -> None:
+def test_on_four_ranks(scenario: str, of_ranks: tuple[str, list[dict[str, str]]]) -> None:
     skip_what_torch_lacks(scenario)
-    check(scenario, way, [one[scenario] for one in outcomes_of(way, f"{folder}/{way}")])
+    way, outcomes = of_ranks
+    check(scenario, way, [one[scenario] for one in outcomes])
