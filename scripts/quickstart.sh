@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=${1:-runs/quickstart}    # the run's checkpoints
 proof=$root-proof             # logs, and digests of every tensor made by the training itself
 save_every=5
-limit_s=900                   # for each of the two trainings; a minute where nothing else runs
+limit_s=400                   # for each of the two trainings; half a minute where nothing else runs
 
 export OMP_NUM_THREADS=1      # four ranks on few cores
 export PYTHONWARNINGS=ignore  # of torch about itself

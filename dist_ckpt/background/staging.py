@@ -132,11 +132,11 @@ class _CopyUnit:
         """Yield everything in it, in order: each tensor's blocks as one, for one copy."""
         filled = 0
         parts = (part for batch in self.batches for part in batch.parts)
-        for item, (first, *others) in groupby(parts, attrgetter("item")):
-            stop = (others or [first])[-1].stop
-            room = self.memory[filled : filled + stop - first.start]
-            fqn = self.plan.items[item].fqn
-            yield _PlacedPart(fqn, self._source(first), first.start, stop, room)
+        for item, group in groupby(parts, attrgetter("item")):
+            own = [*group]
+            start, stop = own[0].start, own[-1].stop
+            room = self.memory[filled : filled + stop - start]
+            yield _PlacedPart(self.plan.items[item].fqn, self._source(own[0]), start, stop, room)
             filled += room.nbytes
 
     def _source(self, part: BatchPart) -> CellSource:

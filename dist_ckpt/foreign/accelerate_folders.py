@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.foreign import dcp_files, safetensors_files
-from dist_ckpt.foreign.asked import ALL, Asked
+from dist_ckpt.foreign.interest import ALL, Interest
 from dist_ckpt.foreign.nested_state import Nested, Path, numbered
 from dist_ckpt.foreign.torch_files import Archive, dict_of, opened
 from dist_ckpt.foreign.torch_pickles import NumpyArray, TensorView
@@ -28,7 +28,7 @@ _GENERATORS = {"random_state", "numpy_random_seed", "torch_manual_seed", "torch_
 _Add = Callable[["_Folder", str, str, re.Match[str]], None]
 
 
-def read(storage: Storage, path: str, asked: Asked = ALL) -> ForeignState:
+def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
     """Return what a folder holds. NotFoundError if nothing of accelerate's is there.
 
     CorruptError, IncompatibleError for what is damaged or not known, or what no checkpoint holds.
@@ -37,7 +37,7 @@ def read(storage: Storage, path: str, asked: Asked = ALL) -> ForeignState:
         entries = sorted(storage.list(path, follow=True), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(f"{path}: there is no such folder; check the path") from None
-    folder = _Folder(storage, path, asked)
+    folder = _Folder(storage, path, interest)
     for entry in entries:
         if not entry.name.endswith(_NO_STATE):
             folder.add(entry.name)
@@ -64,8 +64,8 @@ def _check_parts(names: Set[str], path: str) -> None:
 class _Folder:
     """What is found in a folder, one file or folder there after another."""
 
-    def __init__(self, storage: Storage, path: str, asked: Asked) -> None:
-        self.found = Nested(path, asked)
+    def __init__(self, storage: Storage, path: str, interest: Interest) -> None:
+        self.found = Nested(path, interest)
         self.num_known = 0
         self._storage = storage
         self._path = path

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.foreign import restricted_pickle
-from dist_ckpt.foreign.asked import ALL, Asked
+from dist_ckpt.foreign.interest import ALL, Interest
 from dist_ckpt.foreign.nested_state import Nested, Path, joined
 from dist_ckpt.foreign.stand_ins import Maker, PickledRecord, Unknown, record_maker, remedied, shown
 from dist_ckpt.foreign.torch_files import Archive, is_file, opened_file, whole_file
@@ -86,13 +86,13 @@ class _Item:
     region: Region | None = None
 
 
-def read_folder(storage: Storage, folder: str, asked: Asked = ALL) -> ForeignState:
+def read_folder(storage: Storage, folder: str, interest: Interest = ALL) -> ForeignState:
     """Return what a folder holds, named as `dc.save` would name it.
 
     NotFoundError if there is no metadata, or a file that it names is gone; CorruptError,
     IncompatibleError for what is damaged, or what no checkpoint can hold.
     """
-    found = Nested(folder, asked)
+    found = Nested(folder, interest)
     add_folder(found, storage, folder)
     return found.state()
 

@@ -14,8 +14,8 @@ from math import prod
 from typing import Any
 
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.foreign.asked import ALL, Asked
 from dist_ckpt.foreign.deepspeed_names import files_of, latest
+from dist_ckpt.foreign.interest import ALL, Interest
 from dist_ckpt.foreign.nested_state import Nested
 from dist_ckpt.foreign.stand_ins import Maker, PickledRecord, Unknown, record_maker
 from dist_ckpt.foreign.torch_files import Archive, dict_of, opened
@@ -55,14 +55,14 @@ _LAYOUT = frozenset(
 _Vector = tuple[Archive, TensorView]
 
 
-def read(storage: Storage, path: str, asked: Asked = ALL) -> ForeignState:
+def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
     """Return what a folder holds, of the step that it says; with `latest`, that of the newest.
 
     CorruptError, IncompatibleError for what is damaged, or cut in other ways than ZeRO's.
     """
     folder = latest(storage, path)
     models, partitions = files_of(storage, folder)
-    found = Nested(folder, asked)
+    found = Nested(folder, interest)
     with ExitStack() as stack:
         archives = [
             [stack.enter_context(opened(storage, f"{folder}/{name}", _TABLE)) for name in names]

@@ -19,9 +19,8 @@ from dist_ckpt.foreign import (
     safetensors_files,
     torch_files,
 )
-from dist_ckpt.foreign.asked import ALL, Asked
+from dist_ckpt.foreign.interest import ALL, Interest
 from dist_ckpt.foreign.virtual_checkpoint import ForeignState, checkpoint_of
-from dist_ckpt.planning.selection import Selection
 from dist_ckpt.storage import Storage, open_storage, real_path
 
 # How a zip archive begins, and a pickle: torch.save writes the one, and once wrote the other.
@@ -37,12 +36,9 @@ def open_source(path: str | os.PathLike[str], *, direct_reads: bool = False) -> 
     return foreign_at(storage, text) or storage, text
 
 
-def opener_of_dcp(needed: Callable[[], Selection]) -> Opener:
-    """Return what opens folders of torch.distributed.checkpoint, as `open_pickled` does.
-
-    `needed` is asked then for the names that are wanted: it does not matter what others hold.
-    """
-    return lambda path: open_pickled("dcp", path, Asked(needed=needed()))
+def opener_of_dcp(needs: Callable[[str], bool]) -> Opener:
+    """Return what opens folders of torch.distributed.checkpoint; see `Interest.needs`."""
+    return lambda path: open_pickled("dcp", path, Interest(needs=needs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class _Format:
     """What another system pickles: what it is called, and what reads it where it lies."""
 
     name: str
-    read: Callable[[Storage, str, Asked], ForeignState]
+    read: Callable[[Storage, str, Interest], ForeignState]
 
 
 # By what `dist-ckpt import --from` takes.
@@ -65,12 +61,12 @@ _FORMATS: Mapping[str, _Format] = {
 
 
 def open_pickled(
-    kind: str, path: str | os.PathLike[str], asked: Asked = ALL
+    kind: str, path: str | os.PathLike[str], interest: Interest = ALL
 ) -> tuple[Storage, str]:
     """Return what reads the files of a format as a checkpoint, and its path."""
     storage, text = open_storage(path)
     found = _FORMATS[kind]
-    return checkpoint_of(storage, text, found.read(storage, text, asked), found.name), text
+    return checkpoint_of(storage, text, found.read(storage, text, interest), found.name), text
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:

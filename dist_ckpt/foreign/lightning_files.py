@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.foreign import dcp_files
-from dist_ckpt.foreign.asked import ALL, Asked
+from dist_ckpt.foreign.interest import ALL, Interest
 from dist_ckpt.foreign.nested_state import Nested, Path, numbered
 from dist_ckpt.foreign.torch_files import Archive, dict_of, is_file, opened
 from dist_ckpt.foreign.virtual_checkpoint import ForeignState
@@ -24,12 +24,12 @@ _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
 _IN_FOLDERS = "optimizer_"
 
 
-def read(storage: Storage, path: str, asked: Asked = ALL) -> ForeignState:
+def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
     """Return what a checkpoint holds, of the step that it says.
 
     CorruptError, IncompatibleError for what is none, or holds what no checkpoint does.
     """
-    found = Nested(path, asked)
+    found = Nested(path, interest)
     is_folder = is_file(storage, f"{path}/{META}")
     with opened(storage, f"{path}/{META}" if is_folder else path) as archive:
         state = dict_of(archive)

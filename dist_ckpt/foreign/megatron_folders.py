@@ -12,7 +12,7 @@ import re
 
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.foreign import dcp_files
-from dist_ckpt.foreign.asked import ALL, Asked
+from dist_ckpt.foreign.interest import ALL, Interest
 from dist_ckpt.foreign.nested_state import Nested, Path
 from dist_ckpt.foreign.stand_ins import PickledRecord, record_maker
 from dist_ckpt.foreign.torch_files import dict_of, is_file, opened, whole_file
@@ -33,14 +33,14 @@ _TABLE = {**TABLE, "argparse Namespace": record_maker("Namespace")}
 _BUFFERS = re.compile(r"\.(dp_group_idx|gbuf_idx|bucket_idx)_\d+\.|\.per_bucket_")
 
 
-def read(storage: Storage, path: str, asked: Asked = ALL) -> ForeignState:
+def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
     """Return what a folder holds, of the iteration that it says; that of a run, of its latest.
 
     CorruptError, IncompatibleError for what is damaged, or what no checkpoint can hold.
     """
     folder = latest(storage, path)
     _check_about(storage, folder)
-    found = Nested(folder, asked)
+    found = Nested(folder, interest)
     # Its metadata has the plans of all ranks as well.
     dcp_files.add_folder(found, storage, folder, _place, keep_unknown=True)
     if buffer := next((name for name in found.tensors if _BUFFERS.search(name)), None):

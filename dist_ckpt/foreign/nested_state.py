@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any, Protocol
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
-from dist_ckpt.foreign.asked import ALL, Asked
+from dist_ckpt.foreign.interest import ALL, Interest
 from dist_ckpt.foreign.stand_ins import PickleBudget, Unknown
 from dist_ckpt.foreign.torch_pickles import NumpyArray, TensorView
 from dist_ckpt.foreign.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
@@ -101,7 +101,7 @@ class Nested:
     with its name; where it is not needed there is None.
     """
 
-    def __init__(self, what: str, asked: Asked = ALL) -> None:
+    def __init__(self, what: str, interest: Interest = ALL) -> None:
         self.tensors: dict[str, ForeignTensor] = {}
         self.per_rank: dict[str, dict[int, object]] = {}
         self._aliases: dict[str, str] = {}
@@ -109,7 +109,8 @@ class Nested:
         self._nodes: list[Node] = []
         self._paths: dict[str, Path] = {}
         self._what = what
-        self._selection, self._needed = asked
+        self._selection = interest.looked_into
+        self._needs = interest.needs
         self._left_out: list[str] = []
         self._first: dict[object, str] = {}
         self._known: dict[int, bool] = {}
@@ -247,26 +248,28 @@ class Nested:
         items = ((key, self._chosen(names[key], value[key], budget, depth + 1)) for key in kept)
         return container(kind_of(value) or "dict", items)
 
-    def _add(self, fqn: str, value: object, pickled: Pickled, depth: int) -> None:
+    def _add(
+        self, fqn: str, value: object, pickled: Pickled, depth: int, part_of: str = ""
+    ) -> None:
         _check_depth(depth)
         if isinstance(value, TensorView):
             pickled.budget.spend(_OF_NAMES + len(fqn))
             self._add_tensor(fqn, value, pickled)
             return
         if not _holds_tensors(value, self._known, 0):
-            self._values[fqn] = self._plain(fqn, value, pickled.budget)
+            self._values[fqn] = self._plain(fqn, value, pickled.budget, part_of)
             return
         pickled.budget.spend(_OF_NAMES + len(fqn))
         kind, entries = kind_of(value), entries_of(value)
         if kind is None or entries is None:
             raise self._refused(fqn, f"a {type(value).__name__} that holds tensors")
-        for key in entries:
-            if type(key) not in (str, int):
-                raise self._refused(fqn, f"a container with {_key(key)}")
+        if strange := [key for key in entries if type(key) not in (str, int)]:
+            raise self._refused(fqn, f"a container with {_key(strange[0])}")
         self._nodes.append(Node(fqn, kind, tuple(entries)))
+        part_of = part_of or ("" if isinstance(value, Mapping) else fqn)  # see `_unknown_in`
         for key, child in entries.items():
             self._check_name(join(fqn, key), fqn)
-            self._add(join(fqn, key), child, pickled, depth + 1)
+            self._add(join(fqn, key), child, pickled, depth + 1, part_of)
 
     def _add_tensor(self, fqn: str, view: TensorView, pickled: Pickled) -> None:
         file, start = pickled.locate(view, fqn)
@@ -279,19 +282,17 @@ class Nested:
         chunk = ForeignChunk(Region.whole(view.shape), file, start, strides)
         self.tensors[fqn] = ForeignTensor(fqn, view.dtype, view.shape, (chunk,))
 
-    def _plain(self, fqn: str, value: object, budget: PickleBudget) -> object:
-        if (found := _unknown_in(value, fqn, set(), 0)) is not None:
-            if fqn not in self._needed:
-                return None
-            place, unknown = found
-            raise IncompatibleError(
-                f"{self._what}: {place} {unknown}; leave it out "
-                f"({to_leave_out(place)}), or save it again without that"
-            )
-        made = _finished(value, budget, 0)
+    def _plain(self, fqn: str, value: object, budget: PickleBudget, part_of: str = "") -> object:
+        """Return a value as it is stored; None if that cannot be, and nobody needs it."""
         try:
+            if (found := _unknown_in(value, fqn, part_of, set(), 0)) is not None:
+                remedy = f"leave it out ({to_leave_out(found[0])}), or save it again without that"
+                raise IncompatibleError(f"{found[0]} {found[1]}; {remedy}")
+            made = _finished(value, budget, 0)
             check_plain(made, fqn)
-        except TypeError as error:
+        except (IncompatibleError, TypeError) as error:
+            if not self._needs(fqn):
+                return None
             raise IncompatibleError(f"{self._what}: {error}") from None
         return made
 
@@ -310,28 +311,32 @@ class Nested:
         )
 
 
-def _unknown_in(value: object, fqn: str, known: set[int], depth: int) -> tuple[str, Unknown] | None:
+def _unknown_in(
+    value: object, fqn: str, part_of: str, known: set[int], depth: int
+) -> tuple[str, Unknown] | None:
     """Return what is unknown in a value, and the name by which it can be left out.
 
-    Each container is looked into once, however often it is in others; `known` are their ids.
+    That is `part_of` if it is in a list or the like, of which no part can be left out. Each
+    container is looked into once, however often it is in others; `known` are their ids.
     """
     _check_depth(depth)
-    if isinstance(value, Unknown):
-        return fqn, value
     if isinstance(value, NumpyArray) and value.value is None:
-        return fqn, Unknown("an array of numpy's of objects or text, or one that lies in columns")
+        value = Unknown("an array of numpy's of objects or text, or one that lies in columns")
+    if isinstance(value, Unknown):
+        return part_of or fqn, value
     if id(value) in known:
         return None
     known.add(id(value))
     if isinstance(value, Mapping):
         keys = (key for key in value if isinstance(key, Unknown))
         if (unknown := next(keys, None)) is not None:
-            return fqn, unknown
+            return part_of or fqn, unknown
         inner = ((join(fqn, key), child) for key, child in value.items())
     else:
+        part_of = part_of or fqn
         others = value if isinstance(value, set | frozenset) else _inner(value)
         inner = ((fqn, child) for child in others)
-    found = (_unknown_in(child, name, known, depth + 1) for name, child in inner)
+    found = (_unknown_in(child, name, part_of, known, depth + 1) for name, child in inner)
     return next((one for one in found if one is not None), None)
 
 

@@ -19,7 +19,7 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.foreign import restricted_pickle
-from dist_ckpt.foreign.asked import ALL, Asked
+from dist_ckpt.foreign.interest import ALL, Interest
 from dist_ckpt.foreign.nested_state import Nested
 from dist_ckpt.foreign.stand_ins import PickleBudget, Unknown, remedied
 from dist_ckpt.foreign.torch_pickles import TABLE, TensorView, storage_of
@@ -41,7 +41,7 @@ _FREE_NBYTES = 1 << 20
 _SMALL_NBYTES = 64 << 10
 
 
-def read_file(storage: Storage, path: str, asked: Asked = ALL) -> ForeignState:
+def read_file(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
     """Return what a file holds; a state dict of tensors alone is that of `{"model": model}`.
 
     CorruptError, IncompatibleError for what is no such file, or holds what no checkpoint does.
@@ -50,7 +50,7 @@ def read_file(storage: Storage, path: str, asked: Asked = ALL) -> ForeignState:
         state = dict_of(archive)
         if all(isinstance(value, TensorView) for value in state.values()):
             state = {MODEL: dict(state)}
-        found = Nested(path, asked)
+        found = Nested(path, interest)
         found.add_top(state, archive)
     return found.state()
 

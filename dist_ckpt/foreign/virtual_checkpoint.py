@@ -11,11 +11,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from math import prod
+from typing import Literal
 
 from dist_ckpt.commit.receipts import check_receipts
 from dist_ckpt.errors import CorruptError
-from dist_ckpt.foreign.strided import gathered
 from dist_ckpt.format import filenames, index_json, objects_file
 from dist_ckpt.format.checksums import BLOCK_DIGEST_CHARS, document_digest
 from dist_ckpt.format.geometry import Cell, Region, Shape, Span
@@ -38,6 +39,9 @@ from dist_ckpt.storage.read_only import FileOfBytes, ReadOnlyFiles
 # times what is wanted, or than so many bytes.
 _SPARSE = 8
 _READ_AT_ONCE = 8 << 20
+
+# Unsigned integers of each size, as a memoryview has them.
+_WORDS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 # The component of tensors that are themselves at the top of the state.
 LOOSE = "state"
@@ -298,7 +302,7 @@ class _VirtualFile:
         if spanned * itemsize <= max(_SPARSE * prod(shape) * itemsize, _READ_AT_ONCE):
             there = memoryview(bytearray(spanned * itemsize))
             count = self._inner.read_into(start, there)
-            return gathered(there[:count], shape, strides, itemsize)
+            return _in_row_major_order(there[:count], shape, strides, itemsize)
         data = bytearray()
         for row in range(shape[0]):
             at = start + row * strides[0] * itemsize
@@ -309,3 +313,34 @@ class _VirtualFile:
         """See `ReadableFile.close`."""
         self._in_order = None
         self._inner.close()
+
+
+def _in_row_major_order(
+    there: memoryview, shape: Shape, strides: Shape, itemsize: int
+) -> memoryview:
+    """Return elements that lie apart, as of a transposed tensor; `there` begins with the first.
+
+    CorruptError if `there` is too short. The longest dimension is copied at a time.
+    """
+    if itemsize == 16:  # a complex number is two of the widest words
+        return _in_row_major_order(there, (*shape, 2), (*(2 * stride for stride in strides), 1), 8)
+    spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if len(there) < spanned * itemsize:
+        raise CorruptError("a tensor's elements end before the file does; fetch it anew")
+    if not shape:
+        return there[:itemsize]
+    code = _WORDS[itemsize]
+    source = there[: spanned * itemsize].cast(code)
+    data = memoryview(bytearray(prod(shape) * itemsize))
+    target = data.cast(code)
+    own = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    inner = max(range(len(shape)), key=lambda dim: shape[dim])
+    count, step, own_step = shape[inner], strides[inner], own[inner]
+    others = [dim for dim in range(len(shape)) if dim != inner]
+    for place in product(*(range(shape[dim]) for dim in others)):
+        at = sum(i * strides[dim] for i, dim in zip(place, others, strict=True))
+        to = sum(i * own[dim] for i, dim in zip(place, others, strict=True))
+        target[to : to + (count - 1) * own_step + 1 : own_step] = source[
+            at : at + (count - 1) * step + 1 : step
+        ]
+    return data

@@ -47,6 +47,7 @@ from dist_ckpt.loading.load import load_together
 from dist_ckpt.loading.load_steps import ReadOnce
 from dist_ckpt.loading.options import LoadOptions
 from dist_ckpt.loading.read_together import Together
+from dist_ckpt.loading.values_read import ValuesRead
 from dist_ckpt.planning.selection import Cast
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import LoadReport, Phases, SaveReport, size
@@ -79,10 +80,9 @@ def load(
     Collective: every rank of `group` calls this; any layout loads into any other. Modules and
     optimizers are found by the names that `get_state_dict` gives them. The pickles in the folder
     are read by an interpreter of ours: nothing is executed. DCP keeps no checksums: only sizes,
-    names, shapes, dtypes and coverage are checked, before anything is touched.
-
-    The options and errors are those of `dc.load`. NotFoundError without `.metadata` or a file of
-    it; IncompatibleError for wanted values that are no plain data, and what extensions changed.
+    names, shapes, dtypes and coverage are checked, before anything is touched. The options and
+    errors are those of `dc.load`, and IncompatibleError for what is no plain data and may be read
+    for this state.
     """
     options = LoadOptions(
         sharding=sharding,
@@ -95,7 +95,7 @@ def load(
         cast=cast,
         notes=False,
     )
-    opener = opener_of_dcp(lambda: options.may_want(state))
+    opener = opener_of_dcp(ValuesRead(state, path, options))
     return load_together(session_of(group), state, path, options, opener=opener)
 
 

@@ -14,7 +14,7 @@ executed: pickles are read by an interpreter of ours, which makes plain data and
 
 Each takes `ImportOptions`. On return the checkpoint is complete and durable. Raises NotFoundError
 for files that are not there, CorruptError for what is damaged, IncompatibleError, by name, for what
-is no plain data, and what `dc.reshard` raises.
+is wanted and no plain data, and what `dc.reshard` raises.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import os
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
-from dist_ckpt.foreign.asked import Asked
 from dist_ckpt.foreign.find import open_pickled, open_safetensors
+from dist_ckpt.foreign.interest import Interest
 from dist_ckpt.format.index import MAX_STEP
 from dist_ckpt.offline.reshard import even, rewrite, would_rewrite
 from dist_ckpt.offline.rewriting import DryRun
@@ -178,8 +178,8 @@ def _opened(
 ) -> tuple[tuple[Storage, str], Selection]:
     """Return the files as a checkpoint, without what is excluded, and what is chosen of it."""
     chosen = selection_of(options.get("include"), None)
-    asked = Asked(of=selection_of(None, options.get("exclude")), needed=chosen)
-    return open_pickled(kind, source, asked), chosen
+    interest = Interest(selection_of(None, options.get("exclude")), chosen.__contains__)
+    return open_pickled(kind, source, interest), chosen
 
 
 def _chosen_of_hf(options: ImportOptions) -> Selection:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from dist_ckpt.binding.rename import rename_of
 from dist_ckpt.loading.load_steps import ReadOnce
-from dist_ckpt.planning.selection import (
-    EVERYTHING,
-    Cast,
-    Selection,
-    cast_of,
-    escaped,
-    selection_of,
-)
+from dist_ckpt.planning.selection import Cast, Selection, cast_of, selection_of
 from dist_ckpt.planning.sharding_config import ShardingConfig
 from dist_ckpt.runs.description import check_description
 
@@ -58,10 +51,3 @@ class LoadOptions:
     def selection(self) -> Selection:
         """Return which names are loaded. Raises TypeError or ValueError."""
         return selection_of(self.include, self.exclude, self.frozen)
-
-    def may_want(self, state: Mapping[Any, object]) -> Selection:
-        """Return the names of which some are loaded into a state, and others not."""
-        if self.rename is not None or not state or not all(type(key) is str for key in state):
-            return EVERYTHING
-        within = [escaped(str(key)) for key in state]
-        return selection_of(within if self.include is None else self.include, self.exclude)

@@ -25,6 +25,9 @@ from dist_ckpt.format.geometry import (
 # Memory of any length: a type for each length would cost more than the views themselves.
 _Memory = ctypes.c_char * sys.maxsize
 
+# So many bytes of a tensor that is out of order are sent at once.
+_MOST_ORDERED = 4 << 20
+
 # An integer of each size. There is none of 16 bytes: complex128 is two of 8 in a last dimension.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -93,9 +96,13 @@ class TensorSource:
         The tensor stays what it is, and the memory there, until that stream has come so far. If
         the memory is not pinned this waits for it, and whatever the stream has to do before.
         """
-        itemsize = self._tensor.itemsize
-        element = (self._first * itemsize + start) // itemsize
-        self._fill(element, memory[: stop - start], non_blocking=True)
+        itemsize, nbytes = self._tensor.itemsize, stop - start
+        # What is out of order the device brings into order first, in memory of its own.
+        is_in_order = self._tensor.is_contiguous() and not _is_typed(self._tensor)
+        most = nbytes if is_in_order else _MOST_ORDERED // itemsize * itemsize
+        for done in range(0, nbytes, max(most, 1)):
+            room = memory[done : min(done + most, nbytes)]
+            self._fill(self._first + (start + done) // itemsize, room, non_blocking=True)
 
     def _fill(self, element: int, memory: memoryview, *, non_blocking: bool = False) -> None:
         tensor, itemsize = self._tensor, self._tensor.itemsize

@@ -50,6 +50,12 @@ class Selection:
             return False
         return not self.without or self.without.isdisjoint(names_above(name))
 
+    def may_reach(self, name: str) -> bool:
+        """Say whether a pattern to include might select a name, or one below; if unsure, yes."""
+        starts = (re.split(r"[*?[]", pattern)[0] for pattern in self.include or ())
+        below = f"{name}."
+        return any(below.startswith(one) or one.startswith(below) for one in starts)
+
     def matches(self, name: str) -> frozenset[str]:
         """Return the patterns that match a name, or a name above it."""
         if (found := self._matches.get(name)) is not None:
@@ -107,8 +113,11 @@ def escaped(name: str) -> str:
 
 
 def to_leave_out(name: str) -> str:
-    """Word the option that leaves a name out, in which nothing of it is taken for a wildcard."""
-    pattern = escaped(name)
+    """Word the option that leaves a name out, in which nothing of it is taken for a wildcard.
+
+    Without its groups an optimizer is none, so of them all of it.
+    """
+    pattern = escaped(name.partition(".param_groups")[0])
     quoted = pattern.replace("'", "'\"'\"'")
     word = pattern if re.fullmatch(r"[\w./-]+", pattern) else f"'{quoted}'"
     return f"exclude={pattern!r}, on the command line --exclude {word}"

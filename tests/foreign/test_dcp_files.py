@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -398,18 +399,50 @@ def test_what_is_not_wanted_of_a_folder_may_be_anything(tmp_path: Path) -> None:
         ({}, {}),
         ({"w": w, "args": None}, {"strict": False}),
         ({"w": w, "deep": {"args": None}}, {"include": ["w", "deep"]}),
-        ({"v": w}, {"rename": {"v": "w"}, "include": "v"}),
-        ({"w": w}, {"exclude": "deep.n"}),
+        ({"v": 5, "w": w}, {"rename": {"args": "v"}}),
     ]
-    for state, options in ways[:4]:
-        with pytest.raises(
-            IncompatibleError, match=r"args names argparse\.Namespace.*leave it out"
-        ):
+    named = r"args names argparse\.Namespace.*leave it out"
+    for state, options in ways:
+        with pytest.raises(IncompatibleError, match=named):
             load(state, tmp_path / "a", **options)
+    source: Any = dc.Source(tmp_path / "a", rename={"args": "v"})
+    with pytest.raises(IncompatibleError, match=named):
+        load({"v": 5, "w": w}, source)
     with pytest.raises(ValueError, match="include=\\[\\]"):
         load({"w": w}, tmp_path / "a", include=[])
     with pytest.raises(TypeError, match="state"):
         load(None, tmp_path / "a")  # type: ignore[arg-type]
+
+
+def test_a_part_of_a_list_is_wanted_with_what_is_beside_it(tmp_path: Path) -> None:
+    dcp.save({"rows": [1, argparse.Namespace()], "n": 1}, checkpoint_id=tmp_path / "a")
+    for strict in (True, False):
+        with pytest.raises(IncompatibleError, match=r"rows names argparse.*exclude='rows'"):
+            load({"rows": [0, torch.zeros(1)]}, tmp_path / "a", include="rows.0", strict=strict)
+    state: dict[Any, Any] = {}
+    load(state, tmp_path / "a", exclude="rows")
+    assert state == {"n": 1}
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_the_groups_of_an_optimizer_are_read_whatever_is_loaded_of_it(
+    tmp_path: Path, is_flat: Any
+) -> None:
+    optim = state_of()["optim"]
+    optim["param_groups"][0]["amsgrad"] = argparse.Namespace()
+    planner = DefaultSavePlanner(flatten_state_dict=is_flat)
+    dcp.save({"optim": optim, "n": 1}, checkpoint_id=tmp_path / "a", planner=planner)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    live = {"model": model, "optim": torch.optim.AdamW(model.parameters(), amsgrad=True), "n": 0}
+    ways: tuple[dict[str, Any], ...] = (
+        {"include": "optim.state"},
+        {"exclude": "optim.param_groups", "strict": False},
+    )
+    for options in ways:
+        with pytest.raises(IncompatibleError, match=r"param_groups.* names.*exclude='optim'"):
+            load(live, tmp_path / "a", **options)
+    load(live, tmp_path / "a", exclude=["optim", "model"])
+    assert live["n"] == 1
 
 
 def test_bytes_at_random_are_read_or_refused(folder: Path, tmp_path: Path) -> None:

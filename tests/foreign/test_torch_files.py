@@ -227,7 +227,12 @@ def test_what_no_checkpoint_holds_is_refused_by_name(tmp_path: Path, name: str) 
 def test_what_is_not_included_may_be_anything(tmp_path: Path, name: str) -> None:
     strange = REFUSED[name][0]()["x"]
     model, deep = {"w": torch.ones(2)}, {"n": 1, "v": torch.ones(1), "x": strange}
-    state = {"model": model, "deep": deep, "plain": {"n": 2, "x": strange}, "x": strange}
+    state = {
+        "model": model,
+        "deep": deep,
+        "plain": {"n": 2, "x": strange, "list": [{"x": strange}]},
+        "x": strange,
+    }
     torch.save({**state, "rows": [torch.zeros(1), {"x": strange}]}, tmp_path / "a.pt")
 
     def found(number: int, **options: Any) -> set[str]:
@@ -239,13 +244,15 @@ def test_what_is_not_included_may_be_anything(tmp_path: Path, name: str) -> None
     assert found(2, include=["*.w", "deep.n"]) == {"model.w", "deep.n"}
     assert found(3, include=["model", "deep.v"]) == {"model.w", "deep.v"}
     assert found(4, include="deep", exclude="deep.x") == {"deep.n", "deep.v"}
-    assert found(5, include="plain", exclude="plain.x") == {"plain"}
+    assert found(5, include="plain", exclude=["plain.x", "plain.list"]) == {"plain"}
     with pytest.raises(IncompatibleError, match=r"deep\.x names .* \(exclude='deep\.x'"):
         found(6, include=["model", "deep"])
-    with pytest.raises(IncompatibleError, match=r"rows\.1\.x names "):
+    with pytest.raises(IncompatibleError, match=r"rows names .* \(exclude='rows'"):
         found(6, include="rows")
     with pytest.raises(IncompatibleError, match=r"plain\.x names "):
         found(6, include="plain")
+    with pytest.raises(IncompatibleError, match=r"plain\.list names .* \(exclude='plain\.list'"):
+        found(6, include="plain", exclude="plain.x")
     with pytest.raises(ValueError, match=r"'deep\.y' matches no name"):
         found(6, include=["model", "deep.y"])
     assert not (tmp_path / "6").exists()

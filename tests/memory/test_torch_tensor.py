@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -252,3 +253,26 @@ def test_a_source_tells_where_its_bytes_lie_if_they_are_row_major_on_the_host() 
     assert TensorSource(tensor.t()).address() is None
     assert TensorSource(tensor).part(Region((0, 1), (3, 2))).address() is None
     assert TensorSource(torch.empty(2, device="meta")).address() is None
+
+
+@pytest.mark.parametrize("nbytes", [10 << 20, 0, 12])
+def test_what_is_out_of_order_is_sent_in_parts(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = []
+    fill = TensorSource._fill
+
+    def counted(self: Any, element: int, memory: memoryview, **options: Any) -> None:
+        filled.append(memory.nbytes)
+        fill(self, element, memory, **options)
+
+    monkeypatch.setattr(TensorSource, "_fill", counted)
+    rows = torch.arange(nbytes // 12 * 3, dtype=torch.int32).view(-1, 3)
+    for tensor in (rows, rows.t(), rows.flip(0)[:, :2], rows.to(torch.complex128).conj()):
+        memory, first = memoryview(bytearray(tensor.nbytes)), tensor.nbytes // 2 // 16 * 16
+        filled.clear()
+        TensorSource(tensor).send(0, first, memory[:first])
+        TensorSource(tensor).send(first, tensor.nbytes, memory[first:])
+        assert memory == read_all(TensorSource(tensor), 1 << 16)
+        assert max(filled, default=0) <= 4 << 20 or tensor is rows
+        assert len(filled) <= 2 or tensor is not rows

@@ -81,8 +81,8 @@ def test_every_accident_is_shown_with_both(rivals: dict[int, tuple[str, str]]) -
 
 @pytest.mark.skipif(not OURS, reason="the quick start would install: run it from .venv")
 @pytest.mark.waits
-@pytest.mark.timeout(900)  # of two trainings, on processors that the other tests use as well
+@pytest.mark.timeout(880)  # of two trainings, on processors that the other tests use as well
 def test_the_quick_start_succeeds(tmp_path: Path) -> None:
-    text = run(ROOT / "scripts" / "quickstart.sh", tmp_path / "run", limit_s=880)
+    text = run(ROOT / "scripts" / "quickstart.sh", tmp_path / "run", limit_s=860)
     assert "tensors (weights and AdamW's moments) have the SHA-256" in text
     assert "Done in" in text

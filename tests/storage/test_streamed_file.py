@@ -47,9 +47,11 @@ class _Watched:
     alignment: int = 1
     written: list[tuple[int, int, bool]] = field(default_factory=list)
     is_discarded: bool = False
+    has_begun: threading.Event = field(default_factory=threading.Event)
 
     def write_at(self, offset: int, data: Buffer) -> None:
         view = memoryview(data)
+        self.has_begun.set()
         assert self.may_write.wait(10)
         assert not self.is_discarded
         self.written.append((offset, view.nbytes, view.readonly))
@@ -91,6 +93,7 @@ def test_bytes_are_taken_while_those_before_are_written_and_closing_waits_for_th
     file.write(b"a" * _SLOT_NBYTES)
     file.write(b"b" * (_SLOT_NBYTES - 1))  # nothing is written yet
     assert storage.file.written == []
+    assert storage.file.has_begun.wait(10)  # closing takes back what has not
     threading.Timer(0.1, storage.may_write.set).start()
     file.close()
     assert storage.file.written == [(0, _SLOT_NBYTES, False)]
