@@ -135,7 +135,7 @@ class Nested:
         self._place(path)
         with self._errors_at(path):
             self._known = {}  # by identity, of what lives as long as the value
-            self._add(joined(path), value, pickled, 0)
+            self._add(joined(path), value, pickled, 0, "")
 
     @contextmanager
     def _errors_at(self, path: Path) -> Iterator[None]:
@@ -248,9 +248,7 @@ class Nested:
         items = ((key, self._chosen(names[key], value[key], budget, depth + 1)) for key in kept)
         return container(kind_of(value) or "dict", items)
 
-    def _add(
-        self, fqn: str, value: object, pickled: Pickled, depth: int, part_of: str = ""
-    ) -> None:
+    def _add(self, fqn: str, value: object, pickled: Pickled, depth: int, part_of: str) -> None:
         _check_depth(depth)
         if isinstance(value, TensorView):
             pickled.budget.spend(_OF_NAMES + len(fqn))
@@ -286,7 +284,9 @@ class Nested:
         """Return a value as it is stored; None if that cannot be, and nobody needs it."""
         try:
             if (found := _unknown_in(value, fqn, part_of, set(), 0)) is not None:
-                remedy = f"leave it out ({to_leave_out(found[0])}), or save it again without that"
+                # Without its groups an optimizer is none: all of it has to go.
+                whole = to_leave_out(found[0].partition(".param_groups")[0])
+                remedy = f"leave it out ({whole}), or save it again without that"
                 raise IncompatibleError(f"{found[0]} {found[1]}; {remedy}")
             made = _finished(value, budget, 0)
             check_plain(made, fqn)

@@ -113,11 +113,8 @@ def escaped(name: str) -> str:
 
 
 def to_leave_out(name: str) -> str:
-    """Word the option that leaves a name out, in which nothing of it is taken for a wildcard.
-
-    Without its groups an optimizer is none, so of them all of it.
-    """
-    pattern = escaped(name.partition(".param_groups")[0])
+    """Word the option that leaves a name out, in which nothing of it is taken for a wildcard."""
+    pattern = escaped(name)
     quoted = pattern.replace("'", "'\"'\"'")
     word = pattern if re.fullmatch(r"[\w./-]+", pattern) else f"'{quoted}'"
     return f"exclude={pattern!r}, on the command line --exclude {word}"
