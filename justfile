@@ -16,7 +16,7 @@ lint: setup
 types: setup
     .venv/bin/mypy
 
-# lint, types, tests; with arguments only these tests: just test tests/format -k index
+# lint, types, tests; with arguments only these tests: just test tests/core/format -k index
 test *args:
     scripts/test.sh {{ args }}
 

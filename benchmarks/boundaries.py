@@ -20,10 +20,10 @@ from torch.distributed import PrefixStore, TCPStore
 
 import dist_ckpt as dc
 from benchmarks.scenario import OURS, Figure, Measure, Scenario, Settings
-from dist_ckpt.checkpointer.rounds import Ask, Member, Pacing, Rounds
-from dist_ckpt.comm.heartbeat import Heart
-from dist_ckpt.comm.store_exchange import StoreNotes
-from dist_ckpt.comm.store_thread import StoreLine
+from dist_ckpt.checkpointer.coordination.barrier_rounds import Ask, Member, Pacing, Rounds
+from dist_ckpt.core.comm.exchange.store_channel import StoreNotes
+from dist_ckpt.core.comm.key_value.client_thread import StoreLine
+from dist_ckpt.core.comm.liveness.heartbeat import Heart
 
 STEP_S = 0.01
 SLOW_S = 0.1

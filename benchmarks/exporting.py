@@ -30,7 +30,9 @@ import torch
 
 import dist_ckpt as dc
 from benchmarks.averaging import forget
-from dist_ckpt.interop import dcp_export, hf, torch_export
+from dist_ckpt.interop.dcp import export
+from dist_ckpt.interop.hf import export as hf
+from dist_ckpt.interop.torch_save import export as torch_export
 
 TENSORS = 16
 RANKS = 4
@@ -43,11 +45,11 @@ import resource, sys, threading, time
 what = sys.argv[4]
 from dist_ckpt.interop import hf, imports
 if what == "as bfloat16":
-    import dist_ckpt.memory.casting
+    import dist_ckpt.core.shard_io.memory.casting
 if what == "for dcp":
-    from dist_ckpt.interop import dcp_export
+    from dist_ckpt.interop.dcp import export as dcp_export
 if what == "for torch":
-    from dist_ckpt.interop import torch_export
+    from dist_ckpt.interop.torch_save import export as torch_export
 def memory(name):
     lines = open("/proc/self/status").readlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
@@ -134,7 +136,7 @@ def _foreign(source: Path, folder: Path) -> dict[str, Path]:
     """Return the same tensors as other systems write them."""
     places = {"hf": folder / "hf", "dcp": folder / "dcp", "torch": folder / "a.pt"}
     hf.export_folder(source, places["hf"])
-    dcp_export.export_folder(source, places["dcp"])
+    export.export_folder(source, places["dcp"])
     torch_export.export_file(source, places["torch"])
     return places
 

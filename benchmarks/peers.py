@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from benchmarks.contenders import Contender
 from benchmarks.workload import Spec, Workload
-from dist_ckpt.interop.dcp import StorageReader, StorageWriter
+from dist_ckpt.interop.dcp.adapter import StorageReader, StorageWriter
 
 INSTALL = "not installed: pip install -c constraints.txt -e '.[bench]'"
 SYNCED_AFTER = "its files are synced after it"

@@ -22,13 +22,13 @@ from benchmarks import planning_dcp
 from benchmarks import simulated_ranks as simulated
 from benchmarks.planning_growth import AXES, growth
 from benchmarks.scenario import OURS, Figure, Measure, Row, Scenario, Settings
-from dist_ckpt.format import index_json
-from dist_ckpt.format.index import Index
-from dist_ckpt.planning.load_planner import plan_load, problems_of
-from dist_ckpt.planning.mesh import cells_of
-from dist_ckpt.planning.plan import Inventory, Wanted
-from dist_ckpt.planning.save_planner import held_cells, items_of, replica_groups_of
-from dist_ckpt.runtime import typed_msgpack
+from dist_ckpt.core.format.index import index_json
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
+from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.plan import Inventory, Wanted
+from dist_ckpt.core.planning.save.save_planner import held_cells, items_of, replica_groups_of
+from dist_ckpt.core.runtime import typed_msgpack
 
 T = TypeVar("T")
 

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dist_ckpt.format.geometry import Region, Shape
-from dist_ckpt.planning.mesh import cells_of
-from dist_ckpt.planning.plan import Inventory, Whole
+from dist_ckpt.core.format.geometry import Region, Shape
+from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.plan import Inventory, Whole
 
 
 def coordinate(inventory: Inventory, world_size: int) -> dict[str, float]:

@@ -12,11 +12,11 @@ from random import Random
 
 from benchmarks import simulated_ranks as simulated
 from benchmarks.scenario import Figure, Row
-from dist_ckpt.comm.collective import distinct
-from dist_ckpt.commit.receipts import check_receipts, differing_groups, sizes_of
-from dist_ckpt.format import index_json
-from dist_ckpt.format.geometry import Cell, Elements, Region, Shape
-from dist_ckpt.format.index import (
+from dist_ckpt.core.comm.collectives.collective import distinct
+from dist_ckpt.core.commit.receipts import check_receipts, differing_groups, sizes_of
+from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.core.format.index import index_json
+from dist_ckpt.core.format.index.index import (
     Catalog,
     Component,
     Index,
@@ -25,10 +25,9 @@ from dist_ckpt.format.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.format.layout import Cut, Flat, Layout, Regions
-from dist_ckpt.planning.holders import Share, held_by
-from dist_ckpt.planning.load_planner import plan_load
-from dist_ckpt.planning.plan import (
+from dist_ckpt.core.format.layout import Cut, Flat, Layout, Regions
+from dist_ckpt.core.planning.load.load_planner import plan_load
+from dist_ckpt.core.planning.plan import (
     Inventory,
     NameList,
     Parts,
@@ -38,8 +37,14 @@ from dist_ckpt.planning.plan import (
     Wanted,
     Whole,
 )
-from dist_ckpt.planning.save_planner import items_of, items_of_ranks, plan_save, replica_groups_of
-from dist_ckpt.runtime import typed_msgpack
+from dist_ckpt.core.planning.save.ownership import Share, held_by
+from dist_ckpt.core.planning.save.save_planner import (
+    items_of,
+    items_of_ranks,
+    plan_save,
+    replica_groups_of,
+)
+from dist_ckpt.core.runtime import typed_msgpack
 
 Work = Callable[[], object]
 

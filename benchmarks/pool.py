@@ -20,8 +20,8 @@ from benchmarks.rank import Operations, Place, Rank, serve
 PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
-    "dist_ckpt.saving.save",
-    "dist_ckpt.loading.load",
+    "dist_ckpt.core.saving.save",
+    "dist_ckpt.core.loading.load",
 )
 
 

@@ -13,18 +13,18 @@ from functools import cache
 from math import prod
 from types import TracebackType
 
-from dist_ckpt.comm.collective import AloneCollective, Bodies, distinct, name_of
-from dist_ckpt.comm.exchange import Alone, AloneExchange, Exchange
-from dist_ckpt.comm.messages import Envelope, new_nonce, pack, unpack
-from dist_ckpt.comm.session import Session
-from dist_ckpt.commit import attempts
-from dist_ckpt.commit.receipts import sizes_of
-from dist_ckpt.format import filenames
-from dist_ckpt.format.filenames import Attempt
-from dist_ckpt.format.geometry import Shape
-from dist_ckpt.format.index import Node
-from dist_ckpt.planning.mesh import layout_of
-from dist_ckpt.planning.plan import (
+from dist_ckpt.core.comm.collectives.collective import AloneCollective, Bodies, distinct, name_of
+from dist_ckpt.core.comm.exchange.channel import Alone, AloneExchange, Exchange
+from dist_ckpt.core.comm.messages import Envelope, new_nonce, pack, unpack
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.receipts import sizes_of
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.format.index.index import Node
+from dist_ckpt.core.planning.mesh import layout_of
+from dist_ckpt.core.planning.plan import (
     Flattened,
     Inventory,
     Mesh,
@@ -40,18 +40,18 @@ from dist_ckpt.planning.plan import (
     View,
     Whole,
 )
-from dist_ckpt.planning.save_planner import stored_nbytes
-from dist_ckpt.runtime import typed_msgpack
-from dist_ckpt.saving.agreement import (
+from dist_ckpt.core.planning.save.save_planner import stored_nbytes
+from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.saving.agreement import (
     Agreed,
     Planned,
     is_plan_good,
     last_plan,
     plan_together,
 )
-from dist_ckpt.saving.attempt_run import AttemptRun, PartWritten, SaveRequest
-from dist_ckpt.saving.replica_samples import receipt_of
-from dist_ckpt.storage import Entry
+from dist_ckpt.core.saving.replica_samples import receipt_of
+from dist_ckpt.core.saving.save_transaction import AttemptRun, PartWritten, SaveRequest
+from dist_ckpt.core.storage import Entry
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
 # Llama 3.1 405B: 126 layers of 9 parameters and 3 more; heads on either side are left out.

@@ -25,101 +25,101 @@ from dist_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from dist_ckpt.averaging.average import average
-    from dist_ckpt.background.async_saver import AsyncSaver
-    from dist_ckpt.background.handle import SaveHandle
+    from dist_ckpt.async_save.async_saver import AsyncSaver
+    from dist_ckpt.async_save.save_handle import SaveHandle
     from dist_ckpt.checkpointer.checkpointer import Checkpointer
-    from dist_ckpt.checkpointer.open_run import Stopped
-    from dist_ckpt.checkpointer.when import at, at_end, every, on_signal
+    from dist_ckpt.checkpointer.run_session import Stopped
+    from dist_ckpt.checkpointer.save_policy import at, at_end, every, on_signal
+    from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
+    from dist_ckpt.core.checkpoint.verify import VerifyReport, verify
+    from dist_ckpt.core.loading.build import build
+    from dist_ckpt.core.loading.from_bytes import from_bytes, load_bytes
+    from dist_ckpt.core.loading.load import load
+    from dist_ckpt.core.loading.sources import Source
+    from dist_ckpt.core.planning.sharding_config import ShardingConfig
+    from dist_ckpt.core.saving.save import save
+    from dist_ckpt.core.saving.to_bytes import to_bytes
+    from dist_ckpt.core.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
     from dist_ckpt.data.data_position import DataPosition
     from dist_ckpt.data.elastic_sampler import ElasticSampler
-    from dist_ckpt.loading.build import build
-    from dist_ckpt.loading.from_bytes import from_bytes, load_bytes
-    from dist_ckpt.loading.load import load
-    from dist_ckpt.loading.sources import Source
-    from dist_ckpt.offline.backup import backup
-    from dist_ckpt.offline.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
-    from dist_ckpt.offline.compare import Comparison, RunSummary, compare
-    from dist_ckpt.offline.copying import copy
-    from dist_ckpt.offline.diff import Difference, ValueDifference, diff
-    from dist_ckpt.offline.estimate import Estimate, estimate
-    from dist_ckpt.offline.layout import CheckpointLayout, FileLayout, HeldShard, layout
-    from dist_ckpt.offline.reshard import reshard
-    from dist_ckpt.offline.run import Run
-    from dist_ckpt.offline.stats import TensorStats, stats
-    from dist_ckpt.offline.strip import strip
-    from dist_ckpt.offline.verify import VerifyReport, verify
-    from dist_ckpt.planning.sharding_config import ShardingConfig
     from dist_ckpt.reports import LoadedSource, LoadReport, SaveReport
-    from dist_ckpt.runs import keep
     from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
-    from dist_ckpt.runs.removing import delete
-    from dist_ckpt.saving.save import save
-    from dist_ckpt.saving.to_bytes import to_bytes
-    from dist_ckpt.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
+    from dist_ckpt.runs.retention import retention_policy as keep
+    from dist_ckpt.runs.retention.deletion import delete
+    from dist_ckpt.tools.average.average import average
+    from dist_ckpt.tools.inspect.compare import Comparison, RunSummary, compare
+    from dist_ckpt.tools.inspect.diff import Difference, ValueDifference, diff
+    from dist_ckpt.tools.inspect.estimate import Estimate, estimate
+    from dist_ckpt.tools.inspect.run import Run
+    from dist_ckpt.tools.inspect.shard_layout import CheckpointLayout, FileLayout, HeldShard, layout
+    from dist_ckpt.tools.inspect.tensor_stats import TensorStats, stats
+    from dist_ckpt.tools.rewrite.backup import backup
+    from dist_ckpt.tools.rewrite.copying import copy
+    from dist_ckpt.tools.rewrite.reshard import reshard
+    from dist_ckpt.tools.rewrite.strip import strip
 
 __version__ = "0.1.0"
 
 # Public name -> module, but for the errors, which need nothing. Each is imported when it is first
 # used, so that reading and listing checkpoints needs no torch.
 _MODULES = {
-    "save": "saving.save",
-    "AsyncSaver": "background.async_saver",
-    "SaveHandle": "background.handle",
+    "save": "core.saving.save",
+    "AsyncSaver": "async_save.async_saver",
+    "SaveHandle": "async_save.save_handle",
     "Checkpointer": "checkpointer.checkpointer",
-    "Stopped": "checkpointer.open_run",
-    "every": "checkpointer.when",
-    "at": "checkpointer.when",
-    "at_end": "checkpointer.when",
-    "on_signal": "checkpointer.when",
-    "load": "loading.load",
-    "to_bytes": "saving.to_bytes",
-    "from_bytes": "loading.from_bytes",
-    "load_bytes": "loading.from_bytes",
-    "Source": "loading.sources",
-    "build": "loading.build",
-    "open": "offline.checkpoint",
-    "Checkpoint": "offline.checkpoint",
-    "verify": "offline.verify",
-    "VerifyReport": "offline.verify",
-    "reshard": "offline.reshard",
-    "compare": "offline.compare",
-    "Comparison": "offline.compare",
-    "RunSummary": "offline.compare",
-    "diff": "offline.diff",
-    "Difference": "offline.diff",
-    "ValueDifference": "offline.diff",
-    "stats": "offline.stats",
-    "TensorStats": "offline.stats",
-    "layout": "offline.layout",
-    "CheckpointLayout": "offline.layout",
-    "FileLayout": "offline.layout",
-    "HeldShard": "offline.layout",
-    "estimate": "offline.estimate",
-    "Estimate": "offline.estimate",
-    "copy": "offline.copying",
-    "backup": "offline.backup",
-    "strip": "offline.strip",
-    "average": "averaging.average",
-    "Run": "offline.run",
-    "delete": "runs.removing",
+    "Stopped": "checkpointer.run_session",
+    "every": "checkpointer.save_policy",
+    "at": "checkpointer.save_policy",
+    "at_end": "checkpointer.save_policy",
+    "on_signal": "checkpointer.save_policy",
+    "load": "core.loading.load",
+    "to_bytes": "core.saving.to_bytes",
+    "from_bytes": "core.loading.from_bytes",
+    "load_bytes": "core.loading.from_bytes",
+    "Source": "core.loading.sources",
+    "build": "core.loading.build",
+    "open": "core.checkpoint.checkpoint",
+    "Checkpoint": "core.checkpoint.checkpoint",
+    "verify": "core.checkpoint.verify",
+    "VerifyReport": "core.checkpoint.verify",
+    "reshard": "tools.rewrite.reshard",
+    "compare": "tools.inspect.compare",
+    "Comparison": "tools.inspect.compare",
+    "RunSummary": "tools.inspect.compare",
+    "diff": "tools.inspect.diff",
+    "Difference": "tools.inspect.diff",
+    "ValueDifference": "tools.inspect.diff",
+    "stats": "tools.inspect.tensor_stats",
+    "TensorStats": "tools.inspect.tensor_stats",
+    "layout": "tools.inspect.shard_layout",
+    "CheckpointLayout": "tools.inspect.shard_layout",
+    "FileLayout": "tools.inspect.shard_layout",
+    "HeldShard": "tools.inspect.shard_layout",
+    "estimate": "tools.inspect.estimate",
+    "Estimate": "tools.inspect.estimate",
+    "copy": "tools.rewrite.copying",
+    "backup": "tools.rewrite.backup",
+    "strip": "tools.rewrite.strip",
+    "average": "tools.average.average",
+    "Run": "tools.inspect.run",
+    "delete": "runs.retention.deletion",
     "checkpoints": "runs.listing",
     "RunCheckpoint": "runs.listing",
     "SaveReport": "reports",
     "LoadReport": "reports",
     "LoadedSource": "reports",
-    "ShardingConfig": "planning.sharding_config",
-    "LocalShard": "state.wrappers",
-    "FlatShard": "state.wrappers",
-    "PerRank": "state.wrappers",
-    "RNG": "state.wrappers",
-    "Named": "state.wrappers",
+    "ShardingConfig": "core.planning.sharding_config",
+    "LocalShard": "core.state.wrappers",
+    "FlatShard": "core.state.wrappers",
+    "PerRank": "core.state.wrappers",
+    "RNG": "core.state.wrappers",
+    "Named": "core.state.wrappers",
     "DataPosition": "data.data_position",
     "ElasticSampler": "data.elastic_sampler",
 }
 
 # Public modules, imported when first used as well.
-_PUBLIC_MODULES = {"keep": "runs.keep"}
+_PUBLIC_MODULES = {"keep": "runs.retention.retention_policy"}
 
 __all__ = [
     "RNG",

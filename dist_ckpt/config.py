@@ -12,7 +12,7 @@ from math import isfinite
 STALL_S = 600.0
 
 # Each has a scratch buffer of 10 MiB, and one of 2 MiB for what it reads past the page cache; a
-# save has five besides (`shard_io/shard_writer.py`). So each takes 256 MiB at most.
+# save has five besides (`shard_io/write/shard_writer.py`). So each takes 256 MiB at most.
 MAX_THREADS = 20
 
 # A sync waits for all that the system has not written yet. Slower storage counts as hanging.

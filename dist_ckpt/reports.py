@@ -5,9 +5,10 @@ add up to the call of a `dc.save` or `dc.load`. Four tallies say what the call h
 (`num` calls, `nbytes`): `exchanges` on the control channel with what it put into them,
 `collectives` with what it gave in them, and `storage_reads` and `storage_writes`, of every kind of
 file, headers, values and index included. Of a background save `seconds` are the trainer's phases
-and its writer's, without what lies between: `background/save.py` makes its report of the writer's
-message `Done`, and the writer logs the `Verdict`. A rate is the bytes of the whole job by the
-seconds of the rank that took longest, or of the call; it is 0.0 where nothing was measured.
+and its writer's, without what lies between: `async_save/trainer/background_save.py` makes its
+report of the writer's message `Done`, and the writer logs the `Verdict`. A rate is the bytes of the
+whole job by the seconds of the rank that took longest, or of the call; it is 0.0 where nothing was
+measured.
 """
 
 from __future__ import annotations

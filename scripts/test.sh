@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change is taken: lint, types, tests. It sets itself up.
-# Arguments go to pytest: scripts/test.sh tests/format, in seconds, as what is marked slow is left out
-# (scripts/test.sh -m slow tests/format runs that). Without arguments everything is run.
+# Arguments go to pytest: scripts/test.sh tests/core/format, in seconds, as what is marked slow is left out
+# (scripts/test.sh -m slow tests/core/format runs that). Without arguments everything is run.
 # With TORCH=2.9.1 the tests alone run, with that version of torch: see scripts/compat.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -30,10 +30,11 @@ unset PYTHONDONTWRITEBYTECODE
 logs=$(mktemp -d)
 ids=()
 trap 'kill "${ids[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
-apart=(benchmarks repository commit saving)
+apart=(benchmarks repository core/commit core/saving)
+excluded=("${apart[@]##*/}")
 files_with() { grep -rlE --include='test_*.py' "mark\.$1\b" "${@:2}" tests; }
 mapfile -t waiting < <(files_with waits)
-mapfile -t starting < <(files_with multi_process "${apart[@]/#/--exclude-dir=}")
+mapfile -t starting < <(files_with multi_process "${excluded[@]/#/--exclude-dir=}")
 beside() {
     "$bin/python" -m pytest "$@" >"$logs/${#ids[@]}" 2>&1 &
     ids+=($!)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from dist_ckpt.snapshots.arenas import Arenas
-from dist_ckpt.snapshots.job_folder import JobFolder, RankFolder
+from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 
 
 def pytest_configure() -> None:

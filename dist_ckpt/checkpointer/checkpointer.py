@@ -13,21 +13,21 @@ from typing import Self
 
 from torch.distributed import ProcessGroup
 
-from dist_ckpt.checkpointer import when
-from dist_ckpt.checkpointer.keeper import Hooks, OnFailure
-from dist_ckpt.checkpointer.open_run import OpenRun, Stopped, open_run
-from dist_ckpt.checkpointer.options import RunOptions
+from dist_ckpt.checkpointer import save_policy
+from dist_ckpt.checkpointer.checkpointer_options import RunOptions
+from dist_ckpt.checkpointer.maintenance import Hooks, OnFailure
 from dist_ckpt.checkpointer.resume import ResumeOptions
-from dist_ckpt.checkpointer.when import When
-from dist_ckpt.loading.sources import Sources
-from dist_ckpt.offline.checkpoint import Checkpoint
-from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.runs.facts import checked_metrics
-from dist_ckpt.runs.keep import Keep
-from dist_ckpt.saving.attached import Attached
-from dist_ckpt.state.containers import MutableState
+from dist_ckpt.checkpointer.run_session import OpenRun, Stopped, open_run
+from dist_ckpt.checkpointer.save_policy import When
+from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
+from dist_ckpt.core.loading.sources import Sources
+from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.saving.attachments import Attached
+from dist_ckpt.core.state.tree.containers import MutableState
+from dist_ckpt.runs.annotations import checked_metrics
+from dist_ckpt.runs.retention.retention_policy import Keep
 
-DEFAULT_SAVE = when.every(minutes=30) | when.at_end | when.on_signal("TERM")
+DEFAULT_SAVE = save_policy.every(minutes=30) | save_policy.at_end | save_policy.on_signal("TERM")
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -16,29 +16,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from dist_ckpt.background.async_saver import AsyncSaver
+from dist_ckpt.async_save.async_saver import AsyncSaver
+from dist_ckpt.async_save.snapshots.memory_source import KeptFiles, kept_on_host
 from dist_ckpt.checkpointer.run_config import check_same
-from dist_ckpt.comm.exchange import COORDINATOR, Exchange
-from dist_ckpt.comm.session import Session
-from dist_ckpt.commit.alive import told_sign
-from dist_ckpt.commit.holds import Subject
-from dist_ckpt.commit.starts import OfRun, begin, newest_start, secure
+from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit.records.incarnations import OfRun, begin, newest_start, secure
+from dist_ckpt.core.commit.records.leases import Subject
+from dist_ckpt.core.commit.records.liveness import told_sign
+from dist_ckpt.core.format.filenames import Attempt, parse_attempt
+from dist_ckpt.core.format.run_records import RunStart
+from dist_ckpt.core.loading.load import load_together
+from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.loading.sources import Sources
+from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.state.tree.containers import MutableState
+from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage.local.page_cache import drop_cached
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.format.filenames import Attempt, parse_attempt
-from dist_ckpt.format.root_records import RunStart
-from dist_ckpt.loading.load import load_together
-from dist_ckpt.loading.options import LoadOptions
-from dist_ckpt.loading.sources import Sources
-from dist_ckpt.offline.checkpoint import open as open_checkpoint
-from dist_ckpt.planning.sharding_config import ShardingConfig
-from dist_ckpt.runs.holding import holding
+from dist_ckpt.runs.lease_renewal import holding
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import select
-from dist_ckpt.runtime.typed_msgpack import Message
-from dist_ckpt.snapshots.kept_files import KeptFiles, kept_on_host
-from dist_ckpt.state.containers import MutableState
-from dist_ckpt.storage import Storage, open_storage
-from dist_ckpt.storage.page_cache import drop_cached
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+from dist_ckpt.core.format.index.model_description import differences
 from dist_ckpt.errors import IncompatibleError, listed
-from dist_ckpt.runs.description import differences
 
 
 def check_same(then: object, now: object, same: Sequence[str], path: str) -> str:

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from dist_ckpt.background.async_saver import AsyncSaver
-from dist_ckpt.background.handle import SaveHandle
-from dist_ckpt.checkpointer.keeper import Keeper
-from dist_ckpt.checkpointer.options import RunOptions
+from dist_ckpt.async_save.async_saver import AsyncSaver
+from dist_ckpt.async_save.save_handle import SaveHandle
+from dist_ckpt.checkpointer.checkpointer_options import RunOptions
+from dist_ckpt.checkpointer.maintenance import Keeper
 from dist_ckpt.checkpointer.resume import FOLDER
-from dist_ckpt.comm.exchange import COORDINATOR
-from dist_ckpt.comm.session import Session
-from dist_ckpt.commit.starts import OfRun
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit.records.incarnations import OfRun
+from dist_ckpt.core.saving.attachments import AttachedNow
+from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError
-from dist_ckpt.saving.attached import AttachedNow
-from dist_ckpt.saving.save import SaveOptions, save_together
-from dist_ckpt.state.containers import State
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -18,17 +18,16 @@ import click
 from click.shell_completion import add_completion_class
 
 from dist_ckpt import __version__
-from dist_ckpt.cli import (
+from dist_ckpt.cli import completion, output
+from dist_ckpt.cli.commands import (
     averaging,
     changing,
     comparing,
     estimating,
     formats,
-    output,
     reading,
     reporting,
     runs,
-    teaching,
     tensors,
     watching,
 )
@@ -106,8 +105,8 @@ for _command in (
     runs.tag,
     runs.request_save,
     watching.watch,
-    teaching.completion,
-    teaching.schema,
+    completion.completion,
+    completion.schema,
     reporting.report,
 ):
     cli.add_command(_command)
@@ -144,7 +143,7 @@ def _have_streams() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     _have_streams()
-    add_completion_class(teaching.BashWords)
+    add_completion_class(completion.BashWords)
     try:
         with _told_to_stop(), output.errors_as_exit_codes():
             code = cli.main(args=arguments, prog_name="dist-ckpt", standalone_mode=False)

@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from dist_ckpt.core.storage.local.local_storage import with_remedy
 from dist_ckpt.errors import (
     CheckpointError,
     CorruptError,
     IncompatibleError,
     NotFoundError,
 )
-from dist_ckpt.offline.rewriting import DryRun
 from dist_ckpt.reports import SaveReport, size
-from dist_ckpt.storage.local import with_remedy
+from dist_ckpt.tools.rewrite.rewriting import DryRun
 
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130

@@ -16,8 +16,8 @@ from typing import Any
 import ray.train
 from ray.train import CheckpointUploadMode
 
+from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.offline.checkpoint import Checkpoint
 
 
 def run_folder(name: str = "checkpoints") -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from dist_ckpt.offline.checkpoint import Checkpoint
+from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -18,14 +18,14 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.tools import filesystem
 
-from dist_ckpt.checkpointer import when
+from dist_ckpt.checkpointer import save_policy
 from dist_ckpt.checkpointer.checkpointer import Checkpointer
-from dist_ckpt.checkpointer.open_run import Stopped
+from dist_ckpt.checkpointer.run_session import Stopped
+from dist_ckpt.core.loading.sources import Source
+from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.more_state import more_state
-from dist_ckpt.loading.sources import Source
-from dist_ckpt.runs import keep
-from dist_ckpt.state.wrappers import RNG, PerRank
+from dist_ckpt.integrations.extra_state import more_state
+from dist_ckpt.runs.retention import retention_policy as keep
 
 # Keys of a torchtitan trainer's own states that are held in another form here.
 _OWN = {"model", "optim", "lr_scheduler", "dataloader", "rng"}
@@ -165,7 +165,9 @@ _REFUSED = {
 def _options(config: Any) -> dict[str, Any]:
     """Return what torchtitan's policies are as options of `dc.Checkpointer`."""
     found: dict[str, Any] = {
-        "save": when.every(steps=config.interval) | when.at_end | when.on_signal("TERM"),
+        "save": save_policy.every(steps=config.interval)
+        | save_policy.at_end
+        | save_policy.on_signal("TERM"),
         "keep": keep.last(config.keep_latest_k) if config.keep_latest_k else None,
         "read_only": config.load_only,
     }

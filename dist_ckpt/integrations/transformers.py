@@ -21,12 +21,12 @@ import transformers
 from transformers.trainer_callback import ExportableState
 
 from dist_ckpt.checkpointer.checkpointer import Checkpointer
-from dist_ckpt.checkpointer.open_run import Stopped
+from dist_ckpt.checkpointer.run_session import Stopped
+from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
+from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.integrations.ddp_buffers import hand_out_buffers
-from dist_ckpt.integrations.more_state import more_state
-from dist_ckpt.offline.checkpoint import open as open_checkpoint
-from dist_ckpt.state.wrappers import RNG
+from dist_ckpt.integrations.extra_state import more_state
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -23,14 +23,14 @@ import os
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
-from dist_ckpt.foreign.find import open_pickled, open_safetensors
-from dist_ckpt.foreign.interest import Interest
-from dist_ckpt.format.index import MAX_STEP
-from dist_ckpt.offline.reshard import even, rewrite, would_rewrite
-from dist_ckpt.offline.rewriting import DryRun
-from dist_ckpt.planning.selection import Selection, selection_of
+from dist_ckpt.core.format.index.index import MAX_STEP
+from dist_ckpt.core.planning.selection import Selection, selection_of
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.interop.readers.import_filter import Interest
+from dist_ckpt.interop.registry import open_pickled, open_safetensors
 from dist_ckpt.reports import Progress, SaveReport
-from dist_ckpt.storage import Storage
+from dist_ckpt.tools.rewrite.reshard import even, rewrite, would_rewrite
+from dist_ckpt.tools.rewrite.rewriting import DryRun
 
 __all__ = [
     "ImportOptions",

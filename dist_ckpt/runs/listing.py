@@ -8,18 +8,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dist_ckpt.commit import attempts
-from dist_ckpt.commit.guards import Where
-from dist_ckpt.commit.root_records import StoredFact, read_facts
-from dist_ckpt.commit.starts import History, read_history
 from dist_ckpt.config import Config
+from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.records.incarnations import History, read_history
+from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.record_store import StoredFact, read_facts
+from dist_ckpt.core.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
+from dist_ckpt.core.format.index.model_description import kind_of
+from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
-from dist_ckpt.format.strict_json import Json
-from dist_ckpt.runs.description import kind_of
-from dist_ckpt.runs.facts import KnownFacts, known_of
-from dist_ckpt.runtime.threads import each
-from dist_ckpt.storage import Storage, open_storage
+from dist_ckpt.runs.annotations import KnownFacts, known_of
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterable
 from math import isnan
 
-from dist_ckpt.commit.attempts import entries_at
+from dist_ckpt.core.commit.attempts import entries_at
+from dist_ckpt.core.format.filenames import is_selector, selections
+from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.errors import NotFoundError, listed
-from dist_ckpt.format.filenames import is_selector, selections
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.storage import Storage, open_storage, real_path
 
 _log = logging.getLogger("dist_ckpt")
 

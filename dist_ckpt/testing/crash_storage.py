@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dist_ckpt.format.checksums import Buffer
-from dist_ckpt.storage import Entry, ReadableFile, WritableFile
+from dist_ckpt.core.format.checksums import Buffer
+from dist_ckpt.core.storage import Entry, ReadableFile, WritableFile
 from dist_ckpt.testing.memory_storage import MemoryStorage, parent_of
 
 # --- recording -------------------------------------------------------------------------------

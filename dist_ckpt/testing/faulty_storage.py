@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.wrappers.forwarding import T, WrappedStorage
 from dist_ckpt.errors import CheckpointError, StorageError
-from dist_ckpt.storage import Storage
-from dist_ckpt.storage.wrapping import T, WrappedStorage
 
 
 class FaultyStorage(WrappedStorage):

@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from dist_ckpt.core.format.checksums import Buffer
+from dist_ckpt.core.storage import Entry, ReadableFile, WritableFile
 from dist_ckpt.errors import CorruptError, StorageError
-from dist_ckpt.format.checksums import Buffer
-from dist_ckpt.storage import Entry, ReadableFile, WritableFile
 
 # Path to content; None is a folder. The root "/" is always there and not in it.
 Tree = Mapping[str, bytes | None]

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dist_ckpt.core.format.checksums import Buffer
+from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, StorageError
-from dist_ckpt.format.checksums import Buffer
-from dist_ckpt.storage import Storage
 
 _TIMEOUT_S = 30
 

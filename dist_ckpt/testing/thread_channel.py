@@ -8,11 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dist_ckpt.comm.collective import NAME_NBYTES, Bodies, Transfer, distinct, name_of
-from dist_ckpt.comm.messages import FalloutError
-from dist_ckpt.comm.store_exchange import StoreChannel
-from dist_ckpt.comm.store_thread import Store
 from dist_ckpt.config import Config
+from dist_ckpt.core.comm.collectives.collective import (
+    NAME_NBYTES,
+    Bodies,
+    Transfer,
+    distinct,
+    name_of,
+)
+from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
+from dist_ckpt.core.comm.key_value.client_thread import Store
+from dist_ckpt.core.comm.messages import FalloutError
 from dist_ckpt.errors import RankError
 from dist_ckpt.reports import Tally
 

@@ -16,13 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import dist_ckpt as dc
 from benchmarks import simulated_ranks as simulated
 from benchmarks.simulated_ranks import Job, SimulatedSave
-from dist_ckpt.format import index_json
-from dist_ckpt.format.index import Index
-from dist_ckpt.planning.plan import Inventory, Placed
-from dist_ckpt.planning.plan import Shard as PlannedShard
-from dist_ckpt.planning.save_planner import items_of, items_of_ranks, replica_groups_of
-from dist_ckpt.runtime import typed_msgpack
-from dist_ckpt.state.local_state import take
+from dist_ckpt.core.format.index import index_json
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.planning.plan import Inventory, Placed
+from dist_ckpt.core.planning.plan import Shard as PlannedShard
+from dist_ckpt.core.planning.save.save_planner import items_of, items_of_ranks, replica_groups_of
+from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.state.inventory_builder import take
 
 JOBS: dict[str, Callable[[], Job]] = {
     "fsdp": lambda: simulated.fsdp(32, 12),

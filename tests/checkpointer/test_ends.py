@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer.when import When
-from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.root_id import find_root_id, job_id
-from dist_ckpt.storage import open_storage
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.checkpointer.save_policy import When
+from dist_ckpt.core.storage import open_storage
 from run_training import fresh, keeper_of, steps_at, train
 
 pytestmark = pytest.mark.multi_process

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt.checkpointer.line import Line
+from dist_ckpt.checkpointer.coordination.save_barrier import Line
 from line_model import FAULTS, World, explore, with_fault
 from long_mode import IS_LONG
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer.when import When
+from dist_ckpt.checkpointer.save_policy import When
 from run_training import fresh, steps_at, steps_in, train
 
 STOP = dc.on_signal("USR1")

@@ -15,12 +15,12 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer import resume
-from dist_ckpt.commit import starts
-from dist_ckpt.commit.starts import read_history
+from dist_ckpt.core.commit.records import incarnations
+from dist_ckpt.core.commit.records.incarnations import read_history
+from dist_ckpt.core.loading import load as loading
+from dist_ckpt.core.loading.load import load_together
+from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
-from dist_ckpt.loading import load as loading
-from dist_ckpt.loading.load import load_together
-from dist_ckpt.storage import open_storage
 from run_training import damage, fresh, steps_at, steps_in, train
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -495,7 +495,7 @@ def test_what_is_loaded_is_held_until_the_start_is_recorded(
 
     def begin(*args: Any, **options: Any) -> Any:
         held.extend(one.holds for one in dc.checkpoints(tmp_path))
-        return starts.begin(*args, **options)
+        return incarnations.begin(*args, **options)
 
     monkeypatch.setattr(resume, "begin", begin)
     assert restored(tmp_path) == 2

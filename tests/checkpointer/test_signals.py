@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer import requests as requests_module
-from dist_ckpt.checkpointer.requests import SaveRequests
-from dist_ckpt.checkpointer.rounds import Ask
-from dist_ckpt.checkpointer.signals import Signals
+from dist_ckpt.checkpointer.coordination import rank_requests as requests_module
+from dist_ckpt.checkpointer.coordination.barrier_rounds import Ask
+from dist_ckpt.checkpointer.coordination.rank_requests import SaveRequests
+from dist_ckpt.checkpointer.coordination.signals import Signals
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ import torch
 from click.shell_completion import ShellComplete
 
 import dist_ckpt as dc
-from dist_ckpt.cli import cli, output, teaching
+from dist_ckpt.cli import cli, completion, output
 from docs_blocks import write_commands
 
 Run = Callable[..., tuple[int, str, str]]
@@ -189,7 +189,7 @@ MORE_DOCUMENTS = [
 
 
 def test_every_document_is_asked_for_here() -> None:
-    assert DOCUMENTS.keys() == {*teaching.NAMES}
+    assert DOCUMENTS.keys() == {*completion.NAMES}
 
 
 @pytest.mark.parametrize(("name", "command"), [*DOCUMENTS.items(), *MORE_DOCUMENTS])
@@ -221,7 +221,7 @@ def test_every_command_with_json_has_a_schema() -> None:
         for name, command in cli.commands.items()
     }
     assert {name for name, given in options.items() if "--json" in given} == {
-        *teaching.NAMES,
+        *completion.NAMES,
     } - {"show-all", "verify-all", "dry-run"}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.cli import changing
+from dist_ckpt.cli.commands import changing
 
 pytest.importorskip("torch")
 

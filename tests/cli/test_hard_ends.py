@@ -36,7 +36,7 @@ WRITERS = {
 SLOW = """
 import os, sys, time
 from dist_ckpt.cli import main
-from dist_ckpt.storage import local
+from dist_ckpt.core.storage.local import local_storage as local
 
 read = local._LocalReadableFile.read_into
 def slow(self, offset, target):
@@ -139,7 +139,7 @@ def test_what_lacks_memory_is_told(path: Path, run: Run, monkeypatch: pytest.Mon
     def without_memory(*_: object, **options: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("dist_ckpt.cli.changing.copy", without_memory)
+    monkeypatch.setattr("dist_ckpt.cli.commands.changing.copy", without_memory)
     code, _, errors = run("cp", path, f"{path}-new")
     assert code == output.IO_ERROR
     assert errors == "dist-ckpt: there is not enough memory for that: give it more\n"

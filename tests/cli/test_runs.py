@@ -13,8 +13,8 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.cli import output
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, StorageError
-from dist_ckpt.storage.local import LocalStorage
 
 
 @pytest.fixture

@@ -21,14 +21,14 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.cli import runs as runs_module
-from dist_ckpt.cli import watching as watching_module
-from dist_ckpt.cli.watching import _looks, lines
-from dist_ckpt.commit.alive import SignOfLife
-from dist_ckpt.commit.starts import begin
+from dist_ckpt.cli.commands import runs as runs_module
+from dist_ckpt.cli.commands import watching as watching_module
+from dist_ckpt.cli.commands.watching import _looks, lines
+from dist_ckpt.core.commit.records.incarnations import begin
+from dist_ckpt.core.commit.records.liveness import SignOfLife
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
-from dist_ckpt.runs.changes import SeenRun, look_at
-from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.runs.watch_changes import SeenRun, look_at
 
 Result = tuple[int, str, str]
 

@@ -14,8 +14,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dist_ckpt as dc
-from dist_ckpt.interop import dcp as our_dcp
-from dist_ckpt.interop import dcp_export, hf, imports, torch_export
+from dist_ckpt.interop import imports
+from dist_ckpt.interop.dcp import adapter as our_dcp
+from dist_ckpt.interop.dcp import export
+from dist_ckpt.interop.hf import export as hf
+from dist_ckpt.interop.torch_save import export as torch_export
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,7 +120,7 @@ def test_a_folder_of_dcp_alone_loads_to_the_device_and_is_imported(tmp_path: Pat
 def test_what_was_saved_on_the_device_is_exported_for_dcp(tmp_path: Path) -> None:
     saved = trained(1)
     dc.save(saved, tmp_path / "ours")
-    dcp_export.export_folder(tmp_path / "ours", tmp_path / "theirs")
+    export.export_folder(tmp_path / "ours", tmp_path / "theirs")
     state = state_dict(trained(2))
     dcp.load(state, checkpoint_id=tmp_path / "theirs")
     assert_same_weights(state["model"], saved)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dist_ckpt.format.geometry import Elements, Piece, Region, pieces, row_major_strides
-from dist_ckpt.memory.torch_tensor import TensorSource, TensorTarget, synchronize
+from dist_ckpt.core.format.geometry import Elements, Piece, Region, pieces, row_major_strides
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource, TensorTarget, synchronize
 from sources import read_all
 
 pytestmark = [

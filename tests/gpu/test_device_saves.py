@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.memory import cuda
-from dist_ckpt.memory.torch_tensor import TensorSource
-from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.core.shard_io.memory import cuda
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,9 +15,9 @@ import torch
 
 import dist_ckpt as dc
 import shrew_writer
+from dist_ckpt.core.shard_io.write import state_bytes
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.interop import shrew
-from dist_ckpt.shard_io import state_bytes
+from dist_ckpt.interop.shrew import files as shrew
 from document_fuzz import FindingError, deadline, flat, mutant, mutate_bytes
 
 # One execution; a mutant has at most some 100 KB.

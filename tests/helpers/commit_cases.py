@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist_ckpt.commit import order, removal
-from dist_ckpt.commit.attempts import find
-from dist_ckpt.errors import NotFoundError
-from dist_ckpt.format import filenames
-from dist_ckpt.format.index import (
+from dist_ckpt.core.commit import commit_protocol, removal
+from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.index.index import (
     Catalog,
     Component,
     Index,
@@ -16,8 +15,9 @@ from dist_ckpt.format.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.format.layout import Grid, Layout
-from dist_ckpt.storage import Storage
+from dist_ckpt.core.format.layout import Grid, Layout
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
 HEADER_NBYTES = 4096
@@ -83,11 +83,11 @@ def save(
     storage: Storage, step: int, *, path: str = PATH, ranks: int = 1, overwrite: bool = False
 ) -> filenames.Attempt:
     """Save as one process: claim, write, check, commit, supersede."""
-    claim = order.claim(storage, path, overwrite=overwrite, by=f"the saver of {step}")
+    claim = commit_protocol.claim(storage, path, overwrite=overwrite, by=f"the saver of {step}")
     for rank in range(ranks):
         write_rank(storage, claim.folder, step, rank)
-    order.check_files(storage, claim.folder, sizes_of(step, ranks))
-    order.commit(storage, claim, index_of(claim.attempt, step, ranks))
+    commit_protocol.check_files(storage, claim.folder, sizes_of(step, ranks))
+    commit_protocol.commit(storage, claim, index_of(claim.attempt, step, ranks))
     removal.supersede(storage, path, claim.attempt)
     return claim.attempt
 

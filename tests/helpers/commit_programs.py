@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.commit import attempts, holds, order, removal, root_records, starts
-from dist_ckpt.format import filenames, index_json
-from dist_ckpt.storage import Storage
+from dist_ckpt.core.commit import attempts, commit_protocol, removal
+from dist_ckpt.core.commit.records import incarnations, leases, record_store
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.index import index_json
+from dist_ckpt.core.storage import Storage
 from model import Call, Replay
 
 
@@ -41,18 +43,18 @@ class FixedIds:
 def make_deterministic(patch: pytest.MonkeyPatch) -> FixedIds:
     """Make the library deterministic, faster, and tell where a claim forgets what came before."""
     made = FixedIds()
-    for module in (attempts, holds, order, removal, root_records, starts):
+    for module in (attempts, leases, commit_protocol, removal, record_store, incarnations):
         if hasattr(module, "new_id"):
             patch.setattr(module, "new_id", made.new)
     still = SimpleNamespace(time=lambda: 0.0, gmtime=lambda _: (), strftime=lambda *_: "then")
-    for timed in (root_records, starts):
+    for timed in (record_store, incarnations):
         patch.setattr(timed, "time", still)
     encode = functools.cache(attempts.encode_abandoned)
     patch.setattr(attempts, "encode_abandoned", encode)
-    patch.setattr(order, "encode_abandoned", encode)
+    patch.setattr(commit_protocol, "encode_abandoned", encode)
     patch.setattr(index_json, "decode", functools.cache(index_json.decode))
     for name in ("_survey", "_fence", "_store_claim"):
-        patch.setattr(order, name, _forgetting(getattr(order, name)))
+        patch.setattr(commit_protocol, name, _forgetting(getattr(commit_protocol, name)))
     return made
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import dist_ckpt as dc
 from dcp_ways import State, Way, error_of, same, whole
-from dist_ckpt.interop.hf import export_folder
+from dist_ckpt.interop.hf.export import export_folder
 
 
 class Net(nn.Module):

@@ -23,7 +23,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 import dist_ckpt as dc
 from dcp_scenarios_alone import Kept
 from dcp_ways import State, Way, error_of, meet, rank, same
-from dist_ckpt.interop.hf import export_folder
+from dist_ckpt.interop.hf.export import export_folder
 
 WHOLE = torch.arange(200.0).view(10, 20)
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import dist_ckpt as dc
-from dist_ckpt.interop import dcp as adapter
-from dist_ckpt.interop.dcp_export import export_folder as export_for_dcp
+from dist_ckpt.interop.dcp import adapter as adapter
+from dist_ckpt.interop.dcp.export import export_folder as export_for_dcp
 from dist_ckpt.interop.imports import from_torch
 
 State = dict[str, Any]

@@ -11,7 +11,7 @@ DOCS = ROOT / "docs"
 # Pages whose programs a test of their own runs: the test, which names the page.
 RUN_BY = {
     "accelerate.md": "tests/integrations/test_accelerate.py",
-    "format.md": "tests/format/test_format.py",
+    "format.md": "tests/core/format/test_format.py",
     "from-other-systems.md": "tests/repository/test_from_other_systems.py",
     "lightning.md": "tests/integrations/test_lightning.py",
     "ray.md": "tests/integrations/test_ray_train.py",

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 import dist_ckpt as dc
+from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot
+from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.core.format.checksums import document_digest
+from dist_ckpt.core.planning.plan import Inventory
+from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.state.inventory_builder import take
 from dist_ckpt.errors import CheckpointError, CorruptError
-from dist_ckpt.format.checksums import document_digest
-from dist_ckpt.planning.plan import Inventory
-from dist_ckpt.runtime import typed_msgpack
-from dist_ckpt.snapshots.arena_layout import Seal, Snapshot
-from dist_ckpt.snapshots.details import Details
-from dist_ckpt.state.local_state import take
 
 # One execution; a mutant has at most some 100 KB.
 LIMIT_S = 60

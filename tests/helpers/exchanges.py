@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dist_ckpt.comm.exchange import Channel
+from dist_ckpt.core.comm.exchange.channel import Channel
 
 # What one rank tells the others: here any plain data.
 Doc = Any

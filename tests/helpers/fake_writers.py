@@ -7,12 +7,9 @@ from contextlib import suppress
 from subprocess import Popen
 from threading import Thread
 
-from dist_ckpt.background.writer_client import Order, OwnWriter
-from dist_ckpt.comm.messages import Failure
-from dist_ckpt.reports import Tally
-from dist_ckpt.saving.attempt_run import Verdict
-from dist_ckpt.snapshots.job_folder import RankFolder
-from dist_ckpt.writer.messages import (
+from dist_ckpt.async_save.snapshots.job_folder import RankFolder
+from dist_ckpt.async_save.trainer.writer_handle import Order, OwnWriter
+from dist_ckpt.async_save.writer.messages import (
     Close,
     Done,
     Hello,
@@ -25,6 +22,9 @@ from dist_ckpt.writer.messages import (
     Write,
     WriterMessage,
 )
+from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.core.saving.save_transaction import Verdict
+from dist_ckpt.reports import Tally
 
 SOON_S = 30.0
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from unittest.mock import patch
 
-from dist_ckpt.storage import direct_io, exclusive_rename, local
+from dist_ckpt.core.storage.local import direct_io, exclusive_rename, local_storage
 
 CALLS = (
     *("open", "close", "fsync", "pwrite", "preadv", "ftruncate", "fstat", "lstat", "scandir"),
@@ -149,7 +149,7 @@ def system_calls(fault: Fault | None, *, exclusive: bool = True) -> Iterator[Sys
         return lambda *arguments: _called(calls, name, real, arguments)
 
     with ExitStack() as stack:
-        for module in (local, direct_io, exclusive_rename):
+        for module in (local_storage, direct_io, exclusive_rename):
             stack.enter_context(patch.object(module, "os", _FaultyOs(calls)))
             if hasattr(module, "system_call"):
                 stack.enter_context(patch.object(module, "system_call", system_call))

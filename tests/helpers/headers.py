@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dist_ckpt.format.shard_file import HeaderText, ShardFile, header_text
-from dist_ckpt.format.shard_table import StoredShard
+from dist_ckpt.core.format.shards.shard_file import HeaderText, ShardFile, header_text
+from dist_ckpt.core.format.shards.shard_table import StoredShard
 
 
 def shard_file(

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dist_ckpt.binding.bind import Binding, bind, saved_of, survey, unexpected_problem
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import Region, pieces, row_major_strides
+from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.planning.plan import SavePlan
+from dist_ckpt.core.planning.save.save_planner import held_cells, plan_save
+from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.state.binding.bind import Binding, bind, saved_of, survey, unexpected_problem
+from dist_ckpt.core.state.inventory_builder import LocalState, take
+from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.format import objects_file
-from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import Region, pieces, row_major_strides
-from dist_ckpt.planning.plan import SavePlan
-from dist_ckpt.planning.save_planner import held_cells, plan_save
-from dist_ckpt.planning.selection import selection_of
-from dist_ckpt.state.local_state import LocalState, take
-from dist_ckpt.state.plain_torch import make
 
 
 class InMemory:

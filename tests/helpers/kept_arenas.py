@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from dist_ckpt.snapshots.job_folder import NUM_ARENAS, RankFolder
-from dist_ckpt.snapshots.kept import KeptSnapshot, open_first
+from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder
+from dist_ckpt.async_save.snapshots.recovered_snapshots import KeptSnapshot, open_first
 
 
 @contextmanager

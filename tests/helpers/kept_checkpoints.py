@@ -11,25 +11,35 @@ import torch
 from msgspec.structs import replace
 
 import dist_ckpt as dc
-from dist_ckpt.background.readiness import Saver
-from dist_ckpt.background.restore import restore_together
-from dist_ckpt.comm.collective import Bodies
-from dist_ckpt.comm.session import Session
-from dist_ckpt.commit.attempts import find
-from dist_ckpt.commit.starts import History
-from dist_ckpt.format.filenames import parse_attached_file, parse_objects_file, parse_shard_file
-from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.async_save.memory_restore import restore_together
+from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
+from dist_ckpt.async_save.snapshots.arena_layout import (
+    UNCLAIMED,
+    Image,
+    Seal,
+    Snapshot,
+    arena_nbytes,
+)
+from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.memory_source import records_of
+from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.async_save.trainer.start_handshake import Saver
+from dist_ckpt.core.comm.collectives.collective import Bodies
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.records.incarnations import History
+from dist_ckpt.core.format.filenames import (
+    parse_attached_file,
+    parse_objects_file,
+    parse_shard_file,
+)
+from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.saving.agreement import Planned
+from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.storage import open_storage
 from dist_ckpt.reports import LoadReport
-from dist_ckpt.runtime import typed_msgpack
-from dist_ckpt.saving.agreement import Planned
-from dist_ckpt.saving.save import SaveOptions, save_together
-from dist_ckpt.snapshots.arena import Arena, ArenaReader
-from dist_ckpt.snapshots.arena_layout import UNCLAIMED, Image, Seal, Snapshot, arena_nbytes
-from dist_ckpt.snapshots.arenas import Arenas
-from dist_ckpt.snapshots.details import Details
-from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.kept_files import records_of
-from dist_ckpt.storage import open_storage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, run_ranks, try_ranks
 
 ROWS = 24

@@ -1,6 +1,7 @@
 """An error or an interrupt at every line that one rank runs of `dc.save` and `dc.load`.
 
-Ranks are threads. Lines count where the victim's own thread runs them, in `saving/` and `loading/`.
+Ranks are threads. Lines count where the victim's own thread runs them, in `core/saving/` and
+`core/loading/`.
 As a script it tries every line, for some minutes:
 
     PYTHONPATH=. python tests/helpers/line_faults.py
@@ -21,21 +22,21 @@ from typing import Any, Protocol
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.comm.messages import NoAnswerError
-from dist_ckpt.comm.session import Session
-from dist_ckpt.commit import removal
 from dist_ckpt.config import Config
+from dist_ckpt.core.comm.messages import NoAnswerError
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit import removal
+from dist_ckpt.core.loading.load import load_together
+from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.errors import CheckpointError, RankError
-from dist_ckpt.loading.load import load_together
-from dist_ckpt.loading.options import LoadOptions
-from dist_ckpt.saving.save import SaveOptions, save_together
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import Outcome, try_ranks
 from rank_threads import PATH, load, save
 
 RANKS = 3
 CONFIG = Config(silence_s=4.0, arrive_s=2.0, warn_s=1.0, appear_s=2.0)
-FOLDERS = tuple(str(Path(dc.__file__).parent / name) for name in ("saving", "loading"))
+FOLDERS = tuple(str(Path(dc.__file__).parent / "core" / name) for name in ("saving", "loading"))
 
 # The phases of a load until which nothing of the state may change.
 UNTOUCHED = {"open", "index", "check", "prepare", "check first"}

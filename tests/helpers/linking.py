@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 import rank_threads
-from dist_ckpt.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.wrappers.forwarding import WrappedStorage
 from dist_ckpt.errors import NotFoundError, StorageError
-from dist_ckpt.format.index import Index
-from dist_ckpt.storage import Storage
-from dist_ckpt.storage.wrapping import WrappedStorage
 
 ROOT = "/runs"
 PATH = f"{ROOT}/s1"

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dist_ckpt.core.format.checksums import Buffer
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.storage import Entry, ReadableFile, Storage, WritableFile
 from dist_ckpt.errors import StorageError
-from dist_ckpt.format.checksums import Buffer
-from dist_ckpt.format.filenames import Attempt
-from dist_ckpt.storage import Entry, ReadableFile, Storage, WritableFile
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
 Files = Mapping[str, bytes | None]

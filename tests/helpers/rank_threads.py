@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from dist_ckpt.comm.session import Session
-from dist_ckpt.loading.load import load_together
-from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.loading.load import load_together
+from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.storage import Storage
 from dist_ckpt.reports import LoadReport, SaveReport
-from dist_ckpt.saving.save import SaveOptions, save_together
-from dist_ckpt.storage import Storage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, try_ranks
 
 PATH = "/runs/ck"

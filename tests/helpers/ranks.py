@@ -32,7 +32,7 @@ MAX_OUTPUT_CHARS = 20_000
 
 # Imported when first used, for seconds, which would otherwise be in every rank: by dist_ckpt, and
 # by torch for the first optimizer or DTensor.
-_USED_LATER = ("dist_ckpt.saving.save", "dist_ckpt.loading.load", "torch._dynamo")
+_USED_LATER = ("dist_ckpt.core.saving.save", "dist_ckpt.core.loading.load", "torch._dynamo")
 
 # How long gloo waits for a lost rank in the user's own collectives.
 GROUP_TIMEOUT_S = 30

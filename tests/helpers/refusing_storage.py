@@ -22,9 +22,9 @@ import torch
 import dist_ckpt as dc
 
 # Python itself may lie where another user cannot read: all is imported before.
-import dist_ckpt.loading.load
-import dist_ckpt.offline.reshard
-import dist_ckpt.saving.save
+import dist_ckpt.core.loading.load
+import dist_ckpt.core.saving.save
+import dist_ckpt.tools.rewrite.reshard
 
 NEW_MOUNTS, NEW_USER = 0x20000, 0x10000000
 READ_ONLY, REMOUNT, PRIVATE = 1, 32, 1 << 18 | 1 << 14

@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import count
 
 from commit_cases import index_of, write_rank
-from dist_ckpt.commit.folders import make_folders
-from dist_ckpt.commit.guards import Where
-from dist_ckpt.commit.order import Claim, commit
-from dist_ckpt.commit.root_records import fact_about, put_fact
-from dist_ckpt.format.filenames import Attempt
-from dist_ckpt.format.strict_json import Scalar
-from dist_ckpt.storage import Storage
+from dist_ckpt.core.commit.commit_protocol import Claim, commit
+from dist_ckpt.core.commit.new_folders import make_folders
+from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.record_store import fact_about, put_fact
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.strict_json import Scalar
+from dist_ckpt.core.storage import Storage
 
 ROOT = "/runs"
 _numbers = count(1)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer.keeper import Keeper
-from dist_ckpt.format.filenames import ROOT_ID
-from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.root_id import find_root_id, job_id
-from dist_ckpt.storage import open_storage
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.checkpointer.maintenance import Keeper
+from dist_ckpt.core.format.filenames import ROOT_ID
+from dist_ckpt.core.storage import open_storage
 
 # Of all ranks together.
 NUM_ROWS = 120

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import dist_ckpt as dc
 import rank_threads
-from dist_ckpt.planning import save_planner
-from dist_ckpt.storage import ReadableFile, Storage
+from dist_ckpt.core.planning.save import save_planner
+from dist_ckpt.core.storage import ReadableFile, Storage
 
 RANKS = 4
 

@@ -11,24 +11,33 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from dist_ckpt.background.writer_process import start
-from dist_ckpt.comm.collective import Bodies
-from dist_ckpt.comm.messages import Failure
+from dist_ckpt.async_save.snapshots.arena import Arena
+from dist_ckpt.async_save.snapshots.arena_layout import Image, Snapshot, arena_nbytes
+from dist_ckpt.async_save.snapshots.job_folder import RankFolder
+from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.async_save.trainer.writer_launcher import start
+from dist_ckpt.async_save.writer.messages import (
+    Done,
+    Hello,
+    Link,
+    Serve,
+    Serving,
+    Write,
+    WriterMessage,
+)
 from dist_ckpt.config import Config
-from dist_ckpt.format import filenames, objects_file
-from dist_ckpt.format.geometry import Shape
-from dist_ckpt.format.index import Node
-from dist_ckpt.format.layout import Grid, Layout
-from dist_ckpt.planning.plan import Inventory, Mesh, Placed, Shard, TensorEntry, Whole
-from dist_ckpt.planning.save_planner import items_of
-from dist_ckpt.runtime import typed_msgpack
-from dist_ckpt.saving.agreement import plan_of
-from dist_ckpt.saving.attempt_run import Verdict
-from dist_ckpt.snapshots.arena import Arena
-from dist_ckpt.snapshots.arena_layout import Image, Snapshot, arena_nbytes
-from dist_ckpt.snapshots.details import Details
-from dist_ckpt.snapshots.job_folder import RankFolder
-from dist_ckpt.writer.messages import Done, Hello, Link, Serve, Serving, Write, WriterMessage
+from dist_ckpt.core.comm.collectives.collective import Bodies
+from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.format.index.index import Node
+from dist_ckpt.core.format.layout import Grid, Layout
+from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.planning.plan import Inventory, Mesh, Placed, Shard, TensorEntry, Whole
+from dist_ckpt.core.planning.save.save_planner import items_of
+from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.saving.agreement import plan_of
+from dist_ckpt.core.saving.save_transaction import Verdict
 from written import Saved
 
 # A writer that says nothing for so long fails the test.

@@ -13,12 +13,12 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from dist_ckpt.format import filenames
-from dist_ckpt.format.geometry import Cell, Elements, Region, Shape, row_major_strides
-from dist_ckpt.format.index import Index, Node, ShardFileRecord
-from dist_ckpt.planning.load_planner import plan_load
-from dist_ckpt.planning.mesh import cells_of
-from dist_ckpt.planning.plan import (
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape, row_major_strides
+from dist_ckpt.core.format.index.index import Index, Node, ShardFileRecord
+from dist_ckpt.core.planning.load.load_planner import plan_load
+from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.plan import (
     Flattened,
     Inventory,
     Mesh,
@@ -35,7 +35,7 @@ from dist_ckpt.planning.plan import (
     Wanted,
     Whole,
 )
-from dist_ckpt.planning.save_planner import held_cells, items_of, plan_save, stored_nbytes
+from dist_ckpt.core.planning.save.save_planner import held_cells, items_of, plan_save, stored_nbytes
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 randoms = st.randoms(use_true_random=False)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from dist_ckpt.runtime.torch_private import StridedShard, cuts_strided_alike
+from dist_ckpt.core.runtime.torch_private import StridedShard, cuts_strided_alike
 
 
 def cut_unevenly() -> bool:

@@ -23,7 +23,7 @@ NAME = os.environ.get("LIGHTNING", "lightning.pytorch")
 pl: Any = importlib.import_module(NAME)
 
 import dist_ckpt as dc  # noqa: E402 - the callback is one of what is imported by then
-from dist_ckpt.integrations.lightning import FitCheckpoint  # noqa: E402
+from dist_ckpt.integrations.lightning.callback import FitCheckpoint  # noqa: E402
 
 warnings.filterwarnings("ignore")
 

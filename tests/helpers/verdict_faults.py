@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.commit import attempts, order, removal
-from dist_ckpt.format.filenames import Attempt, parse_attempt, parse_trash, trash_name
-from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.core.commit import attempts, commit_protocol, removal
+from dist_ckpt.core.format.filenames import Attempt, parse_attempt, parse_trash, trash_name
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from faulty_calls import Fault, Lasting, system_calls
 
 # The last two are what an old NFS server answers to the second of two same requests.
@@ -117,7 +117,7 @@ def leftovers(folder: Path) -> None:
     overwrite(folder)
     (folder / "first").rename(first)
     for is_abandoned in (True, False):
-        claim = order.claim(storage, str(path), overwrite=True, by="a dead save")
+        claim = commit_protocol.claim(storage, str(path), overwrite=True, by="a dead save")
         (Path(claim.folder) / "model-00000.safetensors").write_bytes(b"half")
         if is_abandoned:
             attempts.abandon(storage, str(path), claim.attempt, by="me", reason="it failed")

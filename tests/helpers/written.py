@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from dist_ckpt.commit.order import claim, commit
-from dist_ckpt.format.checksums import BLOCK_NBYTES
-from dist_ckpt.format.dtypes import DTYPES
-from dist_ckpt.format.geometry import (
+from dist_ckpt.core.commit.commit_protocol import claim, commit
+from dist_ckpt.core.format.checksums import BLOCK_NBYTES
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import (
     Cell,
     Elements,
     Piece,
@@ -25,7 +25,7 @@ from dist_ckpt.format.geometry import (
     pieces,
     row_major_strides,
 )
-from dist_ckpt.format.index import (
+from dist_ckpt.core.format.index.index import (
     Catalog,
     Component,
     Index,
@@ -33,10 +33,10 @@ from dist_ckpt.format.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.format.layout import Grid, Layout
-from dist_ckpt.format.objects_file import ObjectsFile, encode
-from dist_ckpt.format.shard_file import arrange, header_text
-from dist_ckpt.planning.plan import (
+from dist_ckpt.core.format.layout import Grid, Layout
+from dist_ckpt.core.format.objects.objects_file import ObjectsFile, encode
+from dist_ckpt.core.format.shards.shard_file import arrange, header_text
+from dist_ckpt.core.planning.plan import (
     FilePlan,
     FileReceipt,
     LoadPlan,
@@ -44,10 +44,10 @@ from dist_ckpt.planning.plan import (
     ReadItem,
     Wanted,
 )
-from dist_ckpt.planning.write_batches import batches_of
-from dist_ckpt.shard_io.shard_writer import RankFiles, write_all
-from dist_ckpt.storage import Storage
-from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.core.planning.write_batches import batches_of
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 
 ATTEMPT = "a1-0123456789abcdef"
 

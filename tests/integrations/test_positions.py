@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import dist_ckpt as dc
 from dist_ckpt import integrations
-from dist_ckpt.integrations.lightning_position import FitPosition
+from dist_ckpt.integrations.lightning.fit_position import FitPosition
 from dist_ckpt.integrations.loader_order import set_sources, sources_of
 
 

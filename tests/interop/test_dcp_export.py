@@ -17,10 +17,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dist_ckpt as dc
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError
-from dist_ckpt.interop import dcp_export, hf, imports
-from dist_ckpt.interop.dcp_export import export_folder
-from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.interop import imports
+from dist_ckpt.interop.dcp import export as dcp_export
+from dist_ckpt.interop.dcp.export import export_folder
+from dist_ckpt.interop.hf import export as hf
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

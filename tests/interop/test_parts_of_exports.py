@@ -22,13 +22,16 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 import dist_ckpt as dc
 from compound_tensors import Quantized
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.interop import dcp_export, hf, shrew, torch_export
-from dist_ckpt.interop.dcp import StorageReader, StorageWriter
-from dist_ckpt.interop.dcp_export import export_folder
+from dist_ckpt.interop.dcp import export as dcp_export
+from dist_ckpt.interop.dcp.adapter import StorageReader, StorageWriter
+from dist_ckpt.interop.dcp.export import export_folder
+from dist_ckpt.interop.hf import export as hf
+from dist_ckpt.interop.shrew import files
+from dist_ckpt.interop.torch_save import export as torch_export
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-load = torch.load  # noqa: TID251 - it is what users do
+load = torch.load
 
 # Of a way out: what exports, and what says what that would.
 Export = Callable[..., Any]
@@ -250,7 +253,7 @@ def test_a_file_takes_no_name_of_another_format_and_no_place_of_its_source(tmp_p
     (tmp_path / "a.pt").symlink_to(one)
     for target in (one, tmp_path / "a.pt"):
         with pytest.raises((ValueError, dc.ExistsError), match="another"):
-            shrew.export_file(one, target, overwrite=True)
+            files.export_file(one, target, overwrite=True)
         with pytest.raises((ValueError, dc.ExistsError), match="another"):
             torch_export.export_file(one, target, include="model.w", overwrite=True)
     assert one.read_bytes() == before

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.commit import attempts
-from dist_ckpt.format.filenames import Attempt
-from dist_ckpt.format.index import Index
-from dist_ckpt.interop import dcp_export, hf, torch_export
-from dist_ckpt.storage import Storage
+from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.interop.dcp import export as dcp_export
+from dist_ckpt.interop.hf import export as hf
+from dist_ckpt.interop.torch_save import export as torch_export
 
 
 @pytest.mark.parametrize(

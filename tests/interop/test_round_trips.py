@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import dist_ckpt as dc
 from commands import run
-from dist_ckpt.interop import dcp as ours
+from dist_ckpt.interop.dcp import adapter as ours
 from ranks import run_ranks
 
 pytestmark = [
@@ -182,7 +182,7 @@ def test_a_file_of_torch_save(tmp_path: Path, command: Command) -> None:
     theirs, mine, back = tmp_path / "theirs.pt", tmp_path / "ours", tmp_path / "back"
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    torch.save(state, theirs)  # noqa: TID251 - it is what users have
+    torch.save(state, theirs)
     command("import", "--from", "torch", theirs, mine, "--ranks", 3)
     for found, is_tied in run_ranks(2, load_imported, f"{mine}", True, timeout_s=100):
         assert_same(all_of(model, optimizer), found)
@@ -192,8 +192,8 @@ def test_a_file_of_torch_save(tmp_path: Path, command: Command) -> None:
     # And back: the state is a dict of plain data and tensors again, which torch.save takes.
     found_state: Flat = {}
     dc.load(found_state, mine)
-    torch.save(found_state, back)  # noqa: TID251 - it is what users want
-    loaded = torch.load(back)  # noqa: TID251 - as users would
+    torch.save(found_state, back)
+    loaded = torch.load(back)
     assert_same(flat(state), flat(loaded))
     tied = (loaded["model"][name] for name in ("embed.weight", "head.weight"))
     assert len({one.data_ptr() for one in tied}) == 1

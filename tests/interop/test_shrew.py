@@ -15,6 +15,8 @@ import pytest
 
 import dist_ckpt as dc
 import shrew_writer as w
+from dist_ckpt.core.checkpoint.checkpoint import open_at
+from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.errors import (
     CorruptError,
     ExistsError,
@@ -22,10 +24,9 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from dist_ckpt.interop import lone_save, shrew, shrew_format
-from dist_ckpt.interop.local_files import new_file
-from dist_ckpt.memory.host_array import Array
-from dist_ckpt.offline.checkpoint import open_at
+from dist_ckpt.interop.shrew import encoding, files
+from dist_ckpt.interop.writers import single_process_save
+from dist_ckpt.interop.writers.local_files import new_file
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -44,9 +45,9 @@ def data(request: pytest.FixtureRequest) -> bytes:
 
 def test_what_is_read_is_written_as_the_same_bytes(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.shrew").write_bytes(data)
-    assert shrew.write(shrew.read(data)) == data
-    assert shrew.write(shrew.read(tmp_path / "a.shrew")) == data
-    assert shrew.write(shrew.read(memoryview(bytearray(data)))) == data
+    assert files.write(files.read(data)) == data
+    assert files.write(files.read(tmp_path / "a.shrew")) == data
+    assert files.write(files.read(memoryview(bytearray(data)))) == data
 
 
 def test_a_file_that_was_imported_is_exported_as_the_same_bytes(
@@ -54,19 +55,19 @@ def test_a_file_that_was_imported_is_exported_as_the_same_bytes(
 ) -> None:
     file, back = tmp_path / "a.shrew", tmp_path / "b.shrew"
     file.write_bytes(data)
-    shrew.import_file(file, tmp_path / "ck")
+    files.import_file(file, tmp_path / "ck")
     assert dc.verify(tmp_path / "ck").ok
-    assert shrew.export_file(tmp_path / "ck", back) == len(data)
+    assert files.export_file(tmp_path / "ck", back) == len(data)
     assert back.read_bytes() == data
     # However many ranks it is laid out for.
     dc.reshard(tmp_path / "ck", tmp_path / "many", world_size=3)
-    shrew.export_file(tmp_path / "many", back, overwrite=True)
+    files.export_file(tmp_path / "many", back, overwrite=True)
     assert back.read_bytes() == data
     assert sorted(os.listdir(tmp_path)) == ["a.shrew", "b.shrew", "ck", "many"]
 
 
 def test_what_is_read_is_what_the_file_says() -> None:
-    state: dict[str, Any] = shrew.read(w.FILES["version 2"])
+    state: dict[str, Any] = files.read(w.FILES["version 2"])
     assert list(state) == ["model", "optim", *("epoch", "global_step", "best_loss"), "loss_history"]
     model = state["model"]
     assert list(model) == [name for name, *_ in w.MODEL]
@@ -80,15 +81,15 @@ def test_what_is_read_is_what_the_file_says() -> None:
     assert (state["epoch"], state["global_step"]) == ((1 << 64) - 1, 5000)
     assert state["best_loss"] == float("inf")
     assert state["loss_history"][0] == 1.5
-    assert list(shrew.read(w.FILES["version 1"])) == ["model"]
+    assert list(files.read(w.FILES["version 1"])) == ["model"]
 
 
 def test_an_imported_file_is_the_checkpoint_that_save_makes_of_it(
     data: bytes, tmp_path: Path
 ) -> None:
     (tmp_path / "a.shrew").write_bytes(data)
-    report = shrew.import_file(tmp_path / "a.shrew", tmp_path / "imported")
-    state: Any = shrew.read(data)
+    report = files.import_file(tmp_path / "a.shrew", tmp_path / "imported")
+    state: Any = files.read(data)
     step = state.get("global_step")
     step = step if step is not None and step < 1 << 63 else None
     assert report.step == step
@@ -112,39 +113,39 @@ def files_of(root: Path) -> dict[str, bytes]:
 def test_a_live_model_is_written_from_torch_and_numpy_alike(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     held = {name: one.detach().numpy() for name, one in model.named_parameters()}
-    data = shrew.write({"model": model.state_dict()})
-    assert data == shrew.write({"model": held})
+    data = files.write({"model": model.state_dict()})
+    assert data == files.write({"model": held})
     dc.save({"model": model}, tmp_path / "ck")
-    shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew")
+    files.export_file(tmp_path / "ck", tmp_path / "a.shrew")
     assert (tmp_path / "a.shrew").read_bytes() == data
-    model.load_state_dict(with_torch(shrew.read(data)["model"]))
+    model.load_state_dict(with_torch(files.read(data)["model"]))
 
 
 def test_tied_tensors_are_written_under_each_name(tmp_path: Path) -> None:
     shared = torch.arange(3.0)
     dc.save({"model": {"a": shared, "b": shared}}, tmp_path / "ck")
-    shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew")
-    model: Any = shrew.read(tmp_path / "a.shrew")["model"]
+    files.export_file(tmp_path / "ck", tmp_path / "a.shrew")
+    model: Any = files.read(tmp_path / "a.shrew")["model"]
     assert [model[name].tolist() for name in ("a", "b")] == [[0.0, 1.0, 2.0]] * 2
 
 
 def test_version_1_of_a_training_is_its_model_alone(tmp_path: Path) -> None:
     data = w.FILES["version 2"]
     (tmp_path / "a.shrew").write_bytes(data)
-    assert shrew.write(shrew.read(data), version=1) == w.FILES["version 1"]
-    shrew.import_file(tmp_path / "a.shrew", tmp_path / "ck")
-    shrew.export_file(tmp_path / "ck", tmp_path / "b.shrew", version=1)
+    assert files.write(files.read(data), version=1) == w.FILES["version 1"]
+    files.import_file(tmp_path / "a.shrew", tmp_path / "ck")
+    files.export_file(tmp_path / "ck", tmp_path / "b.shrew", version=1)
     assert (tmp_path / "b.shrew").read_bytes() == w.FILES["version 1"]
 
 
 def test_sections_come_in_any_order_and_may_be_left_out() -> None:
     model = w.model_section(*w.MODEL)
     assert (
-        shrew.write(shrew.read(w.version_2(w.METADATA, w.OPTIMIZER, model)))
+        files.write(files.read(w.version_2(w.METADATA, w.OPTIMIZER, model)))
         == (w.FILES["version 2"])
     )
     nothing = w.metadata_section(0, 0, w.f64(float("inf")), [])
-    assert shrew.write(shrew.read(w.version_2())) == w.version_2(w.model_section(), nothing)
+    assert files.write(files.read(w.version_2())) == w.version_2(w.model_section(), nothing)
 
 
 # --- hostile files -----------------------------------------------------------------------------
@@ -266,11 +267,11 @@ HOSTILE: Mapping[str, tuple[bytes, type[Exception], str]] = {
 def test_a_hostile_file_is_refused_where_it_lies(name: str, tmp_path: Path) -> None:
     data, error, said = HOSTILE[name]
     with pytest.raises(error, match=f"^the .shrew bytes, .*{said}"):
-        shrew.read(data)
+        files.read(data)
     file = tmp_path / "a.shrew"
     file.write_bytes(data)
     with pytest.raises(error, match=f"{file}, .*{said}"):
-        shrew.import_file(file, tmp_path / "ck")
+        files.import_file(file, tmp_path / "ck")
     assert os.listdir(tmp_path) == ["a.shrew"]
 
 
@@ -278,7 +279,7 @@ def test_a_file_that_ends_early_is_refused_wherever_it_ends() -> None:
     for data in (w.FILES["version 1"], w.FILES["version 2"]):
         for nbytes in range(len(data)):
             with pytest.raises(CorruptError, match=r"byte \d+: .* left|byte 0: "):
-                shrew.read(data[:nbytes])
+                files.read(data[:nbytes])
 
 
 def test_time_and_memory_are_bounded_by_the_size_of_the_file() -> None:
@@ -287,7 +288,7 @@ def test_time_and_memory_are_bounded_by_the_size_of_the_file() -> None:
         tracemalloc.start()
         start = time.perf_counter()
         try:
-            shrew.read(data)
+            files.read(data)
         except (CorruptError, IncompatibleError):
             pass
         finally:
@@ -349,10 +350,10 @@ def test_what_a_file_cannot_hold_is_refused_by_name(
 ) -> None:
     state = changed(path, value)
     with pytest.raises(IncompatibleError, match=said):
-        shrew.write(state)
+        files.write(state)
     dc.save(state, tmp_path / "ck")
     with pytest.raises(IncompatibleError, match=said):
-        shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew")
+        files.export_file(tmp_path / "ck", tmp_path / "a.shrew")
     assert os.listdir(tmp_path) == ["ck"]
 
 
@@ -363,21 +364,21 @@ def test_a_torch_optimizer_and_missing_fields_are_refused_by_name(tmp_path: Path
     optimizer.step()
     dc.save({"model": model, "optim": optimizer, "rng": dc.RNG()}, tmp_path / "ck")
     with pytest.raises(IncompatibleError) as refused:
-        shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew")
+        files.export_file(tmp_path / "ck", tmp_path / "a.shrew")
     assert "optim is a mapping with " in str(refused.value)
     assert "no place for 'rng'" in str(refused.value)
     assert "epoch, global_step, best_loss, loss_history is missing" in str(refused.value)
-    shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew", version=1)
-    assert list(shrew.read(tmp_path / "a.shrew")) == ["model"]
+    files.export_file(tmp_path / "ck", tmp_path / "a.shrew", version=1)
+    assert list(files.read(tmp_path / "a.shrew")) == ["model"]
     with pytest.raises(IncompatibleError, match=r"'model' is a Linear: give its state_dict\(\)$"):
-        shrew.write({"model": torch.nn.Linear(1, 1)})
+        files.write({"model": torch.nn.Linear(1, 1)})
     with pytest.raises(IncompatibleError, match=r"model.a is a dict: .* names such as 'a\.b'$"):
-        shrew.write({"model": {"a": {"b": torch.ones(1)}}})
+        files.write({"model": {"a": {"b": torch.ones(1)}}})
     with pytest.raises(IncompatibleError, match="there is no 'model'"):
-        shrew.write({"weights": {}})
+        files.write({"weights": {}})
     for version in (0, 3, True, "1"):
         with pytest.raises(ValueError, match="give 1 or 2"):
-            shrew.write(GOOD, version=version)  # type: ignore[arg-type]
+            files.write(GOOD, version=version)  # type: ignore[arg-type]
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -387,15 +388,15 @@ def test_no_file_and_no_checkpoint_is_replaced_unasked(tmp_path: Path) -> None:
     file, ck, out = tmp_path / "a.shrew", tmp_path / "ck", tmp_path / "b.shrew"
     file.write_bytes(w.FILES["version 2"])
     out.write_bytes(b"mine")
-    shrew.import_file(file, ck)
+    files.import_file(file, ck)
     with pytest.raises(ExistsError):
-        shrew.import_file(file, ck)
+        files.import_file(file, ck)
     with pytest.raises(ExistsError, match="--overwrite"):
-        shrew.export_file(ck, out)
+        files.export_file(ck, out)
     assert out.read_bytes() == b"mine"
     file.write_bytes(w.FILES["version 1"])
-    shrew.import_file(file, ck, overwrite=True)
-    shrew.export_file(ck, out, overwrite=True)
+    files.import_file(file, ck, overwrite=True)
+    files.export_file(ck, out, overwrite=True)
     assert out.read_bytes() == w.FILES["version 1"]
 
 
@@ -424,7 +425,7 @@ def test_an_export_that_fails_leaves_no_file(
     damaged[-1] ^= 1
     file.write_bytes(damaged)
     with pytest.raises(CorruptError, match="model"):
-        shrew.export_file(tmp_path / "ck", out)
+        files.export_file(tmp_path / "ck", out)
     damaged[-1] ^= 1
     file.write_bytes(damaged)
 
@@ -434,11 +435,11 @@ def test_an_export_that_fails_leaves_no_file(
     for call in ("fsync", "replace"):
         monkeypatch.setattr(os, call, full)
         with pytest.raises(StorageError, match=r"No space left .*\(ENOSPC\): free space"):
-            shrew.export_file(tmp_path / "ck", out, overwrite=True)
+            files.export_file(tmp_path / "ck", out, overwrite=True)
         monkeypatch.undo()
         assert os.listdir(tmp_path) == ["ck"]
     with pytest.raises(NotFoundError, match="there is no such folder"):
-        shrew.export_file(tmp_path / "ck", tmp_path / "none" / "a.shrew")
+        files.export_file(tmp_path / "ck", tmp_path / "none" / "a.shrew")
 
 
 def test_what_a_killed_export_has_left_is_told_by_the_next(
@@ -447,26 +448,26 @@ def test_what_a_killed_export_has_left_is_told_by_the_next(
     dc.save({"model": {"a": torch.ones(2)}}, tmp_path / "ck")
     for name in (".a.shrew.0123456789abcdef.tmp", ".b.shrew.0123456789abcdef.tmp", ".a.shrew.tmp"):
         (tmp_path / name).touch()
-    shrew.export_file(tmp_path / "ck", tmp_path / "a.shrew")
+    files.export_file(tmp_path / "ck", tmp_path / "a.shrew")
     (told,) = (one.getMessage() for one in caplog.records)
     assert told.startswith(f"{tmp_path}/.a.shrew.0123456789abcdef.tmp is left of a process")
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such file"):
-        shrew.read(tmp_path / "none")
+        files.read(tmp_path / "none")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(ValueError, match="is no regular file"):
-            shrew.import_file(path, tmp_path / "ck")
+            files.import_file(path, tmp_path / "ck")
 
 
 @pytest.mark.parametrize("given", [None, 5, [b"SHRW"], {"model": {}}])
 def test_what_is_no_path_and_no_bytes_is_named(given: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"give the path of a \.shrew file, or its bytes"):
-        shrew.read(given)
+        files.read(given)
     with pytest.raises(TypeError, match=r"the file is a \w+: pass a str or a pathlib.Path"):
-        shrew.import_file(given, tmp_path / "ck")
+        files.import_file(given, tmp_path / "ck")
     with (
         pytest.raises(TypeError, match=r"the file is a \w+: pass"),
         new_file(given, overwrite=False),
@@ -474,7 +475,7 @@ def test_what_is_no_path_and_no_bytes_is_named(given: Any, tmp_path: Path) -> No
         pass
     for no_path in ("", "a\0b"):
         with pytest.raises(ValueError, match=r"the file is '.*': pass the path of a file"):
-            shrew.import_file(no_path, tmp_path / "ck")
+            files.import_file(no_path, tmp_path / "ck")
     assert [*tmp_path.iterdir()] == []
 
 
@@ -483,10 +484,10 @@ def test_what_is_no_state_is_not_written(tmp_path: Path) -> None:
     endless["a"] = endless
     for state in ("model", [1], None):
         with pytest.raises(TypeError, match=r"the state is a \w+: give a dict"):
-            shrew.write(state)  # type: ignore[arg-type]
+            files.write(state)  # type: ignore[arg-type]
     for bad in ({"model": endless}, {"model": {}, 5: 1}):
         with pytest.raises(IncompatibleError, match="cannot hold this state"):
-            shrew.write(bad)  # type: ignore[arg-type]
+            files.write(bad)  # type: ignore[arg-type]
 
 
 def test_a_file_may_have_the_longest_name_that_there_is(tmp_path: Path) -> None:
@@ -501,16 +502,16 @@ def test_a_file_that_shrinks_while_it_is_imported_makes_no_checkpoint(
 ) -> None:
     file = tmp_path / "a.shrew"
     file.write_bytes(w.version_1(("a", "u8", (1 << 20,), bytes(1 << 20))))
-    parse = shrew_format.parse
+    parse = encoding.parse
 
     def shrinking(*arguments: Any) -> Any:
         state = parse(*arguments)
         os.truncate(file, 1000)
         return state
 
-    monkeypatch.setattr(shrew_format, "parse", shrinking)
+    monkeypatch.setattr(encoding, "parse", shrinking)
     with pytest.raises(CorruptError, match="byte 1000: the file ends here"):
-        shrew.import_file(file, tmp_path / "ck")
+        files.import_file(file, tmp_path / "ck")
     with pytest.raises(NotFoundError):
         dc.open(tmp_path / "ck")
 
@@ -527,9 +528,11 @@ def test_a_fault_at_any_storage_call_of_an_import_leaves_no_half_checkpoint(
         inner = MemoryStorage()
         inner.make_folder("/runs")
         storage = FaultyStorage(inner, fail_at_call=number)
-        monkeypatch.setattr(lone_save, "open_storage", lambda _, s=storage: (s, "/runs/ck"))
+        monkeypatch.setattr(
+            single_process_save, "open_storage", lambda _, s=storage: (s, "/runs/ck")
+        )
         try:
-            shrew.import_file(file, tmp_path / "unused")
+            files.import_file(file, tmp_path / "unused")
             outcome = "saved" if storage.calls < number else "failed"
         except StorageError:
             try:
@@ -547,8 +550,8 @@ def test_an_import_that_crashes_anywhere_is_there_whole_or_not_at_all(
     file.write_bytes(w.FILES["version 2"])
     disk.make_folder("/runs")
     disk.sync("/")
-    monkeypatch.setattr(lone_save, "open_storage", lambda _: (disk, "/runs/ck"))
-    shrew.import_file(file, tmp_path / "unused")
+    monkeypatch.setattr(single_process_save, "open_storage", lambda _: (disk, "/runs/ck"))
+    files.import_file(file, tmp_path / "unused")
     disk.mark("imported")
     seen = set()
     for point, storage in states(disk.log, limit=4):
@@ -593,7 +596,7 @@ def test_no_torch_is_needed_to_import_and_export(tmp_path: Path) -> None:
     (tmp_path / "a.shrew").write_bytes(w.FILES["version 2"])
     code = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-        "from dist_ckpt.interop import shrew\n"
+        "from dist_ckpt.interop.shrew import files as shrew\n"
         "shrew.import_file('a.shrew', 'ck'); shrew.export_file('ck', 'b.shrew')\n"
         "assert open('b.shrew', 'rb').read() == shrew.write(shrew.read('a.shrew'))"
     )
@@ -607,8 +610,8 @@ def test_no_torch_is_needed_to_import_and_export(tmp_path: Path) -> None:
 def test_names_are_chosen_by_globs(tmp_path: Path) -> None:
     dc.save({"model": {"w": torch.ones(2), "b": torch.ones(1)}, "note": "x"}, tmp_path / "ck")
     out = tmp_path / "a.shrew"
-    shrew.export_file(tmp_path / "ck", out, include="model", exclude="*.b")
-    model: Any = shrew.read(out)["model"]
+    files.export_file(tmp_path / "ck", out, include="model", exclude="*.b")
+    model: Any = files.read(out)["model"]
     assert [*model] == ["w"]
     with pytest.raises(ValueError, match="'nothing' matches no name"):
-        shrew.would_export_file(tmp_path / "ck", tmp_path / "b", exclude=["note", "nothing"])
+        files.would_export_file(tmp_path / "ck", tmp_path / "b", exclude=["note", "nothing"])

@@ -22,17 +22,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import dist_ckpt as dc
+from dist_ckpt.core.format import dtypes
+from dist_ckpt.core.storage.local import local_storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, StorageError
-from dist_ckpt.format import dtypes
-from dist_ckpt.interop import hf_files, imports
-from dist_ckpt.interop.torch_export import export_file, would_export_file
-from dist_ckpt.storage import local
+from dist_ckpt.interop import imports
+from dist_ckpt.interop.hf import export_files
+from dist_ckpt.interop.torch_save.export import export_file, would_export_file
 from ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 # What users do; everything else here unpickles nothing.
-load, save = torch.load, torch.save  # noqa: TID251
+load, save = torch.load, torch.save
 
 # Torch saves no others.
 DTYPES = [name for name in dtypes.DTYPES if not re.fullmatch(r"u?int[1-7]|bits.*", name)]
@@ -98,7 +99,7 @@ def state() -> dict[Any, Any]:
 def test_what_torch_saved_comes_back_to_the_last_bit(
     state: dict[Any, Any], window_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_files, "WINDOW_NBYTES", window_nbytes)
+    monkeypatch.setattr(export_files, "WINDOW_NBYTES", window_nbytes)
     save(state, tmp_path / "a.pt")
     imports.from_torch(tmp_path / "a.pt", tmp_path / "ck")
     done: list[tuple[int, int]] = []
@@ -279,7 +280,7 @@ def test_a_file_that_finds_no_room_is_named_before_anything_is_read(
             raise OSError(errno.ENOSPC, "full")
         return True
 
-    monkeypatch.setattr(local, "_allocate", allocate)
+    monkeypatch.setattr(local_storage, "_allocate", allocate)
     with pytest.raises(StorageError, match=rf"{tmp_path}/a\.pt: full .*free space"):
         export_file(tmp_path / "ck", tmp_path / "a.pt", progress=lambda *done: told.extend(done))
     assert told == []

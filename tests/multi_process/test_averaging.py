@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-import dist_ckpt.averaging.average
+import dist_ckpt.tools.average.average
 from ranks import Options, run_ranks, try_ranks
 
 pytestmark = pytest.mark.multi_process

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.background import save as save_module
+from dist_ckpt.async_save.trainer import background_save as save_module
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process

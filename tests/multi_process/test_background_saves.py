@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.background import writer_client
-from dist_ckpt.snapshots.job_folder import SHARED_MEMORY, JobFolder
+from dist_ckpt.async_save.snapshots.job_folder import SHARED_MEMORY, JobFolder
+from dist_ckpt.async_save.trainer import writer_handle
 from long_mode import IS_LONG
 from ranks import run_ranks
 
@@ -237,7 +237,7 @@ def test_a_dead_writer_is_named_and_replaced(tmp_path: Path, job: str) -> None:
 
 
 def freeze_a_writer(rank: int, root: str, job: str) -> list[Any]:
-    writer_client.PING_S, writer_client.ANSWER_S = 0.5, 1.0
+    writer_handle.PING_S, writer_handle.ANSWER_S = 0.5, 1.0
     with dc.AsyncSaver(job=job) as saver:
         os.kill(writer_of(job, rank), signal.SIGSTOP)
         handle = saver.save(state_of(rank, 1, 1), f"{root}/a", step=1)

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_ckpt.comm import process_group
-from dist_ckpt.comm.process_group import session_of
-from dist_ckpt.comm.session import Session
+from dist_ckpt.core.comm import process_group
+from dist_ckpt.core.comm.process_group import session_of
+from dist_ckpt.core.comm.session import Session
 from dist_ckpt.errors import RankError
 from exchanges import exchange
 from ranks import Options, Outcome, run_ranks, try_ranks

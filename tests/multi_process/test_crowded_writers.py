@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.background.writer_client import OwnWriter
-from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.trainer.writer_handle import OwnWriter
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dist_ckpt as dc
 from dist_ckpt.interop import imports
-from dist_ckpt.interop.dcp import load
+from dist_ckpt.interop.dcp.adapter import load
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dist_ckpt as dc
-from dist_ckpt.interop.dcp import StorageReader, StorageWriter
+from dist_ckpt.interop.dcp.adapter import StorageReader, StorageWriter
 from ranks import run_ranks
 from torch_can import save_by_dcp_without_collectives
 

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dist_ckpt as dc
-from dist_ckpt.interop.dcp import DcpLoadReport, StorageReader, StorageWriter
-from dist_ckpt.storage import local
-from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.core.storage.local import local_storage as local
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.interop.dcp.adapter import DcpLoadReport, StorageReader, StorageWriter
 from ranks import Options, run_ranks, try_ranks
 from torch_can import save_by_dcp_without_collectives
 

@@ -34,7 +34,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import dist_ckpt as dc
-from dist_ckpt.runtime.torch_private import ShardedTensor
+from dist_ckpt.core.runtime.torch_private import ShardedTensor
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process

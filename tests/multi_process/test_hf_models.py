@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dist_ckpt as dc
-from dist_ckpt.interop import hf
+from dist_ckpt.interop.hf import export
 from ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -85,7 +85,7 @@ def test_a_trained_model_is_opened_by_transformers_and_comes_back(
     ways: list[dict[str, Any]] = [{"max_shard_size": "20KB"}, {"reflink": True}]
     for number, options in enumerate(ways):
         folder = tmp_path / f"hf{number}"
-        hf.export_folder(tmp_path / "ours", folder, **options)
+        export.export_folder(tmp_path / "ours", folder, **options)
         assert (folder / "model.safetensors").exists() == (number == 1)
         whole.config.save_pretrained(folder)
         opened, told = transformers.AutoModelForCausalLM.from_pretrained(
@@ -109,7 +109,7 @@ def test_a_trained_model_is_opened_by_transformers_and_comes_back(
 def test_a_model_is_opened_in_half_its_size(tmp_path: Path) -> None:
     whole = model_of("llama", tied=True, seed=0)
     dc.save({"model": whole}, tmp_path / "ours")
-    hf.export_folder(tmp_path / "ours", tmp_path / "hf", dtype="bf16")
+    export.export_folder(tmp_path / "ours", tmp_path / "hf", dtype="bf16")
     whole.config.save_pretrained(tmp_path / "hf")
     opened = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.bfloat16

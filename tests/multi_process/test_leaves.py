@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import dist_ckpt as dc
-from dist_ckpt.runtime.torch_private import (
+from dist_ckpt.core.runtime.torch_private import (
     ShardedTensor,
     StridedShard,
     cuts_strided_alike,

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import dist_ckpt as dc
-from dist_ckpt.comm import process_group
+from dist_ckpt.core.comm import process_group
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process

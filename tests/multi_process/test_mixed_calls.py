@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import dist_ckpt as dc
-from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dist_ckpt as dc
-from dist_ckpt.comm.exchange import Exchange
-from dist_ckpt.comm.process_group import session_of
+from dist_ckpt.core.comm.exchange.channel import Exchange
+from dist_ckpt.core.comm.process_group import session_of
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_ckpt as dc
-from dist_ckpt.commit import attempts, order, removal
-from dist_ckpt.foreign import find
-from dist_ckpt.saving import save as saver
-from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.core.commit import attempts, commit_protocol, removal
+from dist_ckpt.core.saving import save as saver
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.interop import registry
 from ranks import Options, run_ranks, try_ranks
 
 pytestmark = pytest.mark.multi_process
@@ -378,9 +378,9 @@ def at(moment: str, act: Callable[[], object]) -> Any:
 
 # What is called then, before or after which of its calls it is.
 MOMENTS: dict[str, tuple[Any, str, str, int]] = {
-    "before the claim": (order, "claim", "before", 1),
+    "before the claim": (commit_protocol, "claim", "before", 1),
     "in the claim": (LocalStorage, "make_folder", "after", 1),
-    "after the claim": (order, "claim", "after", 1),
+    "after the claim": (commit_protocol, "claim", "after", 1),
     "while it writes": (os, "pwrite", "after", 2),
     "before it makes its files durable": (os, "fsync", "before", 1),
     "before the commit": (LocalStorage, "rename", "before", 1),
@@ -643,7 +643,7 @@ def test_ranks_that_never_call_save_are_named_and_all_go_on(some, absent, tmp_pa
 
 
 def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
-    from dist_ckpt.comm import store_thread
+    from dist_ckpt.core.comm.key_value import client_thread
 
     dc.save(parts(rank, 1), path)
 
@@ -651,7 +651,7 @@ def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
         raise RuntimeError("Broken pipe")
 
     def cut_off() -> None:
-        store_thread.put = refuse  # type: ignore[assignment]
+        client_thread.put = refuse  # type: ignore[assignment]
 
     with at("after the claim", cut_off) if rank == 0 else contextlib.nullcontext():
         error = tuple(told(lambda: dc.save(parts(rank, 2), path, overwrite=True)))
@@ -741,7 +741,7 @@ def fail_to_load(rank: int, name: str, path: str) -> Any:
     template = {**parts(rank, -1), "object": taker}
     mine = LOADS[name].template(template) if rank == 1 else template
     elsewhere = rank == 1 and name == "a storage of its own"
-    with own_storage(find, path) if elsewhere else contextlib.nullcontext():
+    with own_storage(registry, path) if elsewhere else contextlib.nullcontext():
         error = tuple(told(lambda: dc.load(mine, path)))
     now = {"part": template["part"].tensor, "replica": template["replica"]}
     before = {"part": parts(rank, -1)["part"].tensor, "replica": parts(rank, -1)["replica"]}

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_ckpt as dc
-from dist_ckpt.comm.host_links import HostLinks
-from dist_ckpt.storage.local import LocalStorage
+from dist_ckpt.core.comm.collectives.host_links import HostLinks
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from ranks import Options, run_ranks, try_ranks
 
 pytestmark = pytest.mark.multi_process

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer import open_run
-from dist_ckpt.checkpointer.rounds import Boundary
-from dist_ckpt.runtime.lock_files import Owner
-from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.snapshots.root_id import find_root_id, job_id
-from dist_ckpt.storage import open_storage
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.checkpointer import run_session
+from dist_ckpt.checkpointer.coordination.barrier_rounds import Boundary
+from dist_ckpt.core.runtime.lock_files import Owner
+from dist_ckpt.core.storage import open_storage
 from ranks import Options, Outcome, run_ranks, try_ranks
 from run_training import Told, clear_memory, fresh, keeper_of, steps_at, steps_in, train
 from tests.multi_process.test_background_saves import CALM
@@ -241,7 +241,7 @@ def test_what_is_not_durable_in_time_is_left_in_memory_and_said_so(root: Path) -
 def stop_while_both_arenas_are_written(rank: int, root: str, then: str) -> tuple[bool, float]:
     """Have a storage so slow that a third save would wait for the first; then rank 0 is to stop."""
     slow = functools.partial(dc.AsyncSaver, max_bytes_per_s=20_000)
-    pytest.MonkeyPatch().setattr(open_run, "AsyncSaver", slow)
+    pytest.MonkeyPatch().setattr(run_session, "AsyncSaver", slow)
     state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(25_000)}}
     save = dc.at(1, 2, *[3] * (then == "save")) | dc.on_signal("USR1")
     with checkpointer(root, save=save, background=True, stop_within_s=1.5) as ck:

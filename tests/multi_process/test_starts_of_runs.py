@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.commit.attempts import find
-from dist_ckpt.commit.starts import OfRun, begin
-from dist_ckpt.format.filenames import Attempt
-from dist_ckpt.saving.save import SaveOptions
-from dist_ckpt.snapshots.job_folder import JobFolder
-from dist_ckpt.storage import open_storage
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.records.incarnations import OfRun, begin
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.saving.save import SaveOptions
+from dist_ckpt.core.storage import open_storage
 from ranks import Options, run_ranks, try_ranks
 from tests.multi_process.test_background_saves import (
     CALM,

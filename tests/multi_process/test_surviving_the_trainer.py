@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.background import save as save_module
-from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.trainer import background_save as save_module
 from long_mode import IS_LONG
 from ranks import Options, run_ranks, try_ranks
 from tests.multi_process.test_background_saves import (

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import dist_ckpt as dc
-from dist_ckpt.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from ranks import run_ranks
 from run_training import Told
 from tests.multi_process.test_background_saves import (

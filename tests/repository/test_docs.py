@@ -17,8 +17,8 @@ import torch._dynamo  # by optimizers
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel  # noqa: F401
 
-import dist_ckpt.loading.load
-import dist_ckpt.saving.save  # noqa: F401
+import dist_ckpt.core.loading.load
+import dist_ckpt.core.saving.save  # noqa: F401
 from docs_blocks import RUN_BY, Block, all_blocks, code_of, write_commands
 from ranks import free_port, run_ranks
 

@@ -11,10 +11,10 @@ import pytest
 
 import rank_threads
 from dist_ckpt import FlatShard, LocalShard, PerRank
-from dist_ckpt.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.format.checksums import BLOCK_NBYTES
+from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
-from dist_ckpt.format.checksums import BLOCK_NBYTES
-from dist_ckpt.storage import Storage
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from rank_threads import PATH, errors_of
@@ -219,8 +219,8 @@ def test_stale_plan__a_state_that_changed_is_planned_again(tmp_path, changed):
 
 
 def run_saves(storage: Storage, values: list[torch.Tensor]) -> None:
-    from dist_ckpt.comm.session import Session
-    from dist_ckpt.saving.save import SaveOptions, save_together
+    from dist_ckpt.core.comm.session import Session
+    from dist_ckpt.core.saving.save import SaveOptions, save_together
     from dist_ckpt.testing.thread_channel import TEST_CONFIG, run_ranks
 
     def saves(rank, channel, bulk):

@@ -19,9 +19,9 @@ signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 OF_SIGNALS = (
-    "tests/runtime/test_threads.py",
-    "tests/storage/test_deadline.py",
-    "tests/background/test_former_writers.py",
+    "tests/core/runtime/test_threads.py",
+    "tests/core/storage/test_deadline.py",
+    "tests/async_save/test_orphan_writers.py",
 )
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.commit.order import claim
-from dist_ckpt.commit.starts import begin
+from dist_ckpt.core.commit.commit_protocol import claim
+from dist_ckpt.core.commit.records.incarnations import begin
+from dist_ckpt.core.storage import Entry
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.storage import Entry
-from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from run_folders import ROOT, committed, put
 from written import one_cell, random_tensor, save

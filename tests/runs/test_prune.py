@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 
 from commit_cases import step_at
-from dist_ckpt.commit import holds
-from dist_ckpt.commit.attempts import list_attempts
-from dist_ckpt.commit.guards import MARK_S, Where
-from dist_ckpt.commit.holds import Hold, Subject, pin, tag, unpin
-from dist_ckpt.commit.order import claim
-from dist_ckpt.commit.removal import collect, supersede
-from dist_ckpt.commit.root_records import read_facts
-from dist_ckpt.commit.starts import OfRun, begin
+from dist_ckpt.core.commit.attempts import list_attempts
+from dist_ckpt.core.commit.commit_protocol import claim
+from dist_ckpt.core.commit.records import leases
+from dist_ckpt.core.commit.records.incarnations import OfRun, begin
+from dist_ckpt.core.commit.records.leases import Hold, Subject, pin, tag, unpin
+from dist_ckpt.core.commit.records.protections import MARK_S, Where
+from dist_ckpt.core.commit.records.record_store import read_facts
+from dist_ckpt.core.commit.removal import collect, supersede
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.core.storage.wrappers.forwarding import T
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
-from dist_ckpt.format.filenames import Attempt
-from dist_ckpt.runs.facts import put_metrics
-from dist_ckpt.runs.keep import Keep, best, last
+from dist_ckpt.runs.annotations import put_metrics
 from dist_ckpt.runs.listing import RunCheckpoint, list_run
-from dist_ckpt.runs.prune import NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, prune
-from dist_ckpt.runs.removing import ORPHAN_S, delete_at
-from dist_ckpt.storage import Storage
-from dist_ckpt.storage.local import LocalStorage
-from dist_ckpt.storage.wrapping import T
+from dist_ckpt.runs.retention.deletion import ORPHAN_S, delete_at
+from dist_ckpt.runs.retention.prune import NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, prune
+from dist_ckpt.runs.retention.retention_policy import Keep, best, last
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -323,7 +323,7 @@ def test_who_stood_still_for_too_long_removes_nothing(storage, monkeypatch) -> N
     where = committed(storage, 1)
     committed(storage, 2)
     times = iter([0.0, MARK_S])
-    monkeypatch.setattr(holds, "monotonic", lambda: next(times))
+    monkeypatch.setattr(leases, "monotonic", lambda: next(times))
     assert "stood still" in pruned(storage)[1]
     assert list_attempts(storage, f"{ROOT}/step-1") == [where[1]]
 

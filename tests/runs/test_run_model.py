@@ -20,16 +20,16 @@ from hypothesis.stateful import (
 )
 
 from commit_cases import step_at
-from dist_ckpt.commit.guards import Where
-from dist_ckpt.commit.holds import Hold, Subject, pin, tag, unpin, untag
-from dist_ckpt.commit.root_records import read_facts
-from dist_ckpt.commit.starts import begin
+from dist_ckpt.core.commit.records.incarnations import begin
+from dist_ckpt.core.commit.records.leases import Hold, Subject, pin, tag, unpin, untag
+from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.record_store import read_facts
 from dist_ckpt.errors import ConflictError, NotFoundError
-from dist_ckpt.runs.facts import put_metrics, put_verified
-from dist_ckpt.runs.keep import best, last
+from dist_ckpt.runs.annotations import put_metrics, put_verified
 from dist_ckpt.runs.listing import Listing, list_run
-from dist_ckpt.runs.prune import prune
-from dist_ckpt.runs.removing import delete_at
+from dist_ckpt.runs.retention.deletion import delete_at
+from dist_ckpt.runs.retention.prune import prune
+from dist_ckpt.runs.retention.retention_policy import best, last
 from dist_ckpt.runs.selectors import select
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage

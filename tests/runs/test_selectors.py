@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.commit.starts import begin
+from dist_ckpt.core.commit.records.incarnations import begin
+from dist_ckpt.core.format.strict_json import Scalar
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, NotFoundError
-from dist_ckpt.format.strict_json import Scalar
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.selectors import resolve, select
-from dist_ckpt.storage.local import LocalStorage
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from run_folders import ROOT, committed, put

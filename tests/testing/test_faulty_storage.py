@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import StorageError
-from dist_ckpt.storage import Storage
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract, read, write

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt.storage import Storage
+from dist_ckpt.core.storage import Storage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract, write
 

@@ -20,14 +20,14 @@ import torch
 
 import dist_ckpt as dc
 import rank_threads
-from dist_ckpt.comm.session import Session
-from dist_ckpt.loading import load, load_steps
-from dist_ckpt.loading.load import load_together
-from dist_ckpt.loading.options import LoadOptions
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.loading import load, load_messages
+from dist_ckpt.core.loading.load import load_together
+from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.saving import save as saver
+from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.reports import Tally
-from dist_ckpt.saving import save as saver
-from dist_ckpt.saving.save import SaveOptions, save_together
-from dist_ckpt.storage.counting import CountingStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, run_ranks
 from sharded_checkpoints import Counting, rank_state, save_small
@@ -217,7 +217,7 @@ def test_ranks_that_share_meet_once_more(monkeypatch: pytest.MonkeyPatch):
     assert took("abcd", "host") == took("aaaa", "off") == {LOAD}
     assert took("aabb", "job") == {together(LOAD, PREPARE, WANTS)}
     assert took("aaaa", "job") == took("aabb", "job")
-    monkeypatch.setattr(load_steps, "MAX_SPREAD_NBYTES", 1)
+    monkeypatch.setattr(load_messages, "MAX_SPREAD_NBYTES", 1)
     assert took("aaaa", "host") == {together(LOAD, INDEX, PREPARE, WANTS)}
 
 
@@ -231,7 +231,7 @@ def test_a_tensor_that_is_made_is_made_before_anything_is_read_anywhere():
 
 
 def test_what_is_too_long_for_an_exchange_comes_by_a_collective(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(load_steps, "MAX_SPREAD_NBYTES", 1)
+    monkeypatch.setattr(load_messages, "MAX_SPREAD_NBYTES", 1)
     long_index = two_loads(lambda rank: {"model": many(2, rank)["model"]}, read_once="off")
     assert long_index == [{together(LOAD, INDEX)}] * RANKS
 

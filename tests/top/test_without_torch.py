@@ -75,7 +75,7 @@ with dc.open(other) as found:
 def test_the_writer_is_not_started_by_hand() -> None:
     for arguments in ([], ["what"], ["97"], ["0", "1"]):
         done = subprocess.run(
-            [sys.executable, "-m", "dist_ckpt.writer", *arguments],
+            [sys.executable, "-m", "dist_ckpt.async_save.writer", *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -85,6 +85,7 @@ def test_the_writer_is_not_started_by_hand() -> None:
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert line == (
-            "dist_ckpt.writer: dc.AsyncSaver starts it, and gives it a socket to a rank's trainer; "
+            "dist_ckpt.async_save.writer: dc.AsyncSaver starts it, and gives it a socket "
+            "to a rank's trainer; "
             "to look at checkpoints, start dist-ckpt (python -m dist_ckpt)"
         )

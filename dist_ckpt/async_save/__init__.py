@@ -1,0 +1,1 @@
+"""Saves in the background: the trainer's side, the writer process, snapshots in memory."""

@@ -1,0 +1,153 @@
+"""Which files of a checkpoint a load reads from snapshots in memory, and not from the storage."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder, has_jobs
+from dist_ckpt.async_save.snapshots.overlay_storage import KeptDocument, KeptFile, Served
+from dist_ckpt.async_save.snapshots.recovered_snapshots import KeptSave, kept_saves
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.core.format.checksums import document_digest
+from dist_ckpt.core.format.filenames import INDEX
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.planning.plan import FileReceipt
+from dist_ckpt.core.storage import open_storage
+from dist_ckpt.errors import CheckpointError
+
+_log = logging.getLogger("dist_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFiles:
+    """What a load finds in memory, instead of in the storage: on one rank, which decides by itself.
+
+    `found` returns the files, by their paths, of the checkpoint that was found (its path, its
+    index) which memory has just as they are; what it gives to the stack may be needed until that is
+    closed. `unfound` are those that the load is to find, though the storage does not have them.
+    """
+
+    found: Callable[[str, Index, ExitStack], Mapping[str, Served]]
+    unfound: Mapping[str, Served] = field(default_factory=dict)
+
+    @property
+    def is_only_copy(self) -> bool:
+        """Whether the storage has no such checkpoint."""
+        return bool(self.unfound)
+
+
+# For a load that reads everything from the storage.
+NONE_KEPT = KeptFiles(lambda path, index, stack: {})
+
+
+def kept_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
+    """Return what the job that saves into the checkpoint's folder has left on this host.
+
+    If it is dead, or alive in this very process: the arenas of other trainers are theirs. If there
+    is no such job, to look costs a few calls of the system. Whatever is wrong with the memory,
+    there is the storage.
+    """
+    try:
+        job = _job_of(os.path.dirname(path))
+        if job is None:
+            return {}
+        owners = ((folder, folder.owner("trainer")) for folder in job.present())
+        mine = [folder for folder, owner in owners if owner is None or owner.is_this_process]
+        kept = stack.enter_context(kept_saves(mine))
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s: what is left in memory cannot be looked at: %s", path, error)
+        return {}
+    for problem in kept.problems:
+        _log.info("%s: not used: %s", path, problem)
+    return {
+        name: file
+        for save in kept.saves.values()
+        for name, file in files_of(save, path, index).items()
+    }
+
+
+def kept_committed(save: KeptSave | None) -> KeptFiles:
+    """Return what there is of a save that was committed; None where nothing is on this host."""
+    if save is None:
+        return NONE_KEPT
+    return KeptFiles(lambda path, index, stack: files_of(save, path, index))
+
+
+def kept_uncommitted(save: KeptSave, attempt: str, index: bytes | None) -> KeptFiles:
+    """Return a save that is complete here, and was never committed: with the index of `attempt`.
+
+    That is the one that it would have. Only the coordinator has it; all others are told. Nothing
+    is found of the save if it was committed or superseded meanwhile.
+    """
+    folder = f"{save.identity.path}/{attempt}"
+    files: dict[str, Served] = {f"{folder}/{name}": file for name, file, _ in _sealed_files(save)}
+    if index is not None:
+        files[f"{folder}/{INDEX}"] = KeptDocument(index)
+    return KeptFiles(
+        lambda path, found, stack: files if found.attempt == attempt else {}, unfound=files
+    )
+
+
+def files_of(save: KeptSave, path: str, index: Index) -> dict[str, Served]:
+    """Return the files of a checkpoint that a save has in memory, byte for byte.
+
+    An attempt's name is random, so that it is no other's; and every block of what is read is
+    checked by the digests in the file's header, which is the one that the index means.
+    """
+    if save.attempt != index.attempt:
+        return {}
+    listed = set(records_of(index))
+    found: dict[str, Served] = {}
+    for name, file, receipt in _sealed_files(save):
+        if receipt not in listed:
+            continue
+        if (problem := _problem(file, receipt)) is None:
+            found[f"{path}/{index.attempt}/{name}"] = file
+        else:
+            _log.warning("%s: %s is damaged in memory (%s)", path, name, problem)
+    return found
+
+
+def _job_of(root: str) -> JobFolder | None:
+    """Return what the job that saves into a folder has on this host; None if there is no such."""
+    if not has_jobs():  # the storage is not asked
+        return None
+    root_id = find_root_id(*open_storage(root))
+    return None if root_id is None else JobFolder.find(job_id(root, root_id))
+
+
+def _sealed_files(save: KeptSave) -> Iterator[tuple[str, KeptFile, FileReceipt]]:
+    for _, kept in sorted(save.sealed.items()):
+        assert kept.seal is not None, "it is sealed"
+        receipts = {receipt[0]: receipt for receipt in kept.seal.files}
+        for number, image in enumerate(kept.snapshot.images):
+            yield image.name, KeptFile(kept, number), receipts[image.name]
+
+
+def records_of(index: Index) -> Iterator[FileReceipt]:
+    """Yield what the index says of each file, as its rank's receipt said it."""
+    for file in index.files:
+        yield index.file_name(file), file.nbytes, file.header_nbytes, file.digest
+    for one in index.objects:
+        yield one.name, one.nbytes, 0, one.digest
+    for attached in index.attached:
+        yield attached.file_name, attached.nbytes, 0, attached.digest
+
+
+def _problem(file: KeptFile, receipt: FileReceipt) -> str | None:
+    """Say what is wrong with what is read before any block is: the header, or all of a small file.
+
+    Were that found later, the load could not go back to the storage for this file alone.
+    """
+    _, nbytes, header_nbytes, digest = receipt
+    head = bytearray(min(header_nbytes or nbytes, file.nbytes))
+    try:
+        file.read_into(0, memoryview(head))
+    except CheckpointError as error:
+        return str(error)
+    actual = document_digest(head)
+    return None if actual == digest else f"its digest is {actual}, the index says {digest}"

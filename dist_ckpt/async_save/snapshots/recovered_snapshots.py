@@ -1,0 +1,272 @@
+"""What is left in arenas when their trainers are gone: snapshots, and the saves that they make up.
+
+They are read like files, not mapped: an arena that somebody cuts short meanwhile is then an error,
+and not the end of this process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+from dist_ckpt.async_save.snapshots import arena_layout as layout
+from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot, SnapshotSpans
+from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder
+from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.core.format.geometry import Span
+from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.runtime.shared_memory import open_existing
+from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.storage.local.descriptor import Descriptor
+from dist_ckpt.errors import CheckpointError, CorruptError
+
+_WORD_NBYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSnapshot:
+    """A snapshot in an arena. Its bytes are to be checked by the digests in it.
+
+    Not complete: it is being staged, or its trainer died over it. Not sealed: digests and headers
+    are not all in. Committed: it became a checkpoint, whatever has become of that. `close` ends the
+    use of it.
+    """
+
+    place: str
+    snapshot: Snapshot
+    placement: SnapshotSpans
+    is_complete: bool
+    is_committed: bool
+    seal: Seal | None
+    sequence: int
+    descriptor: Descriptor
+
+    def read_into(self, image: int, start: int, target: memoryview) -> None:
+        """Fill memory with the bytes of a file from `start` on. Threads may call it at once.
+
+        CorruptError if the arena has been cut short, StorageError after `close`.
+        """
+        span = self.placement.images[image]
+        assert 0 <= start <= start + len(target) <= span.nbytes, "beyond the file"
+        with self.descriptor.lend() as (fd,):
+            _read(fd, span.start + start, target, self.place)
+
+    def check(self) -> None:
+        """Check that it is still there, so that what was read is of it. CorruptError if not."""
+        with self.descriptor.lend() as (fd,):
+            sequence = _word(fd, layout.SEQUENCE_WORD, self.place)
+        if sequence != self.sequence - (not self.is_complete):
+            raise CorruptError(f"{self.place}: the snapshot was overwritten while it was read")
+
+    def close(self) -> None:
+        """End the use of it. The arena stays."""
+        self.descriptor.release()
+
+
+def open_kept(place: str, job: str) -> KeptSnapshot | None:
+    """Open the snapshot in an arena; None if there never was one. Nothing in it is believed.
+
+    FileNotFoundError if there is no arena; IncompatibleError if it is of another version,
+    CorruptError if it is another job's, damaged, torn before it said what it holds, or nonsense.
+    """
+    fd = open_existing(place, writable=False)
+    try:
+        kept = _opened(fd, place, job)
+    except BaseException:
+        os.close(fd)
+        raise
+    if kept is None:
+        os.close(fd)
+    return kept
+
+
+def open_first(
+    folder: RankFolder, number: int
+) -> tuple[KeptSnapshot | None, list[CheckpointError]]:
+    """Open the snapshot in an arena of a rank, wherever that is, if there is one.
+
+    Besides returns what is wrong with the places that were looked at before.
+    """
+    problems: list[CheckpointError] = []
+    for place in folder.places(number):
+        try:
+            return open_kept(place, folder.job), problems
+        except OSError:
+            continue  # it went with its process
+        except CheckpointError as error:
+            problems.append(error)
+    return None, problems
+
+
+def _opened(fd: int, place: str, job: str) -> KeptSnapshot | None:
+    nbytes = os.fstat(fd).st_size
+    header = os.pread(fd, layout.HEADER_NBYTES, 0)
+    layout.check_identity(header, job, place)
+    sequence = _word(fd, layout.SEQUENCE_WORD, place)
+    if sequence == 0:
+        return None
+    record = layout.decode_record(header, layout.DOCUMENT_RECORD)
+    if record is None or sequence not in (record.sequence - 1, record.sequence):
+        raise CorruptError(f"{place} was left half staged: there is no snapshot in it")
+    document = _bytes(fd, layout.document_span(record, place), place)
+    snapshot, placement = layout.open_document(document, record, nbytes, place)
+    is_complete = sequence == record.sequence
+    seal = _seal(fd, header, placement, sequence, place) if is_complete else None
+    is_committed = is_complete and _word(fd, layout.COMMITTED_WORD, place) == sequence
+    if sequence != _word(fd, layout.SEQUENCE_WORD, place):
+        raise CorruptError(f"{place} is being staged into: there is no snapshot in it")
+    return KeptSnapshot(
+        place=place,
+        snapshot=snapshot,
+        placement=placement,
+        is_complete=is_complete,
+        is_committed=is_committed,
+        seal=seal,
+        sequence=record.sequence,
+        descriptor=Descriptor(place, fd),
+    )
+
+
+def _seal(
+    fd: int, header: bytes, placement: SnapshotSpans, sequence: int, place: str
+) -> Seal | None:
+    record = layout.decode_record(header, layout.SEAL_RECORD)
+    if record is None or record.sequence != sequence:
+        return None  # not yet, or half of one, or that of an earlier snapshot
+    room = placement.seal
+    if record.nbytes > room.nbytes:
+        raise CorruptError(f"{place}: a seal of {record.nbytes} bytes in {room.nbytes}")
+    document = _bytes(fd, Span(room.start, room.start + record.nbytes), place)
+    layout.check_document(document, record, place)
+    try:
+        return typed_msgpack.decode(document, Seal)
+    except ValueError as error:
+        raise CorruptError(f"{place}: {error}") from error
+
+
+def _word(fd: int, number: int, place: str) -> int:
+    start = number * _WORD_NBYTES
+    return int.from_bytes(_bytes(fd, Span(start, start + _WORD_NBYTES), place), sys.byteorder)
+
+
+def _bytes(fd: int, span: Span, place: str) -> bytearray:
+    data = bytearray(span.nbytes)
+    _read(fd, span.start, memoryview(data), place)
+    return data
+
+
+def _read(fd: int, start: int, target: memoryview, place: str) -> None:
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], start + done)
+        if not count:
+            raise CorruptError(f"{place} ends at byte {start + done}: it was cut short")
+        done += count
+
+
+class SaveIdentity(Message, frozen=True):
+    """What all who have a part of a save tell of it alike.
+
+    `overwrite`: it was to replace a checkpoint at its path. `start` is that of the run that saved
+    it, 0 for none.
+    """
+
+    id: str
+    path: str
+    step: int | None
+    world_size: int
+    began_at: float
+    overwrite: bool
+    start: int = 0
+
+    @staticmethod
+    def of(snapshot: Snapshot) -> SaveIdentity:
+        """Return which save a snapshot is a part of. ValueError if its details make no sense."""
+        details = typed_msgpack.decode(snapshot.details, Details)
+        told = snapshot.id, snapshot.path, snapshot.step, snapshot.world_size
+        start = 0 if details.run is None else details.run.start
+        return SaveIdentity(*told, details.began_at, details.overwrite, start)
+
+    @property
+    def name(self) -> str:
+        """What users know it by."""
+        return self.path if self.step is None else f"step {self.step} ({self.path})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSave:
+    """One save of a job. `sealed` are the ranks whose part is here, with digests and headers.
+
+    `attempt` is the one that they were written into, `UNCLAIMED` if the writers here knew of none;
+    None if nothing of it is sealed here. `was_committed` says that it became a checkpoint, which
+    may have been deleted since. The digests tell whether the bytes are still what was saved: nobody
+    has looked yet.
+    """
+
+    identity: SaveIdentity
+    attempt: str | None = None
+    was_committed: bool = False
+    sealed: Mapping[int, KeptSnapshot] = field(default_factory=dict)
+
+    def details(self, rank: int) -> Details:
+        """Return what a rank's snapshot says of the save."""
+        return typed_msgpack.decode(self.sealed[rank].snapshot.details, Details)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSaves:
+    """The saves that are kept on this host, by their ids, and what is wrong with other arenas.
+
+    What is wrong is left as it is: it may be another's, or a newer version's.
+    """
+
+    saves: Mapping[str, KeptSave]
+    problems: tuple[str, ...]
+
+
+@contextmanager
+def kept_saves(folders: Iterable[RankFolder]) -> Iterator[KeptSaves]:
+    """Give the saves that the arenas of some ranks hold; they can be read until the block ends."""
+    saves: dict[str, KeptSave] = {}
+    problems: list[str] = []
+    with ExitStack() as stack:
+        for folder in folders:
+            for number in range(NUM_ARENAS):
+                kept, wrong = open_first(folder, number)
+                problems += map(str, wrong)
+                if kept is None:
+                    continue
+                stack.callback(kept.close)
+                try:
+                    _add(saves, kept, folder.rank)
+                except ValueError as error:
+                    problems.append(f"{kept.place}: {error}")
+        yield KeptSaves(saves, tuple(problems))
+
+
+def _add(saves: dict[str, KeptSave], kept: KeptSnapshot, rank: int) -> None:
+    """Add a rank's part to its save. ValueError if it does not belong there."""
+    snapshot, seal = kept.snapshot, kept.seal
+    if snapshot.rank != rank:
+        raise ValueError(f"a snapshot of rank {snapshot.rank} lies where those of {rank} do")
+    identity = SaveIdentity.of(snapshot)
+    there = saves.get(snapshot.id, KeptSave(identity))
+    if there.identity != identity:
+        raise ValueError(f"snapshot {snapshot.id} is of another save on another rank")
+    if seal is None:
+        saves[snapshot.id] = there
+        return
+    sizes = {image.name: image.nbytes for image in snapshot.images}
+    if {name: nbytes for name, nbytes, _, _ in seal.files} != sizes:
+        raise ValueError(f"snapshot {snapshot.id} is sealed with other files than it has")
+    if there.attempt and seal.attempt and there.attempt != seal.attempt:
+        raise ValueError(f"snapshot {snapshot.id} is sealed as {seal.attempt}, and as another")
+    saves[snapshot.id] = replace(
+        there,
+        attempt=there.attempt or seal.attempt,
+        was_committed=there.was_committed or kept.is_committed,
+        sealed={**there.sealed, rank: kept},
+    )

@@ -1,0 +1,146 @@
+"""Writers that an earlier run has left on this host: they may finish, then they are ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
+from dist_ckpt.async_save.trainer.writer_launcher import PROGRAMS
+from dist_ckpt.async_save.writer.messages import WRITER_END_S
+from dist_ckpt.core.runtime.lock_files import Owner
+from dist_ckpt.errors import ConflictError, StorageError, ranks_text
+
+_log = logging.getLogger("dist_ckpt")
+
+_STOP_S = WRITER_END_S + 10.0
+# One that is killed ends when the kernel lets it.
+_KILL_S = 10.0
+_LOOK_S = 0.02
+
+_MAX_WORDS_NBYTES = 4096
+
+
+def settle_former_writers(folder: JobFolder, settle_s: float) -> None:
+    """Wait for the writers on this host whose trainer is gone, `settle_s` at most; then end them.
+
+    Those of this process's own rank among them: it holds the trainer's lock, and has not started a
+    writer. Whose trainer lives otherwise is another's business. On return none of them lives, and
+    what they have sealed stays as it is. Several processes may do it at once.
+
+    ConflictError if whoever holds a writer's lock is no writer that this process can see,
+    StorageError if one does not end though it was killed.
+    """
+    left = {one.rank: one for one in folder.present() if _left_writer(one) is not None}
+    if not left:
+        return
+    _log.info(
+        "job %s: waiting up to %g s for the background writers of %s, which an earlier run left",
+        *(folder.job, settle_s, ranks_text(left)),
+    )
+    finished = _gone(left, settle_s)
+    told = {rank for rank, one in left.items() if _end(one, signal.SIGTERM)}
+    gone = _gone(left, _STOP_S)
+    for one in left.values():
+        _end(one, signal.SIGKILL)
+    killed = _gone(left, _KILL_S)
+    for what, ranks in (
+        ("finished", [*finished, *(rank for rank in gone if rank not in told)]),
+        ("were told to stop", [rank for rank in gone if rank in told]),
+        ("were killed", killed),
+    ):
+        if ranks:
+            _log.warning("job %s: the writers of %s %s", folder.job, ranks_text(ranks), what)
+    for one in left.values():
+        raise StorageError(
+            f"the background writer of rank {one.rank} ({_left_writer(one)}) does not end though "
+            f"it was killed: it waits for its storage. Mend that, or use another root, "
+            f"or another AsyncSaver(job=...)",
+            rank=one.rank,
+        )
+
+
+def _gone(left: dict[int, RankFolder], timeout_s: float) -> list[int]:
+    """Wait until no writer is left, and take those that are gone out; return their ranks."""
+    until = time.monotonic() + timeout_s
+    gone: list[int] = []
+    while True:
+        for rank, one in list(left.items()):
+            if _left_writer(one) is None:
+                del left[rank]
+                gone.append(rank)
+        if not left or time.monotonic() >= until:
+            return gone
+        time.sleep(_LOOK_S)
+
+
+def _left_writer(folder: RankFolder) -> Owner | None:
+    """Return the writer of a rank that lives without its trainer."""
+    # In this order: a new trainer has its lock before it starts a writer, so that the writer
+    # which was seen before its trainer was not is none of a living trainer's.
+    writer = folder.owner("writer")
+    if writer is None:
+        return None
+    trainer = folder.owner("trainer")
+    return writer if trainer is None or trainer.is_this_process else None
+
+
+def _end(folder: RankFolder, number: signal.Signals) -> bool:
+    """Send a signal to the writer of a rank; False if it has ended meanwhile.
+
+    ConflictError if its lock is held by something else.
+    """
+    owner = _left_writer(folder)
+    if owner is None:
+        return False
+    with _pidfd(owner.pid) as pidfd:
+        # While that is open, the signal goes to the process that has been looked at, or to nobody.
+        if pidfd is not None and _is_writer(owner.pid, folder):
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
+            return True
+    if _left_writer(folder) is None:
+        return False
+    raise ConflictError(
+        f"{folder.path}: the lock of the writer of rank {folder.rank} is held by {owner}, which is "
+        f"no background writer that this process can see (it may be in another container): stop "
+        f"it, or use another root, or another AsyncSaver(job=...)",
+        rank=folder.rank,
+    )
+
+
+@contextmanager
+def _pidfd(pid: int) -> Iterator[int | None]:
+    """Hold on to a process of this user by its number; None if there is none here."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except (OSError, AttributeError):  # AttributeError: no Linux
+        yield None
+        return
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def _is_writer(pid: int, folder: RankFolder) -> bool:
+    """Say whether a process is a background writer, and has the lock file of a rank open."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(_MAX_WORDS_NBYTES).split(b"\0")
+        lock = os.stat(folder.lock_path("writer"))
+        return any(name.encode() in words for name in PROGRAMS) and any(
+            os.path.samestat(status, lock) for status in _opened_by(pid)
+        )
+    except OSError:
+        return False
+
+
+def _opened_by(pid: int) -> Iterator[os.stat_result]:
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # it has been closed since
+            yield os.stat(f"/proc/{pid}/fd/{fd}")

@@ -1,0 +1,324 @@
+"""One save after another by a background writer: claim, write out of the arena, commit, report.
+
+All that a writer knows of a save lies in the arena. Whatever is wrong with it is raised within an
+exchange, so that the writers of all ranks count the same operations and are told the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from dist_ckpt.async_save.snapshots.arena import ArenaReader
+from dist_ckpt.async_save.snapshots.arena_layout import UNCLAIMED
+from dist_ckpt.async_save.writer.messages import Done, Hello, Write
+from dist_ckpt.async_save.writer.staged_save import StagedSave
+from dist_ckpt.config import Config
+from dist_ckpt.core.comm.collectives.collective import Bodies
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Alone, Channel
+from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
+from dist_ckpt.core.comm.key_value.client_thread import Wording
+from dist_ckpt.core.comm.key_value.key_client import KeyClient
+from dist_ckpt.core.comm.messages import Failure, NoAnswerError, failure_of
+from dist_ckpt.core.format.filenames import Attempt, parse_attempt
+from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.planning.plan import SavePlan
+from dist_ckpt.core.runtime.buffers import Slots
+from dist_ckpt.core.saving.agreement import plan_of
+from dist_ckpt.core.saving.save_transaction import AttemptRun, PartWritten, SaveRequest, Verdict
+from dist_ckpt.core.shard_io.write.link_unchanged import EarlierSaves, SavedFiles
+from dist_ckpt.core.storage import open_storage
+from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.core.storage.wrappers.pacing import Allowance, PacedStorage
+from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
+from dist_ckpt.reports import Phases, Tally
+
+_log = logging.getLogger("dist_ckpt")
+
+# How many silences to wait for a writer that was never seen, as long as the trainer lives.
+_PATIENCE = 3
+
+OF_WRITERS = Wording(
+    gone="the store that the background writer of rank 0 serves is gone or cut off ({}). Look "
+    "into that writer's log, then save again",
+    lost="This is about background writers: look into that one's log, then save again. Training "
+    "can go on.",
+    absent="Its trainer may have ended, or be late: look into that rank's log, then save again.",
+    mixed="Their trainers are out of step: look into the logs of these ranks, then save again.",
+    strange="Let all ranks have the same version of dist_ckpt, then save again.",
+)
+
+
+class Meetings:
+    """The channel to the other writers, for as long as saves name one and the same store."""
+
+    def __init__(self, hello: Hello) -> None:
+        self._hello = hello
+        self._store: tuple[str, int, bytes] | None = None
+        self._client: KeyClient | None = None
+        self._channel: Channel | None = None
+        self._patience = _PATIENCE
+
+    def hurry(self) -> None:
+        """Wait less long for others that may never come: the trainer is gone. Any thread's."""
+        self._patience = 1
+        self._set_patience()
+
+    def _set_patience(self) -> None:
+        # All trainers tell their writers at once: one that was never seen was not told, or is dead.
+        if isinstance(channel := self._channel, StoreChannel):
+            channel.hurry(self._patience * self._hello.config.silence_s)
+
+    def linger(self) -> None:
+        """Keep the store that this writer may serve until the others know how the last save ended.
+
+        They may still be writing, and nobody is kept waiting: the trainer is gone.
+        """
+        if isinstance(channel := self._channel, StoreChannel):
+            channel.linger(self._hello.config.arrive_s)
+
+    @property
+    def token(self) -> bytes | None:
+        """The token of the store in which they meet now."""
+        return None if self._store is None else self._store[2]
+
+    def channel(self, write: Write) -> Channel:
+        """Return the channel of a save. NoAnswerError if its store cannot be reached."""
+        store = (write.host, write.port, write.token)
+        if self._channel is None or self._store != store:
+            self.close()
+            self._channel = self._connected(write)
+            self._store = store
+            self._set_patience()
+        return self._channel
+
+    def close(self) -> None:
+        """Leave: the others know at once."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._client is not None:
+            self._client.close()
+        self._channel = self._client = self._store = None
+
+    def _connected(self, write: Write) -> Channel:
+        hello = self._hello
+        if hello.world_size == 1:
+            return Alone()
+        config = hello.config
+        address = write.host, write.port
+        try:
+            self._client = KeyClient(
+                address, write.token, connect_s=config.silence_s, timeout_s=config.silence_s
+            )
+        except OSError as error:
+            raise NoAnswerError(OF_WRITERS.gone.format(error)) from error
+        return StoreChannel(
+            self._client,
+            hello.rank,
+            hello.world_size,
+            host=host_of(config),
+            config=config,
+            wording=OF_WRITERS,
+        )
+
+
+def host_of(config: Config) -> str:
+    """Return what a writer calls its host: errors tell it apart from the trainer of its rank."""
+    return f"{config.host or socket.gethostname()}, background writer"
+
+
+class WriterSaves:
+    """What the saves of one writer have in common.
+
+    `check` raises if a save that is not complete never will be; it is called by other threads too.
+    `allowance` limits how fast they write.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        meetings: Meetings,
+        check: Callable[[Write], None],
+        allowance: Allowance | None = None,
+    ) -> None:
+        self.hello = hello
+        self.meetings = meetings
+        self.check = check
+        self.allowance = allowance
+        self.slots = Slots()  # scratch memory that is used again
+        self.earlier = EarlierSaves()
+        # In one, for who seals may ask while another thread finds out.
+        self._planned: tuple[Bodies, tuple[SavePlan, CatalogText]] | None = None
+
+    def plan(self, bodies: Bodies) -> tuple[SavePlan, CatalogText]:
+        """Return the plan of a save, which is kept for as long as the inventories are the same."""
+        planned = self._planned
+        if planned is None or planned[0] != bodies:
+            plan = plan_of(bodies, self.hello.world_size)
+            self._planned = planned = bodies, (plan, CatalogText(plan.catalog))
+        return planned[1]
+
+
+class WriterSave:
+    """One rank's side of one save. One thread settles it, and another one may seal it.
+
+    `arena` is where it is staged, or why that cannot be opened.
+    """
+
+    def __init__(
+        self, saves: WriterSaves, write: Write, arena: ArenaReader | CheckpointError
+    ) -> None:
+        self.write = write
+        self._arena = arena
+        self._saves = saves
+        self._phases = Phases("background save", write.path, quiet=saves.hello.rank != COORDINATOR)
+        # What it has come to so far.
+        self._staged: StagedSave | None = None
+        self._attempt = UNCLAIMED
+        self._storage: CountingStorage | None = None
+        self._run: AttemptRun | None = None
+        self._saved: SavedFiles | None = None
+        self._exchanges = Tally()
+
+    def settle(self) -> Done:
+        """Write it and settle with the others whether it is committed.
+
+        Collective: the writer of every rank calls this. Raises only interrupts. Whatever the save
+        failed of, what is staged here is sealed on return: then the trainer may stage over it.
+        """
+        path, hello = self.write.path, self._saves.hello
+        try:
+            verdict = self._commit(self._saves.meetings.channel(self.write))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
+            _log.error("background save to %s failed: %s", path, error, exc_info=error)
+            self.seal()
+            host = host_of(hello.config)
+            return self._done(None, failure_of(error, "background save", hello.rank, host))
+        _log.info("background save to %s is committed: %s", path, verdict)
+        return self._done(verdict, None)
+
+    def _commit(self, channel: Channel) -> Verdict:
+        phases, began = self._phases, channel.exchanges
+        channel.enter(f"background save to {self.write.path}")
+        try:
+            with phases.phase("claim"):
+                run, staged, attempt = self._claim(channel)
+            self._attempt = attempt.name
+            with phases.phase("write"):
+                verdict = run.write_and_commit(staged.text, attempt, lambda: self._write(staged))
+            staged.followed.mark_committed()
+            if self._saved is not None:
+                self._saves.earlier = self._saves.earlier.plus(self._saved)
+            with phases.phase("clean up"):
+                run.clean_up()
+            return verdict
+        finally:
+            channel.leave()
+            self._exchanges = channel.exchanges.since(began)
+
+    def seal(self) -> None:
+        """Seal what is staged of a save that failed, or will not be settled: a restart can use it.
+
+        Any thread may do that, also while the one that settles hangs. Touches no storage.
+        """
+        path = self.write.path
+        try:
+            self._staged = staged = self._staged or self._look()
+            threads = self._saves.hello.config.threads
+            staged.seal(self._attempt, threads=threads, slots=self._saves.slots)
+        except Exception as error:  # noqa: BLE001 - what the trainer is told is the first error
+            _log.warning("what was staged for %s is not sealed: %s", path, error)
+        else:
+            _log.info("what was staged for %s is sealed, and stays in memory", path)
+
+    def _done(self, verdict: Verdict | None, failure: Failure | None) -> Done:
+        """Return what the trainer is told."""
+        storage, run = self._storage, self._run
+        return Done(
+            snapshot=self.write.snapshot,
+            verdict=verdict,
+            failure=failure,
+            seconds=self._phases.seconds,
+            reads=Tally() if storage is None else storage.reads,
+            writes=Tally() if storage is None else storage.writes,
+            exchanges=self._exchanges,
+            nbytes_receipt=0 if run is None else run.nbytes_receipt,
+        )
+
+    def _claim(self, channel: Channel) -> tuple[AttemptRun, StagedSave, Attempt]:
+        """Agree with the other writers that all write the same, and claim an attempt."""
+        try:
+            with channel.exchange("claim") as claiming:
+                self._staged = staged = self._look()
+                self._run = run = self._attempt_run(channel, staged)
+                staged.staging.check()
+                if told := claiming.gather(staged.snapshot.id):
+                    _check_same_save(told)
+                    claiming.decide(run.claim())
+            attempt = parse_attempt(claiming.result(str))
+        except BaseException as error:
+            if self._run is not None:
+                self._run.recover_claim(error)
+            raise
+        assert attempt is not None
+        return run, staged, attempt
+
+    def _look(self) -> StagedSave:
+        """Find out what is to be written. Raises what is wrong with it."""
+        if isinstance(self._arena, CheckpointError):
+            raise self._arena
+        followed = self._arena.follow(self.write.snapshot)
+        snapshot, saves = followed.snapshot, self._saves
+        said = snapshot.path, snapshot.rank, snapshot.world_size
+        if said != (self.write.path, saves.hello.rank, saves.hello.world_size):
+            raise CorruptError(f"snapshot {snapshot.id} is of another save: {said}")
+        # Without `self`: what is settled lets go of its arena, and no cycle keeps that.
+        return StagedSave(followed, partial(saves.check, self.write), saves.plan)
+
+    def _attempt_run(self, channel: Channel, staged: StagedSave) -> AttemptRun:
+        snapshot, details = staged.snapshot, staged.details
+        own, path = open_storage(snapshot.path)
+        self._storage = CountingStorage(own)
+        request = SaveRequest(
+            storage=self._storage,
+            path=path,
+            step=snapshot.step,
+            overwrite=details.overwrite,
+            metadata="",
+            mirrored=details.mirrored,
+            saved_by=details.saved_by,
+            # The state is of then; and who restores compares the times of saves.
+            saved_at=details.began_at,
+            run=details.run,
+            save=snapshot.id,
+        )
+        return AttemptRun(channel, self._saves.hello.config, request)
+
+    def _write(self, staged: StagedSave) -> PartWritten:
+        start = time.monotonic()
+        allowance = self._saves.allowance
+        assert self._storage is not None
+        staged.staging.give_way()
+        part = staged.write_or_link(
+            PacedStorage(self._storage, allowance) if allowance else self._storage,
+            f"{self.write.path}/{self._attempt}",
+            self._attempt,
+            self._saves.earlier,
+            threads=self._saves.hello.config.threads,
+            slots=self._saves.slots,
+        )
+        self._saved = part.saved
+        seconds = time.monotonic() - start
+        return PartWritten(part.receipts, staged.details.replicas, seconds, part.linked)
+
+
+def _check_same_save(snapshots: Sequence[str]) -> None:
+    """Raise ConflictError if the writers have different snapshots before them."""
+    found = {snapshot: rank for rank, snapshot in enumerate(snapshots)}
+    if len(found) > 1:
+        raise ConflictError(
+            f"the background writers do not write the same save: {found}; save again"
+        )

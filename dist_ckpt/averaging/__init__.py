@@ -1,5 +1,0 @@
-"""`dc.average`: the mean of checkpoints as a new one, by one process or by the ranks of a job.
-
-`choosing.py` finds the checkpoints, `structure.py` says which of their tensors are averaged,
-`mean.py` computes, and `sharing.py` tells which rank writes which file.
-"""

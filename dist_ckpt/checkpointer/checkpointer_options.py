@@ -1,0 +1,146 @@
+"""The options of `dc.Checkpointer`, checked once a rank's error can reach the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt.checkpointer.maintenance import Hooks
+from dist_ckpt.checkpointer.resume import ResumeOptions
+from dist_ckpt.checkpointer.save_policy import When
+from dist_ckpt.core.format.index.model_description import check_description
+from dist_ckpt.core.loading.sources import text_of, uses_of
+from dist_ckpt.core.planning.selection import patterns
+from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.saving.attachments import Attached
+from dist_ckpt.core.storage import open_storage
+from dist_ckpt.runs.retention.retention_policy import Keep
+
+# A lock takes no wait that is much longer: it would be known only when the run is to stop.
+_MOST_STOP_S = 1e9
+
+
+class AskedRun(Message, frozen=True):
+    """What all ranks must ask for alike, as text where a value has one."""
+
+    root: str
+    save: str
+    keep: str
+    init: str
+    kind: str
+    must_exist: bool
+    read_only: bool
+    background: bool
+    on_failure: str
+    max_failures: int
+    stop_within_s: float
+    reuse: tuple[str, ...]
+    chosen: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a run is to do; see `Checkpointer`."""
+
+    root: str | os.PathLike[str]
+    save: When
+    keep: Keep | None
+    resume: ResumeOptions
+    hooks: Hooks
+    background: bool
+    stop_within_s: float
+    attach: Callable[[int], Attached | None] | None = None
+    reuse: str | Sequence[str] = ()
+    carry: object = None
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for options that make no sense."""
+        if not isinstance(self.save, When):
+            raise TypeError(f"save={self.save!r}: give policies such as dc.every(steps=500)")
+        if self.save == When():
+            raise ValueError("save= never fires: give a policy such as dc.every(minutes=30)")
+        if self.keep is not None and not isinstance(self.keep, Keep):
+            raise TypeError(f"keep={self.keep!r}: give policies such as dc.keep.last(3), or None")
+        self._check_flags()
+        self._check_config()
+        self._check_hooks()
+        if not (self.attach is None or callable(self.attach)):
+            raise TypeError(f"attach={self.attach!r}: give a function of the step, or None")
+        if self.carry is not None:
+            raise ValueError(
+                "carry: a run saves what is in its state: put all that is to be saved there "
+                "(reuse= links what does not change), or end with dc.save(state, path, carry=...)"
+            )
+
+    def _check_hooks(self) -> None:
+        commit, failure = self.hooks.on_commit, self.hooks.on_failure
+        if not (commit is None or callable(commit)):
+            raise TypeError(f"on_commit={commit!r}: give a function of a checkpoint, or None")
+        if not (failure in ("warn", "raise") or callable(failure)):
+            raise TypeError(f'on_failure={failure!r}: give "warn", "raise" or a function')
+        if type(self.hooks.max_failures) is not int or self.hooks.max_failures < 0:
+            raise ValueError(f"max_failures={self.hooks.max_failures!r}: give a number, 0 or more")
+
+    def _check_flags(self) -> None:
+        resume = self.resume
+        resume.load_options().selection()
+        for name, value in (
+            ("must_exist", resume.must_exist),
+            ("read_only", resume.read_only),
+            ("background", self.background),
+            ("init_strict", resume.init_strict),
+        ):
+            if type(value) is not bool:
+                raise TypeError(f"{name}={value!r}: give True or False")
+        if resume.init is not None:
+            try:
+                uses_of(resume.init)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"init: {error}") from None
+        if resume.must_exist and resume.init is not None:
+            raise ValueError(
+                "init= is for a fresh run, and must_exist=True refuses one: give one of them"
+            )
+        if resume.read_only and self.keep is not None:
+            raise ValueError("keep= prunes, and read_only=True changes nothing: give one of them")
+        seconds = self.stop_within_s
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+            raise TypeError(f"stop_within_s={seconds!r}: give a number of seconds")
+        if not 0 < seconds <= _MOST_STOP_S:
+            wanted = f"a number of seconds above 0, up to {_MOST_STOP_S:g}"
+            raise ValueError(f"stop_within_s={seconds}: give {wanted}")
+
+    def _check_config(self) -> None:
+        config, same = self.resume.config, self.resume.same
+        check_description(None, config, self.resume.kind)
+        if isinstance(same, str) or not all(type(one) is str for one in same):
+            raise TypeError(f'same={same!r}: give patterns, such as ("model.*",)')
+        if same and config is None:
+            raise ValueError("same= says what of config= must be equal: give config= as well")
+
+    def opened_root(self) -> str:
+        """Return the folder as the storage names it."""
+        try:
+            return open_storage(self.root)[1]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"root={self.root!r}: {error}") from None
+
+    def asked(self) -> AskedRun:
+        """Return what all ranks must ask for alike."""
+        init, hook = self.resume.init, self.hooks.on_failure
+        return AskedRun(
+            root=self.opened_root(),
+            save=str(self.save),
+            keep="" if self.keep is None else str(self.keep),
+            init="" if init is None else text_of(init),
+            kind=self.resume.kind or "",
+            must_exist=self.resume.must_exist,
+            read_only=self.resume.read_only,
+            background=self.background,
+            on_failure=hook if isinstance(hook, str) else "warn",
+            max_failures=self.hooks.max_failures,
+            stop_within_s=float(self.stop_within_s),
+            reuse=patterns(self.reuse, "reuse"),
+            chosen=str(self.resume.load_options().selection()),
+        )

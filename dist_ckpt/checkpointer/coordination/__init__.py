@@ -1,0 +1,1 @@
+"""How ranks agree on the boundary at which all save."""

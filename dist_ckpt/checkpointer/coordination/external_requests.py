@@ -1,0 +1,227 @@
+"""What other processes ask a run for, as rank 0 sees it: `dist-ckpt request-save`.
+
+A thread of its own looks for requests and answers them: the rounds must not wait for the storage,
+and the keeper may be busy with pruning for minutes. It shows as well that the run is alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dist_ckpt.checkpointer.coordination.barrier_rounds import Ask
+from dist_ckpt.checkpointer.maintenance import Keeper
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR
+from dist_ckpt.core.commit.records.incarnations import OfRun
+from dist_ckpt.core.commit.records.liveness import SIGN_S, SignOfLife
+from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.format.filenames import answer_file, request_file
+from dist_ckpt.core.format.run_records import Outcome, RequestRecord
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
+from dist_ckpt.runs.save_requests import (
+    RequestNames,
+    list_requests,
+    put_answer,
+    read_request,
+    remove_file,
+)
+
+_log = logging.getLogger("dist_ckpt")
+
+# How often the folder is looked at: a request is seen so much later. It costs one listing.
+LOOK_S = 2.0
+
+# How often a save that was asked for is looked at, which costs no call of the storage.
+SETTLE_S = 0.1
+
+# For so long answers stay, and what cannot be read, after this job has seen them first.
+KEPT_S = 3600.0
+
+# How much of who asked goes into a log.
+MAX_BY = 200
+
+
+@dataclass
+class _AskedSoFar:
+    """What the threads share, under a lock.
+
+    `open` wait for a boundary, `taken` for the save of a step. `last` is the run's last step, `end`
+    what became of the run.
+    """
+
+    open: dict[str, RequestRecord] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
+    last: int | None = None
+    end: str | None = None
+
+
+class OutsideRequests:
+    """Rank 0's thread for requests of other processes; it runs until `close`.
+
+    All but `close` waits for nothing. Threads may share it.
+    """
+
+    def __init__(self, storage: Storage, run: OfRun, keeper: Keeper) -> None:
+        self._storage = storage
+        self._run = run
+        self._keeper = keeper
+        self._changed = threading.Condition()
+        self._asked = _AskedSoFar()
+        # Of the thread alone: what needs no second look, what cannot be read, and when files were
+        # seen first.
+        self._done: set[str] = set()
+        self._damaged: set[str] = set()
+        self._seen_at: dict[str, float] = {}
+        self._has_warned = False
+        self._thread = threading.Thread(target=self._work, name="dist_ckpt requests", daemon=True)
+        self._thread.start()
+
+    def wants(self) -> Ask | None:
+        """Return what is to be asked of all ranks."""
+        with self._changed:
+            asked = [*self._asked.open.values()]
+        if not asked:
+            return None
+        who = ", ".join(sorted({one.by[:MAX_BY] for one in asked}))
+        return Ask(COORDINATOR, f"a request of {who}"[:MAX_BY], stops=any(r.stops for r in asked))
+
+    def taken(self, step: int, *, is_last: bool) -> None:
+        """Say that all ranks have begun to save this step, or had saved it, at a boundary.
+
+        That is what was asked for until now. `is_last`: the run ends there; else requests to stop
+        are still open.
+        """
+        with self._changed:
+            asked = self._asked
+            if is_last:
+                asked.last = step
+            for one in [*asked.open.values()]:
+                if is_last or not one.stops:
+                    del asked.open[one.id]
+                    asked.taken[one.id] = step
+            self._changed.notify()
+
+    def close(self, end: str, timeout_s: float) -> None:
+        """Answer what is left, for so long at most, and end; `end` says what became of the run.
+
+        The saves are settled by now, or will not be in time. May be called again.
+        """
+        with self._changed:
+            self._asked.end = self._asked.end or end
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        next_look, next_sign = 0.0, 0.0
+        sign = SignOfLife(self._storage, self._run.root, self._run.start)
+        while self._asked.end is None:
+            is_fine = True
+            if time.monotonic() >= next_sign:
+                self._tried(sign.renew)
+                next_sign = time.monotonic() + SIGN_S
+            if time.monotonic() >= next_look:
+                is_fine = self._tried(self._look)
+                next_look = time.monotonic() + LOOK_S
+            is_fine = self._tried(self._answer_taken) and is_fine
+            with self._changed:
+                if self._asked.end is None:
+                    self._changed.wait(SETTLE_S if self._asked.taken and is_fine else LOOK_S)
+        for act in (self._look, self._answer_taken, self._answer_open, sign.end):
+            self._tried(act)
+
+    def _tried(self, act: Callable[[], None]) -> bool:
+        """Do something, and say whether it was done: what was not is tried again later."""
+        try:
+            act()
+        except (CheckpointError, OSError) as error:
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            _log.log(level, "requests to save are not seen or not answered for now: %s", error)
+            self._has_warned = True
+        except Exception:  # noqa: BLE001 - a thread's outer edge
+            _log.exception("requests to save are not seen or not answered for now")
+        else:
+            return True
+        return False
+
+    def _look(self) -> None:
+        """See what is asked for, and what was taken back; prune what was answered long ago."""
+        names = list_requests(self._storage, self._run.root)
+        there = set(names.requests) - set(names.answers)
+        with self._changed:
+            asked = self._asked
+            asked.open = {own_id: one for own_id, one in asked.open.items() if own_id in there}
+            new = there - self._done - set(asked.open) - set(asked.taken)
+        for own_id in sorted(new):
+            if (one := self._read(own_id)) is not None:
+                self._begin(one)
+        self._prune(names)
+        self._has_warned = False
+
+    def _read(self, own_id: str) -> RequestRecord | None:
+        try:
+            return read_request(self._storage, self._run.root, own_id)
+        except (CorruptError, IncompatibleError) as error:
+            _log.warning("a request to save cannot be read, and is not obeyed: %s", error)
+            self._done.add(own_id)
+            self._damaged.add(own_id)
+            return None
+
+    def _begin(self, one: RequestRecord) -> None:
+        own = self._run.start
+        if one.start == own:
+            _log.info("%s asks for a save%s", one.by[:MAX_BY], " and the end" * one.stops)
+            with self._changed:
+                if self._asked.last is None:
+                    self._asked.open[one.id] = one
+                else:
+                    self._asked.taken[one.id] = self._asked.last
+        elif one.start < own:
+            why = f"start {own} of the run has begun since: if that is meant as well, ask again"
+            self._answer(one.id, "ended", why)
+        else:  # the job that has taken over will see it
+            self._done.add(one.id)
+
+    def _prune(self, names: RequestNames) -> None:
+        """Remove what was answered long ago, or cannot be read; a request before its answer."""
+        over = self._damaged.union(names.answers)
+        files = [request_file(one) for one in names.requests if one in over]
+        files += [*map(answer_file, names.answers), *names.temporary]
+        now = time.monotonic()
+        self._seen_at = {name: self._seen_at.get(name, now) for name in files}
+        for name in files:
+            if now - self._seen_at[name] > KEPT_S:
+                remove_file(self._storage, self._run.root, name)
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    def _answer_taken(self) -> None:
+        """Answer those whose save is durable, or has failed."""
+        with self._changed:
+            taken = dict(self._asked.taken)
+        for own_id, step in taken.items():
+            if (came := self._keeper.became_of(step)) is None:
+                continue
+            if isinstance(came, str):
+                self._answer(own_id, "failed", came)
+            else:
+                self._answer(own_id, "saved", f"step {came[0]} is durable", came)
+
+    def _answer_open(self) -> None:
+        """Answer all others: the run has come to its end."""
+        with self._changed:
+            left, end = [*self._asked.taken, *self._asked.open], self._asked.end
+        for own_id in left:
+            self._answer(own_id, "ended", f"{end}. Safe is: {self._keeper.told.durable}")
+
+    def _answer(self, own_id: str, outcome: Outcome, why: str, saved: Where | None = None) -> None:
+        put_answer(self._storage, self._run.root, own_id, outcome, why, saved)
+        self._done.add(own_id)  # a listing may not have the answer yet
+        with self._changed:
+            self._asked.open.pop(own_id, None)
+            self._asked.taken.pop(own_id, None)

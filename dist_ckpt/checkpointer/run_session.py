@@ -1,0 +1,284 @@
+"""A run while it is open: what ranks do at a boundary on which they agreed, and at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import inf
+
+from torch.distributed import ProcessGroup
+
+from dist_ckpt.async_save.async_saver import AsyncSaver
+from dist_ckpt.checkpointer.checkpointer_options import AskedRun, RunOptions
+from dist_ckpt.checkpointer.coordination.barrier_rounds import Ask, Boundary, Member, Rounds
+from dist_ckpt.checkpointer.coordination.external_requests import OutsideRequests
+from dist_ckpt.checkpointer.coordination.rank_requests import SaveRequests
+from dist_ckpt.checkpointer.coordination.signals import Signals
+from dist_ckpt.checkpointer.maintenance import Keeper
+from dist_ckpt.checkpointer.resume import Resume, Resumed
+from dist_ckpt.checkpointer.run_saves import DURABLE, FAILED, RunSaves
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_alike
+from dist_ckpt.core.comm.messages import Failure, error_of
+from dist_ckpt.core.comm.process_group import session_of
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit.records.incarnations import OfRun
+from dist_ckpt.core.state.tree.containers import MutableState
+from dist_ckpt.core.storage import open_storage, real_path
+from dist_ckpt.errors import CheckpointError, RankError
+from dist_ckpt.runs.listing import list_run
+from dist_ckpt.runs.selectors import select
+from dist_ckpt.tools.rewrite.backup import backup_at
+
+_log = logging.getLogger("dist_ckpt")
+
+# What a scheduler can be told to take as "try again" (EX_TEMPFAIL).
+REQUEUE = 75
+
+# For metrics, hooks and pruning at the end: of a run that is not pressed for time, and else.
+END_S, HURRIED_END_S = 300.0, 1.0
+
+# For answers to who has asked for a save: whoever hears nothing waits much longer.
+ANSWERS_END_S = 5.0
+
+# What a lone rank is told that it is doing.
+_THE_END = "end the run"
+
+MakeState = Callable[[], MutableState]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Why a run is to stop, and the step at which it did; `is_durable`: that step is.
+
+    If it is not, it is staged in memory, and the writers that outlive the job go on to write it; a
+    later start on these hosts goes on from it, unless the writers were killed before they had it
+    digested. Not so for saves that are not in the background, and what failed before it was staged.
+    `exit_code` is what to exit with so that a scheduler starts the job again: it has to be told
+    that code.
+    """
+
+    why: str
+    step: int
+    is_durable: bool
+    exit_code: int = REQUEUE
+
+
+@dataclass
+class OpenRun:
+    """One rank's side of a run; `saves` from its restore on. All ranks call each method alike."""
+
+    ranks: Session
+    root: str
+    options: RunOptions
+    rounds: Rounds
+    requests: SaveRequests
+    saver: AsyncSaver | None
+    saves: RunSaves | None = None
+    stopped: Stopped | None = None
+    pid: int = field(default_factory=os.getpid)
+
+    def resume(self, state: MutableState, at: str | None) -> Resumed:
+        """Fill the state with what the run goes on from, and begin to save. Collective."""
+        if (keeper := self.requests.keeper) is not None:  # of a restore before
+            keeper.close(END_S)
+        if (outside := self.requests.outside) is not None:
+            outside.close("the job has restored once more", ANSWERS_END_S)
+        how = self.options.resume
+        resumed = Resume(self.ranks, self.saver, self.root, how).run(state, at)
+        self.stopped = None
+        if not how.read_only:
+            self._begin_saves(resumed)
+        self.requests.served(None)
+        return resumed
+
+    def _begin_saves(self, resumed: Resumed) -> None:
+        options, requests = self.options, self.requests
+        run = OfRun(self.root, resumed.start)
+        if self.ranks.channel.rank == COORDINATOR:
+            storage, _ = open_storage(self.root)
+            keeper = Keeper(storage, run, resumed.step, options.keep, options.hooks)
+            keeper.told.durable = resumed.where or keeper.told.durable
+            requests.keeper = keeper
+            requests.outside = OutsideRequests(storage, run, keeper)
+        last, kept = resumed.step or 0, resumed.in_memory_only
+        self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, options, last, kept)
+
+    def backup(self, step: int | None, *, overwrite: bool) -> str:
+        """Keep a checkpoint beside the others, and return where. Collective."""
+        if self.options.resume.read_only:
+            raise ValueError("backup() makes a checkpoint, and read_only=True changes nothing")
+        if self.saves is not None and step == self.saves.last:
+            self.saves.settle(inf)  # what it came to is told by what is there
+        what, channel = f"backup in {self.root}", self.ranks.channel
+        with self.ranks.operation(what), channel.exchange("backup") as making:
+            asked = "latest" if step is None else str(step)
+            if told := making.gather(asked):
+                if any(one != asked for one in told):
+                    raise ValueError(f"backup(step) differs between ranks: {told}")
+                storage, root = open_storage(real_path(self.root))
+                one = select(list_run(storage, root, now=time.time()), asked)
+                making.decide(backup_at(storage, one.path, overwrite=overwrite))
+        return making.result(str)
+
+    def take(self, turn: Boundary, step: int, make: MakeState) -> None:
+        """Do what all ranks do at a boundary, of a step that is done."""
+        ask, saves = turn.ask, self.saves
+        try:
+            if ask is not None and ask.raises:
+                raise error_of(Failure(ask.raises, ask.why, None, None))
+            if saves is not None and (saves.lacks(step) or (ask is not None and ask.again)):
+                self._save(turn, step, make)
+            if ask is not None and ask.stops:
+                self._stop(turn, ask, step, make)
+            self.requests.taken(step, is_last=self.stopped is not None)
+        finally:
+            self.requests.served(ask)
+            self.rounds.leave()
+
+    def _save(self, turn: Boundary, step: int, make: MakeState) -> None:
+        assert self.saves is not None
+        stops = turn.ask is not None and turn.ask.stops
+        signals = self.requests.signals
+        self.saves.save(step, make(), turn.number, lambda: stops or signals.got is not None)
+
+    def _stop(self, turn: Boundary, ask: Ask, step: int, make: MakeState) -> None:
+        """Have what is saved made durable in time."""
+        status, until = DURABLE, turn.asked_at + self.options.stop_within_s
+        if (saves := self.saves) is not None:
+            status = saves.settle(until)
+            if status == FAILED:
+                self._save(turn, step, make)
+                status = saves.settle(until)
+        self.stopped = Stopped(ask.why, step, status == DURABLE)
+        if self.ranks.channel.rank == COORDINATOR:
+            kept = "it is left in memory" if self.saver else "older checkpoints are as they were"
+            told = "durable" if status == DURABLE else f"{status}: {kept}"
+            _log.warning("stopped by %s after step %d, which is %s", ask.why, step, told)
+
+    def finish(self, step: int, make: MakeState) -> None:
+        """Save the last step if that is wanted, and wait for it, if all ranks come to the end."""
+        saves = self.saves
+        if saves is None or self.stopped is not None:
+            return
+        turn = self.rounds.arrive(_THE_END, is_due=True)
+        assert turn is not None
+        try:
+            if self.options.save.at_end and saves.lacks(step):
+                self._save(turn, step, make)
+            if saves.settle(inf) == FAILED:
+                self._save(turn, step, make)
+                if saves.settle(inf) == FAILED:
+                    raise CheckpointError(
+                        f"the last save, of step {step}, has failed twice: the log says of what. "
+                        f"Older checkpoints are as they were"
+                    )
+            if step == saves.last:
+                self.requests.taken(step, is_last=True)
+            elif saves.num_begun == 0 and self.ranks.channel.rank == COORDINATOR:
+                _log.warning(
+                    "the run ends, and none of steps %d to %d was saved: save=%s did not come to "
+                    "it. Join dc.at_end to it with | to save the last one",
+                    saves.last + 1,
+                    step,
+                    self.options.save,
+                )
+        except RankError as error:
+            if f"to {_THE_END}" not in str(error):
+                raise
+            _log.warning("nothing was saved at the end: %s", error)
+        finally:
+            self.rounds.leave()
+
+    def end(self, error: BaseException | None) -> None:
+        """Let go of everything, whatever fails; after an error keep what is in memory.
+
+        Waits for no other rank's training. Raises what a save has failed of that nobody was told;
+        after an error it is logged instead, as that error is what is raised.
+        """
+        keeper = self.requests.keeper
+        try:
+            self._let_go_of_all(error)
+        except Exception as failure:
+            if error is None:
+                raise
+            _log.error("a save has failed as well: %s", failure)
+        if error is not None and keeper is not None:
+            safe = keeper.told.durable
+            _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, safe)
+
+    def _let_go_of_all(self, error: BaseException | None) -> None:
+        is_pressed = self.stopped is not None and not self.stopped.is_durable
+        keeper = self.requests.keeper
+        with ExitStack() as stack:
+            # Last: torchrun sends SIGTERM to all ranks once the first of them has ended.
+            stack.callback(self.requests.signals.close)
+            if (outside := self.requests.outside) is not None:  # once all saves are settled
+                stack.callback(outside.close, self._end_of(error), ANSWERS_END_S)
+            if keeper is not None:
+                hurries = is_pressed or error is not None
+                stack.callback(keeper.close, HURRIED_END_S if hurries else END_S)
+            if self.saver is not None:
+                if is_pressed:
+                    stack.callback(self.saver.leave)
+                else:
+                    stack.callback(self.saver.close, keep=error is not None)
+            stack.callback(self.rounds.close)
+
+    def _end_of(self, error: BaseException | None) -> str:
+        """Return how the run has ended, for who has asked for a save."""
+        if error is not None:
+            return f"the run has ended with {type(error).__name__}"
+        if self.stopped is not None and not self.stopped.is_durable:
+            return f"the run has stopped after step {self.stopped.step}, which is not durable yet"
+        return "the run has ended, and what it did last is not saved"
+
+    def let_go(self) -> None:
+        """Let go of a run that nobody has closed, and say so. Waits for nothing."""
+        if os.getpid() != self.pid:  # a forked child has no part in it
+            return
+        self.requests.signals.let_go()
+        self.rounds.close()
+        if self.requests.keeper is not None:
+            self.requests.keeper.close(0.0)
+        if self.requests.outside is not None:
+            self.requests.outside.close("the run was dropped", 0.0)
+        _log.warning(
+            "a Checkpointer for %s is gone without close(): at_end has saved nothing, and what was "
+            "measured last may be lost. Use it in a `with`",
+            self.root,
+        )
+        warnings.warn(f"unclosed Checkpointer for {self.root}", ResourceWarning, stacklevel=2)
+
+
+def open_run(
+    options: RunOptions, group: ProcessGroup | None, check_alone: Callable[[], None]
+) -> OpenRun:
+    """Compare the options with the other ranks', and take part in rounds. Collective."""
+    ranks = session_of(group)
+    channel = ranks.channel
+    signals: Signals | None = None
+    try:
+        with ranks.operation("Checkpointer"), channel.exchange("run options") as opening:
+            check_alone()
+            options.check()
+            root = options.opened_root()
+            signals = Signals(() if options.resume.read_only else options.save.signals)
+            if told := opening.gather(options.asked()):
+                check_alike("Checkpointer", told, AskedRun.__struct_fields__)
+                opening.decide(secrets.token_hex(8))
+        saves_beside = options.background and not options.resume.read_only
+        saver = AsyncSaver(root, group=group) if saves_beside else None
+        member = Member(opening.result(str), channel.rank, channel.world_size)
+        requests = SaveRequests(channel.rank, options.save, signals)
+        rounds = Rounds(channel.notes, member, requests, channel.expect_nobody)
+    except BaseException:
+        if signals is not None:
+            signals.close()
+        raise
+    return OpenRun(ranks, root, options, rounds, requests, saver)

@@ -1,0 +1,131 @@
+"""When a run saves: `dc.every(steps=500) | dc.every(minutes=30) | dc.at_end`, as a plain value."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dist_ckpt.runs.retention.policy_text import made_of, text_of
+
+# These cannot be caught, or are no request: a process that goes on after them is damaged.
+_NOT_FOR_US = frozenset({"KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT", "CHLD"})
+
+# Of a longer wait nobody sees the end, and a float may not take it.
+_MOST_MINUTES = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """When a run saves; `|` joins two, and it saves when either says so.
+
+    `steps` are intervals in optimizer steps, `seconds` intervals of time, `at` single steps.
+    """
+
+    steps: frozenset[int] = frozenset()
+    seconds: frozenset[float] = frozenset()
+    at: frozenset[int] = frozenset()
+    at_end: bool = False
+    signals: frozenset[str] = frozenset()
+
+    def __or__(self, other: object) -> When:
+        if not isinstance(other, When):
+            return NotImplemented
+        return When(
+            self.steps | other.steps,
+            self.seconds | other.seconds,
+            self.at | other.at,
+            self.at_end or other.at_end,
+            self.signals | other.signals,
+        )
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Say whether a save is due by its number of steps; `last` is the one begun or restored.
+
+        A multiple that was passed counts: after a resume, exact multiples may never come.
+        """
+        return any(step // every > last // every for every in self.steps) or any(
+            last < at <= step for at in self.at
+        )
+
+    def is_time(self, waited_s: float) -> bool:
+        """Say whether a save is due so many seconds after the last one, or the start."""
+        return any(waited_s >= every for every in self.seconds)
+
+    def __str__(self) -> str:
+        """Return it as `parse` takes it."""
+        rules = [text_of("every", steps=every) for every in sorted(self.steps)]
+        rules += [text_of("every", minutes=every / 60) for every in sorted(self.seconds)]
+        rules += [text_of("at", *sorted(self.at))] * bool(self.at)
+        rules += ["at_end"] * self.at_end
+        rules += [text_of("on_signal", *sorted(self.signals))] * bool(self.signals)
+        return " | ".join(rules)
+
+
+def every(*, steps: int | None = None, minutes: float | None = None) -> When:
+    """Save every so many optimizer steps, or minutes of rank 0's clock.
+
+    By steps: when a multiple of `steps` was reached or passed since the last save or restore.
+    """
+    if (steps is None) == (minutes is None):
+        raise TypeError("every(): give steps= or minutes=, and for both every(...) | every(...)")
+    if steps is not None:
+        return When(steps=frozenset({_count(steps, "steps")}))
+    if not isinstance(minutes, int | float) or isinstance(minutes, bool):
+        raise TypeError(f"minutes={minutes!r}: give a number")
+    if not 0 < minutes <= _MOST_MINUTES:
+        raise ValueError(f"minutes={minutes}: give a number above 0, up to {_MOST_MINUTES:g}")
+    return When(seconds=frozenset({60 * float(minutes)}))
+
+
+def at(*steps: int) -> When:
+    """Save at these steps."""
+    if not steps:
+        raise TypeError("at(): give the steps at which to save")
+    return When(at=frozenset(_count(step, "at") for step in steps))
+
+
+at_end = When(at_end=True)
+"""Save when the run has come to its end."""
+
+
+def on_signal(*names: str) -> When:
+    """Save, and stop in time, when any rank gets one of these signals: "TERM", "USR1"."""
+    if not names:
+        raise TypeError('on_signal(): give the signals, such as "TERM"')
+    found = set()
+    for name in names:
+        if type(name) is not str:
+            raise TypeError(f'{name!r} is no name of a signal: give it as "TERM"')
+        short = name.upper().removeprefix("SIG")
+        if f"SIG{short}" not in signal.Signals.__members__:
+            raise ValueError(f"{name!r} is no signal of this system")
+        if short in _NOT_FOR_US:
+            raise ValueError(f"{name}: this signal cannot be a request to save; take TERM or USR1")
+        found.add(short)
+    return When(signals=frozenset(found))
+
+
+_MAKERS: Mapping[str, Callable[..., object]] = {
+    "every": every,
+    "at": at,
+    "at_end": lambda: at_end,
+    "on_signal": on_signal,
+}
+
+
+def parse(text: str) -> When:
+    """Return the policy that a text says, such as `every(steps=500) | at_end`."""
+    found = When()
+    for one in made_of(text, _MAKERS):
+        assert isinstance(one, When)
+        found |= one
+    return found
+
+
+def _count(value: object, name: str) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{name}={value!r}: give a whole number")
+    if not 1 <= value < 1 << 63:
+        raise ValueError(f"{name}={value}: give a number from 1 to 2**63 - 1")
+    return value

@@ -1,0 +1,180 @@
+"""The commands that look at several: compare, at runs, and diff, at two checkpoints. No torch."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from dataclasses import asdict
+from math import isfinite
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.core.format.index.model_description import as_json as told
+from dist_ckpt.tools.inspect.compare import Comparison, RunSummary
+from dist_ckpt.tools.inspect.compare import compare as compare_runs
+from dist_ckpt.tools.inspect.diff import Difference
+from dist_ckpt.tools.inspect.diff import diff as differ
+
+
+@click.command()
+@shared_options.paths
+@click.option("--min", "lowest", help="Sort by the lowest value of this metric.")
+@click.option("--max", "highest", help="Sort by the highest value of this metric.")
+@shared_options.json
+@click.option("--csv", "as_csv", is_flag=True, help="Print a table of comma-separated values.")
+def compare(
+    paths: tuple[str, ...],
+    lowest: str | None,
+    highest: str | None,
+    *,
+    as_json: bool,
+    as_csv: bool,
+) -> None:
+    """Show several runs side by side, as those of a sweep.
+
+    PATHS are folders of runs, or one folder in which each folder is a run. What was not the same in
+    their configurations is shown below the table.
+
+    \b
+    dist-ckpt compare sweep --min val/loss
+    dist-ckpt compare runs/a runs/b --csv > table.csv
+    """  # noqa: D301 - click knows the backspace
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv are given: give one of them")
+    found = compare_runs(*paths, min=lowest, max=highest)
+    if as_json:
+        output.print_json("compare", _document(found))
+    elif as_csv:
+        _print_csv(found)
+    else:
+        _print_table(found)
+
+
+def _document(found: Comparison) -> dict[str, object]:
+    rows = [
+        {**asdict(run), "config": told(run.config), "metrics": told(run.metrics)}
+        | {"best": told(run.best)}
+        for run in found.runs
+    ]
+    return {"metric": found.metric, "runs": rows, "differing": dict(found.differing)}
+
+
+def _print_csv(found: Comparison) -> None:
+    """Print a row a run; a column for each metric, and for what differs in the configurations."""
+    metrics = sorted({name for run in found.runs for name in run.metrics})
+    facts = ("name", "path", "kind", "num_parameters", "num_trainable", "num_checkpoints", "step")
+    best = ("best", "best_step", "best_path")
+    heads = [*facts, *best, *(f"metrics.{name}" for name in metrics)]
+    heads += [*(f"config.{name}" for name in found.differing), "problems"]
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow([output.printable(head) for head in heads])
+    for run in found.runs:
+        row = [getattr(run, name) for name in (*facts, *best)]
+        row += [run.metrics.get(name) for name in metrics]
+        row += [by_run.get(run.name) for by_run in found.differing.values()]
+        row.append("; ".join(run.problems))
+        writer.writerow(["" if one is None else output.printable(str(one)) for one in row])
+
+
+def _print_table(found: Comparison) -> None:
+    best = [] if found.metric is None else [f"BEST {found.metric}", "AT STEP"]
+    heads = ["RUN", "KIND", "PARAMETERS", "CHECKPOINTS", "STEP", *best, "METRICS", "NOTES"]
+    rows = [_row(run, has_best=bool(best)) for run in found.runs]
+    right = {2, 3, 4, *range(5, 5 + len(best))}
+    output.print_table([output.printable(head) for head in heads], rows, right=frozenset(right))
+    metrics = sorted({name for run in found.runs for name in run.metrics})
+    if found.metric is not None and all(run.best is None for run in found.runs):
+        there = f"; the metrics there are: {', '.join(metrics)}" if metrics else ""
+        click.echo(output.printable(f"no run has a value of {found.metric!r}{there}"))
+    for name, by_run in found.differing.items():
+        told = ", ".join(f"{run}: {value}" for run, value in by_run.items())
+        click.echo(output.printable(f"config.{name} differs: {told}"))
+
+
+def _row(run: RunSummary, *, has_best: bool) -> list[str]:
+    best = [_text(run.best), _text(run.best_step)] if has_best else []
+    return [
+        *(run.name, _text(run.kind)),
+        "-" if run.num_parameters is None else f"{run.num_parameters:,}",
+        *(str(run.num_checkpoints), _text(run.step), *best),
+        output.metrics_cell(run.metrics),
+        "; ".join(run.problems),
+    ]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float) and isfinite(value):
+        return f"{value:g}"
+    return "-" if value is None else str(value)
+
+
+@click.command()
+@click.argument("a", type=shared_options.PATH)
+@click.argument("b", type=shared_options.PATH)
+@click.option("--values", is_flag=True, help="Compare every value as well, bit for bit.")
+@click.option("--rtol", type=float, help="With --values: how far apart, by the value in B.")
+@click.option("--atol", type=float, help="With --values: how far apart, in all.")
+@shared_options.selected
+@shared_options.json
+def diff(  # noqa: PLR0913 - those of dc.diff
+    a: str,
+    b: str,
+    *,
+    values: bool,
+    rtol: float | None,
+    atol: float | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Show what the checkpoint B has otherwise than A, whatever numbers of ranks saved them.
+
+    Configuration, names, dtypes and shapes are compared, and with --values what they hold. Exit
+    code 0 if nothing differs, 1 if something does.
+
+    \b
+    dist-ckpt diff runs/a@1000 runs/a@latest
+    dist-ckpt diff runs/a@latest resharded --values
+    dist-ckpt diff runs/a@latest runs/b@latest --values --rtol 1e-5 -g model
+    """  # noqa: D301 - click knows the backspace
+    with output.progress("diff") as update:
+        found = differ(
+            a,
+            b,
+            values=values,
+            rtol=rtol,
+            atol=atol,
+            include=include or None,
+            exclude=exclude or None,
+            progress=update,
+        )
+    with output.exit_with(output.FINE if found.same else output.FINDING):
+        if as_json:
+            output.print_json("diff", {"same": found.same, **_diff_facts(found)})
+        else:
+            for line in _diff_lines(found):
+                click.echo(output.printable(line))
+
+
+def _diff_facts(found: Difference) -> dict[str, object]:
+    facts = asdict(found)
+    pairs = ("config", "changed", "objects")
+    by_side = {
+        name: facts[name] and {key: {"a": a, "b": b} for key, (a, b) in facts[name].items()}
+        for name in pairs
+    }
+    return {**facts, **by_side}
+
+
+def _diff_lines(found: Difference) -> list[str]:
+    lines = [f"config.{name}: {a} -> {b}" for name, (a, b) in found.config.items()]
+    lines += [f"only in {found.a}: {name}" for name in found.removed]
+    lines += [f"only in {found.b}: {name}" for name in found.added]
+    lines += [f"{name}: {a} -> {b}" for name, (a, b) in found.changed.items()]
+    lines += [f"{name}: {a} -> {b}" for name, (a, b) in (found.objects or {}).items()]
+    for one in found.values or ():
+        most = "" if one.max_difference is None else f", by {one.max_difference:.6g} at most"
+        lines.append(f"{one.name}: {one.num_differing} of {one.numel} values differ{most}")
+    compared = "" if found.values is not None else "; values were not compared, see --values"
+    return lines or [f"nothing differs{compared}"]

@@ -1,0 +1,262 @@
+"""The commands for files of other systems: import, export. A format is a line in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from dist_ckpt.cli import output
+from dist_ckpt.cli import shared_options as options
+from dist_ckpt.cli.completion import names_in
+from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
+from dist_ckpt.core.format.index.index import MAX_STEP
+from dist_ckpt.interop import imports
+from dist_ckpt.interop.hf import export as hf
+from dist_ckpt.interop.shrew import files
+from dist_ckpt.reports import SaveReport, size
+from dist_ckpt.tools.rewrite.rewriting import DryRun
+
+
+@contextmanager
+def _needing_torch(what: str) -> Iterator[None]:
+    """Do what needs torch; without that say what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f'{what} needs torch: pip install "dist-ckpt[torch]"') from None
+
+
+def _dcp_export() -> Any:
+    from dist_ckpt.interop.dcp import export as dcp_export  # noqa: PLC0415  (it needs torch)
+
+    return dcp_export
+
+
+def _torch_export() -> Any:
+    from dist_ckpt.interop.torch_save import export as torch_export  # noqa: PLC0415  (it needs torch)
+
+    return torch_export
+
+
+def _export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> int:
+    _check_overwrite(overwrite=overwrite)
+    nbytes: int = _dcp_export().export_folder(source, file, **given)
+    return nbytes
+
+
+def _would_export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> DryRun:
+    _check_overwrite(overwrite=overwrite)
+    found: DryRun = _dcp_export().would_export(source, file, **given)
+    return found
+
+
+def _check_overwrite(*, overwrite: bool) -> None:
+    if overwrite:
+        raise click.UsageError("--overwrite is not for --format dcp: remove the folder first")
+
+
+def _export_torch(source: str, file: str, **given: Any) -> int:
+    nbytes: int = _torch_export().export_file(source, file, **given)
+    return nbytes
+
+
+def _would_export_torch(source: str, file: str, **given: Any) -> DryRun:
+    found: DryRun = _torch_export().would_export_file(source, file, **given)
+    return found
+
+
+_IMPORTS: Mapping[str, Callable[..., SaveReport]] = {
+    "dcp": imports.from_dcp,
+    "hf": imports.from_hf,
+    "torch": imports.from_torch,
+    "lightning": imports.from_lightning,
+    "accelerate": imports.from_accelerate,
+    "deepspeed": imports.from_deepspeed,
+    "megatron": imports.from_megatron,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _ExportFormat:
+    """What writes a format, what says what that would write, and which options both take."""
+
+    write: Callable[..., int]
+    would_write: Callable[..., DryRun]
+    options: frozenset[str]
+
+
+_GLOBS = frozenset({"include", "exclude"})
+_OF_HF = _GLOBS | {"only", "dtype", "max_shard_size", "reflink"}
+_EXPORTS: Mapping[str, _ExportFormat] = {
+    "shrew": _ExportFormat(files.export_file, files.would_export_file, _GLOBS | {"version"}),
+    "hf": _ExportFormat(hf.export_folder, hf.would_export, _OF_HF),
+    "dcp": _ExportFormat(_export_dcp, _would_export_dcp, _GLOBS),
+    "torch": _ExportFormat(_export_torch, _would_export_torch, _GLOBS | {"only"}),
+}
+
+
+@click.command("import")
+@click.option(
+    "--from",
+    "from_",
+    type=click.Choice([*_IMPORTS, "shrew"]),
+    required=True,
+    help="What SOURCE is.",
+)
+@click.argument("source", type=options.PATH)
+@click.argument("target", type=options.PATH)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, MAX_WORLD_SIZE),
+    help="Cut every tensor evenly for so many ranks.  [default: 1]",
+)
+@click.option(
+    "--step", type=click.IntRange(0, MAX_STEP), help="Of a run, what it is a checkpoint of."
+)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the checkpoint at TARGET once the new one is durable.",
+)
+@click.option(
+    "-g", "--include", multiple=True, help="Glob of names in TARGET to write; may be repeated."
+)
+@click.option(
+    "--exclude",
+    multiple=True,
+    help="Glob of names in TARGET to leave out, and not to look into; may be repeated.",
+)
+@options.dry_run
+@options.json
+def import_(  # noqa: PLR0913 - the options of the command
+    from_: str,
+    source: str,
+    target: str,
+    *,
+    ranks: int | None,
+    step: int | None,
+    overwrite: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Make the checkpoint TARGET of SOURCE, which another system has written.
+
+    SOURCE is a folder of torch.distributed.checkpoint (dcp), a folder of Hugging Face or a
+    safetensors file (hf), a file of torch.save (torch), a checkpoint of Lightning (lightning), a
+    folder of accelerate's save_state (accelerate), of DeepSpeed's ZeRO (deepspeed), or of
+    Megatron's torch_dist (megatron). A file of a model's tensors alone becomes
+    {"model": {name: tensor}}.
+
+    A .shrew file becomes {"model": {name: tensor}}; one of version 2 has "optim", "epoch",
+    "global_step", "best_loss" and "loss_history" besides. Nothing in a file is executed.
+
+    \b
+    dist-ckpt import --from dcp old/step-500 runs/a/step-00000500 --step 500 --ranks 8
+    dist-ckpt import --from torch old.pt runs/b/step-00000500 --step 500
+    dist-ckpt import --from lightning epoch=3.ckpt runs/c/step-00000500 --exclude hyper_parameters
+    """  # noqa: D301 - click knows the backspace
+    if from_ == "shrew":
+        if ranks is not None or step is not None or include or exclude:
+            raise click.UsageError(
+                "a .shrew file is imported whole, for one rank, of the step that it says: reshard "
+                "it then"
+            )
+        if dry_run:
+            found = files.would_import_file(source, target, overwrite=overwrite)
+            output.print_dry_run(found, as_json=as_json)
+            return
+        with output.progress("import") as update:
+            report = files.import_file(source, target, overwrite=overwrite, progress=update)
+    else:
+        given = imports.ImportOptions(
+            world_size=ranks or 1,
+            step=step,
+            include=include or None,
+            exclude=exclude,
+            overwrite=overwrite,
+        )
+        if dry_run:
+            found = imports.would_import(from_, source, target, **given)
+            output.print_dry_run(found, as_json=as_json)
+            return
+        with output.progress("import") as update:
+            report = _IMPORTS[from_](source, target, **given, progress=update)
+    told = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
+    output.print_written("import", report, f"{report.path}: {told}", as_json=as_json)
+
+
+@click.command()
+@click.option(
+    "--format", "format_", type=click.Choice([*_EXPORTS]), required=True, help="What FILE is to be."
+)
+@click.argument("source", type=options.PATH)
+@click.argument("file", type=options.PATH)
+@click.option(
+    "--overwrite", is_flag=True, help="Replace FILE once the new one is durable; not for dcp."
+)
+@click.option(
+    "--version",
+    type=click.IntRange(1, 2),
+    help="shrew: of the file; 1 takes the model alone.  [default: the one that fits]",
+)
+@click.option(
+    "--only",
+    shell_complete=names_in,
+    help="hf, torch: the component to write, or what lies below a name in it, such as "
+    "model.module.  [default: model for hf, all for torch]",
+)
+@click.option("--dtype", help="hf: convert floating tensors to this, such as bf16.")
+@click.option("--max-shard-size", help="hf: most data of a file, as 500MiB.  [default: 5GB]")
+@options.selected
+@click.option(
+    "--reflink", is_flag=True, help="hf: share the data with SOURCE where the file system can."
+)
+@options.dry_run
+@options.json
+def export(
+    format_: str,
+    source: str,
+    file: str,
+    *,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    **of_format: object,
+) -> None:
+    """Write the checkpoint SOURCE as FILE, for another system.
+
+    What FILE cannot hold is refused by name. As shrew, it has of an imported checkpoint the same
+    bytes as the file that was imported. As hf, it is a folder of safetensors files with the model,
+    as transformers reads it; with --overwrite its other files stay, such as config.json. As dcp, it
+    is a folder that torch.distributed.checkpoint.load reads. As torch, it is a file for torch.load.
+
+    \b
+    dist-ckpt export --format shrew runs/a@latest training.shrew
+    dist-ckpt export --format hf --dtype bf16 runs/a@latest exported
+    dist-ckpt export --format dcp runs/a@latest for-dcp
+    dist-ckpt export --format torch --only model runs/a@latest model.pt
+    """  # noqa: D301 - click knows the backspace
+    chosen = _EXPORTS[format_]
+    given = {name: value for name, value in of_format.items() if value not in (None, (), False)}
+    for name in given.keys() - chosen.options:
+        raise click.UsageError(f"--{name.replace('_', '-')} is not for --format {format_}")
+    what = "--dtype" if "dtype" in given else f"--format {format_}"
+    if dry_run:
+        with _needing_torch(what):
+            found = chosen.would_write(source, file, overwrite=overwrite, **given)
+        output.print_dry_run(found, as_json=as_json)
+        return
+    with output.progress("export") as update, _needing_torch(what):
+        nbytes = chosen.write(source, file, overwrite=overwrite, progress=update, **given)
+    if as_json:
+        output.print_json("export", {"path": file, "format": format_, "nbytes": nbytes})
+    else:
+        click.echo(f"{output.printable(file)}: {size(nbytes)}")

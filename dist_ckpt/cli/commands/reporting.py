@@ -1,0 +1,109 @@
+"""The command that makes a page about a checkpoint or a run: report. It does not import torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.reports import Progress
+from dist_ckpt.tools.report.damage import CHECKS, Check
+from dist_ckpt.tools.report.write_report import check_target, report_facts, write_report
+
+
+@click.command()
+@shared_options.path
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    type=shared_options.PATH,
+    help="The file to write.  [default: report.html]",
+)
+@click.option(
+    "--verify",
+    "check",
+    type=click.Choice(CHECKS),
+    default="quick",
+    show_default=True,
+    help="How to look for damage.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a file that is no report.")
+@shared_options.dry_run
+@shared_options.json
+def report(
+    path: str,
+    *,
+    file: str | None,
+    check: Check,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Write a page about a checkpoint or a run: one HTML file that loads nothing from anywhere.
+
+    PATH is one checkpoint, or a run's folder. Of a checkpoint the page has its sizes by name, who
+    stores what, what is damaged, what is attached, configuration and metadata. Of a run it has what
+    was saved when and how long it took, metrics with what is kept, left behind or damaged, and
+    sizes. An older report is replaced. Exit code 1 if anything is damaged, 5 if something could not
+    be checked. With --json no page is written.
+
+    \b
+    dist-ckpt report runs/a -o run.html
+    dist-ckpt report runs/a@latest --verify full
+    """  # noqa: D301 - click knows the backspace
+    if as_json and (file is not None or overwrite or dry_run):
+        raise click.UsageError("--json writes no page: leave --output and the like out")
+    file = file or "report.html"
+    if dry_run:
+        report_facts(path, check="none", progress_of=lambda _: lambda *_: None)
+        replaces = check_target(file, overwrite=overwrite) and os.path.lexists(file)
+        click.echo(output.printable(f"{file}: would be {'replaced' if replaces else 'written'}"))
+        return
+    with ExitStack() as bars:
+
+        def progress_of(what: str) -> Progress:
+            bars.close()  # that of the checkpoint before
+            return bars.enter_context(output.progress(what))
+
+        if as_json:
+            facts = report_facts(path, check=check, progress_of=progress_of)
+        else:
+            facts = write_report(
+                path, file, check=check, overwrite=overwrite, progress_of=progress_of
+            )
+    with output.exit_with(_code(facts)):
+        if as_json:
+            output.print_json("report", facts)
+        else:
+            click.echo(output.printable(f"{file}: {_told(facts)}"))
+
+
+def _told(facts: Mapping[str, Any]) -> str:
+    if facts["about"] == "run":
+        num = facts["num_checkpoints"]
+        checked = "" if facts["check"] == "none" else f", {facts['num_damaged']} damaged"
+        failed = sum(one["has_failed"] for one in facts["checkpoints"])
+        more = f", {failed} could not be checked" if failed else ""
+        return f"{num} checkpoint{'s' * (num != 1)}{checked}{more}"
+    verdict = facts["verdict"]
+    if verdict["result"] == "not checked":
+        why = f": {verdict['why']}" if verdict["has_failed"] else ""
+        return f"one checkpoint, not checked{why}"
+    return f"one checkpoint, {verdict['num_problems']} problems by the {verdict['level']} check"
+
+
+def _code(facts: Mapping[str, Any]) -> int:
+    """Return the exit code, as `dist-ckpt verify` has it."""
+    is_run = facts["about"] == "run"
+    if facts["num_damaged"] if is_run else facts["unreadable"] or facts["verdict"]["problems"]:
+        return output.FINDING
+    failed = [one for one in facts["checkpoints"] if one["has_failed"]] if is_run else []
+    if any(one["state"] == "incompatible" for one in failed):
+        return output.INCOMPATIBLE
+    has_failed = bool(failed) if is_run else facts["verdict"]["has_failed"]
+    return output.IO_ERROR if has_failed else output.FINE

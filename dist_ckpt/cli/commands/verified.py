@@ -1,0 +1,119 @@
+"""What `dist-ckpt verify` prints of one checkpoint, and of all in a run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import click
+
+from dist_ckpt.cli import output
+from dist_ckpt.core.checkpoint.verify import Level, VerifyReport, verify
+from dist_ckpt.errors import CheckpointError, NotFoundError
+from dist_ckpt.reports import size
+from dist_ckpt.runs.listing import RunCheckpoint
+
+
+def verify_one(path: str, level: Level, *, as_json: bool) -> None:
+    """Check one checkpoint and print what was found; exit with `FINDING` if that is damage."""
+    with output.progress("verify") as update:
+        report = verify(path, level=level, progress=update)
+    with output.exit_with(output.FINE if report.ok else output.FINDING):
+        if as_json:
+            output.print_json("verify", _facts(report))
+        else:
+            _print(report)
+
+
+@dataclass(frozen=True, slots=True)
+class _NotChecked:
+    """A checkpoint of a run that was not checked, and why; `code` is what that exits with."""
+
+    path: str
+    why: str
+    code: int = output.FINE
+
+
+def verify_all(
+    root: str, checkpoints: Sequence[RunCheckpoint], level: Level, *, as_json: bool
+) -> None:
+    """Check the checkpoints of a run, each as `verify_one` would; what fails stops none of them.
+
+    Exits with `FINDING` if one is damaged, else with the code of the first that could not be
+    checked. Raises NotFoundError if none is committed.
+    """
+    reports: list[VerifyReport] = []
+    not_checked: list[_NotChecked] = []
+    for one in checkpoints:
+        found = _verify(one, level)
+        if isinstance(found, VerifyReport):
+            reports.append(found)
+        else:
+            not_checked.append(found)
+        if not as_json:
+            with suppress(BrokenPipeError):  # the exit code is still to be found out
+                _print(found)
+    codes = {one.code for one in not_checked} - {output.FINE}
+    if not reports and not codes:
+        states = ", ".join(f"{one.path} is {one.why}" for one in not_checked)
+        raise NotFoundError(f"no committed checkpoint is in {root}: {states}. Check the path")
+    num_damaged = sum(not report.ok for report in reports)
+    with output.exit_with(output.FINDING if num_damaged else min(codes, default=output.FINE)):
+        if as_json:
+            facts = {
+                "path": root,
+                "ok": not num_damaged and not codes,
+                "checkpoints": [_facts(report) for report in reports],
+                "not_checked": [{"path": one.path, "why": one.why} for one in not_checked],
+            }
+            output.print_json("verify-all", facts)
+        else:
+            num = len(reports)
+            checked = f"{num} checkpoint{'s' * (num != 1)} checked"
+            click.echo(f"{output.printable(root)}: {checked}, {num_damaged} damaged")
+
+
+def _verify(one: RunCheckpoint, level: Level) -> VerifyReport | _NotChecked:
+    if one.state in ("open", "abandoned"):
+        return _NotChecked(one.path, f"not committed ({one.state})")
+    try:
+        with output.progress(f"verify {one.name}") as update:
+            return verify(one.path, level=level, progress=update)
+    except NotFoundError:
+        return _NotChecked(one.path, "replaced or deleted meanwhile")
+    except CheckpointError as error:
+        return _NotChecked(one.path, str(error), output.exit_code(error))
+
+
+def _facts(report: VerifyReport) -> dict[str, object]:
+    return {
+        "path": report.path,
+        "level": report.level,
+        "ok": report.ok,
+        "num_files": report.num_files,
+        "nbytes_checked": report.nbytes_checked,
+        "problems": [
+            {
+                **asdict(problem),
+                "rows": problem.rows and [problem.rows.start, problem.rows.stop],
+            }
+            for problem in report.problems
+        ],
+        "notes": list(report.notes),
+    }
+
+
+def _print(report: VerifyReport | _NotChecked) -> None:
+    if isinstance(report, _NotChecked):
+        path, why = output.printable(report.path), output.printable(report.why)
+        click.echo(f"note     {path}: {why}: it is not checked")
+        return
+    for problem in report.problems:
+        click.echo(f"DAMAGED  {output.printable(problem.what)}")
+    for note in report.notes:
+        click.echo(f"note     {output.printable(note)}")
+    checked = f"{report.num_files} files, {size(report.nbytes_checked)} checked"
+    num = len(report.problems)
+    verdict = "ok" if report.ok else f"{num} problem{'s' * (num != 1)}; load an older one"
+    click.echo(f"{output.printable(report.path)}: {checked}: {verdict}")

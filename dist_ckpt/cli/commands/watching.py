@@ -1,0 +1,199 @@
+"""The command that follows a run: watch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.core.commit.records.liveness import NO_SIGN
+from dist_ckpt.core.format.index.model_description import as_json as as_plain_json
+from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.errors import CheckpointError, NotFoundError
+from dist_ckpt.reports import size
+from dist_ckpt.runs.retention import retention_policy as policies
+from dist_ckpt.runs.retention.retention_policy import Keep
+from dist_ckpt.runs.watch_changes import SeenRun, changes, kept_by, look_at, told_start
+
+# What changed last, below what there is: so many lines, and no more than this part of a terminal.
+NUM_EVENTS = 8
+EVENTS_OF_TERMINAL = 3
+
+# A look at a large run takes a while: at most this part of the time is spent with looking.
+MOST_OF_TIME = 0.2
+
+
+@click.command()
+@click.argument("root", type=shared_options.PATH)
+@click.option(
+    "--interval",
+    "interval_s",
+    type=output.Seconds(min=0.1),
+    default=2.0,
+    show_default=True,
+    help="Seconds between two looks; more where a look takes long.",
+)
+@click.option("--once", is_flag=True, help="Look once, print what there is, and end.")
+@click.option("--keep", "policy", help="The run's policy: then it shows what its rules keep.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document a line.")
+def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_json: bool) -> None:
+    """Follow the run in ROOT: its newest step, what is being written, kept, and gone.
+
+    On a terminal the checkpoints are shown as they are; else there is a line for each change. A
+    folder that is not there yet is waited for. Ctrl-C ends it. Nothing is changed. With --json a
+    document is printed for each look at which something has changed.
+
+    \b
+    dist-ckpt watch runs/a --keep "last(3) | best(2, min='val/loss')"
+    dist-ckpt watch runs/a --once --json
+    """  # noqa: D301 - click knows the backspace
+    storage, where = open_storage(root)
+    keep = None if policy is None else policies.parse(policy)
+    if once:
+        look = look_at(storage, where)
+        if as_json:
+            output.print_json_line("watch", _facts(look, where, [], keep))
+        else:
+            click.echo("\n".join(lines(look, keep)))
+        return
+    looks = _looks(storage, where, interval_s, keep)
+    with suppress(KeyboardInterrupt):
+        if as_json:
+            for seen, told in looks:
+                if told:
+                    output.print_json_line("watch", _facts(seen, where, told, keep))
+        elif sys.stdout.isatty() and not Console().is_dumb_terminal:
+            _show(looks, keep)
+        else:
+            for _, told in looks:
+                for line in _timed(told):
+                    click.echo(line)
+
+
+def _show(looks: Iterator[tuple[SeenRun | None, list[str]]], keep: Keep | None) -> None:
+    """Show the run on the terminal, and below it what changed last."""
+    console, last = Console(), deque[str](maxlen=NUM_EVENTS)
+    with Live(console=console, auto_refresh=False) as live:
+        for look, told in looks:
+            last += _timed(told)
+            height = console.size.height - 1  # the cursor stands in the last
+            events = [*last][-(height // EVENTS_OF_TERMINAL) :]
+            shown = [] if look is None else [*lines(look, keep, height - len(events) - 1), ""]
+            live.update(Text("\n".join([*shown, *events]), no_wrap=True), refresh=True)
+
+
+def _looks(
+    storage: Storage, root: str, interval_s: float, keep: Keep | None
+) -> Iterator[tuple[SeenRun | None, list[str]]]:
+    """Look again and again; yield what was seen last, if anything was, and what has changed."""
+    before: SeenRun | None = None
+    problem = ""
+    while True:
+        began = time.monotonic()
+        try:
+            look = look_at(storage, root)
+            told, problem = [*changes(before, look, keep)], ""
+            before = look
+        except CheckpointError as error:
+            waits = isinstance(error, NotFoundError) and before is None
+            text = f"{root} is not there yet" if waits else f"it cannot be read now: {error}"
+            told, problem = [text] * (text != problem), text
+        yield before, told
+        took_s = time.monotonic() - began
+        time.sleep(max(interval_s, took_s / MOST_OF_TIME))
+
+
+def _timed(told: Sequence[str]) -> list[str]:
+    now = time.strftime("%H:%M:%S")
+    return [f"{now}  {output.printable(line)}" for line in told]
+
+
+def _facts(
+    look: SeenRun | None, root: str, told: Sequence[str], keep: Keep | None
+) -> dict[str, object]:
+    """Return what there is, if the folder is there, and what has changed."""
+    if look is None:
+        empty: dict[str, object] = {"start": None, "last_sign": None, "step": None}
+        at = {"root": root, "at": time.time(), "changes": list(told)}
+        return {**at, **empty, "problem": "", "checkpoints": []}
+    kept, newest = kept_by(look, keep), look.newest
+    written = {path: status.nbytes for path, status in look.writing.items()}
+    return {
+        "root": root,
+        "at": look.at,
+        "changes": list(told),
+        "start": None if look.start is None else look.start.number,
+        "last_sign": look.last_sign,
+        "step": None if newest is None else newest.step,
+        "problem": look.listing.history_problem,
+        "checkpoints": [
+            {
+                "name": one.name,
+                "step": one.step,
+                "state": one.state,
+                "nbytes": one.nbytes,
+                "saved_at": one.saved_at,
+                "metrics": as_plain_json(one.metrics),
+                "is_left_behind": one.is_left_behind,
+                "nbytes_written": written.get(one.path),
+                "kept_by": list(kept.get(one.path, ())),
+            }
+            for one in look.listing.checkpoints
+        ],
+    }
+
+
+def lines(look: SeenRun, keep: Keep | None, height: int | None = None) -> list[str]:
+    """Return what is to be shown of a run, in so many lines: of its checkpoints the newest."""
+    told = [output.printable(look.listing.root)]
+    if look.start is not None:
+        began = output.age(look.at - look.start.at)
+        told.append(output.printable(f"{told_start(look.start)} ({began} ago)"))
+        sign = NO_SIGN
+        if look.last_sign is not None:
+            sign = f"last sign of life: {output.age(look.at - look.last_sign)} ago"
+        told.append(sign)
+    if (newest := look.newest) is not None:
+        saved = output.age(look.at - (newest.saved_at or 0.0))
+        told.append(f"newest: step {newest.step}, saved {saved} ago")
+    for path, status in look.writing.items():
+        quiet = output.age(look.at - status.modified_at)
+        name = output.printable(os.path.basename(path))
+        told.append(f"being written: {name}, {size(status.nbytes)}, the last of it {quiet} ago")
+    if look.listing.history_problem:
+        told.append(output.printable(look.listing.history_problem))
+    # Two are the head of the table, and how many are left out.
+    most = None if height is None else max(height - len(told) - 2, 1)
+    return [*told, *_table(look, keep, most)]
+
+
+def _table(look: SeenRun, keep: Keep | None, most: int | None) -> Sequence[str]:
+    there = look.listing.checkpoints
+    if not there:
+        return ["no checkpoints"]
+    shown = there if most is None else there[-most:]
+    kept = kept_by(look, keep)
+    rows = [
+        (
+            one.name if one.step is None else str(one.step),
+            "left behind" if one.is_left_behind else one.state,
+            "-" if one.nbytes is None else size(one.nbytes),
+            "-" if one.saved_at is None else output.age(look.at - one.saved_at),
+            output.metrics_cell(one.metrics),
+            "; ".join(kept.get(one.path, ())),
+        )
+        for one in shown
+    ]
+    heads = ("STEP", "STATE", "SIZE", "AGE", "METRICS", "KEPT BY")
+    table = output.table_lines(heads, rows, right=frozenset({0, 2, 3}))
+    earlier = len(there) - len(shown)
+    return [table[0], *[f"... and {earlier} before these"] * bool(earlier), *table[1:]]

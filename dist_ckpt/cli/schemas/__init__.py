@@ -1,0 +1,1 @@
+"""What `--json` prints, as JSON Schemas."""

@@ -1,0 +1,1 @@
+"""An opened checkpoint: look into it, read parts of it, verify it; without torch."""

@@ -1,0 +1,365 @@
+"""`dc.open`: look into a checkpoint, and read parts of it, without torch."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from math import prod
+from threading import Lock
+
+from dist_ckpt.config import Config
+from dist_ckpt.core.checkpoint.basic_index import BasicIndex, select
+from dist_ckpt.core.checkpoint.parameter_counts import ParameterCounts, count_parameters
+from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.format import filenames, strict_json
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.geometry import Region, Shape
+from dist_ckpt.core.format.index.index import Index, Key
+from dist_ckpt.core.format.index.model_description import (
+    as_json,
+    config_of,
+    kind_of,
+    problems_of_report,
+)
+from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.format.objects.plain_types import ArrayValue, StandIn
+from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.planning.load.load_planner import plan_load
+from dist_ckpt.core.planning.plan import LoadPlan, Wanted
+from dist_ckpt.core.shard_io.memory.host_array import Array, ArrayTarget
+from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.open_files import (
+    OpenFile,
+    open_files,
+    read_attached_file,
+    read_objects,
+)
+from dist_ckpt.core.shard_io.read.read_work import CellTargets
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CorruptError, IncompatibleError, listed
+from dist_ckpt.interop.registry import open_source
+from dist_ckpt.runs.selectors import resolve
+
+# So many shard files stay open between reads: enough for a tensor's shards on one host.
+MAX_KEPT = 64
+
+
+def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  # it is `dc.open`
+    """Open the checkpoint at `path`; nothing but its index is read yet.
+
+    `path` may name one of a run, such as "runs/a@latest" or "runs/a@min:val/loss". Raises
+    NotFoundError if there is none, CorruptError if its index is damaged, IncompatibleError
+    if a newer dist_ckpt wrote it.
+    """
+    return open_at(*open_source(resolve(path)))
+
+
+def open_at(storage: Storage, path: str) -> Checkpoint:
+    """Open the checkpoint at a storage's path, as `open` does."""
+    attempt, index = attempts.find(storage, path)
+    return Checkpoint(storage, path, attempt, index)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a checkpoint says of one tensor; `alias_of` names the one that it is tied to."""
+
+    dtype: str
+    shape: Shape
+    nbytes: int
+    component: str
+    num_shards: int
+    alias_of: str | None
+
+
+class Checkpoint:
+    """A committed checkpoint: what it holds, read when it is asked for and checked when read.
+
+    `ck["model.w"][rows, cols]` reads the blocks that hold these elements. Close it when done, or
+    use it in a `with`: files that it has read stay open until then. Like a file of Python's, one
+    that is forgotten goes with a ResourceWarning. Threads may share it; they take turns.
+    """
+
+    _files: OrderedDict[int, OpenFile] | None = None
+
+    def __init__(self, storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
+        self.path = path
+        self.index = index
+        self._storage = storage
+        self._attempt = attempt
+        self._folder = f"{path}/{attempt.name}"
+        self._threads = Config.from_environment().threads
+        self._files = OrderedDict()
+        self._own: dict[int, ObjectsFile] = {}
+        self._objects_records = {record.name: record for record in index.objects}
+        self._turn = Lock()
+
+    @property
+    def step(self) -> int | None:
+        """The step that was given to `save`."""
+        return self.index.step
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self.index.catalog.world_size
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """The names and sizes of the job's mesh, slowest axis first; empty if it had none."""
+        return dict(self.index.catalog.mesh)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all its data files."""
+        return self.index.nbytes
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What there is of each tensor, tied ones under each of their names."""
+        catalog = self.index.catalog
+        return {fqn: self._info(fqn) for fqn in (*catalog.tensors, *catalog.aliases)}
+
+    def _info(self, fqn: str) -> TensorInfo:
+        """Return what there is of one tensor: to ask for one, none of the others is looked at."""
+        catalog = self.index.catalog
+        record = catalog.tensors[catalog.aliases.get(fqn, fqn)]
+        return TensorInfo(
+            dtype=record.dtype,
+            shape=record.shape,
+            nbytes=prod(record.shape) * DTYPES[record.dtype].itemsize,
+            component=catalog.components[record.component].name,
+            num_shards=catalog.layouts[record.layout].cut.num_cells,
+            alias_of=catalog.aliases.get(fqn),
+        )
+
+    @cached_property
+    def objects(self) -> Mapping[str, object]:
+        """The values that are not tensors and not per rank; torch's types as stand-ins."""
+        values = dict(self._main.values)
+        for fqn, rank in self.index.catalog.values.items():
+            held = self._values_of(rank).values if rank else values
+            if fqn not in held:
+                name = filenames.objects_file(rank) if rank else filenames.OBJECTS
+                raise _lacks(self._folder, name, fqn)
+            values[fqn] = held[fqn]
+        return values
+
+    @cached_property
+    def per_rank(self) -> Mapping[str, Mapping[Key, object]]:
+        """The per-rank values of each name, by whose they are."""
+        found: dict[str, dict[Key, object]] = {}
+        for fqn, keys in self.index.catalog.per_rank.items():
+            found[fqn] = {}
+            for key, rank in keys:
+                values = self._values_of(rank).per_rank.get(fqn, {})
+                if key not in values:
+                    raise _lacks(self._folder, filenames.objects_file(rank), f"{fqn} of {key!r}")
+                found[fqn][key] = values[key]
+        return found
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """The metadata that was given to `save`."""
+        return self._main.metadata
+
+    @property
+    def config(self) -> Mapping[str, object] | None:
+        """The `config` that was given to `save`; None if none was."""
+        return config_of(self.metadata)
+
+    @property
+    def kind(self) -> str | None:
+        """The `kind` that was given to `save`; None if none was."""
+        return kind_of(self.index.metadata)
+
+    @property
+    def num_parameters(self) -> int | None:
+        """How many elements its parameters have, tied ones counted once; None if it is not known.
+
+        It is counted from what was saved: of modules it is known, of plain state dicts not. All
+        components count; a quantized tensor counts as the whole that it stands for.
+        """
+        return None if self._counts is None else self._counts.num_parameters
+
+    @property
+    def num_trainable(self) -> int | None:
+        """How many of these required a gradient when they were saved."""
+        return None if self._counts is None else self._counts.num_trainable
+
+    @cached_property
+    def _counts(self) -> ParameterCounts | None:
+        return count_parameters(self.index.catalog, lambda fqn: self.objects[fqn])
+
+    # --- what is attached ---
+
+    @property
+    def attached(self) -> Mapping[str, int]:
+        """The files that were attached to it, by name, and their sizes in bytes."""
+        return {record.name: record.nbytes for record in self.index.attached}
+
+    def read_attached(self, name: str) -> bytes:
+        """Return an attached file, read alone and checked. KeyError if there is none of the name.
+
+        CorruptError if it is damaged.
+        """
+        for record in self.index.attached:
+            if record.name == name:
+                with attempts.while_it_is_there(self._storage, self.path, self._attempt):
+                    return read_attached_file(self._storage, self._folder, record)
+        there = f"there are {listed(list(self.attached))}" if self.attached else "there is nothing"
+        raise KeyError(f"{self.path} has no attached {name!r}; {there}")
+
+    def report(self, name: str) -> Json:
+        """Return what an attached JSON file says, having held it against this checkpoint.
+
+        A `kind`, `config`, `num_parameters` or `num_params` in it that is another than the
+        checkpoint's own, where that is known, is an IncompatibleError, which tells what differs.
+        ValueError if it is no JSON; otherwise as `read_attached`.
+        """
+        data = self.read_attached(name)
+        try:
+            found = strict_json.parse(data, name)
+        except CorruptError as error:
+            raise ValueError(
+                f"{self.path}: the attached {name!r} is no strict JSON, {error}: see read_attached"
+            ) from None
+        if isinstance(found, dict) and (problems := self._problems_of(found)):
+            raise IncompatibleError(
+                f"{self.path}: its report {name!r} is of another model: {listed(problems, '; ')}"
+            )
+        return found
+
+    def _problems_of(self, report: Mapping[str, Json]) -> list[str]:
+        own = None if self.config is None else as_json(self.config)
+        return problems_of_report(report, self.kind, own, self.num_parameters)
+
+    def __getitem__(self, fqn: str) -> StoredTensor:
+        if fqn not in self:
+            hint = "it is in `.objects`" if fqn in self.index.catalog.values else "see `.tensors`"
+            raise KeyError(f"{self.path} has no tensor {fqn!r}; {hint}")
+        info = self._info(fqn)
+        return StoredTensor(self, fqn, info.dtype, info.shape, info.nbytes)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self.index.catalog.tensors or fqn in self.index.catalog.aliases
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self.index.catalog.tensors, self.index.catalog.aliases)
+
+    def __len__(self) -> int:
+        return len(self.index.catalog.tensors) + len(self.index.catalog.aliases)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.path!r}, step={self.step}, {len(self)} tensors)"
+
+    def close(self) -> None:
+        """Let the open files go; nothing can be read after it. Never raises."""
+        with self._turn:
+            self._close_files()
+
+    def _close_files(self) -> None:
+        for file in (self._files or {}).values():
+            file.close()
+        self._files = None
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
+        if not self._files:
+            return
+        try:
+            message = f"{self!r} was not closed: call close(), or use it in a `with`"
+            warn(message, ResourceWarning, stacklevel=2, source=self)
+        finally:
+            # Nobody else has it: without its turn, which a fork may have left taken.
+            self._close_files()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- reading ---
+
+    def read(self, fqn: str, region: Region) -> Array:
+        """Return a box of a tensor, having read and checked the blocks that hold it."""
+        info = self._info(fqn)
+        itemsize = DTYPES[info.dtype].itemsize
+        data = memoryview(bytearray(region.numel * itemsize))
+        plan = plan_load(self.index, (Wanted(fqn, info.dtype, info.shape, (region,)),))
+        with self._turn, attempts.while_it_is_there(self._storage, self.path, self._attempt):
+            self._read(plan, {(fqn, 0): ArrayTarget(data, itemsize)})
+        return Array(info.dtype, region.shape, data)
+
+    def _read(self, plan: LoadPlan, targets: CellTargets) -> None:
+        if (files := self._files) is None:
+            raise ValueError(f"{self.path} was closed; open it again")
+        opened = open_files(
+            self._storage, self._folder, self.index, plan, threads=self._threads, known=files
+        )
+        for number in plan:
+            files[number] = opened.files[number]
+            files.move_to_end(number)
+        try:
+            Reading(opened, targets, verify=True).run(self._threads)
+        finally:
+            while len(files) > MAX_KEPT:
+                files.popitem(last=False)[1].close()
+
+    @cached_property
+    def _main(self) -> ObjectsFile:
+        return self._objects_file(filenames.OBJECTS) or ObjectsFile(metadata=self.index.metadata)
+
+    def _values_of(self, rank: int) -> ObjectsFile:
+        """Return what a rank stored for itself; none is as good as nothing."""
+        if rank not in self._own:
+            self._own[rank] = self._objects_file(filenames.objects_file(rank)) or ObjectsFile()
+        return self._own[rank]
+
+    def _objects_file(self, name: str) -> ObjectsFile | None:
+        if (record := self._objects_records.get(name)) is None:
+            return None
+        with attempts.while_it_is_there(self._storage, self.path, self._attempt):
+            return read_objects(self._storage, self._folder, record, make=_made)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StoredTensor:
+    """One tensor of a checkpoint, not read yet: index it to read a part. `shape` is its global one.
+
+    `tensor[2:5, ..., 0]` reads what these rows and columns need, as an `Array`; integers and
+    slices without a step, as in numpy, and nothing else.
+    """
+
+    checkpoint: Checkpoint
+    fqn: str
+    dtype: str
+    shape: Shape
+    nbytes: int
+
+    def __getitem__(self, where: BasicIndex | tuple[BasicIndex, ...]) -> Array:
+        region, shape = select(where, self.shape)
+        read = self.checkpoint.read(self.fqn, region)
+        return Array(read.dtype, shape, read.data)
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.fqn!r}, {self.dtype}, {self.shape})"
+
+
+def _made(stand_in: StandIn) -> object:
+    """Return what we have ourselves for a stand-in."""
+    if isinstance(stand_in, ArrayValue):
+        return Array(stand_in.dtype, stand_in.shape, memoryview(stand_in.data))
+    return stand_in
+
+
+def _lacks(folder: str, name: str, what: str) -> CorruptError:
+    return CorruptError(
+        f"{folder}/{name} lacks {what}, which the index says it holds; load an older checkpoint"
+    )

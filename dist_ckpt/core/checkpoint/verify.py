@@ -1,0 +1,355 @@
+"""`dc.verify`: say everything that is wrong with a checkpoint, without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from threading import Lock
+from typing import Literal
+
+from dist_ckpt.config import Config
+from dist_ckpt.core.commit.attempts import ROUNDS, find, is_there, read_document
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.checksums import block_digest
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import Cell, Elements, Shape, Span
+from dist_ckpt.core.format.index import index_json
+from dist_ckpt.core.format.index.index import (
+    AttachedFileRecord,
+    Index,
+    ObjectsFileRecord,
+    ShardFileRecord,
+)
+from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.format.shards.shard_file import ShardFile
+from dist_ckpt.core.planning.save.save_planner import cells_of_ranks
+from dist_ckpt.core.runtime.buffers import Slots
+from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.shard_io.read.block_reads import READ_NBYTES, BlockRead, every_block, reads_of
+from dist_ckpt.core.shard_io.read.open_files import (
+    MAX_BLOCK_NBYTES,
+    OpenFile,
+    damage,
+    digest_problem,
+    open_readable,
+    read_attached_file,
+    read_header,
+    read_objects,
+    rows_of,
+    rows_of_block,
+    rows_text,
+    size_problem,
+)
+from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
+from dist_ckpt.reports import Progress
+from dist_ckpt.runs.annotations import note_verified
+from dist_ckpt.runs.selectors import resolve
+
+Level = Literal["full", "quick"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: in which file, and whose and which tensor's it is, if anyone's."""
+
+    file: str
+    rank: int | None
+    tensor: str | None
+    rows: Span | None
+    what: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found. `notes` are foreign or leftover files, which harm nothing.
+
+    `attempt` is None if the index is too damaged to say.
+    """
+
+    path: str
+    attempt: str | None
+    level: Level
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    num_files: int
+    nbytes_checked: int
+
+    @property
+    def ok(self) -> bool:
+        """Say whether nothing is wrong."""
+        return not self.problems
+
+
+def verify(
+    path: str | os.PathLike[str], *, level: Level = "full", progress: Progress | None = None
+) -> VerifyReport:
+    """Check one checkpoint and report everything that is wrong with it.
+
+    `dist-ckpt verify` of a run's folder does this with each checkpoint in it.
+    "quick" checks the index, every file's presence and size, every shard file's header against
+    the index, the objects files and what is attached; "full" also every byte of every shard. A
+    damaged checkpoint is a report, not an error: NotFoundError if there is none, IncompatibleError
+    if a newer dist_ckpt wrote it. `path` may name one of a run, such as "runs/a@latest"; where a
+    run keeps records, a full check that finds nothing wrong is put down there. Needs no torch; one
+    process, some threads.
+    """
+    if level not in ("full", "quick"):
+        raise ValueError(f'level={level!r}: give "full" or "quick"')
+    storage, root = open_storage(resolve(path), direct_reads=True)
+    for _ in range(ROUNDS):
+        try:
+            return _verify_once(storage, root, level, progress or _silent)
+        except _GoneError:  # an overwrite has replaced it: what is there now is to be checked
+            continue
+    raise StorageError(f"{root}: it is replaced faster than it can be read: try again")
+
+
+class _GoneError(Exception):
+    """The attempt was removed while it was checked, so what was found says nothing."""
+
+
+def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) -> VerifyReport:
+    try:
+        attempt, index = find(storage, root)
+    except CorruptError as error:
+        problem = Problem(filenames.INDEX, None, None, None, str(error))
+        return VerifyReport(root, None, level, (problem,), (), 0, 0)
+    verifying = _Verifying(storage, f"{root}/{attempt.name}", index, progress)
+    try:
+        verifying.run(level, threads=Config.from_environment().threads)
+    except FileNotFoundError as error:
+        raise _GoneError from error
+    if level == "full" and not verifying.problems and index.step is not None:
+        note_verified(storage, root, (index.step, attempt), level)
+    if verifying.problems and not is_there(storage, root, attempt):
+        raise _GoneError
+    return VerifyReport(
+        path=root,
+        attempt=attempt.name,
+        level=level,
+        problems=tuple(sorted(verifying.problems, key=_order)),
+        notes=tuple(sorted(verifying.notes)),
+        num_files=index.num_files,
+        nbytes_checked=verifying.nbytes_checked,
+    )
+
+
+def _silent(nbytes_checked: int, nbytes: int) -> None:
+    pass
+
+
+def _order(problem: Problem) -> tuple[str, str, Span, str]:
+    return problem.file, problem.tensor or "", problem.rows or Span(-1, -1), problem.what
+
+
+# The shards of a file: tensor and cell, to dtype and the tensor's shape.
+_Shards = Mapping[tuple[str, Cell], tuple[str, Shape]]
+
+# What of a tensor is lost.
+_Lost = tuple[str, Span | None]
+
+
+class _Verifying:
+    """One `verify`; its threads add to `problems`."""
+
+    def __init__(self, storage: Storage, folder: str, index: Index, progress: Progress) -> None:
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.nbytes_checked = 0
+        self._counting = Lock()
+        self._storage = storage
+        self._folder = folder
+        self._index = index
+        self._contents = objects_file.contents_of(index.catalog)
+        self._progress = progress
+        self._slots = Slots(max(READ_NBYTES, MAX_BLOCK_NBYTES))
+
+    def run(self, level: Level, *, threads: int) -> None:
+        """Check the listing, then the files, several at once."""
+        index = self._index
+        self._check_listing()
+        self._check_claim()
+        sizes = [file.nbytes if level == "full" else file.header_nbytes for file in index.files]
+        tables = (index.objects, index.attached)
+        nbytes = sum(sizes) + sum(record.nbytes for table in tables for record in table)
+        work: Iterator[Callable[[], object]] = chain(
+            (partial(self._check_objects, record) for record in index.objects),
+            (partial(self._check_attached, record) for record in index.attached),
+            self._blocks() if level == "full" else self._headers(),
+        )
+        each(lambda one: one(), self._watched(work, nbytes), threads=threads)
+        self._progress(self.nbytes_checked, nbytes)
+
+    def _watched(
+        self, work: Iterator[Callable[[], object]], nbytes: int
+    ) -> Iterator[Callable[[], object]]:
+        for one in work:
+            self._progress(self.nbytes_checked, nbytes)
+            yield one
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.nbytes_checked += nbytes
+
+    # --- names and objects ---
+
+    def _check_listing(self) -> None:
+        index, folder = self._index, self._folder
+        known = {filenames.INDEX, filenames.CLAIM, *(record.name for record in index.objects)}
+        known.update(index.file_name(record) for record in index.files)
+        known.update(record.file_name for record in index.attached)
+        if filenames.OBJECTS not in known:
+            what = f"{folder}: the index lists no {filenames.OBJECTS}"
+            self.problems.append(Problem(filenames.INDEX, None, None, None, what))
+        for entry in self._storage.list(folder):
+            if entry.name in known:
+                continue
+            what = f"{folder}/{entry.name} is not in the index"
+            if filenames.is_in_attempt(entry.name) and not filenames.is_temporary(entry.name):
+                self.problems.append(Problem(entry.name, None, None, None, what))
+            else:
+                self.notes.append(what)
+
+    def _check_claim(self) -> None:
+        path = f"{self._folder}/{filenames.CLAIM}"
+        try:
+            index_json.decode(read_document(self._storage, path), what=path)
+        except FileNotFoundError:
+            self.problems.append(Problem(filenames.CLAIM, None, None, None, f"{path} is missing"))
+        except CheckpointError as error:
+            self.problems.append(Problem(filenames.CLAIM, None, None, None, str(error)))
+
+    def _check_objects(self, record: ObjectsFileRecord) -> None:
+        path = f"{self._folder}/{record.name}"
+        rank = filenames.parse_objects_file(record.name)
+        try:
+            file = read_objects(self._storage, self._folder, record)
+        except CheckpointError as error:
+            self.problems.append(Problem(record.name, rank, None, None, str(error)))
+            return
+        self._count(record.nbytes)
+        catalog, contents = self._index.catalog, self._contents
+        for what in objects_file.lacking(file, record.name, catalog, contents):
+            text = f"{path} lacks {what}, which the checkpoint should hold"
+            self.problems.append(Problem(record.name, rank, None, None, text))
+
+    def _check_attached(self, record: AttachedFileRecord) -> None:
+        try:
+            read_attached_file(self._storage, self._folder, record)
+        except CheckpointError as error:
+            self.problems.append(Problem(record.file_name, 0, None, None, str(error)))
+            return
+        self._count(record.nbytes)
+
+    # --- shard files ---
+
+    def _headers(self) -> Iterator[Callable[[], object]]:
+        for record, expected in _contents(self._index):
+            yield partial(self._check_header, record, expected)
+
+    def _blocks(self) -> Iterator[Callable[[], object]]:
+        for record, expected in _contents(self._index):
+            checked = self._check_header(record, expected)
+            if checked is None:
+                continue
+            file, end = checked
+            needs = every_block(file.header.shards, file.header.block_nbytes)
+            for one in reads_of(need for need in needs if need.stop <= end):
+                yield partial(self._check_blocks, file, one)
+
+    def _check_header(
+        self, record: ShardFileRecord, expected: _Shards
+    ) -> tuple[OpenFile, int] | None:
+        """Check all that a file's size and header can tell.
+
+        Returns it and where its shards' bytes end, or None if there is no good header.
+        """
+        path = f"{self._folder}/{self._index.file_name(record)}"
+        try:
+            with closing(open_readable(self._storage, path, record)) as readable:
+                end = readable.nbytes - record.header_nbytes
+                wrong_size = size_problem(readable, path, record)
+                header = read_header(readable, path, record, self._index)
+        except CheckpointError as error:
+            self._add(record, str(error), _all_of(expected))
+            return None
+        self._count(record.header_nbytes)
+        if wrong_size is not None:
+            self._add(record, wrong_size, _cut_off(header, end))
+        self._compare(record, expected, header)
+        return OpenFile(self._storage, path, record, header), end
+
+    def _compare(self, record: ShardFileRecord, expected: _Shards, header: ShardFile) -> None:
+        found = {(shard.fqn, shard.cell): (shard.dtype, shard.shape) for shard in header.shards}
+        name = self._index.file_name(record)
+        for fqn, cell in sorted(expected.keys() | found.keys(), key=str):
+            has, should = found.get((fqn, cell)), expected.get((fqn, cell))
+            if has != should:
+                what = f"{fqn}[{cell}]: it has {_text(has)}, the index says {_text(should)}"
+                text = f"{self._folder}/{name} of rank {record.rank}: {what}"
+                self.problems.append(Problem(name, record.rank, fqn, None, text))
+
+    def _check_blocks(self, file: OpenFile, one: BlockRead) -> None:
+        with self._slots.one() as slot:
+            data = slot[: one.span.nbytes]
+            try:
+                with file.reading() as readable:
+                    count = readable.read_into(file.header.header_nbytes + one.span.start, data)
+            except CheckpointError as error:
+                lost = [(need.shard.fqn, rows_of_block(need)) for need in one.needs]
+                self._add(file.record, str(error), lost)
+                return
+            for need in one.needs:
+                start, stop = need.start - one.span.start, need.stop - one.span.start
+                what: str | None = "the file ended while it was read"
+                if stop <= count:
+                    self._count(stop - start)
+                    what = digest_problem(need, block_digest(data[start:stop]))
+                if what is not None:
+                    name, rank = self._index.file_name(file.record), file.record.rank
+                    rows, text = rows_of_block(need), damage(file, need, what)
+                    self.problems.append(Problem(name, rank, need.shard.fqn, rows, text))
+
+    def _add(self, record: ShardFileRecord, what: str, lost: Iterable[_Lost]) -> None:
+        """Note a problem of a file, and what of which tensors is lost by it."""
+        name = self._index.file_name(record)
+        self.problems.append(Problem(name, record.rank, None, None, what))
+        for fqn, rows in lost:
+            text = f"{fqn} {rows_text(rows)}: lost, for {what}"
+            self.problems.append(Problem(name, record.rank, fqn, rows, text))
+
+
+def _text(found: tuple[str, Shape] | None) -> str:
+    return "nothing" if found is None else f"{found[0]} {list(found[1])}"
+
+
+def _all_of(expected: _Shards) -> Iterator[_Lost]:
+    for (fqn, cell), (_, shape) in expected.items():
+        yield fqn, rows_of(cell, shape, Elements(0, cell.numel))
+
+
+def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
+    """Return what lies in blocks that the file is too short for; `end` is where it ends."""
+    for shard in header.shards:
+        if shard.span.stop > end:
+            itemsize = DTYPES[shard.dtype].itemsize
+            left = max(end - shard.span.start, 0) // header.block_nbytes * header.block_nbytes
+            part = Elements(left // itemsize, shard.cell.numel)
+            yield shard.fqn, rows_of(shard.cell, shard.shape, part)
+
+
+def _contents(index: Index) -> Iterator[tuple[ShardFileRecord, _Shards]]:
+    """Return each shard file, and the shards that the catalog says are in it."""
+    files = {(file.component, file.rank): file for file in index.files}
+    for rank, stored in enumerate(cells_of_ranks(index.catalog)):
+        for component, cells in stored.items():
+            shards = {(fqn, cell): (dtype, shape) for fqn, dtype, shape, cell in cells}
+            yield files[component, rank], shards

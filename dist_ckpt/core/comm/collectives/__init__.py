@@ -1,0 +1,1 @@
+"""Bulk collectives: what is too large for the control channel."""

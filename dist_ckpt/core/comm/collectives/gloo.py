@@ -1,0 +1,196 @@
+"""Bulk collectives over gloo connections of our own, in host memory.
+
+They are no `torch.distributed` process group: `new_group` shifts the counters that name the
+user's own next groups, and with `use_local_synchronization` its names differ between ranks that
+are in different numbers of groups. Here a name is ours alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import Store
+
+from dist_ckpt.config import STALL_S
+from dist_ckpt.core.comm.collectives.collective import (
+    NAME_NBYTES,
+    Bodies,
+    Transfer,
+    distinct,
+    name_of,
+    nbytes_of,
+)
+from dist_ckpt.core.comm.messages import FalloutError
+from dist_ckpt.reports import Tally
+
+T = TypeVar("T")
+
+# So many broadcasts are under way at once.
+MAX_BROADCASTS = 16
+
+# How long a transfer waits for the other rank. That one may be slow; whether it is lost is seen by
+# its heartbeat, long before.
+TRANSFER_S = 3 * STALL_S
+
+# A tag that no message has.
+NO_TAG = (1 << 31) - 1
+
+
+# A ProcessGroupGloo: torch's stubs leave out what we use of it.
+_Group = Any
+
+
+class GlooCollective:
+    """A `Collective` over gloo; connects when it is first used.
+
+    `open_store` returns an empty part of the job's store, the same on all ranks, over a connection
+    that nothing else uses, since gloo's rendezvous blocks it. No step of a call takes longer than
+    `timeout_s`.
+    """
+
+    def __init__(
+        self, open_store: Callable[[], Store], rank: int, world_size: int, *, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self.calls = Tally()
+        self._open_store = open_store
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: _Group | None = None
+
+    def renew(self, epoch: int) -> None:
+        """See `Collective.renew`."""
+        if epoch != self.epoch:
+            self.close()
+            self.epoch = epoch
+
+    def close(self) -> None:
+        """See `Collective.close`."""
+        self._group = None
+
+    def all_gather_distinct(self, body: bytes) -> Bodies:
+        """See `Collective.all_gather_distinct`."""
+        return self._guarded(lambda group: self._gather(group, body))
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """See `Collective.broadcast`."""
+        return self._guarded(lambda group: self._broadcast(group, data))
+
+    def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
+        """See `Collective.send`."""
+        return _GlooTransfer(lambda group: group.send([_tensor(data)], rank, tag), self._group)
+
+    def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
+        """See `Collective.receive`."""
+        return _GlooTransfer(lambda group: group.recv([_tensor(data)], rank, tag), self._group)
+
+    def break_off(self) -> None:
+        """See `Collective.break_off`."""
+        if (group := self._group) is None:
+            return
+        self.renew(self.epoch + 1)
+        # Gloo cannot abort, but closes all connections when one message is late. That takes one
+        # connection which is not closed yet.
+        for other in range(self.world_size):
+            if other != self.rank:
+                with suppress(RuntimeError):
+                    late = group.recv([_tensor(bytearray(1))], other, NO_TAG)
+                    late.wait(timedelta(milliseconds=1))
+
+    def _guarded(self, run: Callable[[_Group], T]) -> T:
+        try:
+            return run(self._connected())
+        except BaseException as error:
+            # A gloo connection that has failed once fails for ever, on every rank; and one that
+            # was left in the middle of a collective would give its bytes to the next.
+            self.renew(self.epoch + 1)
+            if not isinstance(error, RuntimeError):
+                raise
+            raise _fallout_of(error) from error
+
+    def _connected(self) -> _Group:
+        if self._group is None:
+            store = self._open_store()
+            self._group = ProcessGroupGloo(store, self.rank, self.world_size, self._timeout)
+        return self._group
+
+    def _gather(self, group: _Group, body: bytes) -> Bodies:
+        own = name_of(body)
+        received = bytearray(NAME_NBYTES * self.world_size)
+        parts = list(_tensor(received).view(self.world_size, NAME_NBYTES).unbind())
+        self._wait(group.allgather([parts], [_tensor(bytearray(own))]))
+        starts = range(0, len(received), NAME_NBYTES)
+        ranks = distinct([bytes(received[start : start + NAME_NBYTES]) for start in starts])
+        buffers = {
+            name: bytearray(body) if name == own else bytearray(nbytes_of(name)) for name in ranks
+        }
+        senders = [(who[0], buffers[name]) for name, who in ranks.items() if buffers[name]]
+        for start in range(0, len(senders), MAX_BROADCASTS):
+            self._send(group, senders[start : start + MAX_BROADCASTS])
+        bodies = []
+        for name, who in ranks.items():
+            if name_of(data := bytes(buffers[name])) != name:
+                raise RuntimeError(f"what rank {who[0]} sent arrived damaged")
+            bodies.append((data, who))
+        is_sender = ranks[own][0] == self.rank
+        self.calls = self.calls.plus(NAME_NBYTES + (len(body) if is_sender else 0))
+        return tuple(bodies)
+
+    def _broadcast(self, group: _Group, data: bytes | None) -> bytes:
+        own = data if data is not None and self.rank == 0 else b""
+        size = bytearray(len(own).to_bytes(8, "little"))
+        self._send(group, [(0, size)])
+        buffer = bytearray(own or int.from_bytes(size, "little"))
+        if buffer:
+            self._send(group, [(0, buffer)])
+        self.calls = self.calls.plus(len(size) + len(own) if self.rank == 0 else 0)
+        return bytes(buffer)
+
+    def _send(self, group: _Group, buffers: Sequence[tuple[int, bytearray]]) -> None:
+        """Broadcast each buffer from its rank into the same buffer of all others."""
+        works = []
+        for rank, buffer in buffers:
+            options = BroadcastOptions()
+            options.rootRank = rank
+            options.rootTensor = 0
+            works.append(group.broadcast([_tensor(buffer)], options))
+        for work in works:
+            self._wait(work)
+
+    def _wait(self, work: Work) -> None:
+        work.wait(self._timeout)
+
+
+class _GlooTransfer:
+    def __init__(self, begin: Callable[[_Group], Work], group: _Group | None) -> None:
+        try:
+            if group is None:
+                raise RuntimeError("they are closed")
+            self._work = begin(group)
+        except RuntimeError as error:
+            raise _fallout_of(error) from error
+
+    def wait(self) -> None:
+        """See `Transfer.wait`."""
+        try:
+            self._work.wait(timedelta(seconds=TRANSFER_S))
+        except RuntimeError as error:
+            raise _fallout_of(error) from error
+
+
+def _fallout_of(error: RuntimeError) -> FalloutError:
+    reason = str(error).splitlines()[0].partition(". ")[0]
+    return FalloutError(
+        f"the ranks' own gloo connections failed: {reason}. If no rank has died, try again: they "
+        "are made anew."
+    )
+
+
+def _tensor(buffer: bytearray | memoryview) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)

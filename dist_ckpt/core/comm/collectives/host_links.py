@@ -1,0 +1,233 @@
+"""Links between the ranks of one host: short messages, and memory that the others can read.
+
+A link is a Unix socket, over which each side hands the other its memory (without a name:
+`memfd_create`). To be linked proves that two ranks are on one machine, whatever their hosts are
+called; the end of a link is the news that the other is gone. A stranger, who does not know the
+meeting, is not let in, and what it hands over is not mapped. Nothing of it lies in a file system,
+so nothing is left behind, and a container's small /dev/shm does not matter. Links are for one
+meeting; memory may serve many, one after another.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+import selectors
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+from dist_ckpt.core.comm.messages import FalloutError
+from dist_ckpt.core.runtime.shared_memory import create_nameless
+
+MAX_MESSAGE_NBYTES = 64
+
+# The rank, and the name of the meeting.
+_HELLO = struct.Struct("<q32s")
+_CREDENTIALS = struct.Struct("3i")
+
+
+class CommonMemory:
+    """Memory that other ranks can be given. It has no name, and goes when nobody has it any more.
+
+    All of it is there from the start, for a page that is lacking later is a SIGBUS. OSError if
+    this system has no such memory, or too little.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = create_nameless(nbytes)
+        close = weakref.finalize(self, os.close, self.fd)
+        try:
+            self.view = _mapped(self.fd)
+        except BaseException:
+            close()
+            raise
+
+
+class HostLinks:
+    """One rank's links to others on its host. Threads may send; one thread does all the rest.
+
+    It listens from the start: once all ranks have got here, each calls `offer` and `connect`, and
+    when all have done that, `accept`. OSError if this system gives it no such socket.
+    """
+
+    def __init__(self, meeting: str, rank: int, *, timeout_s: float) -> None:
+        self._meeting = meeting
+        self.rank = rank
+        self._timeout_s = timeout_s
+        self._sockets: dict[int, socket.socket] = {}
+        self._memories: dict[int, memoryview] = {}
+        self._waker, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, rank)
+        self._offered: CommonMemory | None = None
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._server.bind(self._address(rank))
+            self._server.listen(socket.SOMAXCONN)
+        except BaseException:
+            self.close()
+            raise
+
+    def offer(self, memory: CommonMemory) -> None:
+        """Give every rank that is linked from now on this memory."""
+        self._offered = memory
+
+    def connect(self, ranks: Iterable[int]) -> list[int]:
+        """Begin links to those of these ranks that are lower; return the ones out of reach."""
+        return [rank for rank in ranks if rank < self.rank and not self._connect(rank)]
+
+    def accept(self, ranks: Iterable[int]) -> None:
+        """Take the links of those of these ranks that are higher; they have all connected."""
+        missing = {rank for rank in ranks if rank > self.rank}
+        until = time.monotonic() + self._timeout_s
+        while missing:
+            try:
+                # Not forever either if strangers come one after the other.
+                if (left_s := until - time.monotonic()) <= 0:
+                    raise TimeoutError
+                self._server.settimeout(left_s)
+                link, _ = self._server.accept()
+            except TimeoutError:
+                raise FalloutError(
+                    f"no connection from rank {min(missing)} within {self._timeout_s:g} s"
+                ) from None
+            rank = self._greet(link)
+            if rank not in missing:
+                link.close()
+                continue
+            try:
+                self._say_hello(link)
+            except ConnectionError:
+                link.close()
+                raise FalloutError(
+                    "a rank of this host has given up or is gone before anything was shared; look "
+                    "into the logs of its other ranks"
+                ) from None
+            missing.discard(rank)
+            self._add(rank, link)
+
+    def memory_of(self, rank: int) -> memoryview:
+        """Return the memory of a rank: this one, or another, which a message has come from."""
+        return self._own.view if rank == self.rank else self._memories[rank]
+
+    @property
+    def _own(self) -> CommonMemory:
+        assert self._offered is not None, "`offer` comes before any link"
+        return self._offered
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send a message; what goes to a rank that is gone is lost."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._sockets[rank].send(message)
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[int, bytes | None]]:
+        """Return messages, and None from a rank that is gone; ends early when woken."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.data == self.rank:
+                self._woken.recv(MAX_MESSAGE_NBYTES)
+                continue
+            yield from self._receive_from(key.data)
+
+    def wake(self) -> None:
+        """Let `receive` return. Any thread may call this, also after `close`."""
+        with suppress(OSError):
+            self._waker.send(b"!")
+
+    def close(self) -> None:
+        """Close all links. Never raises. What memory they brought is still there for its users."""
+        self._selector.close()
+        for link in self._sockets.values():
+            # A child that was forked meanwhile has the link as well: closing it would not end it.
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        for one in (self._server, self._waker, self._woken, *self._sockets.values()):
+            one.close()
+        self._memories.clear()
+
+    def _address(self, rank: int) -> str:
+        # Any process can list the names of sockets: this one does not tell the meeting's.
+        name = hashlib.blake2b(self._meeting.encode(), digest_size=16).hexdigest()
+        return f"\0dist_ckpt/{name}/{rank}"
+
+    def _connect(self, rank: int) -> bool:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.settimeout(self._timeout_s)
+        try:
+            link.connect(self._address(rank))
+            if not _is_own_user(link):
+                raise PermissionError
+            self._say_hello(link)
+        except OSError:
+            link.close()
+            return False
+        self._add(rank, link)
+        return True
+
+    def _add(self, rank: int, link: socket.socket) -> None:
+        self._sockets[rank] = link
+        self._selector.register(link, selectors.EVENT_READ, rank)
+
+    def _say_hello(self, link: socket.socket) -> None:
+        hello = _HELLO.pack(self.rank, self._meeting.encode())
+        socket.send_fds(link, [hello], [self._own.fd])
+
+    def _greet(self, link: socket.socket) -> int | None:
+        """Take the memory of the rank that has connected; None if it is a stranger."""
+        link.settimeout(0)  # a rank has said hello when it connected
+        try:
+            data, fds, _, _ = socket.recv_fds(link, MAX_MESSAGE_NBYTES, 1)
+        except OSError:
+            return None
+        link.settimeout(self._timeout_s)
+        rank: int = _HELLO.unpack(data)[0] if len(data) == _HELLO.size else -1
+        if data != _HELLO.pack(rank, self._meeting.encode()) or not _is_own_user(link):
+            for fd in fds:
+                os.close(fd)
+            return None
+        self._take_memory(rank, fds)
+        return rank
+
+    def _take_memory(self, rank: int, fds: list[int]) -> None:
+        if not fds:  # the system drops what this process has no number left for
+            raise OSError(
+                errno.EMFILE,
+                "too many open files to take another rank's memory: raise the limit (ulimit -n)",
+            )
+        (fd,) = fds
+        try:
+            self._memories[rank] = _mapped(fd)
+        finally:
+            os.close(fd)
+
+    def _receive_from(self, rank: int) -> Iterator[tuple[int, bytes | None]]:
+        link = self._sockets[rank]
+        try:
+            data, fds, _, _ = socket.recv_fds(link, MAX_MESSAGE_NBYTES, 1)
+        except OSError:
+            data, fds = b"", []
+        if len(data) == _HELLO.size:
+            self._take_memory(rank, fds)
+        elif data:
+            yield rank, data
+        else:
+            self._selector.unregister(link)
+            yield rank, None
+
+
+def _mapped(fd: int) -> memoryview:
+    # Writable, also where nobody writes: else Python copies out of it under its lock.
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    return memoryview(mmap.mmap(fd, 0, flags=flags))
+
+
+def _is_own_user(link: socket.socket) -> bool:
+    """Say whether the other side runs as this user."""
+    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(data)[1]
+    return uid == os.geteuid()

@@ -1,0 +1,1 @@
+"""The control channel: one operation that spreads any rank's error to all."""

@@ -1,0 +1,254 @@
+"""A small key-value store over TCP: its messages, and the client that ranks hold.
+
+It stands in for the job's own store where that may die first: see `key_server`. A message is its
+length and a msgpack array of strings, bytes, numbers and lists of them, within limits. The first
+one of a connection is the greeting, which has the store's token in it. The token travels as it is:
+it keeps out who cannot read the network, as nothing does at torch's TCPStore.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgpack
+
+from dist_ckpt.core.comm.key_value.client_thread import PART_NBYTES
+
+TOKEN_NBYTES = 32
+GREETING = b"dist_ckpt keys 1"
+
+# A value is at most a part of a larger one, or as much, and what `store_thread` puts before it.
+MAX_VALUE_NBYTES = PART_NBYTES + 64
+# A message is a value, or the keys of many ranks.
+MAX_MESSAGE_NBYTES = PART_NBYTES + (1 << 20)
+MAX_KEYS_PER_MESSAGE = 1 << 16
+MAX_KEY_CHARS = 1024
+
+# How long a client tries one of the addresses that a host name stands for.
+ATTEMPT_S = 5.0
+MAX_PAUSE_S = 0.5
+
+# A server on which strangers crowd may end a connection before it has read the greeting.
+GREETINGS = 4
+GREETING_PAUSE_S = 0.02
+
+LENGTH = struct.Struct(">I")
+MAX_READ_NBYTES = 1 << 20
+
+T = TypeVar("T")
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+def frame(body: bytes) -> bytes:
+    """Return a message as it travels."""
+    return LENGTH.pack(len(body)) + body
+
+
+def greeting(token: bytes) -> bytes:
+    """Return the first message of a connection."""
+    return GREETING + token
+
+
+def pack(values: Sequence[object]) -> bytes:
+    """Return a message's body."""
+    body: bytes = msgpack.packb(values)
+    return body
+
+
+def unpack(body: bytes) -> object:
+    """Return what `pack` was given. ValueError for anything else, or beyond the limits."""
+    return msgpack.unpackb(
+        body,
+        max_str_len=4 * MAX_KEY_CHARS,
+        max_bin_len=MAX_VALUE_NBYTES,
+        max_array_len=MAX_KEYS_PER_MESSAGE,
+        max_map_len=0,
+        max_ext_len=0,
+    )
+
+
+def nbytes_of(head: bytes, most: int) -> int:
+    """Return the size of the body that follows. ValueError if no message has it."""
+    nbytes: int = LENGTH.unpack(head)[0]
+    if not 0 < nbytes <= most:
+        raise ValueError(f"a message of {nbytes} bytes, the limit is {most}")
+    return nbytes
+
+
+def checked(data: bytes) -> bytes:
+    """Return what came from a connection; ConnectionError if that was its end."""
+    if not data:
+        raise ConnectionResetError("the other side has closed the connection")
+    return data
+
+
+# --- the client ----------------------------------------------------------------------------------
+
+
+class KeyClient:
+    """A connection to a `KeyServer`; a `Store` for one thread at a time.
+
+    It tries for `connect_s` to reach the server, which may still have to start; a lookup of the
+    host's name is up to the system. No call takes longer than `timeout_s` for each of its round
+    trips, and none waits for a key. OSError if the server is gone, slow, or no key server of ours:
+    the client is of no use then. RuntimeError for what it refuses; that changes nothing.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], token: bytes, *, connect_s: float, timeout_s: float
+    ) -> None:
+        self._name = "the key server at {}:{}".format(*address)
+        self._timeout_s = timeout_s
+        until = time.monotonic() + connect_s
+        for attempt in range(1, GREETINGS + 1):
+            self._socket = self._connect(address, until)
+            try:
+                self._ask(bool, greeting(token), until)
+                return
+            except ConnectionError as error:
+                if attempt == GREETINGS:
+                    raise ConnectionError(
+                        f"{self._name} does not let this process in: it belongs to another job or "
+                        f"start ({error})"
+                    ) from error
+            except BaseException:
+                self.close()
+                raise
+            time.sleep(GREETING_PAUSE_S * attempt)
+
+    def set(self, key: str, value: bytes, /) -> None:
+        """Store a value."""
+        self._call(bool, ["set", key, value])
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value; KeyError if there is none."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return the values of some keys; KeyError if one has none."""
+        values: list[bytes] = []
+        while len(values) < len(keys):
+            # An answer has as many values as fit into a message.
+            wanted = keys[len(values) :]
+            found = self._call(list, ["get", wanted])
+            if not (0 < len(found) <= len(wanted) and {*map(type, found)} <= {bytes, type(None)}):
+                raise self._nonsense("no values")
+            if None in found:
+                raise KeyError(wanted[found.index(None)])
+            values += found
+        return values
+
+    def check(self, keys: list[str], /) -> bool:
+        """Say whether all of these keys have a value."""
+        return self._call(bool, ["check", keys])
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter, which begins at 0, and return its new value."""
+        return self._call(int, ["add", key, amount])
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key that has the expected value, "" for none; return what it has now."""
+        return self._call(bytes, ["compare_set", key, expected, desired])
+
+    def delete_key(self, key: str, /) -> bool:
+        """Delete a key; False if there was none."""
+        return self._call(bool, ["delete", key])
+
+    def close(self) -> None:
+        """Close the connection. May be called again."""
+        self._socket.close()
+
+    def _call(self, expected: type[T], request: Sequence[object]) -> T:
+        body = pack(request)
+        if len(body) > MAX_MESSAGE_NBYTES:
+            raise RuntimeError(
+                f"a message of {len(body)} bytes to {self._name}, the limit is {MAX_MESSAGE_NBYTES}"
+            )
+        return self._ask(expected, body, time.monotonic() + self._timeout_s)
+
+    def _ask(self, expected: type[T], body: bytes, until: float) -> T:
+        """Send a message and return the value that comes back; RuntimeError if it is refused."""
+        if self._socket.fileno() < 0:
+            raise ConnectionError(f"{self._name} was left, after an earlier error or at the end")
+        try:
+            self._send(frame(body), until)
+            answer = unpack(self._receive(until))
+        except BaseException as error:
+            # Half an answer would be taken for the beginning of the next one.
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"{self._name} did not answer in time") from None
+            if isinstance(error, OSError):
+                raise ConnectionError(f"{self._name} is gone: {error}") from error
+            if isinstance(error, ValueError):
+                raise self._nonsense(str(error)) from error
+            raise
+        match answer:
+            case ["refused", str(text)]:
+                raise RuntimeError(f"{self._name} refuses: {text}")
+            case ["done", value] if type(value) is expected:
+                return value
+        raise self._nonsense("an answer to something else")
+
+    def _nonsense(self, what: str) -> ConnectionError:
+        self.close()
+        return ConnectionError(f"{self._name} sent what no key server of ours sends: {what}")
+
+    def _send(self, data: bytes, until: float) -> None:
+        self._socket.settimeout(_left(until))
+        self._socket.sendall(data)
+
+    def _receive(self, until: float) -> bytes:
+        nbytes = nbytes_of(self._exactly(LENGTH.size, until), MAX_MESSAGE_NBYTES)
+        return self._exactly(nbytes, until)
+
+    def _exactly(self, nbytes: int, until: float) -> bytes:
+        data = bytearray()
+        while len(data) < nbytes:
+            self._socket.settimeout(_left(until))
+            data += checked(self._socket.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
+        return bytes(data)
+
+    def _connect(self, address: tuple[str, int], until: float) -> socket.socket:
+        pause_s = 0.01
+        while True:
+            try:
+                return _connected(address, until)
+            except OSError as error:
+                if time.monotonic() + pause_s >= until:
+                    raise ConnectionError(f"{self._name} is out of reach: {error}") from error
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+def _connected(address: tuple[str, int], until: float) -> socket.socket:
+    """Return a connection to the first address of a host that takes it."""
+    failure = OSError("the name stands for no address")
+    for family, kind, protocol, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        link = socket.socket(family, kind, protocol)
+        try:
+            link.settimeout(min(_left(until), ATTEMPT_S))
+            link.connect(place)
+            # Where nobody listens on this host, a socket can come to be connected with itself.
+            if link.getsockname() == link.getpeername():
+                raise ConnectionRefusedError("nobody listens there")
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            link.close()
+            failure = error
+        else:
+            return link
+    raise failure
+
+
+def _left(until: float) -> float:
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the time is up")
+    return left_s

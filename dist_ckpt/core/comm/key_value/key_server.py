@@ -1,0 +1,364 @@
+"""The server of a small key-value store over TCP: one thread for all connections.
+
+Nothing that a peer sends or leaves unsent stops it or makes it grow beyond its limits: it never
+waits for one connection, reads no further from one that does not take its answer, and closes one
+that sends anything but our messages.
+"""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeGuard
+
+from dist_ckpt.core.comm.key_value.key_client import (
+    LENGTH,
+    MAX_KEY_CHARS,
+    MAX_MESSAGE_NBYTES,
+    MAX_READ_NBYTES,
+    MAX_VALUE_NBYTES,
+    TOKEN_NBYTES,
+    checked,
+    frame,
+    greeting,
+    nbytes_of,
+    pack,
+    unpack,
+)
+
+# What a key costs beside its own length and its value's.
+KEY_NBYTES = 256
+
+# A system without a free file number gives it time to find one.
+PAUSE_S = 0.2
+
+# A host that vanishes says nothing; after this silence the system asks for it.
+KEEPALIVE_S = 60
+
+CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that a server takes.
+
+    `nbytes` of all keys and values together; of connections that have not presented the token yet
+    `num_strangers`, each for `greeting_s`: one more ends the oldest of them, for who knows the
+    token says it at once, and who is silent or slow must not keep others out.
+    """
+
+    num_keys: int = 1 << 20
+    nbytes: int = 1 << 30
+    num_connections: int = 1 << 14
+    num_strangers: int = 128
+    greeting_s: float = 10.0
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class KeyServer:
+    """Serves keys from its construction until `close`.
+
+    It listens at `host`, or on all interfaces, over IPv6 and IPv4; a port 0 is one that the system
+    chooses. Whoever connects must know the token. OSError if the address cannot be had.
+    """
+
+    def __init__(
+        self, token: bytes, *, host: str = "", port: int = 0, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
+        if len(token) != TOKEN_NBYTES:
+            raise ValueError(f"a token of {len(token)} bytes; it has {TOKEN_NBYTES} random ones")
+        listener = _listen(host, port)
+        self._waker, woken = socket.socketpair()
+        # Where it listens, for this host; others use the port at `reachable_host`.
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        service = _Service(greeting(token), listener, woken, limits)
+        self._thread = threading.Thread(
+            target=service.run, name="dist_ckpt key server", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close all connections: calls under way fail at once. May be called again."""
+        self._waker.close()
+        self._thread.join(CLOSE_S)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not host and socket.has_dualstack_ipv6():
+        with suppress(OSError):  # a system that knows IPv6 but has it turned off
+            return socket.create_server(
+                (host, port),
+                family=socket.AF_INET6,
+                dualstack_ipv6=True,
+                backlog=socket.SOMAXCONN,
+            )
+    family = socket.AF_INET
+    if host:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+
+
+# --- the keys ------------------------------------------------------------------------------------
+
+
+class LimitError(Exception):
+    """A limit that a request would break; nothing has changed."""
+
+
+class KeyTable:
+    """Keys and their values. Raises LimitError beyond the limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._values: dict[str, bytes] = {}
+        self._nbytes = 0
+
+    def set(self, key: str, value: bytes) -> bool:
+        """Store a value."""
+        if len(key) > MAX_KEY_CHARS:
+            raise LimitError(f"a key of {len(key)} characters, the limit is {MAX_KEY_CHARS}")
+        nbytes = self._nbytes - self._cost(key) + KEY_NBYTES + len(key) + len(value)
+        if nbytes > self._limits.nbytes:
+            raise LimitError(f"it would hold {nbytes} bytes, the limit is {self._limits.nbytes}")
+        if key not in self._values and len(self._values) >= self._limits.num_keys:
+            raise LimitError(f"it holds {len(self._values)} keys, which is the limit")
+        self._nbytes = nbytes
+        self._values[key] = value
+        return True
+
+    def get(self, keys: list[str]) -> list[bytes | None]:
+        """Return the values of the first of these keys, as many as fit into a message."""
+        found: list[bytes | None] = []
+        room = MAX_VALUE_NBYTES
+        for key in keys:
+            value = self._values.get(key)
+            room -= 8 + len(value or b"")
+            if found and room < 0:
+                break
+            found.append(value)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        """Say whether all of these keys have a value."""
+        return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return what it is now."""
+        try:
+            value = int(self._values.get(key, b"0")) + amount
+        except ValueError:
+            raise LimitError("what is added to is no counter") from None
+        if abs(value) >= 1 << 63:
+            raise LimitError("a counter beyond 64 bits")
+        self.set(key, str(value).encode())
+        return value
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key that has the expected value, "" for none; return what it has now."""
+        value = self._values.get(key)
+        if (value or b"") == expected.encode():
+            self.set(key, desired.encode())
+        elif value is None:
+            return expected.encode()
+        return self._values[key]
+
+    def delete(self, key: str) -> bool:
+        """Delete a key; False if there was none."""
+        self._nbytes -= self._cost(key)
+        return self._values.pop(key, None) is not None
+
+    def _cost(self, key: str) -> int:
+        value = self._values.get(key)
+        return 0 if value is None else KEY_NBYTES + len(key) + len(value)
+
+
+def answer(table: KeyTable, body: bytes) -> bytes:
+    """Do what a message asks for. ValueError if it is none of ours."""
+    try:
+        return pack(["done", _do(table, unpack(body))])
+    except LimitError as refusal:
+        return pack(["refused", str(refusal)])
+
+
+def _do(table: KeyTable, request: object) -> object:
+    match request:
+        case ["set", str(key), bytes(value)]:
+            return table.set(key, value)
+        case ["get", [*keys]] if _are_keys(keys):
+            return table.get(keys)
+        case ["check", [*keys]] if _are_keys(keys):
+            return table.check(keys)
+        case ["add", str(key), int(amount)] if type(amount) is int:
+            return table.add(key, amount)
+        case ["compare_set", str(key), str(expected), str(desired)]:
+            return table.compare_set(key, expected, desired)
+        case ["delete", str(key)]:
+            return table.delete(key)
+    raise ValueError("a message that asks for nothing we do")
+
+
+def _are_keys(keys: list[object]) -> TypeGuard[list[str]]:
+    return all(type(key) is str for key in keys)
+
+
+# --- the thread ----------------------------------------------------------------------------------
+
+
+class _Service:
+    """What the server's thread does; it ends when the waker's other end is closed."""
+
+    def __init__(
+        self, greeted: bytes, listener: socket.socket, woken: socket.socket, limits: Limits
+    ) -> None:
+        self._greeting = greeted
+        self._listener = listener
+        self._woken = woken
+        self._limits = limits
+        self._table = KeyTable(limits)
+        self._links: set[socket.socket] = set()
+        # In the order of their coming, with the time until which each is borne.
+        self._strangers: dict[socket.socket, float] = {}
+        self._accept_at: float | None = None  # when it may accept again
+        self._is_open = True
+        listener.settimeout(0)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(woken, selectors.EVENT_READ, self._end)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def run(self) -> None:
+        """Serve until the end."""
+        try:
+            while self._is_open:
+                for key, _ in self._selector.select(self._patience_s()):
+                    act: Callable[[], None] = key.data
+                    act()
+                self._look_at_strangers()
+        finally:
+            for link in tuple(self._links):
+                self._drop(link)
+            self._selector.close()
+            self._listener.close()
+            self._woken.close()
+
+    def _end(self) -> None:
+        self._is_open = False
+
+    def _patience_s(self) -> float | None:
+        """Return for how long nothing is due but what peers do."""
+        due = [*self._strangers.values()][:1]
+        if self._accept_at is not None:
+            due.append(self._accept_at)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _look_at_strangers(self) -> None:
+        """Drop those whose time is up or who are too many, the oldest first."""
+        now = time.monotonic()
+        while self._strangers:
+            oldest, until = next(iter(self._strangers.items()))
+            if until > now and len(self._strangers) <= self._limits.num_strangers:
+                break
+            self._drop(oldest)
+        if self._accept_at is not None and self._accept_at <= now:
+            self._accept_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            link, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:
+            self._accept_at = time.monotonic() + PAUSE_S
+            self._selector.unregister(self._listener)
+            return
+        go_on = partial(self._go_on, link, self._talk(link))
+        try:
+            _prepare(link)
+            self._selector.register(link, selectors.EVENT_READ, go_on)
+        except OSError:
+            link.close()
+            return
+        self._links.add(link)
+        self._strangers[link] = time.monotonic() + self._limits.greeting_s
+        # Who knows the token has sent it by now, mostly: then it is no stranger for a moment.
+        go_on()
+
+    def _go_on(self, link: socket.socket, talk: Iterator[int]) -> None:
+        """Do what a peer is ready for. Its errors end its connection, and nothing else."""
+        try:
+            events = next(talk)
+            key = self._selector.get_key(link)
+            if key.events != events:
+                self._selector.modify(link, events, key.data)
+        except (OSError, ValueError, MemoryError, StopIteration):
+            self._drop(link)
+
+    def _talk(self, link: socket.socket) -> Iterator[int]:
+        """Serve one peer, from its greeting on; yield the events that it is waited for with."""
+        greeted = yield from _received(link, len(self._greeting))
+        if not hmac.compare_digest(greeted, self._greeting):
+            return
+        del self._strangers[link]
+        most = self._limits.num_connections
+        if len(self._links) - len(self._strangers) > most:
+            link.send(frame(pack(["refused", f"it has {most} connections, the limit"])))
+            return
+        yield from _send(link, pack(["done", True]))
+        while True:
+            yield selectors.EVENT_READ  # whatever it has said already: others come first
+            # Nested: while a peer is silent no message of its is kept.
+            yield from _send(
+                link, answer(self._table, (yield from _received(link, MAX_MESSAGE_NBYTES)))
+            )
+
+    def _drop(self, link: socket.socket) -> None:
+        self._links.discard(link)
+        self._strangers.pop(link, None)
+        self._selector.unregister(link)
+        # A child that was forked meanwhile has the link as well: closing it would not end it.
+        with suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)
+        link.close()
+
+
+def _prepare(link: socket.socket) -> None:
+    link.settimeout(0)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+
+
+def _received(link: socket.socket, most: int) -> Generator[int, None, bytes]:
+    """Return the next message; wait, by yielding, until it is there."""
+    nbytes = nbytes_of((yield from _exactly(link, LENGTH.size)), most)
+    return (yield from _exactly(link, nbytes))
+
+
+def _exactly(link: socket.socket, nbytes: int) -> Generator[int, None, bytes]:
+    data = bytearray()
+    while len(data) < nbytes:
+        try:
+            data += checked(link.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
+        except BlockingIOError:
+            yield selectors.EVENT_READ
+    return bytes(data)
+
+
+def _send(link: socket.socket, body: bytes) -> Iterator[int]:
+    """Send a message as the peer takes it; while anything is left nothing more is read from it."""
+    left = memoryview(frame(body))
+    while left:
+        try:
+            left = left[link.send(left) :]
+        except BlockingIOError:
+            yield selectors.EVENT_WRITE

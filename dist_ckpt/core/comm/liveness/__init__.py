@@ -1,0 +1,1 @@
+"""Heartbeats and the failure detector."""

@@ -1,0 +1,144 @@
+"""The ranks that this rank waits for: who is there, and who is dead or silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt.config import Config
+from dist_ckpt.core.comm.key_value import client_thread
+from dist_ckpt.core.comm.key_value.client_thread import StoreLine
+from dist_ckpt.core.comm.liveness.heartbeat import Beat
+from dist_ckpt.core.comm.messages import unpack
+from dist_ckpt.errors import ranks_text
+
+# How long a rank that missed an operation looks whether the others begin the next one, which is
+# then the one that it was called for.
+GRACE_S = 1.0
+
+
+@dataclass(slots=True)
+class _Pulse:
+    """A rank's last heartbeat, and for how long it has not changed; None if it is none of ours."""
+
+    data: bytes
+    beat: Beat | None
+    seen_at: float
+    silent_s: float = 0.0
+
+
+class Peers:
+    """The other ranks, as their heartbeats show them; `beat_key` tells where a rank's are.
+
+    Silence counts only while this rank looks, and so much for each look at most: a rank is not
+    dead because the observer itself, or the whole machine, was stopped for a while.
+    """
+
+    def __init__(self, line: StoreLine, beat_key: Callable[[int], str], config: Config) -> None:
+        self._line = line
+        self._beat_key = beat_key
+        self._silence_s = config.silence_s
+        self._grace_s = min(GRACE_S, config.silence_s / 4)
+        self._most_s = config.silence_s / 4  # of silence that one look may count
+        self._pulses: dict[int, _Pulse] = {}
+
+    def look(self, ranks: Sequence[int]) -> None:
+        """Take one look at the heartbeats of some ranks."""
+        keys = [self._beat_key(rank) for rank in ranks]
+        found = self._line.call(client_thread.get_each, keys)
+        for rank, data in zip(ranks, found, strict=True):
+            if data is not None:
+                self._see(rank, data)
+
+    def _see(self, rank: int, data: bytes) -> None:
+        now = time.monotonic()
+        pulse = self._pulses.get(rank)
+        if pulse is None or pulse.data != data:
+            self._pulses[rank] = _Pulse(data, _beat_in(data), now)
+            return
+        pulse.silent_s += min(now - pulse.seen_at, self._most_s)
+        pulse.seen_at = now
+
+    def _beat(self, rank: int) -> Beat | None:
+        """Return the last heartbeat seen of a rank; None as well if it is none of ours."""
+        pulse = self._pulses.get(rank)
+        return pulse.beat if pulse else None
+
+    def _is_silent(self, rank: int) -> bool:
+        """Say whether a rank that was seen is dead or frozen."""
+        return self._pulses[rank].silent_s >= self._silence_s
+
+    def is_known(self, rank: int) -> bool:
+        """Say whether a rank was ever seen."""
+        return self._beat(rank) is not None
+
+    def is_strange(self, rank: int) -> bool:
+        """Say whether a rank's heartbeat is none of ours."""
+        return rank in self._pulses and self._beat(rank) is None
+
+    def has_entered(self, rank: int, number: int) -> bool:
+        """Say whether a rank was seen to have entered this operation."""
+        beat = self._beat(rank)
+        return beat is not None and beat.number >= number
+
+    def is_waiting(self, rank: int, number: int, turn: int) -> bool:
+        """Say whether a rank was last seen within this operation, alive.
+
+        Not if it was told of a failure in the exchange of this turn: it waits for nothing more.
+        """
+        beat = self._beat(rank)
+        return (
+            beat is not None
+            and (beat.number, beat.inside, beat.gone) == (number, True, False)
+            and beat.told < turn
+            and not self._is_silent(rank)
+        )
+
+    def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
+        """Say why nothing more will come from a rank in this operation, or None if it may.
+
+        `was_in`: the rank is known to have entered it.
+        """
+        beat = self._beat(rank)
+        if beat is None:
+            return None
+        if beat.gone:
+            return "has ended"
+        if self._is_silent(rank):
+            return f"is dead or frozen: no heartbeat for {self._silence_s:g} s"
+        if beat.number > number or (beat.number == number and not beat.inside):
+            return "is no longer taking part: it raised an error or was interrupted"
+        if was_in and beat.number < number:
+            return "has restarted"
+        return None
+
+    def last_number(self, rank: int, default: int) -> int:
+        """Return the operation before the one that a rank is in now or will enter next."""
+        beat = self._beat(rank)
+        return default if beat is None else max(default, beat.number - beat.inside)
+
+    def newer(self, ranks: Sequence[int], number: int) -> int | None:
+        """Return the operation after this one that some rank is in, or soon enters, if any."""
+        until = time.monotonic() + self._grace_s
+        while True:
+            self.look(ranks)
+            for rank in ranks:
+                beat = self._beat(rank)
+                if beat is not None and beat.number > number and beat.inside and not beat.gone:
+                    return beat.number
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.02)
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """Name ranks, one with its host if it is known: "rank 2 (host b)"."""
+        beat = self._beat(ranks[0]) if len(ranks) == 1 else None
+        return ranks_text(ranks) + (f" (host {beat.host})" if beat else "")
+
+
+def _beat_in(data: bytes) -> Beat | None:
+    try:
+        return unpack(data, Beat)
+    except ValueError:
+        return None

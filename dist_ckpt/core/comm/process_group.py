@@ -1,0 +1,142 @@
+"""The session of a process group: made once, and kept as long as the group lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from dist_ckpt.config import Config, launched_world_size
+from dist_ckpt.core.comm.collectives.collective import AloneCollective
+from dist_ckpt.core.comm.collectives.gloo import GlooCollective
+from dist_ckpt.core.comm.exchange.channel import Alone
+from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
+from dist_ckpt.core.comm.key_value import client_thread
+from dist_ckpt.core.comm.messages import NoAnswerError
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.runtime import torch_private
+from dist_ckpt.core.runtime.threads import DaemonThreads
+
+# A bulk collective begins when all ranks have just met in an exchange: one that is not there after
+# `silence_s` is dead. To connect on a busy host takes a moment longer.
+CONNECT_S = 5.0
+
+# Connections and a cached plan are costly, so a group's are kept; they must not outlive it.
+_sessions: WeakKeyDictionary[ProcessGroup, Session] = WeakKeyDictionary()
+
+# A process without torch.distributed has no group to own a session, so a thread does: one thread
+# uses it at a time, and it ends with the thread. A forked process goes on with a copy of its own.
+_of_thread = threading.local()
+
+
+def session_of(group: ProcessGroup | None = None) -> Session:
+    """Return the session of a process group, or of the whole job. Every rank of it calls this.
+
+    Without torch.distributed it is a session of this one process, kept for this thread. Raises
+    ValueError if a launcher has started several ranks but there is no process group, or if this
+    rank is not in the group; NoAnswerError if the job's store is gone.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return _alone(group, os.environ)
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in this group: call it on the group's ranks only"
+            )
+        raise TypeError(
+            f"group is a {type(group).__name__}: give a torch.distributed.ProcessGroup (of a "
+            "DeviceMesh: mesh.get_group())"
+        )
+    session = _sessions.get(group)
+    if session is None:
+        session = _sessions[group] = _connect(group, Config.from_environment())
+    return session
+
+
+def _alone(group: object, environ: Mapping[str, str]) -> Session:
+    world_size = launched_world_size(environ)
+    if world_size > 1:
+        raise ValueError(
+            f"WORLD_SIZE is {world_size}, but there is no process group: add "
+            "`torch.distributed.init_process_group()` before this line, so that the ranks can "
+            "agree on one checkpoint"
+        )
+    if group is not None:
+        raise ValueError(
+            "group= is given, but torch.distributed is not initialised: add "
+            "`torch.distributed.init_process_group()` before this line, or leave out group="
+        )
+    config = Config.from_environment()
+    session: Session | None = getattr(_of_thread, "session", None)
+    if session is None or session.config != config:
+        session = _of_thread.session = Session(Alone(), AloneCollective(), config)
+    return session
+
+
+def _connect(group: ProcessGroup, config: Config) -> Session:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if world_size == 1:
+        return Session(Alone(), AloneCollective(), config, ranks)
+    name = group.group_name
+    timeout_s = config.silence_s + CONNECT_S
+
+    def open_store(part: str) -> Store:
+        return PrefixStore(f"dist_ckpt/{name}/{part}", _own_connection(timeout_s))
+
+    # Torch's stubs know no bytes as values; its stores take them.
+    control = cast(client_thread.Store, open_store("control"))
+    channel = StoreChannel(
+        control, rank, world_size, host=config.host or socket.gethostname(), config=config
+    )
+    collective = GlooCollective(
+        lambda: open_store(f"gloo/{channel.token}"),
+        rank,
+        world_size,
+        timeout_s=timeout_s,
+    )
+    return Session(channel, collective, config, ranks)
+
+
+def _own_connection(timeout_s: float) -> Store:
+    """Return a connection of our own to the job's store. NoAnswerError if it is gone.
+
+    A thread that waits in a TCPStore blocks all others that use the same connection; and with the
+    store itself in our hands its server would outlive `destroy_process_group`.
+    """
+    store = torch_private.default_store()
+    if not hasattr(store, "clone"):  # before torch 2.8: we share the job's connection
+        return store
+    try:
+        # In a thread: torch's own deadline is that of the group, and it keeps none with a store
+        # whose process is frozen.
+        own: Store = DaemonThreads(1).submit(store.clone).result(timeout_s)
+        return own
+    except TimeoutError:
+        fact = f"no answer for {timeout_s:g} s"
+    except (RuntimeError, OSError) as error:
+        fact = client_thread.first_line(error)
+    raise NoAnswerError(client_thread.OF_THE_JOB.gone.format(fact))
+
+
+def session_alone() -> Session:
+    """Return a session of this rank without the others of the job, if it is in one."""
+    config = Config.from_environment()
+    return Session(Alone(), AloneCollective(), config, ranks_from_here())
+
+
+def ranks_from_here() -> tuple[int, ...]:
+    """Return the ranks of the job, this one first, as if it was number 0 of a group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return (0,)
+    own = dist.get_rank()
+    return (own, *(rank for rank in range(dist.get_world_size()) if rank != own))

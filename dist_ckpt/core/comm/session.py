@@ -1,0 +1,97 @@
+"""What a group of ranks keeps between its saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from dist_ckpt.config import Config
+from dist_ckpt.core.comm.collectives.collective import Collective
+from dist_ckpt.core.comm.collectives.host_links import CommonMemory
+from dist_ckpt.core.comm.exchange.channel import Channel
+from dist_ckpt.core.runtime.buffers import Slots
+from dist_ckpt.reports import Tally
+
+T = TypeVar("T")
+
+
+class Session:
+    """What a group has for its checkpoints. One thread uses it at a time.
+
+    `group_ranks` are the ranks of the group as ranks of the job. `slots` are scratch memory for
+    reads and writes, a few tens of MiB: to touch new memory for each of them would cost more.
+    `bulk` are the bulk collectives, which connect when they are first used.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        collective: Collective,
+        config: Config | None = None,
+        group_ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        self.channel = channel
+        self.config = config or Config()
+        self.group_ranks = group_ranks or tuple(range(channel.world_size))
+        self._kept: dict[type, object] = {}
+        self.slots = Slots()
+        self._common: CommonMemory | None = None
+        self.bulk = collective
+        self._began = channel.exchanges, collective.calls
+
+    @contextmanager
+    def operation(self, what: str) -> Iterator[None]:
+        """Do one operation of the group, such as "save to /ck". Collective.
+
+        Whoever waits for this rank is told when it leaves, for whatever reason.
+        """
+        self.channel.enter(what)
+        try:
+            self._began = self.channel.exchanges, self.bulk.calls
+            yield
+        finally:
+            try:
+                self.channel.leave()
+            except (KeyboardInterrupt, SystemExit):  # maybe before it had begun
+                self.channel.leave()
+                raise
+
+    @property
+    def exchanges(self) -> Tally:
+        """The exchanges of the operation so far, and what this rank has put into them."""
+        return self.channel.exchanges.since(self._began[0])
+
+    @property
+    def collectives(self) -> Tally:
+        """The bulk collectives of the operation so far, and what this rank has given in them."""
+        return self.bulk.calls.since(self._began[1])
+
+    def keep(self, value: object) -> None:
+        """Keep a value for the next save or load, instead of what was kept of its class."""
+        self._kept[type(value)] = value
+
+    def kept(self, cls: type[T]) -> T | None:
+        """Return what was kept of a class, such as the last plan: it may not hold any more."""
+        value = self._kept.get(cls)
+        return value if isinstance(value, cls) else None
+
+    @contextmanager
+    def common_memory(self, nbytes: int) -> Iterator[CommonMemory]:
+        """Lend memory of at least this size, for the host, and keep it for the next time.
+
+        To touch new memory would cost more than what is handed on in it.
+        """
+        memory, self._common = self._common, None
+        if memory is None or memory.view.nbytes < nbytes:
+            memory = CommonMemory(nbytes)
+        yield memory
+        # Not after an error: a call that hangs may still be at it.
+        self._common = memory
+
+    def close(self) -> None:
+        """Stop the heartbeat and close the connections."""
+        self.channel.close()
+        self.bulk.close()
+        self.slots.clear()
+        self._common = None

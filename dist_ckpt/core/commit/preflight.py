@@ -1,0 +1,83 @@
+"""What lies where a checkpoint is to be made, and whether one may be made there."""
+
+from __future__ import annotations
+
+import posixpath
+import time
+from collections.abc import Callable, Sequence
+
+from dist_ckpt.core.commit.attempts import attempts_in, entries_at, read_index
+from dist_ckpt.core.commit.records.leases import check_unkept
+from dist_ckpt.core.format.filenames import Attempt, is_beside_attempts, is_taken, selections
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.storage import Entry, Storage
+from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError
+
+_REPLACE = "replace it (overwrite=True, on the command line --overwrite)"
+
+Says = Callable[[Attempt], bool]
+
+
+def would_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Attempt, ...]:
+    """Return which attempts at `path` a new checkpoint would take the place of; change nothing.
+
+    Raises what a claim there would, by what lies there: whether it can be written is not known.
+    """
+    try:
+        entries = storage.list(path)
+    except FileNotFoundError:
+        check_new_name(storage, path)
+        return ()
+    except NotADirectoryError:
+        raise in_a_file(path) from None
+    check_place(storage, path, entries, lambda _: overwrite)
+    there = tuple(attempts_in(entries))
+    # By our own clock: to ask the storage's, a claim writes.
+    check_unkept(storage, path, there, lambda *_: time.time())
+    return there
+
+
+def check_new_name(storage: Storage, path: str) -> None:
+    """Raise ValueError if a new checkpoint at `path` would be taken for something else."""
+    if is_taken(name := posixpath.basename(path)):
+        raise ValueError(f"{path}: {name} is never a checkpoint's name here: choose another")
+    for folder, selector in selections(path):
+        if entries_at(storage, folder):
+            raise ValueError(
+                f"{path}: @{selector} chooses a checkpoint that is in {folder}, and is no name "
+                f"for a new one: choose another path"
+            )
+
+
+def check_place(storage: Storage, path: str, entries: Sequence[Entry], may_replace: Says) -> None:
+    """Raise ExistsError if what is at `path` is not ours, or not to be replaced."""
+    ours = [*attempts_in(entries), *(one for one in entries if is_beside_attempts(one.name))]
+    if entries and not ours:
+        names = ", ".join(entry.name for entry in entries[:5])
+        raise ExistsError(
+            f"{path} holds what dist_ckpt did not write ({names}): choose another path"
+        )
+    for attempt in attempts_in(entries):
+        if not may_replace(attempt):
+            check_free(storage, path, attempt)
+
+
+def check_free(storage: Storage, path: str, attempt: Attempt) -> None:
+    """Raise ExistsError if an attempt is, or may be, a checkpoint."""
+    try:
+        document = read_index(storage, path, attempt)
+    except (CorruptError, IncompatibleError) as error:
+        raise ExistsError(
+            f"{path}: a checkpoint is here that cannot be read ({error}). "
+            f"Choose another path, or {_REPLACE}"
+        ) from error
+    if isinstance(document, Index):
+        step = "" if document.step is None else f" of step {document.step}"
+        raise ExistsError(
+            f"{path}: a checkpoint{step} is here ({attempt}): choose another path, or {_REPLACE}"
+        )
+
+
+def in_a_file(path: str) -> ExistsError:
+    """Return the error of a path at or below a file."""
+    return ExistsError(f"{path} is a file, or below one: choose another path")

@@ -1,0 +1,74 @@
+"""What the ranks say they wrote, held against the plan, as the index's tables of files."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.index.index import (
+    AttachedFileRecord,
+    Catalog,
+    ObjectsFileRecord,
+    ShardFileRecord,
+)
+from dist_ckpt.core.planning.plan import Receipt
+from dist_ckpt.core.planning.save.save_planner import stored_nbytes
+from dist_ckpt.errors import StorageError
+
+
+def check_receipts(
+    catalog: Catalog, receipts: Sequence[Receipt]
+) -> tuple[tuple[ShardFileRecord, ...], tuple[ObjectsFileRecord, ...]]:
+    """Return the index's file tables but for that of `attached_of`. Receipts are in rank order.
+
+    Raises StorageError unless each rank wrote just the files that the plan gives it, of the
+    planned size.
+    """
+    numbers = {component.stem: n for n, component in enumerate(catalog.components)}
+    files: list[ShardFileRecord] = []
+    objects: list[ObjectsFileRecord] = []
+    for rank, receipt in enumerate(receipts):
+        for name, nbytes, header_nbytes, digest in receipt.files:
+            if not rank and filenames.parse_attached_file(name) is not None:
+                continue  # see `attached_of`
+            parsed = filenames.parse_shard_file(name)
+            if parsed is None:
+                objects.append(ObjectsFileRecord(name, nbytes, digest))
+                continue
+            stem, writer = parsed
+            if writer != rank or stem not in numbers:
+                raise StorageError(f"rank {rank} reports {name}, which is not its file; save again")
+            files.append(ShardFileRecord(numbers[stem], rank, nbytes, header_nbytes, digest))
+    written = {(file.component, file.rank): file.nbytes - file.header_nbytes for file in files}
+    planned = stored_nbytes(catalog)
+    for file in sorted(written.keys() | planned.keys()):
+        if written.get(file) != planned.get(file):
+            name = filenames.shard_file(catalog.components[file[0]].stem, file[1])
+            raise StorageError(
+                f"rank {file[1]} wrote {written.get(file)} bytes of shards into {name}, "
+                f"the plan says {planned.get(file)}; save again"
+            )
+    files.sort(key=lambda file: (file.component, file.rank))
+    objects.sort(key=lambda file: file.name)
+    return tuple(files), tuple(objects)
+
+
+def attached_of(receipts: Sequence[Receipt]) -> tuple[AttachedFileRecord, ...]:
+    """Return the index's table of files that users have attached: rank 0 writes them."""
+    found = ((filenames.parse_attached_file(file[0]), file) for file in receipts[0].files)
+    return tuple(AttachedFileRecord(name, file[1], file[3]) for name, file in found if name)
+
+
+def sizes_of(receipts: Sequence[Receipt]) -> dict[str, int]:
+    """Return the size in bytes of every file that was written."""
+    return {name: nbytes for receipt in receipts for name, nbytes, _, _ in receipt.files}
+
+
+def differing_groups(receipts: Sequence[Receipt]) -> list[str]:
+    """Return the replica groups whose members do not hold the same."""
+    digests: dict[str, set[str]] = defaultdict(set)
+    for receipt in receipts:
+        for group, digest in receipt.replicas:
+            digests[group].add(digest)
+    return sorted(group for group, found in digests.items() if len(found) > 1)

@@ -1,0 +1,190 @@
+"""Facts about checkpoints, in their root: put once, durable, never changed.
+
+A committed attempt never changes, so what becomes known of it later lies beside it, as
+
+    <root>/.facts/<step>/<attempt>/<kind>-<number>-<id>.json    metrics, tags, pins, ...
+
+Each file is written under another name and renamed, which never replaces: so it is whole or not
+there, on every storage that keeps the protocol. So are the records of `incarnations.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from dist_ckpt.core.commit.attempts import (
+    ROUNDS,
+    attempts_in,
+    entries_at,
+    new_id,
+    read_document,
+    store,
+)
+from dist_ckpt.core.commit.new_folders import make_folders
+from dist_ckpt.core.format.filenames import (
+    FACTS,
+    MAX_FACT,
+    Attempt,
+    FactName,
+    parse_fact,
+    parse_step,
+    temporary_record,
+)
+from dist_ckpt.core.format.run_records import (
+    MAX_NBYTES_OF_RECORD,
+    Fact,
+    decode_fact,
+    encode_fact,
+)
+from dist_ckpt.core.format.strict_json import Scalar
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, StorageError
+
+# --- facts -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFact:
+    """A fact in its file, which was made at `modified_at` by the storage's clock.
+
+    `by` says who put it. `problem` says why it cannot be read; then only its name and place tell of
+    it.
+    """
+
+    step: int
+    attempt: Attempt
+    name: FactName
+    modified_at: float
+    values: Mapping[str, Scalar]
+    problem: str = ""
+    by: str = ""
+
+
+def put_fact(storage: Storage, root: str, fact: Fact, *, above: int = 0) -> FactName:
+    """Add a fact to what is known of a checkpoint; it is durable on return.
+
+    Its number is above those of its kind there, and `above`. Folders that are missing are made, the
+    root as well. StorageError if it is not certain that the fact is there.
+    """
+    data = encode_fact(fact)
+    folder = facts_folder(root, fact.step, fact.attempt)
+    for _ in range(ROUNDS):
+        make_record_folders(storage, root, folder)
+        there = (parse_fact(entry.name) for entry in entries_at(storage, folder))
+        numbers = [name.number for name in there if name is not None and name.kind == fact.kind]
+        number = 1 + max([above, *numbers])
+        if number > MAX_FACT:
+            raise StorageError(f"{folder}: no number is left above {number - 1}: who wrote that?")
+        name = FactName(fact.kind, number, new_id())
+        # Who prunes what is known of checkpoints that are gone may have taken the folder.
+        with suppress(FileNotFoundError):
+            put_record(storage, folder, str(name), data)
+            return name
+    raise StorageError(f"{folder} is removed again and again: look who does it")
+
+
+def read_facts(storage: Storage, root: str) -> tuple[StoredFact, ...]:
+    """Return all facts of a root, by step, attempt and name; none if there is no such folder."""
+    return tuple(sorted(_facts(storage, root), key=lambda one: (one.step, one.attempt, one.name)))
+
+
+def _facts(storage: Storage, root: str) -> Iterator[StoredFact]:
+    for entry in entries_at(storage, f"{root}/{FACTS}"):
+        step = parse_step(entry.name)
+        if step is None:
+            continue
+        for attempt in attempts_in(entries_at(storage, f"{root}/{FACTS}/{entry.name}")):
+            yield from read_facts_of(storage, root, step, attempt)
+
+
+def read_facts_of(
+    storage: Storage, root: str, step: int, attempt: Attempt
+) -> tuple[StoredFact, ...]:
+    """Return the facts about one attempt, by name."""
+    folder = facts_folder(root, step, attempt)
+    found = []
+    for file in entries_at(storage, folder):
+        name = parse_fact(file.name)
+        if name is not None and file.kind == "file":
+            with suppress(FileNotFoundError):  # pruned since
+                one = StoredFact(step, attempt, name, file.modified_at, {})
+                found.append(_read(storage, f"{folder}/{file.name}", one))
+    return tuple(sorted(found, key=lambda one: one.name))
+
+
+def fact_about(step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]) -> Fact:
+    """Return a fact of this process."""
+    return Fact(step, attempt, kind, values, this_process(), time.time())
+
+
+def this_process() -> str:
+    """Return who puts a record, for people."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def facts_folder(root: str, step: int, attempt: Attempt) -> str:
+    """Return where the facts about an attempt lie."""
+    return f"{root}/{FACTS}/{step}/{attempt}"
+
+
+def _read(storage: Storage, file: str, one: StoredFact) -> StoredFact:
+    """Return a fact with what its file says, or why that cannot be read."""
+    try:
+        fact = decode_fact(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+    except (CorruptError, IncompatibleError) as error:
+        return replace(one, problem=str(error))
+    if (fact.step, fact.attempt, fact.kind) != (one.step, one.attempt, one.name.kind):
+        found = f"{fact.kind} of {fact.attempt}, step {fact.step}"
+        return replace(one, problem=f"{file}: it has {found}; remove it")
+    return replace(one, values=fact.values, by=fact.by)
+
+
+# --- putting ---------------------------------------------------------------------------------
+
+
+def make_record_folders(storage: Storage, root: str, folder: str) -> None:
+    """Make a folder in the root, and what is missing above it; on return the names are durable."""
+    made: list[str] = []
+    make_folders(storage, folder, made)
+    # Who made those that were there may have died before it had synced them.
+    below = {parent for parent in _above(folder) if parent.startswith(root)}
+    for parent in below | {posixpath.dirname(path) for path in made}:
+        with suppress(FileNotFoundError):  # removed since: the caller finds that out
+            storage.sync(parent)
+
+
+def _above(folder: str) -> Iterator[str]:
+    while (parent := posixpath.dirname(folder)) != folder:
+        yield parent
+        folder = parent
+
+
+def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
+    """Create a file with these bytes, durable on return. FileExistsError if another has the name.
+
+    FileNotFoundError if the folder is gone.
+    """
+    temporary, file = f"{folder}/{temporary_record(new_id())}", f"{folder}/{name}"
+    store(storage, temporary, data)
+    try:
+        storage.rename(temporary, file)
+    except (StorageError, FileNotFoundError, FileExistsError):
+        # The storage may have renamed it and lost the reply: what is there counts.
+        with suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
+            storage.remove(temporary)
+        if not _is(storage, file, data):
+            raise
+    storage.sync(folder)
+
+
+def _is(storage: Storage, file: str, data: bytes) -> bool:
+    try:
+        return read_document(storage, file, MAX_NBYTES_OF_RECORD) == data
+    except (CorruptError, FileNotFoundError):
+        return False

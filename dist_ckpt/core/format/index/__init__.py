@@ -1,0 +1,1 @@
+"""The index: the one JSON document that makes a checkpoint."""

@@ -1,0 +1,1 @@
+"""Objects files: values that are not tensors, as msgpack without code."""

@@ -1,0 +1,310 @@
+"""Plain data to msgpack. Which objects were the same object is not kept."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+    ValuesView,
+)
+from dataclasses import is_dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from typing import Any
+
+import msgpack
+
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.layout import check_shape
+from dist_ckpt.core.format.objects.plain_types import (
+    COMPLEX,
+    FACTORIES,
+    MAX_DEPTH,
+    PATHS,
+    ArrayValue,
+    Device,
+    DTypeValue,
+    Ext,
+    NumpyScalar,
+    Size,
+    check_hashes,
+    numpy_itemsize,
+)
+
+_TYPES = (
+    "dict, list, tuple, deque, set, str, bytes, int, float, bool, None, range, numpy scalars, "
+    "datetime or Path"
+)
+
+
+def encode_value(value: object, fqn: str = "value", *, around: int = 0) -> bytes:
+    """Return a value as msgpack; the same value is the same bytes on every rank.
+
+    Raises TypeError for what is not plain data, naming its place under `fqn`, its class and what
+    to do, and ValueError for what is too deep or too large. `around` levels do not count as depth.
+    """
+    try:
+        return _pack(_wire(value, -around))
+    except _RefusedError as refused:
+        place = fqn + "".join(f"[{key!r}]" for key in reversed(refused.keys))
+        raise refused.kind(f"{place} {refused.fact}") from None
+
+
+def check_plain(value: object, fqn: str) -> None:
+    """Raise the error of `encode_value` if a value cannot be stored."""
+    encode_value(value, fqn)
+
+
+class _RefusedError(Exception):
+    """What cannot be stored; `keys` grows on the way out, innermost first."""
+
+    def __init__(self, fact: str, kind: type[TypeError | ValueError] = TypeError) -> None:
+        super().__init__(fact)
+        self.fact = fact
+        self.kind = kind
+        self.keys: list[object] = []
+
+
+def _pack(wire: object) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(wire, use_bin_type=True)
+    except (ValueError, OverflowError) as error:
+        raise _RefusedError(
+            f"is too large for msgpack ({error}): store it as tensors", ValueError
+        ) from None
+    return packed
+
+
+def _wire(value: Any, depth: int) -> object:
+    if depth > MAX_DEPTH:
+        raise _RefusedError(
+            f"is nested deeper than {MAX_DEPTH} levels, or contains itself: flatten it", ValueError
+        )
+    cls = type(value)
+    encode = _ENCODERS.get(cls) or _ENCODERS_BY_NAME.get((cls.__module__, cls.__qualname__))
+    if encode is not None:
+        return encode(value, depth)
+    if cls.__module__ == "numpy" and any(base.__name__ == "generic" for base in cls.__mro__):
+        return _wire_numpy(value)
+    raise _RefusedError(_refusal(value))
+
+
+def _refusal(value: object) -> str:
+    cls = type(value)
+    name, base = cls.__name__, next((one for one in cls.__mro__[1:] if one in _ENCODERS), None)
+    tensors = ("Tensor", "ndarray")
+    if isinstance(value, enum.Enum):
+        remedy = f"store value.value, and make it again with {name}(saved)"
+    elif isinstance(value, tuple) and hasattr(cls, "_fields"):
+        remedy = f"store value._asdict(), and make it again with {name}(**saved)"
+    elif base is not None:
+        remedy = f"store {base.__name__}(value), which is what it would come back as"
+    elif is_dataclass(value) and not isinstance(value, type):
+        remedy = f"store dataclasses.asdict(value), and make it again with {name}(**saved)"
+    elif any(one.__name__ in tensors for one in cls.__mro__):
+        remedy = (
+            "in the state put it into dicts, lists and tuples alone, where tensors and arrays are "
+            "stored; in a config or metadata store value.tolist()"
+        )
+    elif line := next((line for one, line in _LINES.items() if isinstance(value, one)), None):
+        remedy = f"store {line}"
+    else:
+        remedy = (
+            f"convert it to plain data ({_TYPES}), or in the state give it state_dict and "
+            "load_state_dict"
+        )
+    return f"is a {cls.__module__}.{cls.__qualname__}, which cannot be stored: {remedy}"
+
+
+def _ext(code: int, payload: object) -> object:
+    return msgpack.ExtType(code, _pack(payload))
+
+
+def _same(value: object, depth: int) -> object:
+    return value
+
+
+def _wire_int(value: int, depth: int) -> object:
+    if -(1 << 63) <= value < 1 << 64:
+        return value
+    return msgpack.ExtType(Ext.INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
+
+
+def _wire_str(value: str, depth: int) -> object:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:  # half a surrogate pair, as in file names that are not UTF-8
+        return msgpack.ExtType(Ext.TEXT, value.encode("utf-8", "surrogatepass"))
+    return value
+
+
+def _wire_all(values: Iterable[object], depth: int) -> list[object]:
+    wires = []
+    for number, value in enumerate(values):
+        try:
+            wires.append(_wire(value, depth + 1))
+        except _RefusedError as refused:
+            refused.keys.append(number)
+            raise
+    return wires
+
+
+def _check_hashes(members: Collection[object]) -> None:
+    try:
+        check_hashes(members)
+    except ValueError as error:
+        raise _RefusedError(
+            f"cannot be stored: {error}: store a list, or a tensor", ValueError
+        ) from None
+
+
+def _wire_map(value: Mapping[object, object], depth: int) -> dict[object, object]:
+    _check_hashes(value)
+    wires = {}
+    for key, item in value.items():
+        if type(key) is not str and type(key) is not int:
+            raise _RefusedError(
+                f"has the key {key!r} of class {type(key).__name__}: use str or int keys"
+            )
+        try:
+            wires[_wire(key, depth)] = _wire(item, depth + 1)
+        except _RefusedError as refused:
+            refused.keys.append(key)
+            raise
+    return wires
+
+
+def _wire_defaultdict(value: defaultdict[object, object], depth: int) -> object:
+    for name, factory in FACTORIES.items():
+        if value.default_factory is factory:
+            return _ext(Ext.DEFAULTDICT, [name, _wire_map(value, depth)])
+    raise _RefusedError(
+        f"is a defaultdict of {value.default_factory!r}, which cannot be stored: use one of "
+        f"{', '.join(FACTORIES)}, or a dict"
+    )
+
+
+def _wire_set(value: set[object] | frozenset[object], depth: int) -> object:
+    _check_hashes(value)
+    members = []
+    for member in value:
+        try:
+            members.append(_pack(_wire(member, depth + 1)))
+        except _RefusedError as refused:
+            refused.keys.append(member)
+            raise
+    # Sorted by their bytes: a set's own order differs between processes.
+    header: bytes = msgpack.Packer().pack_array_header(len(members))
+    return msgpack.ExtType(
+        Ext.SET if type(value) is set else Ext.FROZENSET, header + b"".join(sorted(members))
+    )
+
+
+def _wire_deque(value: deque[object], depth: int) -> object:
+    return _ext(Ext.DEQUE, [value.maxlen, _wire_all(value, depth)])
+
+
+def _wire_range(value: range, depth: int) -> object:
+    return _ext(Ext.RANGE, _wire_all((value.start, value.stop, value.step), depth))
+
+
+def _wire_datetime(value: datetime) -> object:
+    zone = value.tzinfo
+    if zone is None:
+        offset = None
+    elif type(zone) is timezone:
+        delta = zone.utcoffset(None)
+        name = zone.tzname(None)
+        named = name != timezone(delta).tzname(None)
+        offset = [delta.days, delta.seconds, delta.microseconds, name if named else None]
+    else:
+        raise _RefusedError(
+            f"has the time zone {zone!r}, which cannot be stored: use "
+            "value.astimezone(datetime.timezone.utc)"
+        )
+    day = [value.year, value.month, value.day]
+    time = [value.hour, value.minute, value.second, value.microsecond, value.fold]
+    return _ext(Ext.DATETIME, [*day, *time, offset])
+
+
+def _wire_numpy(value: Any) -> object:
+    code = value.dtype.str
+    # numpy itself forgets the zeros at the end of a string.
+    padded = value.dtype.kind in "SU" and value[-1:] in ("\0", b"\0")
+    if padded or numpy_itemsize(code) is None:
+        raise _RefusedError(
+            f"is a numpy scalar of dtype {value.dtype}, which cannot be stored exactly: convert it "
+            "with .item()"
+        )
+    return _ext(Ext.NUMPY_SCALAR, [code, value.tobytes()])
+
+
+def _wire_array(value: ArrayValue) -> object:
+    try:
+        check_shape(value.shape, DTYPES[value.dtype].itemsize)
+    except ValueError as error:
+        raise _RefusedError(
+            f"is an array that cannot be stored ({error}): store it in another shape", ValueError
+        ) from None
+    return _ext(Ext.ARRAY, [value.dtype, list(value.shape), value.data, value.kind])
+
+
+# What stores others; the first that fits. The saved value makes the same again.
+_LINES: Mapping[type, str] = {
+    **dict.fromkeys((bytearray, memoryview), "bytes(value)"),
+    slice: "(value.start, value.stop, value.step)",
+    time: "value.isoformat()",
+    Mapping: "dict(value)",
+    Set: "set(value)",
+    **dict.fromkeys((Sequence, ValuesView, Iterator), "list(value)"),
+}
+
+_Encoder = Callable[[Any, int], object]
+
+_ENCODERS: Mapping[type, _Encoder] = {
+    type(None): _same,
+    bool: _same,
+    int: _wire_int,
+    float: _same,
+    str: _wire_str,
+    bytes: _same,
+    list: _wire_all,
+    dict: _wire_map,
+    tuple: lambda value, depth: _ext(Ext.TUPLE, _wire_all(value, depth)),
+    set: _wire_set,
+    frozenset: _wire_set,
+    complex: lambda value, _: msgpack.ExtType(Ext.COMPLEX, COMPLEX.pack(value.real, value.imag)),
+    OrderedDict: lambda value, depth: _ext(Ext.ORDERED_DICT, _wire_map(value, depth)),
+    Counter: lambda value, depth: _ext(Ext.COUNTER, _wire_map(value, depth)),
+    defaultdict: _wire_defaultdict,
+    deque: _wire_deque,
+    range: _wire_range,
+    datetime: lambda value, _: _wire_datetime(value),
+    date: lambda value, _: _ext(Ext.DATE, [value.year, value.month, value.day]),
+    timedelta: lambda value, _: _ext(
+        Ext.TIMEDELTA, [value.days, value.seconds, value.microseconds]
+    ),
+    **{
+        cls: lambda value, depth: _ext(
+            Ext.PATH, [type(value).__name__, _wire_str(str(value), depth)]
+        )
+        for cls in PATHS
+    },
+    Size: lambda value, _: _ext(Ext.SIZE, list(value.shape)),
+    DTypeValue: lambda value, _: _ext(Ext.DTYPE, value.name),
+    NumpyScalar: lambda value, _: _ext(Ext.NUMPY_SCALAR, [value.dtype, value.data]),
+    Device: lambda value, _: _ext(Ext.DEVICE, value.name),
+    ArrayValue: lambda value, _: _wire_array(value),
+}
+
+_ENCODERS_BY_NAME: Mapping[tuple[str, str], _Encoder] = {
+    ("torch", "Size"): lambda value, _: _ext(Ext.SIZE, list(value)),
+    ("torch", "dtype"): lambda value, _: _ext(Ext.DTYPE, str(value).removeprefix("torch.")),
+    ("torch", "device"): lambda value, _: _ext(Ext.DEVICE, str(value)),
+}

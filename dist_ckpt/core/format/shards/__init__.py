@@ -1,0 +1,1 @@
+"""Shard files: safetensors with a table of what lies where."""

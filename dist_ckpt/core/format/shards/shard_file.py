@@ -1,0 +1,363 @@
+"""Shard files: the safetensors header, with what safetensors cannot say in its `__metadata__`.
+
+A file is a u64 length, a JSON header padded with spaces up to a multiple of 4096, and the shards'
+bytes without holes. `docs/format.md` has the fields. The names of the tensors are for people and
+for other tools; our reader takes fqn, region and true dtype from `__metadata__` only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from msgspec import Raw, json
+
+from dist_ckpt.core.format import strict_json
+from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, num_blocks
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape, Span
+from dist_ckpt.core.format.index.index import MAX_STEP
+from dist_ckpt.core.format.layout import check_cell
+from dist_ckpt.core.format.shards.shard_table import (
+    DecodedShards,
+    ShardKind,
+    StoredShard,
+    entry_of,
+)
+from dist_ckpt.core.format.strict_json import (
+    VERSION,
+    Json,
+    check_version,
+    corrupt,
+    decode_dtype,
+    decode_region,
+    decode_shape,
+    integers,
+)
+from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.errors import CheckpointError, IncompatibleError
+
+ALIGNMENT = 4096
+
+# What the safetensors library refuses to open.
+MAX_HEADER_NBYTES = 100_000_000
+MAX_NAME_NBYTES = 1024
+MAX_RANK = 999_999_999
+
+_HEX = re.compile(r"[0-9a-f]*")
+
+# Without it transformers opens no file.
+_FORMAT = "pt"
+
+# What surrounds our part of the metadata in a header as `HeaderText` has it; quotes inside
+# that part are escaped.
+_OWN_START = b'{"__metadata__":'
+_OWN_DIGESTS = b',"digests":"'
+
+# Our part of the metadata.
+_FACTS = ("format", "component", "rank", "world_size", "step", "block_nbytes", "shards")
+_ROWS = list[tuple[str, str, Raw, Raw, Raw]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """What the header of one shard file says. `header_nbytes` is where the shards begin.
+
+    `step` is that of the save that wrote the file: a later checkpoint may hold it as well.
+    """
+
+    component: str
+    rank: int
+    world_size: int
+    step: int | None
+    block_nbytes: int
+    header_nbytes: int
+    shards: DecodedShards
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole file."""
+        return self.header_nbytes + (self.shards[-1].span.stop if self.shards else 0)
+
+
+def arrange(cells: Iterable[tuple[str, str, Shape, Cell]]) -> tuple[StoredShard, ...]:
+    """Put cells, given as (fqn, dtype, shape of the tensor, cell), in order and give them names.
+
+    Largest item size first, so that every shard is aligned to its own, then fqn, then cell.
+    """
+    ordered = sorted(cells, key=lambda c: (-DTYPES[c[1]].itemsize, c[0], c[3]))
+    names = _names([(fqn, shape, cell) for fqn, _, shape, cell in ordered])
+    shards, start = [], 0
+    for name, (fqn, dtype, shape, cell) in zip(names, ordered, strict=True):
+        stop = start + cell.numel * DTYPES[dtype].itemsize
+        shards.append(StoredShard(name, fqn, dtype, shape, cell, Span(start, stop)))
+        start = stop
+    return tuple(shards)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderText:
+    """A header without its step and digests, which are known only when the file is written.
+
+    `nbytes` is its room, whatever those will be.
+    """
+
+    before_step: bytes
+    before_digests: bytes
+    rest: bytes
+    num_digests: int
+    nbytes: int
+
+    def fill(self, step: int | None, digests: str) -> bytes:
+        """Return the first `nbytes` bytes of the file; there is a digest for every block."""
+        assert len(digests) == self.num_digests * BLOCK_DIGEST_CHARS, "a digest for every block"
+        text = b"".join(
+            (
+                self.before_step,
+                b"null" if step is None else b"%d" % step,
+                self.before_digests,
+                digests.encode("ascii"),
+                self.rest,
+            )
+        )
+        room = self.nbytes - 8
+        assert self.nbytes % ALIGNMENT == 0, "the shards begin aligned"
+        assert len(text) <= room, f"a header of {len(text)} bytes in a room of {room}"
+        return room.to_bytes(8, "little") + text.ljust(room, b" ")
+
+
+def header_text(
+    shards: Sequence[StoredShard], *, component: str, rank: int, world_size: int, block_nbytes: int
+) -> HeaderText:
+    """Return what the header of a file with these shards says, but for step and digests.
+
+    ValueError if it would be longer than safetensors reads.
+    """
+    facts: dict[str, Json] = {
+        "format": {"version": VERSION, "requires": []},
+        "component": component,
+        "rank": rank,
+        "world_size": world_size,
+        "step": None,
+        "block_nbytes": block_nbytes,
+    }
+    text = _header_json(facts, shards)
+    # In a string every quote is escaped, so neither of these can be part of a name.
+    step = text.index(rb"\"step\":null,") + len(rb"\"step\":")
+    digests = text.index(b'"digests":"', step) + len(b'"digests":"')
+    num_digests = sum(num_blocks(shard.span.nbytes, block_nbytes) for shard in shards)
+    before, between, rest = text[:step], text[step + len(b"null") : digests], text[digests:]
+    # 8 bytes of length, and the longest step.
+    nbytes = 8 + len(before) + len(str(MAX_STEP)) + len(between) + len(rest)
+    nbytes += num_digests * BLOCK_DIGEST_CHARS
+    nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    if nbytes - 8 > MAX_HEADER_NBYTES:
+        raise ValueError(
+            f"{len(shards)} shards of {component!r} on rank {rank} need a header of "
+            f"{nbytes - 8} bytes, more than safetensors reads; split the state over components"
+        )
+    return HeaderText(
+        before_step=before,
+        before_digests=between,
+        rest=rest,
+        num_digests=num_digests,
+        nbytes=nbytes,
+    )
+
+
+@paused_collector()
+def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> ShardFile:
+    """Return what a header says: all of `data`, from a file of `nbytes` bytes.
+
+    CorruptError, or IncompatibleError if the file is from a newer version; `what` names the file
+    in them. On return the shards fill the file without a hole and agree with safetensors' view.
+    """
+    if len(data) < 8:
+        raise corrupt(what, f"{len(data)} bytes are no safetensors file")
+    header = 8 + int.from_bytes(data[:8], "little")
+    if data.startswith(b"version https://git-lfs"):
+        raise corrupt(what, "it is a Git LFS pointer, not the file itself")
+    if header > min(nbytes, 8 + MAX_HEADER_NBYTES):
+        raise corrupt(what, f"header length {header - 8} in a file of {nbytes} bytes")
+    if header % ALIGNMENT:
+        raise corrupt(what, f"it begins with a header of {header} bytes, not a multiple of 4096")
+    if header != len(data):
+        raise corrupt(what, f"its header does not end at byte {len(data)}")
+    text = data[8:].rstrip(b" ")
+    if not text.startswith(b"{") or not text.endswith(b"}"):
+        raise corrupt(what, "its header is not one JSON object padded with spaces")
+    file = _decode_own(text, len(data), what) or _decode_any(text, len(data), what)
+    if file.nbytes != nbytes:
+        raise corrupt(what, f"{nbytes} bytes; its header says {file.nbytes}")
+    return file
+
+
+# --- encoding --------------------------------------------------------------------------------
+
+
+def _header_json(facts: Mapping[str, Json], shards: Sequence[StoredShard]) -> bytes:
+    rows: list[Json] = [
+        [shard.name, shard.fqn, shard.dtype, list(shard.shape), _encode_cell(shard.cell)]
+        for shard in shards
+    ]
+    ours = strict_json.dump({**facts, "shards": rows}).decode()
+    metadata: dict[str, Json] = {"format": _FORMAT, "dist_ckpt": ours, "digests": ""}
+    entries: dict[str, Json] = {"__metadata__": metadata}
+    for shard in shards:
+        entries[shard.name] = {
+            **entry_of(shard.dtype, shard.cell),
+            "data_offsets": [shard.span.start, shard.span.stop],
+        }
+    return strict_json.dump(entries)
+
+
+def _encode_cell(cell: Cell) -> Json:
+    if isinstance(cell, Elements):
+        return {"flat": [cell.start, cell.stop]}
+    return [list(cell.offset), list(cell.shape)]
+
+
+def _names(cells: Sequence[tuple[str, Shape, Cell]]) -> list[str]:
+    natural = [_natural_name(fqn, shape, cell) for fqn, shape, cell in cells]
+    taken = {name for name in natural if name is not None}
+    names = []
+    for number, name in enumerate(natural):
+        if name is None:
+            # In steps that no other shard of the file takes.
+            tries = (f"t{n}" for n in count(number, len(cells)))
+            name = next(name for name in tries if name not in taken)  # noqa: PLW2901
+        names.append(name)
+    return names
+
+
+def _natural_name(fqn: str, shape: Shape, cell: Cell) -> str | None:
+    """Return what people want to read, or None where it could be mistaken for another's."""
+    if fqn == "__metadata__" or fqn.endswith("]"):
+        return None
+    name = fqn if cell == Region.whole(shape) else f"{fqn}[{cell}]"
+    return name if len(name.encode("utf-8")) <= MAX_NAME_NBYTES else None
+
+
+# --- decoding --------------------------------------------------------------------------------
+
+
+def _decode_own(text: bytes, header: int, what: str) -> ShardFile | None:
+    """Decode a header that is written as `HeaderText` has it; None if it is not.
+
+    The entries for safetensors, which are most of it, are not parsed but written again.
+    """
+    start = len(_OWN_START)
+    end = text.find(b'"}', text.find(_OWN_DIGESTS) + len(_OWN_DIGESTS)) + 2
+    if not text.startswith(_OWN_START) or end < start:
+        return None
+    try:
+        file = _decode_metadata(strict_json.parse(text[start:end], what), header, what)
+    except CheckpointError:
+        return None  # `_decode_any` says what is wrong
+    shards = file.shards
+    return file if shards.can_be_entries and shards.entries() == text[end:] else None
+
+
+def _decode_any(text: bytes, header: int, what: str) -> ShardFile:
+    """Decode a header, however its JSON is written."""
+    entries = strict_json.mapping(strict_json.parse(text, what), what)
+    file = _decode_metadata(entries.pop("__metadata__", {}), header, what)
+    _check_entries(file.shards, entries, what)
+    return file
+
+
+def _decode_metadata(value: Json, header: int, what: str) -> ShardFile:
+    metadata = strict_json.mapping(value, f"{what}, __metadata__")
+    if "dist_ckpt" not in metadata:
+        raise IncompatibleError(
+            f"{what}: a safetensors file that dist_ckpt did not write; open it with safetensors"
+        )
+    ours = strict_json.string(metadata["dist_ckpt"], f"{what}, dist_ckpt")
+    facts, rows = strict_json.parse_apart(ours.encode("utf-8"), "shards", f"{what}, dist_ckpt")
+    check_version(facts, f"{what}, dist_ckpt")
+    # Before 2026-12 there was no `format`.
+    tools, _, digests = strict_json.fields(
+        {"format": _FORMAT, **metadata}, ("format", "dist_ckpt", "digests"), f"{what}, __metadata__"
+    )
+    if tools != _FORMAT:
+        raise corrupt(f"{what}, __metadata__", f"format {strict_json.shown(tools)} is not 'pt'")
+    hexes = strict_json.string(digests, what)
+    if len(hexes) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(hexes):
+        raise corrupt(what, f"{len(hexes)} characters of digests, not all of them hex")
+    what = f"{what}, dist_ckpt"
+    _, component, rank, world_size, step, block_nbytes, _ = strict_json.fields(facts, _FACTS, what)
+    world_size = strict_json.integer(world_size, 1, MAX_RANK + 1, f"{what}, world_size")
+    block_nbytes = strict_json.integer(block_nbytes, 1, 1 << 40, f"{what}, block_nbytes")
+    return ShardFile(
+        component=strict_json.string(component, f"{what}, component"),
+        rank=strict_json.integer(rank, 0, world_size - 1, f"{what}, rank"),
+        world_size=world_size,
+        step=None if step is None else strict_json.integer(step, 0, MAX_STEP, f"{what}, step"),
+        block_nbytes=block_nbytes,
+        header_nbytes=header,
+        shards=_decode_shards(rows, block_nbytes, hexes, what),
+    )
+
+
+def _decode_shards(text: bytes, block_nbytes: int, digests: str, what: str) -> DecodedShards:
+    try:
+        rows = json.decode(text, type=_ROWS)
+    except (ValueError, RecursionError) as error:
+        raise corrupt(f"{what}, shards", str(error)) from None
+    kinds = [b",".join(row[2:]) for row in rows]  # dtype, shape and cell
+    numbers = dict(zip(kinds, range(len(kinds)), strict=True))
+    texts = {kind: b"[%s]" % kind for kind in numbers}
+    facts = strict_json.parse_each(texts.values(), f"{what}, shards")
+    known = {
+        kind: _kind(facts[text], block_nbytes, f"{what}, shard {numbers[kind]}")
+        for kind, text in texts.items()
+    }
+    names, fqns = [name for name, *_ in rows], [fqn for _, fqn, *_ in rows]
+    shards = DecodedShards(names, fqns, list(map(known.__getitem__, kinds)), digests)
+    if shards.num_blocks * BLOCK_DIGEST_CHARS != len(digests):
+        count = len(digests) // BLOCK_DIGEST_CHARS
+        raise corrupt(what, f"{count} digests, but its shards have {shards.num_blocks} blocks")
+    return shards
+
+
+def _kind(facts: Json, block_nbytes: int, what: str) -> ShardKind:
+    code, sizes, region = strict_json.row(facts, 3, what)
+    dtype = decode_dtype(code, what)
+    shape = decode_shape(sizes, dtype, what)
+    cell = _decode_cell(region, shape, what)
+    nbytes = cell.numel * dtype.itemsize
+    entry = strict_json.dump(entry_of(dtype.name, cell)).decode("ascii").removesuffix("}")
+    return ShardKind(dtype.name, shape, cell, nbytes, num_blocks(nbytes, block_nbytes), entry)
+
+
+def _decode_cell(value: Json, shape: Shape, what: str) -> Cell:
+    cell: Cell
+    try:
+        if type(value) is dict:
+            (flat,) = strict_json.fields(value, ("flat",), what)
+            bounds = strict_json.row(flat, 2, what)
+            cell = Elements(*integers(bounds, what))
+        else:
+            cell = decode_region(value, what)
+        check_cell(cell, shape)
+    except ValueError as error:
+        raise corrupt(what, str(error)) from None
+    return cell
+
+
+def _check_entries(shards: Sequence[StoredShard], entries: dict[str, Json], what: str) -> None:
+    """Check that safetensors' own entries say the same as our table."""
+    if len(entries) != len(shards) or len({shard.name for shard in shards}) != len(shards):
+        raise corrupt(what, f"{len(entries)} tensors in the header, {len(shards)} in dist_ckpt")
+    for shard in shards:
+        here = f"{what}, {shard.name!r}"
+        entry = strict_json.fields(
+            entries.get(shard.name), ("dtype", "shape", "data_offsets"), here
+        )
+        dtype, shape, offsets = entry
+        told = {"dtype": dtype, "shape": [*integers(shape, here)]}
+        span = shard.span.start, shard.span.stop
+        if told != entry_of(shard.dtype, shard.cell) or integers(offsets, here) != span:
+            raise corrupt(here, f"{strict_json.shown(entry)} is not what dist_ckpt says")

@@ -1,0 +1,340 @@
+"""What one rank does before anything is read: ask, then examine what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+
+from msgspec import structs
+
+from dist_ckpt.async_save.snapshots.memory_source import KeptFiles
+from dist_ckpt.async_save.snapshots.overlay_storage import SnapshotStorage
+from dist_ckpt.core.comm.collectives.host_links import HostLinks
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.format.index.model_description import problems_of_description
+from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.loading.load_messages import (
+    Findings,
+    Found,
+    FoundCheckpoint,
+    LoadRequest,
+    bits_of,
+    short,
+)
+from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.loading.open_sources import by_checkpoint, open_all
+from dist_ckpt.core.loading.read_once.read_once_agreement import listen
+from dist_ckpt.core.loading.read_once.read_once_units import runs_of
+from dist_ckpt.core.loading.sources import Sources, SourceUse, uses_of
+from dist_ckpt.core.planning.load.load_planner import problems_of
+from dist_ckpt.core.planning.load.read_sharing import BlockWants
+from dist_ckpt.core.planning.selection import EVERYTHING, Selection, cast_of, selection_of
+from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.core.shard_io.read.open_files import OpenFiles, read_objects
+from dist_ckpt.core.shard_io.read.read_work import CellTargets
+from dist_ckpt.core.state.binding.bind import Binding, Template, bind, saved_of, survey
+from dist_ckpt.core.state.binding.sources.multi_source import Offering, merged
+from dist_ckpt.core.state.binding.sources.rename import rename_of
+from dist_ckpt.core.state.binding.sources.saved_tree import Saved
+from dist_ckpt.core.state.binding.sources.scopes import Scope, Scopes, tagged
+from dist_ckpt.core.state.tensors.plain_torch import make
+from dist_ckpt.core.state.tree.containers import MutableState
+from dist_ckpt.core.state.tree.leaves import without_frozen
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.errors import CorruptError
+from dist_ckpt.interop.registry import Opener, open_source
+from dist_ckpt.reports import LoadedSource
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCall:
+    """What a rank's call of `load` was given."""
+
+    ranks: Session
+    state: MutableState
+    path: Sources
+    options: LoadOptions
+    storage: Storage | None
+    kept: KeptFiles
+    opener: Opener | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one checkpoint is read.
+
+    `storage` serves what is kept in memory from there; `counting` counts what is not.
+    """
+
+    storage: SnapshotStorage
+    counting: CountingStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a rank asks for, its options checked: the `request`, its template, and its sources.
+
+    `uses` say what is taken of each of the `places`, and `selection` which names that is.
+    """
+
+    request: LoadRequest
+    template: Template
+    places: tuple[Place, ...]
+    uses: tuple[SourceUse, ...]
+    selection: Selection | Scopes
+
+    @property
+    def storages(self) -> list[SnapshotStorage]:
+        """The storage of each place."""
+        return [place.storage for place in self.places]
+
+    def at(self, paths: Sequence[str]) -> Asked:
+        """Return it for checkpoints that were found at `paths`: what was asked may be selectors."""
+        path = paths[0] if len(paths) == 1 else tuple(paths)
+        return replace(self, request=structs.replace(self.request, path=path))
+
+    def selection_in(self, found: Found) -> Selection | Scopes:
+        """Return the selection, with the paths of what was found."""
+        if not isinstance(self.selection, Scopes):
+            return self.selection
+        scopes = zip(self.uses, self.selection.scopes, strict=True)
+        paths = [one.path for one in found.checkpoints]
+        return replace(
+            self.selection, scopes=tuple(replace(of, path=paths[u.place]) for u, of in scopes)
+        )
+
+
+def ask(call: LoadCall) -> Asked:
+    """Look at what the caller gave. Raises ValueError or TypeError for what makes no sense."""
+    options, ranks = call.options, call.ranks
+    options.check()
+    paths, uses = uses_of(call.path)
+    template = survey(
+        call.state,
+        sharding=options.sharding,
+        rank=ranks.channel.rank,
+        world_size=ranks.channel.world_size,
+        group_ranks=ranks.group_ranks,
+    )
+    selection = _selection(options, uses, template)
+    request = LoadRequest(
+        path=paths[0] if len(paths) == 1 else paths,
+        sources=tuple((use.key, paths[use.place]) for use in uses),
+        strict=options.strict,
+        check_first=options.check_first,
+        read_once=options.read_once,
+        host=ranks.channel.host,
+        keys=tuple(template.keys.items()),
+        bulk=ranks.bulk.epoch,
+    )
+    return Asked(request, template, tuple(_place(call, path) for path in paths), uses, selection)
+
+
+def _place(call: LoadCall, path: str) -> Place:
+    # What is read twice, or by several ranks, is left to the page cache to fetch once.
+    direct_reads = call.options.read_once != "off" and not call.options.check_first
+    if call.opener is not None:
+        storage = call.opener(path)[0]
+    else:
+        storage = call.storage or open_source(path, direct_reads=direct_reads)[0]
+    counting = CountingStorage(storage)
+    with_kept = SnapshotStorage(counting)
+    with_kept.serve(call.kept.unfound)
+    return Place(with_kept, counting)
+
+
+def _selection(
+    options: LoadOptions, uses: Sequence[SourceUse], template: Template
+) -> Selection | Scopes:
+    """Return the names that a load is about. Raises TypeError or ValueError for bad patterns."""
+    asked = without_frozen(options.selection(), template.root)
+    own = [selection_of(use.source.include, use.source.exclude) for use in uses]
+    for use in uses:
+        rename_of(use.source.rename)
+        if options.rename is not None and (len(uses) > 1 or use.source.rename is not None):
+            raise ValueError(
+                "rename is given to a load from several sources, or twice: give each dc.Source "
+                "its own"
+            )
+    if len(uses) == 1 and not uses[0].key and EVERYTHING in (asked, *own):
+        return own[0] if asked == EVERYTHING else asked
+    scopes = (Scope(str(u.source.path), u.key, of) for u, of in zip(uses, own, strict=True))
+    return Scopes(asked, tuple(scopes))
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Checkpoints that fit this rank's state: what goes where, and the open files with it.
+
+    `targets` are None while memory is yet to be made. `wants` is what this rank reads, as a
+    message, and `links` lets others connect; b"" and None if the ranks can share nothing.
+    """
+
+    found: Found
+    saved: Saved
+    binding: Binding
+    files: OpenFiles
+    targets: CellTargets | None
+    links: HostLinks | None
+    wants: bytes
+
+    def names_of(self, fqns: Iterable[str]) -> tuple[str, ...]:
+        """Return the names under which the state has some tensors of the index."""
+        here: dict[str, list[str]] = {}
+        for name in self.binding.restored:
+            if (tensor := self.saved.tensor(name)) is not None:
+                here.setdefault(tensor[0], []).append(name)
+        return tuple(name for fqn in fqns for name in here.get(fqn, [fqn]))
+
+    def sources(self) -> tuple[LoadedSource, ...]:
+        """Return what came from each checkpoint."""
+        restored: list[list[str]] = [[] for _ in self.found.checkpoints]
+        for name in self.binding.restored:
+            restored[self.saved.number_of(name)].append(name)
+        return tuple(
+            LoadedSource(one.path, one.index.step, one.index.attempt, tuple(names))
+            for one, names in zip(self.found.checkpoints, restored, strict=True)
+        )
+
+
+def examine(
+    call: LoadCall, asked: Asked, found: Found, stack: ExitStack
+) -> tuple[Checked | None, Findings]:
+    """Bind, plan, and open what will be read; nothing live changes.
+
+    None if there are problems. `stack` gets what is to be closed after the load.
+    """
+    options, ranks = call.options, call.ranks
+    from_memory = _serve(call, asked, found, stack)
+    selection = asked.selection_in(found)
+    contents = [
+        _contents(storage, one)
+        for storage, one in zip(asked.storages, found.checkpoints, strict=True)
+    ]
+    saved = _saved(options, asked, selection, found, contents)
+    with paused_collector():
+        binding = bind(
+            asked.template,
+            saved,
+            strict=options.strict,
+            selection=selection,
+            keys=found.keys,
+            cast=cast_of(options.cast),
+        )
+        wanted = by_checkpoint(binding.wanted, saved)
+        problems = (
+            *_of_description(options, found, contents),
+            *binding.problems,
+            *(
+                problem
+                for one, some in zip(found.checkpoints, wanted, strict=False)
+                for problem in problems_of(one.index.catalog, some)
+            ),
+        )
+        unclaimed = bits_of(binding.unclaimed, _names(found, saved))
+        if problems:
+            return None, Findings(problems, binding.unmatched, unclaimed)
+    files = open_all(
+        asked.storages,
+        found.checkpoints,
+        wanted,
+        saved,
+        threads=ranks.config.threads,
+        stack=stack,
+    )
+    targets = None if binding.makes_memory else binding.allocate()
+    links, wants = None, b""
+    if found.meeting:
+        links = listen(ranks, found.meeting, stack)
+        wants = typed_msgpack.encode(BlockWants.of(ranks.channel.host, runs_of(files)))
+    findings = Findings(
+        unmatched=binding.unmatched,
+        unclaimed=unclaimed,
+        makes_memory=binding.makes_memory,
+        places=binding.places,
+        loads_objects=binding.loads_objects,
+        wants=short(wants, ranks.channel.world_size),
+        from_memory=from_memory,
+    )
+    checked = Checked(found, saved, binding, files, targets, links, wants)
+    return checked, findings
+
+
+def _serve(call: LoadCall, asked: Asked, found: Found, stack: ExitStack) -> bool:
+    """Let what is in memory be read from there; say whether anything is."""
+    any_kept = False
+    for storage, one in zip(asked.storages, found.checkpoints, strict=True):
+        kept = call.kept.found(one.path, one.index, stack)
+        storage.serve(kept)
+        any_kept = any_kept or bool(kept)
+    return any_kept
+
+
+# The main objects file of a checkpoint, and what reads those of its ranks.
+_MainAndOthers = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
+
+
+def _of_description(
+    options: LoadOptions, found: Found, contents: Sequence[_MainAndOthers]
+) -> Iterator[str]:
+    """Yield what is otherwise in a checkpoint's kind and configuration than who loads it has."""
+    for one, (main, _) in zip(found.checkpoints, contents, strict=True):
+        of_one = f"{one.path}, " if len(contents) > 1 else ""
+        for problem in problems_of_description(main.metadata, options.config, options.kind):
+            yield of_one + problem
+
+
+def _saved(
+    options: LoadOptions,
+    asked: Asked,
+    selection: Selection | Scopes,
+    found: Found,
+    contents: Sequence[_MainAndOthers],
+) -> Saved:
+    """Return what the checkpoints hold, under the names of the state."""
+    with paused_collector():
+        each = [
+            saved_of(
+                found.checkpoints[use.place].index.catalog,
+                *contents[use.place],
+                rename=options.rename if use.source.rename is None else use.source.rename,
+            )
+            for use in asked.uses
+        ]
+        if not isinstance(selection, Scopes):
+            return each[0]
+        offers = [
+            Offering(use.place, saved, scope)
+            for use, saved, scope in zip(asked.uses, each, selection.scopes, strict=True)
+        ]
+        return merged(offers, [one.path for one in found.checkpoints])
+
+
+def _contents(storage: Storage, one: FoundCheckpoint) -> _MainAndOthers:
+    folder = f"{one.path}/{one.attempt.name}"
+
+    def read(rank: int) -> ObjectsFile:
+        return _read_objects(storage, folder, one.index, filenames.objects_file(rank))
+
+    return _read_objects(storage, folder, one.index, filenames.OBJECTS), cache(read)
+
+
+def _names(found: Found, saved: Saved) -> Sequence[str]:
+    """Return the names of all that was saved, as `Binding.unclaimed` has them."""
+    if not saved.origins:
+        return found.names
+    every = enumerate(found.checkpoints)
+    return [tagged(number, name) for number, one in every for name in one.names]
+
+
+def _read_objects(storage: Storage, folder: str, index: Index, name: str) -> ObjectsFile:
+    for record in index.objects:
+        if record.name == name:
+            return read_objects(storage, folder, record, make=make)
+    raise CorruptError(f"{folder}: the index lists no {name}; load an older checkpoint")

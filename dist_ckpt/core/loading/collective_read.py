@@ -1,0 +1,129 @@
+"""Reading what others have planned, by the ranks of a group together: check, prepare, read.
+
+These are the last steps of a load, for callers with a plan of their own: nothing is bound to a
+state, and nothing placed. As in a load no byte lands anywhere before every rank has opened its
+files, what several ranks of a host want is read once, and an error of one rank is everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.loading.load_messages import in_common, short
+from dist_ckpt.core.loading.read_once.read_once import read_shared
+from dist_ckpt.core.loading.read_once.read_once_agreement import (
+    Apart,
+    Meeting,
+    listen,
+    wants_of_all,
+)
+from dist_ckpt.core.loading.read_once.read_once_units import runs_of
+from dist_ckpt.core.planning.load.read_sharing import BlockWants
+from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.open_files import OpenFiles
+from dist_ckpt.core.shard_io.read.read_work import CellTargets
+from dist_ckpt.reports import Phases
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFiles:
+    """The open files that a rank reads, and where their cells go."""
+
+    files: OpenFiles
+    targets: CellTargets
+
+
+class _Wants(Message, frozen=True):
+    """What one rank reads, None if it is too long to be told here; `bulk` numbers connections."""
+
+    wants: bytes | None
+    bulk: int
+
+
+class _InCommon(Message, frozen=True):
+    """Whether ranks share what they read, and what each wants, if that is not yet to be told."""
+
+    shares: bool
+    wants: tuple[bytes, ...]
+    bulk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """The ranks that read together, and how. `phases` tell what took how long on this rank.
+
+    `meeting` is a name that this reading alone has, the same on all ranks; with "" nothing is
+    shared.
+    """
+
+    ranks: Session
+    phases: Phases
+    meeting: str
+
+
+def read_together(
+    together: Together,
+    open_files: Callable[[], OwnFiles],
+    there: Callable[[], AbstractContextManager[None]],
+) -> tuple[int, int]:
+    """Fill the targets of each rank. Collective: every rank of the session calls this.
+
+    `open_files` touches no target; `there` surrounds all that is done with files. Returns how many
+    bytes came from storage, and how many from other ranks of the host; all ranks have all that
+    they want then. Raises on all ranks what `open_files` or `Reading.run` raises on one.
+    """
+    ranks, phases = together.ranks, together.phases
+    with ExitStack() as stack:
+        with phases.phase("check"):
+            opened, shared = _meet(ranks, together.meeting, open_files, there, stack)
+        with phases.phase("read"), ranks.channel.exchange("read"), there():
+            reading = Reading(opened.files, opened.targets, verify=True, slots=ranks.slots)
+            return run(ranks, shared, reading)
+
+
+def run(ranks: Session, shared: Meeting | None, reading: Reading) -> tuple[int, int]:
+    """Do a reading, of which `shared` is what other ranks want too; see `read_shared`."""
+    try:
+        if shared is None:
+            return reading.run(ranks.config.threads), 0
+        return read_shared(shared, reading)
+    except BaseException:
+        if shared is not None:
+            shared.give_up()
+        raise
+
+
+def _meet(
+    ranks: Session,
+    meeting: str,
+    open_files: Callable[[], OwnFiles],
+    there: Callable[[], AbstractContextManager[None]],
+    stack: ExitStack,
+) -> tuple[OwnFiles, Meeting | None]:
+    """Open the files, tell what is wanted of them, and link the ranks that want the same."""
+    with ranks.channel.exchange("check") as checking:
+        with there():
+            opened = open_files()
+        stack.callback(opened.files.close)
+        links = listen(ranks, meeting, stack) if meeting else None
+        of_rank = BlockWants.of(ranks.channel.host, runs_of(opened.files)) if meeting else None
+        own = b"" if of_rank is None else typed_msgpack.encode(of_rank)
+        if told := checking.gather(_Wants(short(own, ranks.channel.world_size), ranks.bulk.epoch)):
+            shares, wants = in_common([one.wants for one in told], between_hosts=False)
+            checking.decide(_InCommon(shares, tuple(wants), max(one.bulk for one in told)))
+    common = checking.result(_InCommon)
+    ranks.bulk.renew(common.bulk)
+    if not common.shares:
+        return opened, None
+    with ranks.channel.exchange("prepare") as preparing:
+        every = wants_of_all(ranks, common.wants, own)
+        shared = Meeting.of(ranks, opened.files, links, every, between_hosts=False, stack=stack)
+        if apart := preparing.gather(shared.missed):
+            preparing.decide(shared.judge(apart))
+    shared = shared.settle(preparing.result(Apart))
+    return opened, shared if any(shared.units.values()) else None

@@ -1,0 +1,1 @@
+"""What several ranks want is fetched once, checked, and handed on."""

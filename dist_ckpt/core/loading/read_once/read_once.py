@@ -1,0 +1,229 @@
+"""Read once: what several ranks want is fetched by one of them, checked, and handed on.
+
+The fetcher of a unit reads it into a slot of its memory and checks it. On its host it then tells
+the ranks that want it; they copy out of that slot and say when they are done. To each other host
+it sends the unit once, into a slot of the rank there that hands it on in the same way. A slot is
+free again when all are done with it. Reading, checking, handing on and placing overlap.
+
+One thread of a rank decides and copies (`SharedReading._decide`), others read. None of that waits
+for another rank: a fetch begins when a slot is free, a copy when the unit is there. So whatever a
+host has is copied, and its slots get free. Those threads that send and receive do wait, but all
+ranks go through the units in one order, and have slots of their own for what they receive: of all
+units that are not everywhere yet, the first has its fetcher's and its receivers' next slots. So no
+order in which ranks get on can block them. The thread that has called watches the one that decides,
+which watches all others: so any of them may hang, and all ranks learn it.
+
+What the deciding thread does side by side are generators, such as one for each slot: each goes on
+as far as it can, and yields where it has to wait for an end of a call or a word of another rank.
+
+A rank that meets an error gives up: it closes its links. So does the system when a rank dies. Who
+still waits for that rank raises a fallout, and closes its links too. A rank that is frozen is
+noticed by its heartbeat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+
+from dist_ckpt.core.loading.read_once.read_once_agreement import Meeting
+from dist_ckpt.core.loading.read_once.read_once_transfer import HostFlow, receive, send
+from dist_ckpt.core.loading.read_once.read_once_units import SharedWork, UnitPart, num_slots
+from dist_ckpt.core.runtime.threads import WORK_STALL_S, DaemonThreads, Watch, each
+from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.block_reads import BlockRead
+from dist_ckpt.core.shard_io.read.open_files import OpenFile
+from dist_ckpt.core.shard_io.read.small_shards import Row
+from dist_ckpt.errors import StorageError
+
+# How often who waits looks after the ranks that it waits for, and after its own calls.
+LOOK_S = 1.0
+
+
+def read_shared(meeting: Meeting, reading: Reading) -> tuple[int, int]:
+    """Do what `Reading.run` does, but what is shared is fetched once.
+
+    Returns how many bytes came from storage, and how many from other ranks. Collective: every rank
+    of `meeting` calls this. It raises the same, and FalloutError if another rank gives up or is
+    lost.
+    """
+    work = _work_of(meeting, reading)
+    with reading.telling_touched():
+        SharedReading(meeting, work, reading).run()
+    return work.nbytes_moved()
+
+
+def verify_shared(meeting: Meeting, reading: Reading) -> None:
+    """Check what this rank would fetch in a shared reading; the others check the rest."""
+    work = _work_of(meeting, reading)
+    fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
+    reads = chain(work.own_reads(), fetched)
+    with reading.telling_touched():
+        each(lambda one: reading.read(*one), reads, threads=meeting.ranks.config.threads)
+
+
+def _work_of(meeting: Meeting, reading: Reading) -> SharedWork:
+    rank = meeting.ranks.channel.rank
+    return SharedWork(rank, reading.files, reading.targets, meeting.units)
+
+
+class SharedReading:
+    """One rank's side of a shared reading."""
+
+    def __init__(self, meeting: Meeting, work: SharedWork, reading: Reading) -> None:
+        links, threads = meeting.links, meeting.ranks.config.threads
+        assert links is not None, "there are units"
+        self._work = work
+        self._reading = reading
+        self._meeting = meeting
+        self._channel, self._collective = meeting.ranks.channel, meeting.ranks.bulk
+        self._num_slots = num_slots(between_hosts=meeting.between_hosts)
+        self._most_own = 2 * threads
+        self._decider = _Crew(1, links.wake)
+        self._readers = _Crew(threads, links.wake)
+        self._couriers = _Crew(2 * self._num_slots, links.wake)
+        self._host = HostFlow(work, reading, links)
+        self._links = links
+
+    def run(self) -> None:
+        """Do all of it; after an error no other rank goes on waiting for this one."""
+        try:
+            self._links.accept(self._meeting.partners)
+            for _ in self._decider.call(self._decide):
+                self._decider.check(LOOK_S)
+        except BaseException:
+            # This ends the deciding thread too, unless it hangs in a copy.
+            self._meeting.give_up()
+            raise
+        finally:
+            until = time.monotonic() + WORK_STALL_S
+            self._decider.end(until)
+            self._readers.end(until)
+            # They touch nothing but this rank's memory.
+            self._couriers.end(time.monotonic() + LOOK_S)
+
+    def _decide(self) -> None:
+        """Decide and copy until all is done; who waits for that is told of each step."""
+        offsets = range(0, 2 * self._num_slots * self._work.slot_nbytes, self._work.slot_nbytes)
+        to_fetch, to_receive = self._work.fetched(), self._work.relayed()
+        own = self._work.own_reads()
+        next_look = time.monotonic() + LOOK_S
+        for _ in together(
+            # First what others wait for. All slots take their units from one iterator, in order.
+            *(self._fetch(offset, to_fetch) for offset in offsets[: self._num_slots]),
+            *(self._receive(offset, to_receive) for offset in offsets[self._num_slots :]),
+            *(self._read(own) for _ in range(self._most_own)),
+            self._host.take(),
+        ):
+            self._host.check_gone()
+            if time.monotonic() >= next_look:
+                self._channel.watch(sorted(self._host.awaited() | self._couriers.awaited()))
+                self._readers.check()
+                next_look = time.monotonic() + LOOK_S
+            self._decider.put_off()
+            self._host.hear(LOOK_S)
+
+    def _fetch(self, offset: int, parts: Iterator[UnitPart]) -> Iterator[None]:
+        """Fetch units into a slot, one after another; each is handed on to all that want it."""
+        for part in parts:
+            data = self._host.slot(offset, part)
+            yield from self._readers.call(partial(_fetch, self._reading, part, data))
+            yield from together(self._send(part, data), self._host.hand_on(offset, part))
+
+    def _send(self, part: UnitPart, data: memoryview) -> Iterator[None]:
+        if agents := part.unit.agents:
+            yield from self._couriers.call(partial(send, self._collective, part, data), agents)
+
+    def _receive(self, offset: int, parts: Iterator[UnitPart]) -> Iterator[None]:
+        """Receive units into a slot, one after another, and hand them on on this host."""
+        for part in parts:
+            data = self._host.slot(offset, part)
+            work = partial(receive, self._collective, part, data, self._reading)
+            yield from self._couriers.call(work, (part.unit.fetcher,))
+            yield from self._host.hand_on(offset, part)
+
+    def _read(self, reads: Iterator[tuple[OpenFile, Row | BlockRead]]) -> Iterator[None]:
+        """Do one after another what only this rank wants."""
+        for file, read in reads:
+            yield from self._readers.call(partial(self._reading.read, file, read))
+
+
+def _fetch(reading: Reading, part: UnitPart, data: memoryview) -> None:
+    for read, place in part.places(data):
+        reading.fetch(part.file, read, place)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What another thread does; `ranks` are waited for in it, and after `until` it hangs."""
+
+    ranks: Sequence[int]
+    until: float = field(default_factory=lambda: time.monotonic() + WORK_STALL_S)
+    watch: Watch = field(default_factory=Watch)
+    future: Future[object] = field(default_factory=Future)
+
+
+class _Crew:
+    """Threads, and the calls they are at; the end of each wakes who decides."""
+
+    def __init__(self, threads: int, wake: Callable[[], None]) -> None:
+        self._pool = DaemonThreads(threads)
+        self._wake = wake
+        self._calls: list[_Call] = []
+
+    def call(self, work: Callable[[], object], ranks: Sequence[int] = ()) -> Iterator[None]:
+        """Have a thread do this, and yield until it is done; raises what it raises."""
+        call = _Call(ranks)
+        self._calls.append(call)
+        self._pool.submit(partial(call.watch.over, work), call.future)
+        call.future.add_done_callback(lambda _: self._wake())
+        while not call.future.done():
+            yield
+        self._calls.remove(call)
+        call.future.result(timeout=0)
+
+    def awaited(self) -> set[int]:
+        """Return the ranks that its calls wait for."""
+        return {rank for call in self._calls for rank in call.ranks}
+
+    def put_off(self) -> None:
+        """Let the time after which its calls hang begin now."""
+        for call in self._calls:
+            call.until = time.monotonic() + WORK_STALL_S
+
+    def check(self, wait_s: float = 0.001) -> None:
+        """Wait a moment for the end of each call; StorageError if one hangs."""
+        for call in self._calls:
+            fact = call.watch.wait_for(call.future, time.monotonic() + wait_s)
+            if fact is None and not call.future.done() and time.monotonic() > call.until:
+                fact = (
+                    "the storage or the device did not answer; look at their health, then try again"
+                )
+            if fact is not None:
+                raise StorageError(fact)
+
+    def end(self, until: float) -> None:
+        """Take back the calls that have not begun, and wait for the others."""
+        # This may return with calls still stuck in the kernel; nothing can end them.
+        for call in self._calls:
+            call.future.cancel()
+            call.watch.wait_for(call.future, until)
+        self._pool.close()
+
+
+def together(*ways: Iterator[None]) -> Iterator[None]:
+    """Let several go on until all are at their end; yield whenever none can go on by itself."""
+    going = list(ways)
+    while going := [one for one in going if _goes_on(one)]:
+        yield
+
+
+def _goes_on(one: Iterator[None]) -> bool:
+    """Let it go on as far as it can; say whether it waits there."""
+    for _ in one:
+        return True
+    return False

@@ -1,0 +1,68 @@
+"""Which of many boxes a box has elements in common with, without looking at all of them.
+
+Boxes that tile a tensor irregularly are sorted into a tree, halved each time along the dimension
+in which the most of them stand side by side. What a search costs grows with what it finds and with
+the logarithm of the number of boxes, unless it is for a needle that lies across many of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import lt, sub, truediv
+
+from dist_ckpt.core.format.geometry import Region, Shape
+
+# With fewer, to look at each costs less than to descend.
+_LEAF_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _BoxNode:
+    """The numbers of some boxes, all of which lie between two corners; or two such nodes."""
+
+    start: Shape
+    stop: Shape
+    numbers: tuple[int, ...]
+    halves: tuple[_BoxNode, ...]
+
+
+class BoxTree:
+    """Boxes to search, known by their numbers. Empty boxes are never found."""
+
+    def __init__(self, boxes: Sequence[Region]) -> None:
+        self._corners = [(box.offset, box.stop) for box in boxes]
+        held = [number for number, box in enumerate(boxes) if box.numel]
+        self._root = self._node(held) if held else None
+
+    def meeting(self, box: Region) -> list[int]:
+        """Return the numbers, ascending, of the boxes that have elements of this one."""
+        start, stop = box.offset, box.stop
+        if self._root is None or box.numel == 0:
+            return []
+        found: list[int] = []
+        nodes = [self._root]
+        while nodes:
+            node = nodes.pop()
+            if all(map(lt, node.start, stop)) and all(map(lt, start, node.stop)):
+                nodes += node.halves
+                for number in node.numbers:
+                    first, last = self._corners[number]
+                    if all(map(lt, first, stop)) and all(map(lt, start, last)):
+                        found.append(number)
+        return sorted(found)
+
+    def _node(self, numbers: list[int]) -> _BoxNode:
+        starts, stops = zip(*(self._corners[number] for number in numbers), strict=True)
+        start = tuple(map(min, zip(*starts, strict=True)))
+        stop = tuple(map(max, zip(*stops, strict=True)))
+        if len(numbers) <= _LEAF_SIZE or not start:
+            return _BoxNode(start, stop, tuple(numbers), ())
+        # How many boxes of the usual size stand side by side, but for a factor that all share.
+        lengths = map(sub, map(sum, zip(*stops, strict=True)), map(sum, zip(*starts, strict=True)))
+        abreast = list(map(truediv, map(sub, stop, start), lengths))
+        dim = abreast.index(max(abreast))
+        ordered = sorted(numbers, key=lambda number: self._corners[number][0][dim])
+        middle = len(ordered) // 2
+        halves = self._node(ordered[:middle]), self._node(ordered[middle:])
+        return _BoxNode(start, stop, (), halves)

@@ -1,0 +1,1 @@
+"""The load planner: stored cells meet wanted cells."""

@@ -1,0 +1,152 @@
+"""The index and the cells that a rank wants -> what to read from where. Resharding is only here.
+
+A stored cell and a wanted one are cut into boxes, and each pair of boxes with common elements is
+one item. Which stored cells can meet a box is found by bisection in the layout's cuts, or in a tree
+of its boxes, and done once for all tensors that have the same layout and want the same cells.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from operator import mul
+
+from dist_ckpt.core.format.geometry import Cell, Piece, Region, Shape, pieces, row_major_strides
+from dist_ckpt.core.format.index.index import Catalog, Index
+from dist_ckpt.core.format.layout import Cut, Flat, Grid, Regions, check_cell
+from dist_ckpt.core.planning.box_tree import BoxTree
+from dist_ckpt.core.planning.plan import LoadPlan, Match, ReadItem, Wanted
+from dist_ckpt.errors import CorruptError
+
+# The numbers, ascending, of the cells of a layout that a box may have elements of.
+_Candidates = Callable[[Region], Iterable[int]]
+
+
+def problems_of(catalog: Catalog, wanted: Iterable[Wanted]) -> tuple[str, ...]:
+    """Return why the wanted tensors cannot be loaded: names, shapes, dtypes, cells; all of them."""
+    problems = []
+    fitting: set[tuple[tuple[Cell, ...], Shape]] = set()
+    for want in wanted:
+        record = catalog.tensors.get(catalog.aliases.get(want.fqn, want.fqn))
+        if record is None:
+            problems.append(f"{want.fqn}: the checkpoint has no tensor of this name")
+            continue
+        if want.dtype != record.dtype:
+            problems.append(
+                f"{want.fqn}: saved as {record.dtype}, wanted as {want.dtype}; "
+                "nothing is cast: make the tensor with the saved dtype and cast it after the load"
+            )
+        if want.shape != record.shape:
+            problems.append(
+                f"{want.fqn}: saved with shape {list(record.shape)}, wanted with {list(want.shape)}"
+            )
+            continue
+        if (want.cells, record.shape) in fitting:
+            continue
+        wrong = tuple(_wrong_cells(want.cells, record.shape))
+        problems += [f"{want.fqn}: {what} is wanted" for what in wrong]
+        if not wrong:
+            fitting.add((want.cells, record.shape))
+    return tuple(problems)
+
+
+def _wrong_cells(cells: Iterable[Cell], shape: Shape) -> Iterator[str]:
+    for cell in cells:
+        try:
+            check_cell(cell, shape)
+        except ValueError as error:
+            yield str(error)
+
+
+def plan_load(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
+    """Return what to read to fill the wanted cells: only what is needed, file by file.
+
+    There must be no `problems_of` them. Raises CorruptError if the index names no file for a cell
+    that is needed.
+    """
+    catalog = index.catalog
+    files = {(file.component, file.rank): number for number, file in enumerate(index.files)}
+    candidates: dict[tuple[int, Shape], _Candidates] = {}
+    known: dict[tuple[int, Shape, tuple[Cell, ...]], tuple[tuple[int, Match], ...]] = {}
+    items: dict[int, list[ReadItem]] = {}
+    for want in wanted:
+        tensor = catalog.aliases.get(want.fqn, want.fqn)
+        record = catalog.tensors[tensor]
+        layout = catalog.layouts[record.layout]
+        key = record.layout, record.shape, want.cells
+        matches = known.get(key)
+        if matches is None:
+            if key[:2] not in candidates:
+                candidates[key[:2]] = _candidates(layout.cut, record.shape)
+            found = _matches(layout.cut, record.shape, want.cells, candidates[key[:2]])
+            matches = known[key] = tuple(found)
+        for number, match in matches:
+            holder = layout.holder(number, record.rotation)
+            file = files.get((record.component, holder))
+            if file is None:
+                component = catalog.components[record.component].name
+                raise CorruptError(
+                    f"{tensor}[{match.stored}]: the index of {index.attempt} has no file of rank "
+                    f"{holder} for component {component!r}; load an older checkpoint"
+                )
+            items.setdefault(file, []).append(ReadItem(want.fqn, tensor, record.dtype, match))
+    return {file: tuple(items[file]) for file in sorted(items)}
+
+
+def _matches(
+    cut: Cut, shape: Shape, cells: Sequence[Cell], candidates: _Candidates
+) -> Iterator[tuple[int, Match]]:
+    """Return the matches of wanted cells, each with the number of the stored cell."""
+    sources: dict[int, tuple[Piece, ...]] = {}
+    for part, cell in enumerate(cells):
+        for target in pieces(cell, shape):
+            if target.region.numel == 0:
+                continue
+            for number in candidates(target.region):
+                if number not in sources:
+                    sources[number] = tuple(pieces(cut.cell(number), shape))
+                for source in sources[number]:
+                    common = _common_of(source.region, target.region)
+                    if common is not None:
+                        yield number, Match.of(cut.cell(number), source, part, cell, target, common)
+
+
+def _common_of(a: Region, b: Region) -> Region | None:
+    # Most cells are wanted whole: to see that later, one look at the identity is enough.
+    return a if a == b else a.intersect(b)
+
+
+def _candidates(cut: Cut, shape: Shape) -> _Candidates:
+    match cut:
+        case Grid():
+            return _in_grid(cut)
+        case Flat():
+            return _in_flat(cut, shape)
+        case Regions():
+            return BoxTree(cut.regions).meeting
+
+
+def _in_grid(grid: Grid) -> _Candidates:
+    strides = row_major_strides(tuple(len(cut) - 1 for cut in grid.cuts))
+
+    def candidates(box: Region) -> Iterator[int]:
+        ranges = [
+            range(bisect_right(cut, start) - 1, bisect_left(cut, stop))
+            for cut, start, stop in zip(grid.cuts, box.offset, box.stop, strict=True)
+        ]
+        for place in product(*ranges):
+            yield sum(map(mul, place, strides))
+
+    return candidates
+
+
+def _in_flat(flat: Flat, shape: Shape) -> _Candidates:
+    strides = row_major_strides(shape)
+
+    def candidates(box: Region) -> Iterable[int]:
+        first = sum(map(mul, box.offset, strides))
+        last = first + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
+        return range(bisect_right(flat.cuts, first) - 1, bisect_right(flat.cuts, last))
+
+    return candidates

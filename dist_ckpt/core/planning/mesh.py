@@ -1,0 +1,258 @@
+"""Which cells of a tensor each rank of a mesh holds.
+
+Placements apply from left to right: each cuts the list of indices that the placements before it
+have left of its dimension. A rank holds the product, over the dimensions, of what is left. The
+indices of a dimension are kept as ascending runs, so that a strided shard is a few runs.
+
+torch defines `_StridedShard` axis by axis, like that. FSDP2 over TP, for which it was made, cuts
+the other way round: TP first, then FSDP what TP left. Both give the same cells where sizes divide
+evenly; where they do not, torch's placements still say the first while the memory holds the second.
+Which it is shows only in the shape of the local tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import assert_never
+
+from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape, joined, row_major_strides
+from dist_ckpt.core.format.layout import Flat, Grid, Layout
+from dist_ckpt.core.planning.plan import (
+    Flattened,
+    Mesh,
+    Parts,
+    Placed,
+    Placement,
+    Replicate,
+    Ruled,
+    Shard,
+    StridedShard,
+    View,
+    Whole,
+)
+
+# Ascending, disjoint, not empty, and not touching.
+IndexRuns = tuple[range, ...]
+
+
+def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
+    """Return the cells of a tensor of global `shape` that a rank holds, in its memory's order.
+
+    A strided shard is several boxes; the local tensor is their product, row-major, so the boxes
+    come in row-major order too. Nothing is held outside the mesh and where the local shard is
+    empty, but an empty tensor is held, as one empty cell, by every rank of its mesh. What a rank
+    holds under a `Ruled` view depends on the other ranks: ask the plan.
+    """
+    match view:
+        case Whole():
+            return (Region.whole(shape),)
+        case Parts():
+            return view.cells
+        case Placed():
+            return _placed_cells(view, rank, shape)
+        case Flattened():
+            return _flat_cells(view.mesh, rank, shape)
+        case Ruled():
+            raise ValueError("what a rank holds under a ShardingConfig is known to the plan only")
+        case _:
+            assert_never(view)
+
+
+def layout_of(view: Placed | Flattened, shape: Shape) -> Layout:
+    """Return how a mesh cuts a tensor of global `shape`, and which ranks hold each cell."""
+    if 0 in shape:
+        return whole_layout(shape, view.mesh.ranks)
+    if isinstance(view, Flattened):
+        return _flat_layout(view.mesh, shape)
+    cuts, positions = [], []
+    strides = row_major_strides(view.mesh.shape)
+    cutting = axes_of(view.placements, len(shape))
+    for size, axes in zip(shape, cutting, strict=True):
+        parts: list[IndexRuns] = [(range(size),)]
+        for axis in axes:
+            placement, count = view.placements[axis], view.mesh.shape[axis]
+            parts = [part for runs in parts for part in _split(runs, placement, count)]
+        starts = sorted((run.start, n) for n, runs in enumerate(parts) for run in runs)
+        at = positions_of(axes, view.mesh.shape, strides)
+        cuts.append((*(start for start, _ in starts), size))
+        positions.append([at[n] for _, n in starts])
+    used = {axis for axes in cutting for axis in axes}
+    free = [axis for axis in range(len(view.mesh.shape)) if axis not in used]
+    replicas = positions_of(free, view.mesh.shape, strides)
+    return Layout(Grid(tuple(cuts)), holders_of(view.mesh.ranks, positions, replicas))
+
+
+def whole_layout(shape: Shape, ranks: Iterable[int]) -> Layout:
+    """Return the layout of a tensor that each of these ranks holds whole."""
+    return Layout(Grid(tuple((0, n) for n in shape)), (tuple(sorted(ranks)),))
+
+
+def axes_of(placements: tuple[Placement, ...], ndim: int) -> tuple[tuple[int, ...], ...]:
+    """Return for each dimension the mesh axes that cut it, in the order in which they do."""
+    axes: list[list[int]] = [[] for _ in range(ndim)]
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Replicate):
+            axes[placement.dim].append(axis)
+    return tuple(map(tuple, axes))
+
+
+# Tensors repeat, and to cut one costs as much as its mesh has ranks.
+@lru_cache(maxsize=4096)
+def _placed_cells(view: Placed, rank: int, shape: Shape) -> tuple[Cell, ...]:
+    mesh = view.mesh
+    if rank not in mesh.ranks:
+        return ()
+    if 0 in shape:
+        return (Region.whole(shape),)
+    position, strides = mesh.ranks.index(rank), row_major_strides(mesh.shape)
+    left: list[IndexRuns] = []
+    for size, axes in zip(shape, axes_of(view.placements, len(shape)), strict=True):
+        runs: IndexRuns = (range(size),)
+        for axis in axes:
+            count = mesh.shape[axis]
+            runs = _split(runs, view.placements[axis], count)[position // strides[axis] % count]
+        left.append(runs)
+    return tuple(
+        Region(tuple(run.start for run in box), tuple(map(len, box))) for box in product(*left)
+    )
+
+
+def _split(runs: IndexRuns, placement: Placement, count: int) -> list[IndexRuns]:
+    """Return what each of `count` ranks along a mesh axis has of the indices in `runs`."""
+    if isinstance(placement, Shard):
+        return _chunk(runs, count)
+    assert isinstance(placement, StridedShard), placement
+    # As torch does: cut into `split_factor` chunks as if another axis had come first, and give
+    # each rank its part of every chunk.
+    chunks = [_chunk(chunk, count) for chunk in _chunk(runs, placement.split_factor) if chunk]
+    return [tuple(joined(run for chunk in chunks for run in chunk[n])) for n in range(count)]
+
+
+def _chunk(runs: IndexRuns, count: int) -> list[IndexRuns]:
+    """Cut a list of indices into `count` parts as `torch.chunk` does; the last may be empty."""
+    size = -(-sum(map(len, runs)) // count)
+    parts: list[list[range]] = [[] for _ in range(count)]
+    done = 0
+    for run in runs:
+        left = run
+        while left:
+            number, inside = divmod(done, size)
+            part = left[: size - inside]
+            parts[number].append(part)
+            done += len(part)
+            left = left[len(part) :]
+    return [tuple(part) for part in parts]
+
+
+def positions_of(axes: Sequence[int], sizes: Shape, strides: Shape) -> list[int]:
+    """Return the places in a mesh's ranks of all coordinates on these axes, the others being 0."""
+    steps = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in axes]
+    return [sum(place) for place in product(*steps)]
+
+
+def holders_of(
+    ranks: Shape, positions: Sequence[Sequence[int]], replicas: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the holders of every cell: `positions[d][i]` is where dimension d's cut i lies."""
+    cells = map(sum, product(*positions))
+    if len(replicas) == 1:
+        return tuple((ranks[cell],) for cell in cells)
+    return tuple(tuple(sorted([ranks[cell + n] for n in replicas])) for cell in cells)
+
+
+def _flat_cells(mesh: Mesh, rank: int, shape: Shape) -> tuple[Cell, ...]:
+    if rank not in mesh.ranks:
+        return ()
+    if (numel := prod(shape)) == 0:
+        return (Region.whole(shape),)
+    size = -(-numel // len(mesh.ranks))
+    number = mesh.ranks.index(rank)
+    start, stop = min(numel, size * number), min(numel, size * (number + 1))
+    return (Elements(start, stop),) if start < stop else ()
+
+
+def _flat_layout(mesh: Mesh, shape: Shape) -> Layout:
+    numel = prod(shape)
+    size = -(-numel // len(mesh.ranks))
+    cuts = (*range(0, numel, size), numel)
+    return Layout(Flat(cuts), tuple((rank,) for rank in mesh.ranks[: len(cuts) - 1]))
+
+
+@lru_cache(maxsize=4096)
+def readings(view: Placed, shape: Shape, *, as_defined: bool = True) -> tuple[Placed, ...]:
+    """Return the views that these placements may stand for: one, or two that differ.
+
+    FSDP2's comes first. It is the only one, or there is none, where strided shards of uneven sizes
+    are not cut `as_defined`.
+    """
+    if _is_even(view, shape) or not _is_strided(view):
+        return (view,)
+    reordered = as_applied(view)
+    if not as_defined:
+        return (reordered,) if reordered else ()
+    if reordered is None:
+        return (view,)
+    if layout_of(view, shape) == layout_of(reordered, shape):
+        return (view,)
+    return reordered, view
+
+
+def as_applied(view: Placed) -> Placed | None:
+    """Return the same placements with the mesh axes in the order in which they cut, or None.
+
+    `split_factor` is the number of cuts made before on the dimension, by later axes: each strided
+    axis comes right after the axes whose sizes make up that number. None if nothing is strided or
+    no order explains the number.
+    """
+    orders: dict[int, list[int]] = {}
+    for axis in reversed(range(len(view.placements))):
+        placement = view.placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        order = orders.setdefault(placement.dim, [])
+        place = _place(placement, [view.mesh.shape[a] for a in order])
+        if place is None:
+            return None
+        order.insert(place, axis)
+    if not _is_strided(view):
+        return None
+    cutting = [axis for order in orders.values() for axis in order]
+    axes = cutting + [a for a in range(len(view.placements)) if a not in cutting]
+    placements = (view.placements[axis] for axis in axes)
+    return Placed(
+        _transposed(view.mesh, axes),
+        tuple(p if isinstance(p, Replicate) else Shard(p.dim) for p in placements),
+    )
+
+
+def _place(placement: Shard | StridedShard, sizes: list[int]) -> int | None:
+    if isinstance(placement, Shard):
+        return 0
+    for place in range(len(sizes) + 1):
+        if prod(sizes[:place]) == placement.split_factor:
+            return place
+    return None
+
+
+def _is_strided(view: Placed) -> bool:
+    return any(isinstance(placement, StridedShard) for placement in view.placements)
+
+
+def _is_even(view: Placed, shape: Shape) -> bool:
+    cuts = [1] * len(shape)
+    for placement, size in zip(view.placements, view.mesh.shape, strict=True):
+        if not isinstance(placement, Replicate):
+            cuts[placement.dim] *= size
+    return all(size % cut == 0 for size, cut in zip(shape, cuts, strict=True))
+
+
+def _transposed(mesh: Mesh, axes: list[int]) -> Mesh:
+    """Return the mesh with its axes in another order."""
+    shape = tuple(mesh.shape[axis] for axis in axes)
+    places = positions_of(axes, mesh.shape, row_major_strides(mesh.shape))
+    return Mesh(
+        tuple(mesh.names[axis] for axis in axes), shape, tuple(mesh.ranks[p] for p in places)
+    )

@@ -1,0 +1,1 @@
+"""The save planner: inventories of all ranks -> one plan."""

@@ -1,0 +1,239 @@
+"""Which holder stores which replica, so that all ranks write about the same number of bytes.
+
+The holder of cell c of a tensor is replica number `(c + rotation) mod replicas`: the choice is one
+small number a tensor, and tensors share their layouts. The rule is part of the format:
+`format/layout.py` has it, and what lists all cells at once repeats it. Large replicas are cut into
+parts, one a holder, so that a checkpoint of a few large tensors is written by all ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import pairwise, product
+from math import prod
+
+from dist_ckpt.core.format.geometry import Cell, Elements, Region
+from dist_ckpt.core.format.layout import Cut, Flat, Grid, Layout, Regions
+from dist_ckpt.core.planning.save.ownership import layout_of_cells
+
+# A replica of more bytes is split among its holders, into parts of no less than the second.
+SPLIT_NBYTES = 64 << 20
+MIN_PART_NBYTES = 16 << 20
+
+# Ranks are even if none stores more than another by this part of what the busiest one stores.
+_NO_MATTER = 1024
+
+# A dimension is cut if each part then has as many rows, so that parts differ by 1/16 at most.
+_EVEN_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One tensor to store: its size, and the layout in which the ranks hold it."""
+
+    fqn: str
+    itemsize: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """What a layout comes to: `largest` is its largest cell with several holders, in elements.
+
+    Layouts with equal holders have the same `group`.
+    """
+
+    numel: int
+    replicas: int
+    largest: int
+    group: int
+
+
+def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, tuple[Layout, int]]:
+    """Return the layout in which each tensor is stored, and the rotation that says by whom.
+
+    The same on every rank. Pass the same `Layout` object for tensors that share one: work is done
+    once for each object.
+    The bytes that only one rank holds are counted first, then the largest replicas find their
+    holders first.
+    """
+    measures = _measures(tensors)
+    split = _split_large(tensors, measures)
+    alone: list[tuple[Holding, int]] = []
+    several: dict[int, list[Holding]] = {}
+    single: list[Holding] = []
+    for tensor in tensors:
+        measure = measures[id(tensor.layout)]
+        if tensor.fqn in split:
+            alone.append((Holding(tensor.fqn, tensor.itemsize, split[tensor.fqn]), 0))
+        elif measure.replicas == 1:
+            alone.append((tensor, 0))
+        elif len(tensor.layout.holders) == 1:
+            single.append(tensor)
+        else:
+            several.setdefault(measure.group, []).append(tensor)
+    loads = [0] * world_size
+    _add_loads(loads, alone)
+    stored = [*alone]
+    for group in several.values():
+        # Whatever the cell, replica r stores it for the tensors with one rotation: rotations with
+        # equal bytes are ranks with equal bytes.
+        sizes = {t.fqn: t.itemsize * measures[id(t.layout)].numel for t in group}
+        rotations = evenly(sizes, measures[id(group[0].layout)].replicas)
+        rotated = [(tensor, rotations[tensor.fqn]) for tensor in group]
+        _add_loads(loads, rotated)
+        stored += rotated
+    stored += _least_loaded(single, loads, measures)
+    return {tensor.fqn: (tensor.layout, rotation) for tensor, rotation in stored}
+
+
+def _measures(tensors: Iterable[Holding]) -> dict[int, _Measure]:
+    """Return what each layout comes to, by its id()."""
+    measures: dict[int, _Measure] = {}
+    groups: dict[tuple[tuple[int, ...], ...], int] = {}
+    for layout in (tensor.layout for tensor in tensors):
+        if id(layout) not in measures:
+            numels = cell_numels(layout.cut)
+            replicated = (n for n, who in zip(numels, layout.holders, strict=True) if len(who) > 1)
+            measures[id(layout)] = _Measure(
+                numel=sum(numels),
+                replicas=max(map(len, layout.holders)),
+                largest=max(replicated, default=0),
+                group=groups.setdefault(layout.holders, len(groups)),
+            )
+    return measures
+
+
+def cell_numels(cut: Cut) -> list[int]:
+    """Return the number of elements of each cell."""
+    match cut:
+        case Grid():
+            sizes = [[b - a for a, b in pairwise(cuts)] for cuts in cut.cuts]
+            return list(map(prod, product(*sizes)))
+        case Flat():
+            return [b - a for a, b in pairwise(cut.cuts)]
+        case Regions():
+            return [region.numel for region in cut.regions]
+
+
+def _add_loads(loads: list[int], stored: Iterable[tuple[Holding, int]]) -> None:
+    """Count the bytes that each rank stores; once for each layout and rotation."""
+    layouts: dict[tuple[int, int], Layout] = {}
+    itemsizes: dict[tuple[int, int], int] = {}
+    for tensor, rotation in stored:
+        key = id(tensor.layout), rotation
+        layouts[key] = tensor.layout
+        itemsizes[key] = itemsizes.get(key, 0) + tensor.itemsize
+    for key, layout in layouts.items():
+        for number, numel in enumerate(cell_numels(layout.cut)):
+            loads[layout.holder(number, key[1])] += numel * itemsizes[key]
+
+
+def evenly(nbytes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Give each name one of `count` numbers, so that all get about the same number of bytes."""
+    heap = [(0, number) for number in range(count)]
+    given = {}
+    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
+        load, number = heap[0]
+        heapreplace(heap, (load + nbytes[name], number))
+        given[name] = number
+    return given
+
+
+def _least_loaded(
+    tensors: Iterable[Holding], loads: list[int], measures: Mapping[int, _Measure]
+) -> list[tuple[Holding, int]]:
+    """Give each tensor, the largest first, to its holder that has the least to store.
+
+    The next ones go to the same holder as long as it stores no more than the busiest rank, or so
+    little more that it makes no difference: who loads thousands of small tensors then opens a few
+    files for them, and not one for each.
+    """
+    most = max(loads)
+    heaps: dict[int, list[tuple[int, int]]] = {}
+    filling: dict[int, tuple[int, int]] = {}  # a place, and what its rank may come to
+    chosen = []
+    sized = [(t.itemsize * measures[id(t.layout)].numel, t) for t in tensors]
+    for nbytes, tensor in sorted(sized, key=lambda one: (-one[0], one[1].fqn)):
+        holders = tensor.layout.holders[0]
+        group = measures[id(tensor.layout)].group
+        place, limit = filling.get(group, (0, -1))
+        if loads[holders[place]] + nbytes > limit:
+            if group not in heaps:
+                heaps[group] = [(loads[rank], place) for place, rank in enumerate(holders)]
+                heapify(heaps[group])
+            place = _least(heaps[group], holders, loads)
+            filling[group] = place, max(most, loads[holders[place]] + most // _NO_MATTER)
+        loads[holders[place]] += nbytes
+        most = max(most, loads[holders[place]])
+        chosen.append((tensor, place))
+    return chosen
+
+
+def _least(heap: list[tuple[int, int]], holders: Sequence[int], loads: Sequence[int]) -> int:
+    """Return the place of the holder that has the least to store."""
+    # A rank's load may have grown since it was put there; it never shrinks.
+    while heap[0][0] != loads[holders[heap[0][1]]]:
+        place = heap[0][1]
+        heapreplace(heap, (loads[holders[place]], place))
+    return heap[0][1]
+
+
+# --- splitting -------------------------------------------------------------------------------
+
+
+def _split_large(tensors: Iterable[Holding], measures: Mapping[int, _Measure]) -> dict[str, Layout]:
+    """Return the finer layouts, in which each cell has one holder, of what is split."""
+    layouts: dict[tuple[int, int, int], Layout] = {}
+    shifts: dict[int, int] = {}
+    split = {}
+    for tensor in tensors:
+        measure = measures[id(tensor.layout)]
+        nbytes = measure.largest * tensor.itemsize
+        num_parts = min(measure.replicas, -(-nbytes // MIN_PART_NBYTES))
+        if nbytes <= SPLIT_NBYTES or num_parts == 1:
+            continue
+        # Where there are more holders than parts, the next tensor goes on with the next holder.
+        shift = shifts.get(measure.group, 0)
+        shifts[measure.group] = (shift + num_parts) % measure.replicas
+        key = id(tensor.layout), num_parts, shift
+        if key not in layouts:
+            layouts[key] = _finer(tensor.layout, num_parts, shift)
+        split[tensor.fqn] = layouts[key]
+    return split
+
+
+def _finer(layout: Layout, num_parts: int, shift: int) -> Layout:
+    """Cut each cell into parts and give each part one of the cell's holders, in turn."""
+    cells: list[Cell] = [layout.cell(number) for number in range(layout.cut.num_cells)]
+    boxes = [cell for cell in cells if isinstance(cell, Region)]
+    dim = _dim_to_cut(
+        [min(sizes) for sizes in zip(*(box.shape for box in boxes), strict=True)], num_parts
+    )
+    found: dict[Cell, tuple[int, ...]] = {}
+    for cell, who in zip(cells, layout.holders, strict=True):
+        for n, part in enumerate(_parts(cell, num_parts, dim)):
+            found[part] = (who[(n + shift) % len(who)],)
+    return layout_of_cells(found)
+
+
+def _dim_to_cut(sizes: Sequence[int], num_parts: int) -> int:
+    """Return the first dimension that gives even parts, else the one that gives the most."""
+    even = (dim for dim, size in enumerate(sizes) if size >= num_parts * _EVEN_ROWS)
+    return next(even, max(range(len(sizes)), key=lambda dim: sizes[dim], default=0))
+
+
+def _parts(cell: Cell, num_parts: int, dim: int) -> Iterator[Cell]:
+    """Cut a cell along a dimension into parts that differ by one row at most; none is empty."""
+    size = cell.numel if isinstance(cell, Elements) else cell.shape[dim]
+    cuts = sorted({size * n // num_parts for n in range(num_parts + 1)})
+    for start, stop in pairwise(cuts):
+        if isinstance(cell, Elements):
+            yield Elements(cell.start + start, cell.start + stop)
+        else:
+            offset, shape = list(cell.offset), list(cell.shape)
+            offset[dim] += start
+            shape[dim] = stop - start
+            yield Region(tuple(offset), tuple(shape))

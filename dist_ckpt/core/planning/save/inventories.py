@@ -1,0 +1,211 @@
+"""What the inventories of all ranks say together, but for the layouts of the tensors.
+
+A body is an inventory with the ranks that sent it. Bodies are in the order of their lowest ranks,
+so the first rank that says something decides the order in which it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from msgspec.structs import replace
+
+from dist_ckpt.core.format.filenames import is_stem
+from dist_ckpt.core.format.index.index import Component, Key, Node
+from dist_ckpt.core.planning.plan import Inventory, NameList, TensorEntry
+from dist_ckpt.core.planning.save.ownership import differing
+from dist_ckpt.errors import ranks_text
+
+# With more, all tensors are stored as one component.
+MAX_COMPONENTS = 16
+ONLY_COMPONENT = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """An inventory, and the ranks, ascending, that sent it."""
+
+    inventory: Inventory
+    ranks: tuple[int, ...]
+
+
+def bodies_of(
+    inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
+) -> list[Body]:
+    """Return the bodies in order. Every rank must have sent exactly one."""
+    bodies = [Body(inventory, tuple(sorted(ranks))) for inventory, ranks in inventories]
+    bodies.sort(key=lambda body: body.ranks)
+    sent = sorted(rank for body in bodies for rank in body.ranks)
+    if sent != list(range(world_size)):
+        raise ValueError(f"inventories of {ranks_text(sent)} for a world of {world_size}")
+    return bodies
+
+
+def untied(bodies: Sequence[Body]) -> tuple[list[Body], dict[str, str]]:
+    """Return the aliases that hold on all ranks, and the bodies without the others.
+
+    Where ranks disagree about what is tied, each name is stored by itself: the alias becomes a
+    tensor of its own on the ranks that tied it.
+    """
+    tensors = {entry.fqn for body in bodies for entry in body.inventory.tensors}
+    tied: dict[str, set[str]] = {}
+    for body in bodies:
+        for fqn, canonical in body.inventory.aliases:
+            tied.setdefault(fqn, set()).add(canonical)
+    common = {
+        fqn: next(iter(found))
+        for fqn, found in tied.items()
+        if len(found) == 1 and fqn not in tensors
+    }
+    if len(common) == len(tied):
+        return list(bodies), common
+    return [_with_own(body, common) for body in bodies], common
+
+
+def _with_own(body: Body, common: Mapping[str, str]) -> Body:
+    inventory = body.inventory
+    entries = {entry.fqn: entry for entry in inventory.tensors}
+    own: tuple[TensorEntry, ...] = tuple(
+        replace(entries[canonical], fqn=fqn)
+        for fqn, canonical in inventory.aliases
+        if fqn not in common
+    )
+    return Body(replace(inventory, tensors=inventory.tensors + own), body.ranks)
+
+
+def kind_problems(bodies: Sequence[Body]) -> list[str]:
+    """Return where one name is one kind of thing on some ranks and another kind on others."""
+    kinds: dict[str, str] = {}
+    mixed: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for body in bodies:
+        for kind, names in _names(body.inventory).items():
+            for fqn in names:
+                if kinds.setdefault(fqn, kind) != kind:
+                    mixed[fqn] = []
+    for body in bodies if mixed else ():
+        for kind, names in _names(body.inventory).items():
+            for fqn in mixed.keys() & set(names):
+                mixed[fqn].append((kind, body.ranks))
+    return [f"{fqn or 'the state'}: {differing(sorted(mixed[fqn]))}" for fqn in sorted(mixed)]
+
+
+def _names(inventory: Inventory) -> dict[str, list[str]]:
+    tensors = [entry.fqn for entry in inventory.tensors]
+    return {
+        "a tensor": tensors + [fqn for fqn, _ in inventory.aliases],
+        "a container of tensors": [node.fqn for node in inventory.tree],
+        "a value": list(inventory.values),
+        "a value per rank": [fqn for fqn, _ in inventory.per_rank],
+        "a list of names": [names.fqn for names in inventory.name_lists],
+    }
+
+
+def value_holders(bodies: Sequence[Body]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks, ascending, that hold each value."""
+    holders: dict[str, list[Body]] = {}
+    for body in bodies:
+        for fqn in body.inventory.values:
+            holders.setdefault(fqn, []).append(body)
+    merged: dict[tuple[int, ...], tuple[int, ...]] = {}
+    return {fqn: _ranks(who, merged) for fqn, who in holders.items()}
+
+
+def _ranks(
+    bodies: Sequence[Body], merged: dict[tuple[int, ...], tuple[int, ...]]
+) -> tuple[int, ...]:
+    # One tuple for each set of bodies, however many values they hold.
+    if len(bodies) == 1:
+        return bodies[0].ranks
+    key = tuple(body.ranks[0] for body in bodies)
+    if key not in merged:
+        merged[key] = tuple(sorted(rank for body in bodies for rank in body.ranks))
+    return merged[key]
+
+
+def key_holders(bodies: Sequence[Body]) -> dict[str, tuple[tuple[Key, tuple[int, ...]], ...]]:
+    """Return for each value per rank its keys, and the ranks, ascending, that hold each."""
+    holders: dict[str, dict[Key, list[int]]] = {}
+    for body in bodies:
+        for fqn, key in body.inventory.per_rank:
+            keys = holders.setdefault(fqn, {})
+            for rank in body.ranks:
+                keys.setdefault(rank if key is None else key, []).append(rank)
+    return {
+        fqn: tuple(
+            sorted(((key, tuple(sorted(who))) for key, who in keys.items()), key=lambda k: k[1])
+        )
+        for fqn, keys in holders.items()
+    }
+
+
+def merged_tree(bodies: Sequence[Body], problems: list[str]) -> tuple[Node, ...]:
+    """Return the containers of all ranks; one that several have gets the keys of them all."""
+    kinds: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    keys: dict[str, dict[str, str | int]] = {}
+    for body in bodies:
+        for node in body.inventory.tree:
+            kinds.setdefault(node.fqn, []).append((node.kind, body.ranks))
+            known = keys.setdefault(node.fqn, {})
+            for key in node.keys:
+                if type(known.setdefault(str(key), key)) is not type(key):
+                    problems.append(
+                        f"{node.fqn or 'the state'}: the key {key} is a number on some ranks and "
+                        f"a text on others ({ranks_text(body.ranks)} among them)"
+                    )
+    for fqn, said in kinds.items():
+        if len({kind for kind, _ in said}) > 1:
+            problems.append(
+                f"{fqn or 'the state'}: {differing(said)}: use one class of container on all ranks "
+                "(a list of modules counts as one dict where no two of them share a name)"
+            )
+    return tuple(Node(fqn, kinds[fqn][0][0], tuple(known.values())) for fqn, known in keys.items())
+
+
+def merged_names(bodies: Sequence[Body]) -> tuple[NameList, ...]:
+    """Return the lists of names, each with the names of all ranks."""
+    lists: dict[str, dict[str, None]] = {}
+    for body in bodies:
+        for names in body.inventory.name_lists:
+            lists.setdefault(names.fqn, {}).update(dict.fromkeys(names.names))
+    return tuple(NameList(fqn, tuple(names)) for fqn, names in lists.items())
+
+
+def merged_numpy(bodies: Sequence[Body]) -> tuple[str, ...]:
+    """Return the names of the tensors that are numpy arrays on some rank."""
+    return tuple(dict.fromkeys(fqn for body in bodies for fqn in body.inventory.numpy))
+
+
+def merged_parameters(bodies: Sequence[Body]) -> dict[str, bool]:
+    """Return the tensors that are parameters on some rank, and whether one is trained on any."""
+    found: dict[str, bool] = {}
+    for body in bodies:
+        inventory = body.inventory
+        for first, length, trainable in inventory.parameters:
+            for entry in inventory.tensors[first : first + length]:
+                found[entry.fqn] = trainable or found.get(entry.fqn, False)
+        for fqn, canonical in inventory.aliases if inventory.parameters else ():
+            if canonical in found:  # other ranks may store it by itself
+                found[fqn] = found[canonical] or found.get(fqn, False)
+    return found
+
+
+def merged_mesh(bodies: Sequence[Body]) -> tuple[tuple[str, int], ...]:
+    """Return the mesh of the lowest rank that has one."""
+    return next((body.inventory.mesh for body in bodies if body.inventory.mesh), ())
+
+
+def components_of(bodies: Sequence[Body]) -> tuple[Component, ...]:
+    """Return the components that have tensors, in order, with the stems of their files."""
+    used = {
+        body.inventory.components[entry.component]: None
+        for body in bodies
+        for entry in body.inventory.tensors
+    }
+    if len(used) > MAX_COMPONENTS:
+        return (Component(ONLY_COMPONENT, ONLY_COMPONENT),)
+    plain = {name for name in used if is_stem(name)}
+    free = (stem for n in count() if (stem := f"c{n:02d}") not in plain)
+    stems = {name: next(free) for name in sorted(used) if name not in plain}
+    return tuple(Component(name, stems.get(name, name)) for name in used)

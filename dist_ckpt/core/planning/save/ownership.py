@@ -1,0 +1,272 @@
+"""How the ranks hold one tensor, from what each says of it; `balance.py` says who stores it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+from math import prod
+
+from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape, row_major_strides
+from dist_ckpt.core.format.layout import Flat, Grid, Layout, Regions, check_cell, check_tiling
+from dist_ckpt.core.planning.box_tree import BoxTree
+from dist_ckpt.core.planning.mesh import holders_of, layout_of, positions_of, whole_layout
+from dist_ckpt.core.planning.plan import Flattened, Mesh, Parts, Placed, Ruled, View
+from dist_ckpt.errors import ranks_text
+
+# How many pairs of overlapping shards an error names.
+_MAX_PAIRS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How some ranks hold a tensor: `shape` is the one of their entries."""
+
+    ranks: tuple[int, ...]
+    view: View
+    shape: Shape
+
+
+def held_by(shares: Sequence[Share]) -> tuple[Shape, Layout]:
+    """Return the global shape of a tensor and the layout in which the ranks hold it.
+
+    Cells that several ranks hold are replicas. Raises ValueError, naming ranks, unless the shares
+    agree in shape and their cells tile the tensor.
+    """
+    # A rank outside the mesh of a tensor may say that it holds none of it.
+    holding = [share for share in shares if share.view != Parts(())]
+    if not holding:
+        everyone = ranks_text(rank for share in shares for rank in share.ranks)
+        raise ValueError(f"no rank holds any of it, but the states of {everyone} have it")
+    views: dict[View, list[int]] = {}
+    for share in holding:
+        views.setdefault(share.view, []).extend(share.ranks)
+    rules = [view for view in views if isinstance(view, Ruled)]
+    if rules and len(views) > 1:
+        raise ValueError("held " + differing((_way(v), who) for v, who in views.items()))
+    if rules:
+        return _under_rules(rules[0], holding)
+    shape = _agreed_shape(shares)
+    layouts = [
+        _present(layout_of(view, shape), view.mesh, ranks)
+        if isinstance(view, Placed | Flattened)
+        else whole_layout(shape, ranks)
+        for view, ranks in views.items()
+        if not isinstance(view, Parts)
+    ]
+    if len(layouts) == len(views) and all(layout.cut == layouts[0].cut for layout in layouts):
+        return shape, _united(layouts)
+    parts = {view: ranks for view, ranks in views.items() if isinstance(view, Parts)}
+    return shape, _tiled(_holders_of_cells(layouts, parts), shape)
+
+
+def _way(view: View) -> str:
+    return "by a rule of the ShardingConfig" if isinstance(view, Ruled) else "otherwise"
+
+
+def _agreed_shape(shares: Sequence[Share]) -> Shape:
+    if any(share.shape != shares[0].shape for share in shares):
+        raise ValueError("shape " + differing((share.shape, share.ranks) for share in shares))
+    return shares[0].shape
+
+
+def differing(said: Iterable[tuple[object, Iterable[int]]]) -> str:
+    """Return what which ranks say, where they should have said the same."""
+    ranks: dict[object, list[int]] = {}
+    for what, who in said:
+        ranks.setdefault(what, []).extend(who)
+    return ", ".join(f"{what} on {ranks_text(who)}" for what, who in ranks.items())
+
+
+def _present(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> Layout:
+    """Return the layout without the ranks that do not have the tensor in their state."""
+    present = frozenset(ranks)
+    if present.issuperset(mesh.ranks):
+        return layout
+    holders = []
+    for number, on_mesh in enumerate(layout.holders):
+        left = tuple(rank for rank in on_mesh if rank in present)
+        if not left:
+            raise ValueError(
+                f"[{layout.cell(number)}] is on {ranks_text(on_mesh)} of the mesh, whose state "
+                f"does not hold the tensor; that of {ranks_text(present)} does"
+            )
+        holders.append(left)
+    return Layout(layout.cut, tuple(holders))
+
+
+def _united(layouts: Sequence[Layout]) -> Layout:
+    if len(layouts) == 1:
+        return layouts[0]
+    columns = zip(*(layout.holders for layout in layouts), strict=True)
+    holders = tuple(tuple(sorted({rank for who in column for rank in who})) for column in columns)
+    return Layout(layouts[0].cut, holders)
+
+
+# --- parts that ranks name themselves --------------------------------------------------------
+
+_RanksByCell = Mapping[Cell, tuple[int, ...]]
+
+
+def _holders_of_cells(layouts: Sequence[Layout], parts: Mapping[Parts, list[int]]) -> _RanksByCell:
+    holders: dict[Cell, set[int]] = {}
+    for layout in layouts:
+        for number, who in enumerate(layout.holders):
+            holders.setdefault(layout.cell(number), set()).update(who)
+    for view, ranks in parts.items():
+        for cell in view.cells:
+            holders.setdefault(cell, set()).update(ranks)
+    return {cell: tuple(sorted(who)) for cell, who in holders.items()}
+
+
+def _tiled(cells: _RanksByCell, shape: Shape) -> Layout:
+    for cell, ranks in cells.items():
+        try:
+            check_cell(cell, shape)
+        except ValueError as error:
+            raise ValueError(f"{error}, on {ranks_text(ranks)}") from error
+    if prod(shape) == 0:
+        return whole_layout(shape, {rank for ranks in cells.values() for rank in ranks})
+    flat = sorted(cell for cell in cells if isinstance(cell, Elements) and cell.numel)
+    boxes = sorted(cell for cell in cells if isinstance(cell, Region) and cell.numel)
+    if flat and boxes:
+        raise ValueError(
+            f"ranges of elements on {_all_ranks(flat, cells)} and boxes on "
+            f"{_all_ranks(boxes, cells)}; use one kind for one tensor"
+        )
+    if flat:
+        _check_flat(flat, cells, prod(shape))
+    elif boxes:
+        _check_boxes(boxes, cells, shape)
+    else:
+        raise ValueError(f"the parts of {_all_ranks(cells, cells)} hold no element of it")
+    return layout_of_cells({cell: cells[cell] for cell in flat or boxes})
+
+
+def _all_ranks(cells: Iterable[Cell], holders: _RanksByCell) -> str:
+    return ranks_text(rank for cell in cells for rank in holders[cell])
+
+
+def layout_of_cells(holders: _RanksByCell) -> Layout:
+    """Return the layout of cells that tile a tensor: flat, a grid, or else a list of regions."""
+    if flat := sorted(cell for cell in holders if isinstance(cell, Elements)):
+        cuts = (*(cell.start for cell in flat), flat[-1].stop)
+        return Layout(Flat(cuts), tuple(holders[cell] for cell in flat))
+    boxes = sorted(cell for cell in holders if isinstance(cell, Region))
+    cut = _grid(boxes) or Regions(tuple(boxes))
+    return Layout(cut, tuple(holders[cell] for cell in boxes))
+
+
+def _grid(ordered: Sequence[Region]) -> Grid | None:
+    """Return the grid whose cells these are, in row-major order, or None."""
+    dims = range(len(ordered[0].shape))
+    starts = [sorted({region.offset[d] for region in ordered}) for d in dims]
+    if prod(map(len, starts)) != len(ordered):
+        return None
+    cuts = tuple((*starts[d], max(region.stop[d] for region in ordered)) for d in dims)
+    cells = product(*map(pairwise, cuts))
+    if all(
+        tuple(zip(region.offset, region.stop, strict=True)) == cell
+        for region, cell in zip(ordered, cells, strict=True)
+    ):
+        return Grid(cuts)
+    return None
+
+
+def _check_flat(ordered: Sequence[Elements], holders: _RanksByCell, numel: int) -> None:
+    for before, after in pairwise([Elements(0, 0), *ordered, Elements(numel, numel)]):
+        if before.stop > after.start:
+            raise ValueError(_overlap(before, after, holders))
+        if before.stop < after.start:
+            raise ValueError(
+                f"no rank holds the elements {before.stop}:{after.start} of {numel}; "
+                f"parts of it are on {_all_ranks(ordered, holders)}"
+            )
+
+
+def _check_boxes(ordered: Sequence[Region], holders: _RanksByCell, shape: Shape) -> None:
+    try:
+        check_tiling(ordered, shape)
+    except ValueError as error:
+        raise ValueError(
+            "; ".join(_overlaps(ordered, holders))
+            or f"{error}; parts of it are on {_all_ranks(ordered, holders)}"
+        ) from error
+
+
+def _overlaps(ordered: Sequence[Region], holders: _RanksByCell) -> list[str]:
+    found: list[str] = []
+    tree = BoxTree(ordered)
+    for number, region in enumerate(ordered):
+        for other in tree.meeting(region):
+            if other < number:
+                found.append(_overlap(ordered[other], region, holders))
+                if len(found) == _MAX_PAIRS:
+                    return found
+    return found
+
+
+def _overlap(one: Cell, other: Cell, holders: _RanksByCell) -> str:
+    return (
+        f"[{one}] on {ranks_text(holders[one])} overlaps [{other}] on {ranks_text(holders[other])}"
+    )
+
+
+# --- parts under a ShardingConfig ------------------------------------------------------------
+
+
+def _under_rules(view: Ruled, shares: Sequence[Share]) -> tuple[Shape, Layout]:
+    """Line the local tensors up along the mesh axes that cut each dimension."""
+    mesh, strides = view.mesh, row_major_strides(view.mesh.shape)
+    if {len(share.shape) for share in shares} != {len(view.axes)}:
+        raise ValueError("local shape " + differing((s.shape, s.ranks) for s in shares))
+    shapes = {rank: share.shape for share in shares for rank in share.ranks}
+    places = {rank: place for place, rank in enumerate(mesh.ranks)}
+    if strangers := shapes.keys() - places.keys():
+        raise ValueError(f"{ranks_text(strangers)} is outside the ShardingConfig's mesh")
+    starts, positions, shape = [], [], []
+    for dim, axes in enumerate(view.axes):
+        at = positions_of(axes, mesh.shape, strides)
+        sizes = _sizes(dim, at, shapes, [(axis, strides[axis]) for axis in axes], view)
+        ends = list(accumulate(sizes, initial=0))
+        kept = [n for n, size in enumerate(sizes) if size]
+        starts.append(tuple(ends[n] for n in kept))
+        positions.append([at[n] for n in kept])
+        shape.append(ends[-1])
+    if 0 in shape:
+        return tuple(shape), whole_layout(tuple(shape), shapes)
+    cut = Grid(tuple((*start, size) for start, size in zip(starts, shape, strict=True)))
+    used = {axis for axes in view.axes for axis in axes}
+    free = [axis for axis in range(len(mesh.shape)) if axis not in used]
+    holders = holders_of(mesh.ranks, positions, positions_of(free, mesh.shape, strides))
+    return tuple(shape), _present(Layout(cut, holders), mesh, list(shapes))
+
+
+def _sizes(
+    dim: int,
+    positions: Sequence[int],
+    shapes: Mapping[int, Shape],
+    strides: Sequence[tuple[int, int]],
+    view: Ruled,
+) -> list[int]:
+    """Return the sizes of the parts of a dimension, in the order of the axes that cut it."""
+    mesh = view.mesh
+    found: dict[int, tuple[int, int]] = {}
+    for place, rank in enumerate(mesh.ranks):
+        if rank not in shapes:
+            continue
+        position = sum(place // step % mesh.shape[axis] * step for axis, step in strides)
+        size, first = found.setdefault(position, (shapes[rank][dim], rank))
+        if size != shapes[rank][dim]:
+            raise ValueError(
+                f"dimension {dim} is {size} on rank {first} and {shapes[rank][dim]} on rank "
+                f"{rank}, which hold the same part of it by the ShardingConfig"
+            )
+    for position in positions:
+        if position not in found:
+            names = ", ".join(mesh.names[axis] for axis, _ in strides)
+            raise ValueError(
+                f"no rank holds a part of dimension {dim} that rank {mesh.ranks[position]} would "
+                f"hold, which {names} cuts; it is on {ranks_text(shapes)}"
+            )
+    return [found[position][0] for position in positions]

@@ -1,0 +1,393 @@
+"""Inventories of all ranks -> one plan that all of them share, and each rank's part of it.
+
+Everything here is a function of its arguments, so ranks that were sent the same inventories make
+the same plan without another message. Work is done once for each different layout, not for each
+tensor on each rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.checksums import BLOCK_NBYTES
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.core.format.index.index import Catalog, TensorRecord
+from dist_ckpt.core.format.layout import Layout, check_shape
+from dist_ckpt.core.format.shards.shard_file import arrange, header_text
+from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.plan import (
+    FilePlan,
+    Inventory,
+    Parts,
+    ReplicaGroup,
+    Ruled,
+    SavePlan,
+    TensorEntry,
+    View,
+)
+from dist_ckpt.core.planning.save.balance import Holding, balance, cell_numels
+from dist_ckpt.core.planning.save.inventories import (
+    Body,
+    bodies_of,
+    components_of,
+    key_holders,
+    kind_problems,
+    merged_mesh,
+    merged_names,
+    merged_numpy,
+    merged_parameters,
+    merged_tree,
+    untied,
+    value_holders,
+)
+from dist_ckpt.core.planning.save.ownership import Share, differing, held_by
+from dist_ckpt.core.planning.save.reused_parts import merged_reused, with_reused_parts
+from dist_ckpt.core.planning.write_batches import batches_of
+from dist_ckpt.errors import remedy_of_parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """What all ranks say of one tensor: `layout` is the one in which they hold it."""
+
+    dtype: str
+    shape: Shape
+    component: str
+    layout: Layout
+
+
+def plan_save(
+    inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
+) -> SavePlan:
+    """Return the plan of a save: each different inventory, with the ranks that sent it.
+
+    Raises ValueError, with every problem, unless the ranks' states make one checkpoint.
+    """
+    bodies, aliases = untied(bodies_of(inventories, world_size))
+    problems = kind_problems(bodies)
+    tree = merged_tree(bodies, problems)
+    tensors = _tensors(bodies, problems)
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        remedy = remedy_of_parts(problems, "wrap what each rank has for itself in dc.PerRank")
+        raise ValueError(
+            f"the states of the ranks do not make one checkpoint:{listed}\n"
+            f"Make the ranks agree, or {remedy}."
+        )
+    stored = balance(
+        [Holding(fqn, DTYPES[t.dtype].itemsize, t.layout) for fqn, t in tensors.items()],
+        world_size,
+    )
+    components = components_of(bodies)
+    numbers = {component.name: number for number, component in enumerate(components)}
+    layouts: dict[int, tuple[int, Layout]] = {}
+    records: dict[str, TensorRecord] = {}
+    # Most tensors are like others, and share their record with them.
+    alike: dict[TensorRecord, TensorRecord] = {}
+    for fqn, tensor in tensors.items():
+        layout, rotation = stored[fqn]
+        record = TensorRecord(
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            layout=layouts.setdefault(id(layout), (len(layouts), layout))[0],
+            rotation=rotation,
+            component=numbers.get(tensor.component, 0),
+        )
+        records[fqn] = alike.setdefault(record, record)
+    components, parts = with_reused_parts(components, records, merged_reused(bodies))
+    values, keys = value_holders(bodies), key_holders(bodies)
+    found = merged_parameters(bodies)
+    catalog = Catalog(
+        world_size=world_size,
+        mesh=merged_mesh(bodies),
+        components=components,
+        layouts=tuple(layout for _, layout in layouts.values()),
+        tensors=records,
+        aliases=aliases,
+        values={fqn: ranks[0] for fqn, ranks in values.items()},
+        per_rank={fqn: tuple((key, who[0]) for key, who in keys[fqn]) for fqn in keys},
+        parameters={fqn: found[fqn] for fqn in records if fqn in found} if found else {},
+    )
+    split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
+    names, numpy = merged_names(bodies), merged_numpy(bodies)
+    return SavePlan(catalog, split, values, keys, tree, names, numpy, parts)
+
+
+def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
+    """Return the shard files that a rank writes, by component; none where it stores nothing."""
+    catalog = plan.catalog
+    held = [_cells_on(layout, rank) for layout in catalog.layouts]
+    cells: _StoredCells = {}
+    for fqn, record in catalog.tensors.items():
+        for number, cell in held[record.layout].items():
+            if catalog.layouts[record.layout].holder(number, record.rotation) == rank:
+                entry = fqn, record.dtype, record.shape, cell
+                cells.setdefault(record.component, []).append(entry)
+    return tuple(
+        _file_plan(catalog, number, rank, cells[number], is_reused=number in plan.reused)
+        for number in sorted(cells)
+    )
+
+
+def items_of_ranks(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
+    """Yield `items_of` one rank after another, for what the items cost.
+
+    `items_of` looks through the whole plan, so that to call it for every rank is quadratic.
+    """
+    for rank, cells in enumerate(cells_of_ranks(catalog)):
+        yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+
+
+# (fqn, dtype, shape of the tensor, cell) of each shard in some files, by component.
+_StoredCells = dict[int, list[tuple[str, str, Shape, Cell]]]
+
+# Component, layout and rotation of a tensor: what decides in which file each cell of it is.
+_Turn = tuple[int, int, int]
+
+
+def cells_of_ranks(catalog: Catalog) -> Iterator[_StoredCells]:
+    """Yield the cells that each rank stores, one rank after another."""
+    turns: dict[_Turn, list[tuple[str, TensorRecord]]] = {}
+    for fqn, record in catalog.tensors.items():
+        turn = record.component, record.layout, record.rotation
+        turns.setdefault(turn, []).append((fqn, record))
+    stored: dict[int, list[tuple[_Turn, int]]] = {}
+    for turn in turns:
+        layout = catalog.layouts[turn[1]]
+        for number in range(layout.cut.num_cells):
+            stored.setdefault(layout.holder(number, turn[2]), []).append((turn, number))
+    for rank in range(catalog.world_size):
+        cells: _StoredCells = {}
+        for turn, number in stored.get(rank, ()):
+            cell = catalog.layouts[turn[1]].cell(number)
+            tensors = ((fqn, record.dtype, record.shape, cell) for fqn, record in turns[turn])
+            cells.setdefault(turn[0], []).extend(tensors)
+        yield cells
+
+
+def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
+    """Return the bytes of the shards in each file of a save, by component and rank."""
+    numels = [cell_numels(layout.cut) for layout in catalog.layouts]
+    itemsizes: dict[_Turn, int] = {}
+    for record, count in catalog.counts():
+        turn = record.component, record.layout, record.rotation
+        itemsizes[turn] = itemsizes.get(turn, 0) + count * DTYPES[record.dtype].itemsize
+    nbytes: dict[tuple[int, int], int] = {}
+    for (component, number, rotation), itemsize in itemsizes.items():
+        layout = catalog.layouts[number]
+        for cell, numel in enumerate(numels[number]):
+            file = component, layout.holder(cell, rotation)
+            nbytes[file] = nbytes.get(file, 0) + numel * itemsize
+    return nbytes
+
+
+def replica_groups_of(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
+    """Return what a rank holds together with others, by the ranks that hold it.
+
+    Every rank of a group gets the same group.
+    """
+    catalog = plan.catalog
+    cells: dict[tuple[int, ...], list[tuple[str, Cell]]] = {}
+    values: dict[tuple[int, ...], list[str]] = {}
+    shared: dict[int, list[tuple[Cell, list[tuple[str, Cell]]]]] = {}
+    for fqn, record in catalog.tensors.items():
+        layout = plan.held_layouts.get(fqn) or catalog.layouts[record.layout]
+        if id(layout) not in shared:
+            shared[id(layout)] = [
+                (cell, cells.setdefault(layout.holders[number], []))
+                for number, cell in _cells_on(layout, rank).items()
+                if len(layout.holders[number]) > 1
+            ]
+        for cell, group in shared[id(layout)]:
+            group.append((fqn, cell))
+    for fqn, ranks in plan.value_holders.items():
+        if len(ranks) > 1 and _contains(ranks, rank):
+            values.setdefault(ranks, []).append(fqn)
+    for fqn, keys in plan.per_rank_holders.items():
+        for _, ranks in keys:
+            if len(ranks) > 1 and _contains(ranks, rank):
+                values.setdefault(ranks, []).append(fqn)
+    return tuple(
+        ReplicaGroup(ranks, tuple(cells.get(ranks, ())), tuple(values.get(ranks, ())))
+        for ranks in sorted(cells.keys() | values.keys())
+    )
+
+
+def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tuple[Cell, ...]]:
+    """Return the cells of each tensor in a rank's own inventory, in the order of its local parts.
+
+    Every shard that the rank stores lies in exactly one of them. A local tensor under a
+    ShardingConfig is one cell, an empty one where nothing of the tensor is left for the rank.
+    An alias is listed where the other ranks do not tie it, with the cells of what it is tied to.
+    """
+    catalog = plan.catalog
+    known: dict[tuple[int, Shape], tuple[Cell, ...]] = {}
+    ruled: dict[int, tuple[Cell, ...]] = {}
+    held = {}
+    for entry in inventory.tensors:
+        view = inventory.views[entry.view]
+        if isinstance(view, Ruled):
+            layout = (
+                plan.held_layouts.get(entry.fqn)
+                or catalog.layouts[catalog.tensors[entry.fqn].layout]
+            )
+            if id(layout) not in ruled:
+                ruled[id(layout)] = tuple(_cells_on(layout, rank).values())
+            held[entry.fqn] = ruled[id(layout)] or (Region.whole(entry.shape),)
+            continue
+        key = entry.view, entry.shape
+        if key not in known:
+            cells = cells_of(view, rank, entry.shape)
+            # However an empty tensor is cut, it is stored as one empty cell.
+            empty = (Region.whole(entry.shape),) * len(cells)
+            known[key] = empty if 0 in entry.shape else cells
+        held[entry.fqn] = known[key]
+    for fqn, canonical in inventory.aliases:
+        if fqn in catalog.tensors:
+            held[fqn] = held[canonical]
+    return held
+
+
+# The cells of each tensor that a rank holds, numbered in the order of its local parts.
+HeldCells = Mapping[str, Mapping[Cell, int]]
+
+
+def numbered(held: Mapping[str, tuple[Cell, ...]]) -> HeldCells:
+    """Return the cells with their numbers; tensors that have the same ones share a table."""
+    tables: dict[int, dict[Cell, int]] = {}
+    for cells in held.values():
+        if id(cells) not in tables:
+            tables[id(cells)] = {cell: number for number, cell in enumerate(cells)}
+    return {fqn: tables[id(cells)] for fqn, cells in held.items()}
+
+
+class Origin(NamedTuple):
+    """Where a rank holds a shard: in its cell `number` of the tensor, all of that or a `part`.
+
+    The part is in coordinates that begin at the start of that cell.
+    """
+
+    fqn: str
+    number: int
+    part: Cell | None
+
+
+def origin_of(held: HeldCells, fqn: str, cell: Cell) -> Origin:
+    """Find a shard among the cells that a rank holds."""
+    cells = held.get(fqn, {})
+    if (known := cells.get(cell)) is not None:
+        return Origin(fqn, known, None)
+    for larger, number in cells.items():
+        if isinstance(larger, Region) and isinstance(cell, Region) and larger.covers(cell):
+            return Origin(fqn, number, cell.relative_to(larger.offset))
+        if not (isinstance(larger, Elements) and isinstance(cell, Elements)):
+            continue
+        if larger.start <= cell.start and cell.stop <= larger.stop:
+            part = Elements(cell.start - larger.start, cell.stop - larger.start)
+            return Origin(fqn, number, part)
+    raise AssertionError(f"the plan stores {fqn}[{cell}] here, but this rank does not hold it")
+
+
+# --- the tensors of all ranks ----------------------------------------------------------------
+
+
+def _tensors(bodies: Sequence[Body], problems: list[str]) -> dict[str, _Tensor]:
+    """Return what all ranks say of each tensor, in the order of the state."""
+    views: dict[View, int] = {}
+    numbers = [[views.setdefault(v, len(views)) for v in body.inventory.views] for body in bodies]
+    said: dict[str, list[tuple[int, TensorEntry]]] = {}
+    for number, body in enumerate(bodies):
+        for entry in body.inventory.tensors:
+            said.setdefault(entry.fqn, []).append((number, entry))
+    ways, nothing = list(views), views.get(Parts(()))
+    # How a tensor is held, for each combination of bodies, views and shapes: there are few.
+    known: dict[tuple[tuple[int, int, Shape], ...], tuple[Shape, Layout] | ValueError] = {}
+    layouts: dict[Layout, Layout] = {}
+    tensors = {}
+    for fqn, entries in said.items():
+        key = tuple((n, numbers[n][entry.view], entry.shape) for n, entry in entries)
+        if key not in known:
+            shares = [Share(bodies[n].ranks, ways[view], shape) for n, view, shape in key]
+            try:
+                shape, layout = held_by(shares)
+                known[key] = shape, layouts.setdefault(layout, layout)
+            except ValueError as error:
+                known[key] = error
+        held = known[key]
+        # What a rank says of a tensor that it holds nothing of does not count, not even the dtype.
+        holding = [one for one, (_, view, _) in zip(entries, key, strict=True) if view != nothing]
+        said_of = [(bodies[n], entry) for n, entry in holding or entries]
+        disagreements = _disagreements(said_of) if len(entries) > 1 else []
+        if isinstance(held, ValueError):
+            disagreements.append(str(held))
+        elif not disagreements:
+            try:
+                check_shape(held[0], DTYPES[said_of[0][1].dtype].itemsize)
+            except ValueError as error:
+                disagreements.append(f"{error}: store it in another shape")
+        problems += (f"{fqn}: {problem}" for problem in disagreements)
+        if not disagreements and not isinstance(held, ValueError):
+            body, entry = said_of[0]
+            component = body.inventory.components[entry.component]
+            tensors[fqn] = _Tensor(entry.dtype, held[0], component, held[1])
+    return tensors
+
+
+def _disagreements(said: Sequence[tuple[Body, TensorEntry]]) -> list[str]:
+    problems = []
+    if len({entry.dtype for _, entry in said}) > 1:
+        problems.append("dtype " + differing((entry.dtype, body.ranks) for body, entry in said))
+    components = [(body.inventory.components[entry.component], body.ranks) for body, entry in said]
+    if len({name for name, _ in components}) > 1:
+        problems.append("component " + differing(components))
+    return problems
+
+
+# --- one rank's part -------------------------------------------------------------------------
+
+
+def _cells_on(layout: Layout, rank: int) -> dict[int, Cell]:
+    """Return the cells that a rank holds, by number."""
+    return {
+        number: layout.cell(number)
+        for number, ranks in enumerate(layout.holders)
+        if ranks[0] <= rank <= ranks[-1] and _contains(ranks, rank)
+    }
+
+
+def _contains(ranks: tuple[int, ...], rank: int) -> bool:
+    place = bisect_left(ranks, rank)
+    return place < len(ranks) and ranks[place] == rank
+
+
+def _file_plan(
+    catalog: Catalog,
+    number: int,
+    rank: int,
+    cells: Sequence[tuple[str, str, Shape, Cell]],
+    *,
+    is_reused: bool = False,
+) -> FilePlan:
+    component = catalog.components[number]
+    shards = arrange(cells)
+    header = header_text(
+        shards,
+        component=component.name,
+        rank=rank,
+        world_size=catalog.world_size,
+        block_nbytes=BLOCK_NBYTES,
+    )
+    return FilePlan(
+        name=filenames.shard_file(component.stem, rank),
+        header=header,
+        nbytes=header.nbytes + shards[-1].span.stop,
+        items=shards,
+        block_nbytes=BLOCK_NBYTES,
+        batches=batches_of((s.span.nbytes for s in shards), BLOCK_NBYTES),
+        is_reused=is_reused,
+    )

@@ -1,0 +1,287 @@
+"""Which plain local tensors are parts of global ones: a few rules on names instead of DTensors.
+
+A config is said by the user and known to every rank. On a save it turns a local tensor into a
+view of a global one; on a load and for `dc.reshard` it says which part of a global tensor each
+rank gets. It needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+
+from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.planning.plan import Mesh
+
+Axes = tuple[tuple[int, ...], ...]
+
+_KEYS = ("mesh", "rules", "default", "zero_stage", "flat", "shapes")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardingConfig:
+    """How tensors are cut over a mesh of ranks, by rules on the names of parameters.
+
+    `mesh` is axis names and sizes, slowest axis first: ranks are row-major in it. `rules` map a
+    pattern (`fnmatchcase`: `*` also crosses dots) on a parameter's name, without its component,
+    to mesh axis to tensor dimension; an axis that is not named replicates. Two axes on one
+    dimension nest in the order of the mesh. `default` is for names that no rule matches, as far
+    as the tensor has the dimensions. Two rules that match a name and differ are an error.
+
+    A rule holds for the parameter and for every tensor stored under it (optimizer state) of the
+    same shape; others, and tensors without dimensions, are replicas. On a save the parts may be
+    uneven: the global size is their sum along the axis. On a load they are `torch.chunk`'s.
+
+    With `zero_stage` 1 or 2 the optimizer's state is partitioned over all ranks, with 3 all
+    tensors are: whole parameters, or, if `flat`, even ranges of each tensor's elements, held as
+    one-dimensional tensors. `shapes` are the global shapes of the parameters, which stage 3 with
+    `flat` cannot know otherwise: it needs that of every one-dimensional tensor but a module's
+    buffers. One that all ranks hold whole has its own shape there.
+
+    Raises ValueError or TypeError when built from what makes no sense.
+    """
+
+    mesh: Mapping[str, int]
+    rules: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    default: Mapping[str, int] = field(default_factory=dict)
+    zero_stage: int = field(default=0, kw_only=True)
+    flat: bool = field(default=False, kw_only=True)
+    shapes: Mapping[str, Shape] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        mesh = _numbers("mesh", self.mesh)
+        if not mesh:
+            raise ValueError("a ShardingConfig needs a mesh, such as {'dp': 2, 'tp': 4}")
+        for axis, size in mesh.items():
+            if not axis or size < 1:
+                raise ValueError(f"mesh axis {axis!r} of size {size}: give a name and at least 1")
+        if not isinstance(self.rules, Mapping):
+            raise TypeError(f"rules are a {type(self.rules).__name__}: map patterns to axes")
+        rules = {pattern: _rule(pattern, rule, mesh) for pattern, rule in self.rules.items()}
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "default", _rule("default", self.default, mesh))
+        object.__setattr__(self, "shapes", _shapes(self.shapes))
+        self._check_zero()
+
+    def _check_zero(self) -> None:
+        if type(self.zero_stage) is not int or type(self.flat) is not bool:
+            raise TypeError(f"zero_stage={self.zero_stage!r}, flat={self.flat!r}: an int, a bool")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage={self.zero_stage}: there are stages 1, 2 and 3")
+        if self.zero_stage and (len(self.mesh) > 1 or self.rules or self.default):
+            raise ValueError("ZeRO partitions over all ranks: give it a mesh of one axis, no rules")
+        if self.flat and not self.zero_stage:
+            raise ValueError("flat=True says how ZeRO partitions: give zero_stage 1, 2 or 3")
+        if self.shapes and not self.flat:
+            raise ValueError("shapes are for flat=True; other parts tell their shapes themselves")
+
+    # --- constructors ---
+
+    @classmethod
+    def replicated(cls, world_size: int) -> ShardingConfig:
+        """Return the config under which every rank holds every tensor whole."""
+        return cls({"dp": world_size})
+
+    @classmethod
+    def even(cls, world_size: int) -> ShardingConfig:
+        """Return the config that cuts every tensor evenly along its first dimension."""
+        return cls({"dp": world_size}, default={"dp": 0})
+
+    @classmethod
+    def tensor_parallel(cls, world_size: int, split_dims: Mapping[str, int]) -> ShardingConfig:
+        """Return the config that cuts tensors, by pattern, along one dimension each."""
+        if not isinstance(split_dims, Mapping):
+            raise TypeError("split_dims maps patterns to dimensions, e.g. {'*.wq.weight': 0}")
+        return cls({"tp": world_size}, {name: {"tp": dim} for name, dim in split_dims.items()})
+
+    @classmethod
+    def zero(
+        cls,
+        world_size: int,
+        stage: int,
+        *,
+        flat: bool = False,
+        shapes: Mapping[str, Shape] | None = None,
+    ) -> ShardingConfig:
+        """Return the config of a ZeRO stage: 1, 2 (optimizer state) or 3 (parameters too)."""
+        if stage == 0:
+            raise ValueError("stage=0: ZeRO has stages 1, 2 and 3; use replicated(world_size)")
+        return cls({"dp": world_size}, zero_stage=stage, flat=flat, shapes=shapes or {})
+
+    # --- as text ---
+
+    def to_json(self) -> str:
+        """Return the config as a JSON document; `from_json` makes an equal one of it."""
+        values = {key: getattr(self, key) for key in _KEYS}
+        return json.dumps({k: v for k, v in values.items() if v or k == "mesh"}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> ShardingConfig:
+        """Return the config that a JSON document says. Raises ValueError or TypeError."""
+        try:
+            document = json.loads(text, object_pairs_hook=_unique)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        return cls._from_document(document)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> ShardingConfig:
+        """Return the config in a file whose name ends in .json or .toml.
+
+        ValueError or TypeError, naming the file, if there is none or it says nothing sensible.
+        """
+        file = Path(path)
+        if file.suffix not in (".json", ".toml"):
+            raise ValueError(f"{file}: a ShardingConfig is a .json or a .toml file")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{file} cannot be read ({error}): give the path of a ShardingConfig's file"
+            ) from error
+        try:
+            if file.suffix == ".json":
+                return cls.from_json(text)
+            return cls._from_document(tomllib.loads(text))
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{file}: {error}") from error
+
+    @classmethod
+    def _from_document(cls, document: object) -> ShardingConfig:
+        if not isinstance(document, dict):
+            raise TypeError(f"a ShardingConfig is a table, not a {type(document).__name__}")
+        if unknown := sorted(document.keys() - set(_KEYS)):
+            raise ValueError(f"unknown keys {unknown}: a ShardingConfig has {list(_KEYS)}")
+        if "mesh" not in document:
+            raise ValueError("a ShardingConfig needs a mesh, such as {'dp': 2, 'tp': 4}")
+        return cls(**document)
+
+    def __eq__(self, other: object) -> bool:
+        # The order of the mesh counts, which dict's own equality does not see.
+        return isinstance(other, ShardingConfig) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    # --- what it says ---
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the mesh has."""
+        return prod(self.mesh.values())
+
+    def ranks(self) -> Mesh:
+        """Return the mesh as planners know it."""
+        return _mesh_of(tuple(self.mesh.items()))
+
+    def axes_for(self, name: str, ndim: int) -> Axes:
+        """Return for each dimension the mesh axes, by number, that cut the parameter's.
+
+        `name` is without the component. Raises ValueError if rules that match it differ, or cut
+        a dimension that it lacks; a tensor without dimensions is never cut.
+        """
+        if ndim == 0:
+            return ()
+        found = {
+            pattern: self._axes(rule, ndim, f"the rule {pattern!r} for {name}")
+            for pattern, rule in self.rules.items()
+            if fnmatchcase(name, pattern)
+        }
+        if len(set(found.values())) > 1:
+            raise ValueError(
+                f"{name}: the rules {sorted(found)} match and differ: "
+                "make the patterns such that one matches, or that they agree"
+            )
+        if found:
+            return next(iter(found.values()))
+        fitting = {axis: dim for axis, dim in self.default.items() if -ndim <= dim < ndim}
+        return self._axes(fitting, ndim, "the default")
+
+    def _axes(self, rule: Mapping[str, int], ndim: int, what: str) -> Axes:
+        cut: list[list[int]] = [[] for _ in range(ndim)]
+        for number, axis in enumerate(self.mesh):
+            if axis in rule:
+                if not -ndim <= rule[axis] < ndim:
+                    raise ValueError(
+                        f"{what} cuts dimension {rule[axis]} of a tensor that has {ndim}"
+                    )
+                cut[rule[axis]].append(number)
+        return tuple(map(tuple, cut))
+
+
+def name_of(fqn: str, component: str) -> str:
+    """Return the name that patterns see: without the component."""
+    return fqn.removeprefix(f"{component}.")
+
+
+def parameter_of(name: str, shapes: Mapping[str, Shape]) -> tuple[str, Shape] | None:
+    """Return the parameter that `state.<param>.<name>` is stored under, with its shape, or None."""
+    if not name.startswith("state."):
+        return None
+    above = name.removeprefix("state.")
+    while "." in above:
+        above = above.rpartition(".")[0]
+        if above in shapes:
+            return above, shapes[above]
+    return None
+
+
+def axes_under(
+    config: ShardingConfig, name: str, shape: Shape, parameter: tuple[str, Shape] | None
+) -> Axes:
+    """Return the axes that cut a tensor stored under `parameter` (its name and shape), if any."""
+    if parameter is None:
+        return config.axes_for(name, len(shape))
+    if parameter[1] != shape:
+        return ((),) * len(shape)
+    return config.axes_for(parameter[0], len(shape))
+
+
+# One mesh for all tensors: it has as many entries as the job has ranks.
+@lru_cache(maxsize=16)
+def _mesh_of(axes: tuple[tuple[str, int], ...]) -> Mesh:
+    sizes = tuple(size for _, size in axes)
+    return Mesh(tuple(name for name, _ in axes), sizes, tuple(range(prod(sizes))))
+
+
+def _numbers(what: str, value: object) -> dict[str, int]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what} is a {type(value).__name__}: map axis names to numbers")
+    for axis, number in value.items():
+        if type(axis) is not str or type(number) is not int:
+            raise TypeError(f"{what} has {axis!r}: {number!r}: map axis names to whole numbers")
+    return dict(value)
+
+
+def _rule(pattern: object, value: object, mesh: Mapping[str, int]) -> dict[str, int]:
+    if type(pattern) is not str:
+        raise TypeError(f"rules have {pattern!r}: give a pattern on names")
+    rule = _numbers(f"the rule {pattern!r}", value)
+    if unknown := [axis for axis in rule if axis not in mesh]:
+        raise ValueError(f"the rule {pattern!r} names {unknown}: the mesh has {list(mesh)}")
+    return rule
+
+
+def _shapes(value: object) -> dict[str, Shape]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"shapes are a {type(value).__name__}: map names to shapes")
+    for name, shape in value.items():
+        sizes = shape if isinstance(shape, tuple | list) else (None,)
+        if type(name) is not str or any(type(n) is not int or n < 0 for n in sizes):
+            raise TypeError(f"shapes have {name!r}: {shape!r}: map names to tuples of sizes")
+    return {name: tuple(shape) for name, shape in value.items()}
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        raise ValueError(f"a key appears twice among {[key for key, _ in pairs]}")
+    return document

@@ -1,0 +1,300 @@
+"""What a save carries on of a checkpoint that was loaded in part: agreed by all ranks, and written.
+
+The source must be what the load has seen: the same attempt. Whole files of it are linked, else
+copied; all that is copied is checked. It is held meanwhile where a run keeps records.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+
+from dist_ckpt.core.comm.exchange.channel import check_alike
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit.attempts import find, while_it_is_there
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.checksums import BLOCK_NBYTES
+from dist_ckpt.core.format.filenames import Attempt, parse_attempt
+from dist_ckpt.core.format.index import index_json
+from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.index import Index, Key
+from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.planning.plan import FileReceipt, SavePlan
+from dist_ckpt.core.planning.save.save_planner import items_of
+from dist_ckpt.core.planning.selection import Selection, selection_of
+from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.saving.carry.carried_names import carried_names, not_loaded, with_carried
+from dist_ckpt.core.saving.carry.carried_plan import CarryPlan, plan_carried
+from dist_ckpt.core.shard_io.read.open_files import read_objects
+from dist_ckpt.core.shard_io.read.read_windows import StoredTensors, Windows, read_windows
+from dist_ckpt.core.shard_io.write.copied_files import carry_files
+from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
+from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.errors import CorruptError, NotFoundError, StorageError, listed
+from dist_ckpt.reports import LoadReport, Tally
+from dist_ckpt.runs.lease_renewal import held_source
+
+_log = logging.getLogger("dist_ckpt")
+
+# How much of what is copied a rank has in memory.
+WINDOW_NBYTES = 16 * BLOCK_NBYTES
+
+
+class CarryAsked(Message, frozen=True):
+    """What a rank wants carried on, the same on all but `bulk`, the number of its connections."""
+
+    carry: str
+    attempt: str
+    bulk: int
+
+
+class CarryOpened(Message, frozen=True):
+    """The source is there; `bulk` are the connections over which its index comes."""
+
+    bulk: int
+
+
+class RestoredNames(Message, frozen=True):
+    """The names of the source that a rank's load has filled, or left out on purpose."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CarrySource:
+    """The checkpoint that a save carries on from.
+
+    `names` are carried on unless the state holds them; `found` are all of which no rank has
+    loaded anything, and `excluded` leaves some out. `reads` is what it took here to find it.
+    """
+
+    path: str
+    attempt: Attempt
+    index: Index
+    names: tuple[str, ...]
+    found: tuple[str, ...]
+    excluded: Selection
+    reads: Tally
+
+    def unmatched(self, problems: Sequence[str]) -> tuple[str, ...]:
+        """Return the problems of patterns that match nothing here either: `exclude` is for both."""
+        of_exclude, left = self.excluded.unmatched(()), self.excluded.unmatched(self.found)
+        return tuple(one for one in problems if one not in of_exclude or one in left)
+
+    def planned(self, plan: SavePlan) -> Carrying:
+        """Return what is carried on beside the state that is planned. ValueError if it cannot."""
+        live = plan.catalog
+        names = carried_names(self.index.catalog, self.names, live, plan.tree)
+        found = plan_carried(live, self.index, names)
+        return Carrying(self, found, CatalogText(found.catalog))
+
+    def hold(self, storage: Storage, held: ExitStack) -> None:
+        """Hold the source until `held` ends, if it can be. Coordinator only, after the claim.
+
+        Where the save replaces it: before that it could not, and it must end before the clean-up.
+        """
+        try:
+            held.enter_context(held_source(storage, self.path))
+        except StorageError as error:
+            _log.debug("%s is not held: %s", self.path, error)
+
+
+def open_source(
+    ranks: Session,
+    report: object,
+    exclude: str | Sequence[str] | None,
+    storage: Storage | None,
+) -> CarrySource:
+    """Find the checkpoint of a load's `report`, and agree on what of it was loaded. Collective."""
+    channel, encoded, reads = ranks.channel, b"", Tally()
+    with channel.exchange("carry") as opening:
+        loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
+        asked = CarryAsked(loaded.path, loaded.attempt, ranks.bulk.epoch)
+        if told := opening.gather(asked):
+            check_alike("save", told, ("carry", "attempt"))
+            counting = CountingStorage(storage or open_storage(loaded.path)[0])
+            encoded, reads = index_json.encode(_find(counting, loaded)), counting.reads
+            opening.decide(CarryOpened(max(one.bulk for one in told)))
+    ranks.bulk.renew(opening.result(CarryOpened).bulk)
+    with channel.exchange("carried names"):
+        index = index_json.decode(ranks.bulk.broadcast(encoded or None))
+        assert isinstance(index, Index)
+        own = RestoredNames((*loaded.restored, *loaded.dropped))
+        bodies = ranks.bulk.all_gather_distinct(typed_msgpack.encode(own))
+        told_names = (typed_msgpack.decode(body, RestoredNames).names for body, _ in bodies)
+        done = {name for names in told_names for name in names}
+    attempt = parse_attempt(index.attempt)
+    assert attempt is not None
+    found, names = not_loaded(index.catalog, done, excluded)
+    return CarrySource(loaded.path, attempt, index, names, found, excluded, reads)
+
+
+def _checked(report: object, world_size: int) -> LoadReport:
+    if not isinstance(report, LoadReport):
+        raise TypeError(
+            f"carry is a {type(report).__name__}: give the report that dc.load has returned"
+        )
+    if len(report.sources) > 1:
+        raise ValueError(
+            f"carry: {' and '.join(one.path for one in report.sources)} were loaded together: load "
+            f"from one after the other, and give the report of that whose rest is to come along"
+        )
+    if not report.as_saved:
+        raise ValueError(
+            f"carry: {report.path} was loaded with a rename, so that what is left of it has other "
+            f"names than the state: load and save it once under the new names, then load that"
+        )
+    if report.world_size != world_size:
+        raise ValueError(
+            f"carry: {report.world_size} ranks have loaded {report.path}, and {world_size} save: "
+            f"give the same group to both"
+        )
+    return report
+
+
+def _find(storage: Storage, loaded: LoadReport) -> Index:
+    remedy = "load again, and give carry= the report of that"
+    try:
+        attempt, index = find(storage, loaded.path)
+    except NotFoundError as error:
+        raise NotFoundError(f"carry: {error}; {remedy}") from error
+    if attempt.name != loaded.attempt:
+        raise NotFoundError(
+            f"carry: {loaded.path} was replaced: {loaded.attempt} was loaded, and {attempt} is "
+            f"there now; {remedy}"
+        )
+    return index
+
+
+@dataclass(frozen=True, slots=True)
+class Carrying:
+    """What one save carries on; `text` is that of the catalog of all that is stored."""
+
+    source: CarrySource
+    plan: CarryPlan
+    text: CatalogText
+
+    def objects(self, storage: Storage, live: Mapping[str, bytes], rank: int) -> dict[str, bytes]:
+        """Return a rank's objects files with what it carries on in them, encoded, by name."""
+        reading, objects = _ObjectsOf(storage, self.source), dict(live)
+        if rank == 0:
+            if hidden := self.plan.names.hidden:
+                what = f"{self.source.path}: {listed(hidden)}"
+                _log.warning("%s: not carried on, the state has something else there", what)
+            values = {fqn: reading.value(fqn) for fqn in self.plan.names.values}
+            main = objects_file.decode(objects[filenames.OBJECTS])
+            both = with_carried(main, reading.main, self.plan.names, values)
+            objects[filenames.OBJECTS] = objects_file.encode(both)
+        keyed = {
+            fqn: {
+                key: reading.keyed(fqn, key)
+                for key, holder in self.plan.catalog.per_rank[fqn]
+                if holder == rank
+            }
+            for fqn in self.plan.names.per_rank
+        }
+        if any(keyed.values()):
+            name = filenames.objects_file(rank)
+            own = objects_file.decode(objects[name]) if name in objects else ObjectsFile()
+            carried = {fqn: values for fqn, values in keyed.items() if values}
+            own = replace(own, per_rank={**own.per_rank, **carried})
+            objects[name] = objects_file.encode(own)
+        return objects
+
+    def write(
+        self, ranks: Session, storage: Storage, folder: str, step: int | None
+    ) -> tuple[tuple[FileReceipt, ...], Tally]:
+        """Link and copy this rank's part; return its files, and what was linked.
+
+        On return they are durable, under their names. CorruptError if the source is damaged.
+        """
+        rank, threads = ranks.channel.rank, ranks.config.threads
+        files = {n: one for n, one in self.plan.linked.items() if one.rank == rank}
+        linked = Tally()
+        if files:
+            linked = carry_files(
+                storage,
+                self.source.index,
+                self._folder,
+                folder,
+                files,
+                threads=threads,
+                most_names=MAX_SHARED,
+            )
+        receipts = tuple(
+            (name, one.nbytes, one.header_nbytes, one.digest) for name, one in files.items()
+        )
+        return (*receipts, *self._copy(ranks, storage, folder, step)), linked
+
+    def _copy(
+        self, ranks: Session, storage: Storage, folder: str, step: int | None
+    ) -> tuple[FileReceipt, ...]:
+        if self.plan.copied is None:
+            return ()
+        plans = items_of(self.plan.copied, ranks.channel.rank)
+        tensors = StoredTensors(storage, self._folder, self.source.index, slots=ranks.slots)
+        with closing(tensors):
+            windows = Windows(
+                plans, read_windows(tensors, plans, WINDOW_NBYTES, lambda nbytes: None)
+            )
+            files = RankFiles(step, plans, windows.sources, {})
+            # One thread: a window is read at a time, and its blocks are written in its order.
+            return write_all(storage, folder, files, threads=1)
+
+    @contextmanager
+    def reading(self, storage: Storage) -> Iterator[None]:
+        """Read the source in this block: if it is gone, that is NotFoundError, and no damage."""
+        with while_it_is_there(storage, self.source.path, self.source.attempt):
+            yield
+
+    @property
+    def _folder(self) -> str:
+        return f"{self.source.path}/{self.source.attempt}"
+
+
+class _ObjectsOf:
+    """The objects files of a source, each read when something of it is asked for."""
+
+    def __init__(self, storage: Storage, source: CarrySource) -> None:
+        self._catalog = source.index.catalog
+        self._folder = f"{source.path}/{source.attempt}"
+        records = {one.name: one for one in source.index.objects}
+
+        @cache
+        def read(name: str) -> ObjectsFile:
+            if name not in records:
+                raise CorruptError(f"{self._folder}: the index lists no {name}")
+            return read_objects(storage, self._folder, records[name])
+
+        self._read = read
+
+    @property
+    def main(self) -> ObjectsFile:
+        """The global one."""
+        return self._read(filenames.OBJECTS)
+
+    def value(self, fqn: str) -> object:
+        """Return a value. CorruptError if the file does not have it."""
+        rank = self._catalog.values[fqn]
+        name = filenames.objects_file(rank) if rank else filenames.OBJECTS
+        values = self._read(name).values
+        self._check(fqn in values, fqn, name)
+        return values[fqn]
+
+    def keyed(self, fqn: str, key: Key) -> object:
+        """Return the value of a key. CorruptError if the file does not have it."""
+        name = filenames.objects_file(dict(self._catalog.per_rank[fqn])[key])
+        values = self._read(name).per_rank.get(fqn, {})
+        self._check(key in values, f"{fqn} of {key!r}", name)
+        return values[key]
+
+    def _check(self, is_there: bool, what: str, name: str) -> None:  # noqa: FBT001
+        if not is_there:
+            raise CorruptError(f"{self._folder}/{name} lacks {what}; use another checkpoint")

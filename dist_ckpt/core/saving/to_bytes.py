@@ -1,0 +1,156 @@
+"""`dc.to_bytes`: this rank's state as one string of bytes."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from math import prod
+
+from msgspec.structs import replace
+
+from dist_ckpt.core.comm.process_group import ranks_from_here
+from dist_ckpt.core.commit.receipts import check_receipts
+from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document_digest
+from dist_ckpt.core.format.index import index_json
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan, Whole
+from dist_ckpt.core.planning.save.save_planner import items_of, plan_save
+from dist_ckpt.core.runtime.buffers import Slots
+from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.core.saving.local_save_state import objects_files
+from dist_ckpt.core.shard_io.write import state_bytes
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_shard_files
+from dist_ckpt.core.state.inventory_builder import LocalState, take
+from dist_ckpt.core.state.tree.containers import State
+from dist_ckpt.errors import listed
+
+
+def to_bytes(state: State) -> bytes:
+    """Return this rank's whole state as bytes, for tests, transfer, and to embed in a program.
+
+    The state is what `dc.save` takes: modules, optimizers, tensors, plain values. The bytes check
+    themselves and depend on nothing but the state. `dc.from_bytes` and `dc.load_bytes` read them;
+    they are a safetensors file as well, so any library for those gives the tensors by their names.
+
+    Not collective: in a job each rank's bytes are its own, and a `PerRank` without a key is that of
+    rank 0 in them. Of what is sharded over several ranks a rank has a part only: ValueError names
+    it. Raises ValueError or TypeError for what cannot be saved. The bytes are in memory once.
+    """
+    group = ranks_from_here()
+    with paused_collector():
+        local = take(state, sharding=None, rank=0, world_size=len(group), group_ranks=group)
+        plan = plan_save([(_of_one(local.inventory), (0,))], 1)
+    local.synchronize()
+    files, objects = items_of(plan, 0), objects_files(plan, local, 0, {})
+    # Digests and headers have the same length whatever the data is: so the room is known before.
+    blank = {file.name: _header_of(file) for file in files}
+    room = len(_header(plan, files, objects, blank))
+    with BytesIO() as out:
+        nbytes = room + sum(file.nbytes - file.header.nbytes for file in files)
+        out.seek(nbytes - 1)
+        out.write(b"\0")
+        writing = _DataWriter(out, room, files)
+        content = RankFiles(None, files, tuple(_sources(local, file) for file in files), {})
+        write_shard_files(writing, "", content, threads=1, slots=Slots())
+        header = _header(plan, files, objects, writing.headers)
+        assert len(header) == room, "no digest changes the length of the header"
+        out.seek(0)
+        out.write(header)
+        return out.getvalue()
+
+
+def _of_one(inventory: Inventory) -> Inventory:
+    """Return the inventory of a job of this rank alone. ValueError names what it has a part of."""
+    parts = []
+    for entry in inventory.tensors:
+        cells = cells_of(inventory.views[entry.view], 0, entry.shape)
+        held = cells[0].numel if len(cells) == 1 else 0
+        if held != prod(entry.shape):
+            parts.append(entry.fqn)
+    if parts:
+        raise ValueError(
+            f"{listed(parts)}: this rank holds a part of it, and the bytes of a state are one "
+            "rank's whole state: gather it first (a DTensor by full_tensor(), a model by "
+            "torch.distributed.checkpoint.state_dict with full_state_dict), or use dist_ckpt.save"
+        )
+    return replace(
+        inventory,
+        mesh=(),
+        components=(state_bytes.COMPONENT,) if inventory.tensors else (),
+        views=(Whole(),) if inventory.tensors else (),
+        tensors=tuple(replace(entry, view=0, component=0) for entry in inventory.tensors),
+    )
+
+
+def _sources(local: LocalState, file: FilePlan) -> SourceOf:
+    return lambda number: local.source(file.items[number].fqn, 0)
+
+
+def _header_of(file: FilePlan) -> bytes:
+    return file.header.fill(None, "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS))
+
+
+def _header(
+    plan: SavePlan,
+    files: tuple[FilePlan, ...],
+    objects: dict[str, bytes],
+    headers: dict[str, bytes],
+) -> bytes:
+    """Return what comes before the data, given the headers of the shard file, if there is one."""
+    receipts: list[FileReceipt] = [
+        (file.name, file.nbytes, file.header.nbytes, document_digest(headers[file.name]))
+        for file in files
+    ]
+    receipts += [(name, len(data), 0, document_digest(data)) for name, data in objects.items()]
+    shard_files, objects_records = check_receipts(plan.catalog, [Receipt(tuple(receipts), (), 0.0)])
+    index = Index(
+        attempt=state_bytes.ATTEMPT,
+        step=None,
+        catalog=plan.catalog,
+        files=shard_files,
+        objects=objects_records,
+        metadata={},
+        saved_by={},
+        saved_at=0.0,
+    )
+    header = b"".join(headers[file.name] for file in files)
+    documents = state_bytes.Documents(index_json.encode(index), objects, header)
+    return state_bytes.encode_header(documents)
+
+
+class _DataWriter:
+    """Writes the data of the one shard file behind `room` bytes of `out`, and keeps its header."""
+
+    alignment = 1
+
+    def __init__(self, out: BytesIO, room: int, files: tuple[FilePlan, ...]) -> None:
+        self.headers: dict[str, bytes] = {}
+        self._out = out
+        self._room = room
+        self._files = {file.name: file for file in files}
+        self._name, self._nbytes = "", 0
+
+    def create(self, path: str, nbytes: int) -> _DataWriter:
+        """Return itself: there is one file."""
+        self._name = path.rpartition("/")[2]
+        self._nbytes = nbytes
+        return self
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Put data, or the header, in its place."""
+        header_nbytes = self._files[self._name].header.nbytes
+        if offset < header_nbytes:
+            self.headers[self._name] = bytes(data)
+            return
+        self._out.seek(self._room + offset - header_nbytes)
+        self._out.write(data)
+
+    def finish(self) -> int:
+        """Return the size of the file."""
+        return self._nbytes
+
+    def discard(self) -> None:
+        """Do nothing: the caller lets go of it all."""
+
+    def sync(self, folder: str) -> None:
+        """Do nothing: it is memory."""

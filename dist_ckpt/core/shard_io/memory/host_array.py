@@ -1,0 +1,223 @@
+"""Tensors in plain host memory, without torch or numpy.
+
+`Array` is what a lazily opened checkpoint gives out; `ArrayTarget` is the memory seam over host
+bytes. Memoryviews copy whole rows, strided ones too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import Piece, Region, Shape, row_major_strides
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+# The codes with which `struct` reads our dtypes; bfloat16 and the complex ones are made from them.
+_STRUCT = {
+    "float64": "d",
+    "float32": "f",
+    "float16": "e",
+    "int64": "q",
+    "int32": "i",
+    "int16": "h",
+    "int8": "b",
+    "uint64": "Q",
+    "uint32": "I",
+    "uint16": "H",
+    "uint8": "B",
+    "bool": "?",
+}
+_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+_NUMPY = frozenset(_STRUCT) | {"complex128", "complex64"}
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Array:
+    """A tensor that is just bytes: row-major, little-endian, in `data`.
+
+    Two are equal if dtype, shape and bytes are. What `numpy` and `torch` return shares its memory
+    where that is writable.
+    """
+
+    dtype: str
+    shape: Shape
+    data: memoryview
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"there is no dtype {self.dtype!r}")
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "data", memoryview(self.data).cast("B"))
+        expected = prod(self.shape) * DTYPES[self.dtype].itemsize
+        if self.data.nbytes != expected:
+            raise ValueError(
+                f"{self.dtype} of shape {self.shape} has {expected} bytes, not {self.data.nbytes}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.data.nbytes
+
+    def numpy(self) -> np.ndarray:
+        """Return it as a numpy array. Raises TypeError for a dtype that numpy lacks."""
+        if self.dtype not in _NUMPY:
+            raise TypeError(f"numpy has no {self.dtype}: use `.torch()`, or the bytes in `.data`")
+        numpy = _installed("numpy", "numpy")
+        dtype = numpy.dtype(self.dtype).newbyteorder("<")
+        array: np.ndarray = numpy.frombuffer(self.data, dtype).reshape(self.shape)
+        return array
+
+    def torch(self) -> torch.Tensor:
+        """Return it as a CPU tensor."""
+        torch = _installed("torch", '"dist-ckpt[torch]"')
+        dtype = getattr(torch, self.dtype, None)
+        if dtype is None:
+            raise TypeError(f"torch {torch.__version__} has no {self.dtype}: upgrade torch")
+        if self.nbytes == 0:
+            return torch.empty(self.shape, dtype=dtype, device="cpu")  # type: ignore[no-any-return]
+        memory = bytearray(self.data) if self.data.readonly else self.data
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        return flat.view(dtype).view(self.shape)  # type: ignore[no-any-return]
+
+    def tolist(self) -> object:
+        """Return nested lists of python numbers; of no dimension, the number."""
+        values = iter(self._values())
+        return _nested(values, self.shape)
+
+    def _values(self) -> Sequence[object]:
+        if self.dtype == "bfloat16":
+            halves = struct.iter_unpack("<2s", self.data)
+            return [struct.unpack("<f", b"\0\0" + half)[0] for (half,) in halves]
+        if part := _COMPLEX.get(self.dtype):
+            pairs = struct.iter_unpack(f"<2{_STRUCT[part]}", self.data)
+            return [complex(real, imaginary) for real, imaginary in pairs]
+        if self.dtype not in _STRUCT:
+            raise TypeError(f"python has no {self.dtype}: use `.torch()`, or the bytes in `.data`")
+        return struct.unpack(f"<{prod(self.shape)}{_STRUCT[self.dtype]}", self.data)
+
+    def __array__(
+        self,
+        dtype: np.dtype | None = None,
+        copy: bool | None = None,  # noqa: FBT001 - numpy's
+    ) -> np.ndarray:
+        array = self.numpy()
+        if dtype is not None and dtype != array.dtype:
+            if copy is False:
+                raise ValueError(f"{self.dtype} as {dtype} needs a copy")
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Array):
+            return NotImplemented
+        return (self.dtype, self.shape) == (other.dtype, other.shape) and self.data == other.data
+
+    __hash__ = None  # type: ignore[assignment]  # the memory may change
+
+    def __repr__(self) -> str:
+        return f"Array({self.dtype}, {self.shape})"
+
+
+class ArrayTarget:
+    """Row-major host bytes that hold a cell (`Target`)."""
+
+    __slots__ = ("_itemsize", "_memory")
+
+    def __init__(self, memory: memoryview, itemsize: int) -> None:
+        self._memory = memory.cast("B")
+        self._itemsize = itemsize
+
+    def memory(self) -> memoryview | None:
+        """Return the cell's bytes."""
+        return self._memory
+
+    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+        """Copy the elements of `box` out of `data`, bit for bit, row by row."""
+        if box.numel == 0:
+            return
+        held = row_major_strides(piece.region.shape)
+        within = box.relative_to(piece.region.offset).offset
+        start = piece.start + sum(o * s for o, s in zip(within, held, strict=True))
+        factor = 2 if self._itemsize == 16 else 1
+        dims = _merged(
+            [(n, t * factor, s * factor) for n, t, s in zip(box.shape, held, strides, strict=True)]
+            + [(factor, 1, 1)]
+        )
+        row = _row(dims)
+        n, t_step, s_step = dims.pop(row)
+        t_reach, s_reach = (n - 1) * t_step + 1, (n - 1) * s_step + 1
+        to, out_of = (_words(memory, self._itemsize // factor) for memory in (self._memory, data))
+        for t, s in _places(dims, start * factor, 0):
+            to[t : t + t_reach : t_step] = out_of[s : s + s_reach : s_step]
+
+
+# --- copying boxes ---------------------------------------------------------------------------
+
+# Integers of each size, for memoryviews; an item of 16 bytes is two of 8.
+_WORDS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+# From here on a row is worth a step of the loop, whatever the number of rows.
+_LONG_ROW = 32
+
+
+# A dimension: its size, and the step in the target and in the source.
+_Dim = tuple[int, int, int]
+
+
+def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
+    """Return fewer dimensions: none of size 1, and what lies together as one."""
+    merged: list[_Dim] = []
+    for n, t, s in dims:
+        if n == 1:
+            continue
+        if merged and merged[-1][1:] == (n * t, n * s):
+            merged[-1] = (merged[-1][0] * n, t, s)
+        else:
+            merged.append((n, t, s))
+    return merged or [(1, 1, 1)]
+
+
+def _row(dims: Sequence[_Dim]) -> int:
+    """Return the dimension to copy in one go: the last, or the longest if the last is short."""
+    last = len(dims) - 1
+    if dims[last][0] >= _LONG_ROW:
+        return last
+    return max(range(len(dims)), key=lambda d: dims[d][0])
+
+
+def _places(dims: Sequence[_Dim], target: int, source: int) -> Iterator[tuple[int, int]]:
+    if not dims:
+        yield target, source
+        return
+    (n, t, s), rest = dims[0], dims[1:]
+    for i in range(n):
+        yield from _places(rest, target + i * t, source + i * s)
+
+
+def _words(memory: memoryview, size: int) -> memoryview:
+    whole = memory.cast("B")
+    return whole[: whole.nbytes // size * size].cast(_WORDS[size])
+
+
+def _installed(module: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ImportError(f"Array.{module} needs {module}: pip install {package}") from None
+
+
+def _nested(values: Iterator[object], shape: Shape) -> object:
+    if not shape:
+        return next(values)
+    return [_nested(values, shape[1:]) for _ in range(shape[0])]

@@ -1,0 +1,239 @@
+"""The memory seam for torch: a local tensor as the source or the target of bytes.
+
+Bits are copied, never cast: tensors are seen as integers of the same size. Threads may use one
+source or target at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable
+
+import torch
+
+from dist_ckpt.core.format.geometry import (
+    Cell,
+    Elements,
+    Piece,
+    Region,
+    Shape,
+    boxes_of,
+    row_major_strides,
+)
+
+# Memory of any length: a type for each length would cost more than the views themselves.
+_Memory = ctypes.c_char * sys.maxsize
+
+# So many bytes of a tensor that is out of order are sent at once.
+_MOST_ORDERED = 4 << 20
+
+# An integer of each size. There is none of 16 bytes: complex128 is two of 8 in a last dimension.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class TensorSource:
+    """The bytes of a local tensor in row-major order (`CellSource`).
+
+    A contiguous CPU tensor is read in place; anything else is copied as it is asked for, and
+    conjugate and negative views are resolved then.
+    """
+
+    # A state may have very many: what can be made when it is read is not kept.
+    __slots__ = ("_tensor", "_within")
+
+    def __init__(self, tensor: torch.Tensor, within: Elements | None = None) -> None:
+        """Make the source of a tensor, or of the elements `within` it in row-major order."""
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._within = within
+
+    @property
+    def _first(self) -> int:
+        return 0 if self._within is None else self._within.start
+
+    @property
+    def device(self) -> torch.device:
+        """The device that has the tensor."""
+        return self._tensor.device
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        if self._within is None:
+            return self._tensor.nbytes
+        return self._within.numel * self._tensor.itemsize
+
+    def part(self, cell: Cell) -> TensorSource:
+        """Return the source of a part, in coordinates that begin at this cell's start."""
+        if isinstance(cell, Elements):
+            first = self._first
+            return TensorSource(self._tensor, Elements(first + cell.start, first + cell.stop))
+        whole = self._within is None or self._within.numel == self._tensor.numel()
+        assert whole, "a box of a range of elements"
+        return TensorSource(self._tensor[slices_of(cell)])
+
+    def address(self) -> int | None:
+        """Return where the bytes of a contiguous CPU tensor lie."""
+        tensor = self._tensor
+        if not tensor.is_cpu or not tensor.is_contiguous() or _is_typed(tensor):
+            return None
+        return tensor.data_ptr() + self._first * tensor.itemsize
+
+    def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
+        """Return the bytes `start` to `stop`: a view of the tensor, or `scratch`, filled."""
+        first = self._first * self._tensor.itemsize
+        memory = None if _is_typed(self._tensor) else host_memory(self._tensor)
+        if memory is not None:
+            return memory[first + start : first + stop]
+        filled = scratch[: stop - start]
+        if filled.nbytes:
+            self._fill((first + start) // self._tensor.itemsize, filled)
+        return filled
+
+    def send(self, start: int, stop: int, memory: memoryview) -> None:
+        """Have the current stream of the device copy the bytes `start` to `stop` into `memory`.
+
+        The tensor stays what it is, and the memory there, until that stream has come so far. If
+        the memory is not pinned this waits for it, and whatever the stream has to do before.
+        """
+        itemsize, nbytes = self._tensor.itemsize, stop - start
+        # What is out of order the device brings into order first, in memory of its own.
+        is_in_order = self._tensor.is_contiguous() and not _is_typed(self._tensor)
+        most = nbytes if is_in_order else _MOST_ORDERED // itemsize * itemsize
+        for done in range(0, nbytes, max(most, 1)):
+            room = memory[done : min(done + most, nbytes)]
+            self._fill(self._first + (start + done) // itemsize, room, non_blocking=True)
+
+    def _fill(self, element: int, memory: memoryview, *, non_blocking: bool = False) -> None:
+        tensor, itemsize = self._tensor, self._tensor.itemsize
+        # One copy serves any range of a contiguous tensor.
+        held = tensor.view(-1) if tensor.is_contiguous() else tensor
+        words = _over(memory, _WORDS[itemsize])
+        done = 0
+        elements = Elements(element, element + memory.nbytes // itemsize)
+        for box in boxes_of(elements, tuple(held.shape)):
+            values = as_words(held[slices_of(box)].resolve_conj().resolve_neg())
+            room = words[done : done + values.numel()].view(values.shape)
+            room.copy_(values, non_blocking=non_blocking)
+            done += values.numel()
+
+
+class TensorTarget:
+    """The local tensor that holds `cell` (`Target`): of the cell's shape, or 1-d if flat.
+
+    The tensor must not overlap itself.
+    """
+
+    # A state may have very many: what can be made when it is filled is not kept.
+    __slots__ = ("_cell", "_is_counted", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, cell: Cell) -> None:
+        self._cell = cell
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._is_counted = False
+
+    def memory(self) -> memoryview | None:
+        """Return the tensor's bytes if they are row-major in host memory, else None."""
+        memory = None if _is_typed(self._tensor) else host_memory(self._tensor)
+        if memory is not None and not self._is_counted:
+            # Autograd counts what is written in place; this write it cannot see.
+            torch.autograd.graph.increment_version(self._tensor)
+            self._is_counted = True
+        return memory
+
+    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+        """Copy the elements of `box` out of `data` into the tensor."""
+        if box.numel == 0:
+            return
+        itemsize = self._tensor.itemsize
+        dtype = self._tensor.dtype if _is_typed(self._tensor) else _WORDS[itemsize]
+        factor = itemsize // dtype.itemsize
+        extra = (factor,) if factor > 1 else ()
+        values = values_in(
+            data,
+            dtype,
+            (*box.shape, *extra),
+            (*(s * factor for s in strides), *((1,) * len(extra))),
+        )
+        with torch.no_grad():
+            self._box(piece, box).copy_(values)
+
+    def _box(self, piece: Piece, box: Region) -> torch.Tensor:
+        words = self._tensor if _is_typed(self._tensor) else as_words(self._tensor)
+        within = box.relative_to(piece.region.offset)
+        if isinstance(self._cell, Region):
+            return words[slices_of(within)]
+        # The piece is row-major in the flat memory, whose elements may lie apart.
+        flat = words[piece.start : piece.start + piece.region.numel]
+        step = flat.stride(0)
+        strides = (s * step for s in row_major_strides(piece.region.shape))
+        extra, extra_strides = flat.shape[1:], flat.stride()[1:]
+        boxed = flat.as_strided((*piece.region.shape, *extra), (*strides, *extra_strides))
+        return boxed[slices_of(within)]
+
+
+def synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for all work on the accelerators that hold these tensors.
+
+    Sources and targets copy in threads, on other streams than the training's: call it before the
+    first read or place, and after the last place.
+    """
+    devices = {tensor.device for tensor in tensors} - {torch.device("cpu"), torch.device("meta")}
+    for device in sorted(devices, key=str):
+        torch.accelerator.synchronize(device)
+
+
+def host_memory(tensor: torch.Tensor) -> memoryview | None:
+    """Return the bytes of a tensor, writable, if they are row-major in host memory, else None.
+
+    The view keeps the tensor alive; it must not be used after the tensor's storage was resized.
+    """
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        return None
+    nbytes = tensor.numel() * tensor.itemsize
+    if nbytes == 0:
+        return memoryview(bytearray())
+    array = _Memory.from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]  # the memory lives as long as the view
+    return memoryview(array)[:nbytes].cast("B")
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as integers of the item size, or pairs of them in a last dimension."""
+    if tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_WORDS[tensor.itemsize])
+
+
+def slices_of(region: Region) -> tuple[slice, ...]:
+    """Return the index that takes a region out of a tensor."""
+    return tuple(slice(o, s) for o, s in zip(region.offset, region.stop, strict=True))
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Say whether two elements may share memory, as in what `expand` returns."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+
+def values_in(data: memoryview, dtype: torch.dtype, shape: Shape, strides: Shape) -> torch.Tensor:
+    """Return the elements of a box that begin where `data` does; strides count in elements."""
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return _over(data[: (last + 1) * dtype.itemsize], dtype).as_strided(shape, strides)
+
+
+def _is_typed(tensor: torch.Tensor) -> bool:
+    """Say whether the memory of a view is not its value, so that torch has to read or write it."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _over(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    # frombuffer warns about read-only memory, though nothing here writes into it
+    return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=dtype)

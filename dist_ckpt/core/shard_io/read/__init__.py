@@ -1,0 +1,1 @@
+"""Blocks out of shard files into memory."""

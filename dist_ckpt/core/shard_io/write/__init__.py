@@ -1,0 +1,1 @@
+"""Shard files and objects files out of memory, or linked from an earlier save."""

@@ -1,0 +1,177 @@
+"""Files of a checkpoint that another one gets as they are: by links, else by checked copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+
+from dist_ckpt.core.format.checksums import block_digest, document_digest
+from dist_ckpt.core.format.index.index import (
+    AttachedFileRecord,
+    Index,
+    ObjectsFileRecord,
+    ShardFileRecord,
+)
+from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.shard_io.read.block_reads import BlockRead, every_block, reads_of
+from dist_ckpt.core.shard_io.read.open_files import (
+    OpenFile,
+    damage,
+    digest_problem,
+    open_readable,
+    read_header,
+    size_problem,
+)
+from dist_ckpt.core.storage import ReadableFile, Storage, WritableFile
+from dist_ckpt.core.storage.linking import linked
+from dist_ckpt.errors import ConflictError, CorruptError, StorageError
+from dist_ckpt.reports import Tally
+
+_Document = ObjectsFileRecord | AttachedFileRecord
+FileRecord = ShardFileRecord | _Document
+
+
+def files_of(index: Index) -> dict[str, FileRecord]:
+    """Return all files that an index lists, by name."""
+    shards = {index.file_name(record): record for record in index.files}
+    attached = {record.file_name: record for record in index.attached}
+    return {**shards, **{record.name: record for record in index.objects}, **attached}
+
+
+def carry_files(  # noqa: PLR0913 - what, from where to where, and how
+    storage: Storage,
+    index: Index,
+    source: str,
+    target: str,
+    files: Mapping[str, FileRecord],
+    *,
+    threads: int,
+    most_names: int | None = None,
+    links: bool = True,
+    tell: Callable[[int], None] = lambda nbytes: None,
+) -> Tally:
+    """Have files of an attempt in another one's folder as well; return what was linked of them.
+
+    `index` is that of `source`, which has the `files`, of shards maybe under other names than those
+    that they get; both are folders. On return the files are durable, with their names. What cannot
+    be linked is copied, and every byte of it checked: CorruptError if the source is damaged. Of
+    what is linked nothing is read; but with `most_names` the headers of the shard files are, and
+    those that have so many names are copied; without `links` all are. `tell` is called with the
+    bytes of each part that is copied, from any thread. ConflictError if `target` is gone, or has
+    such a file already.
+    """
+
+    def carry(name: str) -> int:
+        record, new = files[name], f"{target}/{name}"
+        try:
+            if isinstance(record, ShardFileRecord):
+                old = f"{source}/{index.file_name(record)}"
+                may_link = links and _may_link(storage, index, record, old, most_names)
+                if may_link and linked(storage, old, new):
+                    return record.nbytes
+                _copy_shards(storage, index, record, (old, new), tell)
+            else:
+                if links and linked(storage, f"{source}/{name}", new):
+                    return record.nbytes
+                _copy_document(storage, record, f"{source}/{name}", new)
+                tell(record.nbytes)
+        except FileExistsError as error:
+            raise ConflictError(
+                f"{target}/{name} exists already: see that nobody else writes there, then try again"
+            ) from error
+        return -1
+
+    done = [nbytes for nbytes in each(carry, files, threads=threads) if nbytes >= 0]
+    try:
+        storage.sync(target)
+    except FileNotFoundError as error:
+        raise _gone(target) from error
+    return Tally(len(done), sum(done))
+
+
+def _may_link(
+    storage: Storage, index: Index, record: ShardFileRecord, path: str, most_names: int | None
+) -> bool:
+    """Say whether a shard file has few names; CorruptError if its size or header is damaged."""
+    if most_names is None:
+        return True
+    with closing(open_readable(storage, path, record)) as file:
+        if (problem := size_problem(file, path, record)) is not None:
+            raise CorruptError(f"{problem}; use another checkpoint")
+        read_header(file, path, record, index)
+        return file.num_links < most_names
+
+
+def _copy_shards(
+    storage: Storage,
+    index: Index,
+    record: ShardFileRecord,
+    names: tuple[str, str],
+    tell: Callable[[int], None],
+) -> None:
+    old, new = names
+    with ExitStack() as stack:
+        source = stack.enter_context(closing(open_readable(storage, old, record)))
+        if (problem := size_problem(source, old, record)) is not None:
+            raise CorruptError(f"{problem}; use another checkpoint")
+        file = OpenFile(storage, old, record, read_header(source, old, record, index))
+        target = _created(storage, new, record.nbytes, stack)
+        # Last, as a save does: a file without its header is none.
+        for one in reads_of(every_block(file.header.shards, file.header.block_nbytes)):
+            target.write_at(record.header_nbytes + one.span.start, _checked(file, source, one))
+            tell(one.span.nbytes)
+        target.write_at(0, _read(source, 0, record.header_nbytes, old))
+        _finish(target, new, record.nbytes)
+
+
+def _checked(file: OpenFile, source: ReadableFile, one: BlockRead) -> memoryview:
+    """Return the bytes of some blocks. CorruptError if one is not what was written."""
+    start = file.record.header_nbytes + one.span.start
+    data = _read(source, start, one.span.nbytes, file.path)
+    for need in one.needs:
+        block = data[need.start - one.span.start : need.stop - one.span.start]
+        if (problem := digest_problem(need, block_digest(block))) is not None:
+            raise CorruptError(f"{damage(file, need, problem)}; use another checkpoint")
+    return data
+
+
+def _copy_document(storage: Storage, record: _Document, old: str, new: str) -> None:
+    try:
+        source = storage.open(old)
+    except FileNotFoundError as error:
+        raise CorruptError(f"{old} is missing; use another checkpoint") from error
+    with closing(source), ExitStack() as stack:
+        data = _read(source, 0, record.nbytes, old)
+        if (actual := document_digest(data)) != record.digest or source.nbytes != record.nbytes:
+            raise CorruptError(
+                f"{old} is damaged: its digest is {actual}, the index says {record.digest}; use "
+                f"another checkpoint"
+            )
+        target = _created(storage, new, record.nbytes, stack)
+        target.write_at(0, data)
+        _finish(target, new, record.nbytes)
+
+
+def _created(storage: Storage, path: str, nbytes: int, stack: ExitStack) -> WritableFile:
+    try:
+        file = storage.create(path, nbytes)
+    except FileNotFoundError as error:
+        raise _gone(path) from error
+    stack.callback(file.discard)
+    return file
+
+
+def _gone(path: str) -> ConflictError:
+    return ConflictError(f"{path}: its folder was removed while it was written; try again")
+
+
+def _read(file: ReadableFile, start: int, nbytes: int, path: str) -> memoryview:
+    data = memoryview(bytearray(nbytes))
+    if file.read_into(start, data) != nbytes:
+        raise CorruptError(f"{path} ends before byte {start + nbytes}; use another checkpoint")
+    return data
+
+
+def _finish(file: WritableFile, path: str, nbytes: int) -> None:
+    if (actual := file.finish()) != nbytes:
+        raise StorageError(f"{path} has {actual} bytes after writing {nbytes}: check the storage")

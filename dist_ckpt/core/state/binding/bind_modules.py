@@ -1,0 +1,107 @@
+"""Modules on the loading side: live parameters are filled, meta ones assigned, extra state set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dist_ckpt.core.state.binding.bind_requests import Requests
+from dist_ckpt.core.state.binding.targets.load_values import Value
+from dist_ckpt.core.state.modules import ModulePart, ModuleState
+from dist_ckpt.core.state.tensors.local_tensors import PLAIN
+from dist_ckpt.core.state.tensors.read_tensor import is_meta
+from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.state.tree.leaves import CompoundLeaf, ModuleLeaf, TensorLeaf
+from dist_ckpt.core.state.tree.read_tree import read_tensor, users_code
+
+
+def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
+    """Ask for what a module's state dict holds. Modules are closed."""
+    state = leaf.state
+    assigned = _bind_live(requests, fqn, state)
+    further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
+    extras = requests.parts(fqn, further)
+    for part in state.parts:
+        _assign(requests, fqn, part, {n: v for n, v in assigned.items() if n in part.keys})
+        if part.flat is not None:
+            requests.effects.append(part.flat.settle)
+        _load(requests, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
+
+
+def _bind_live(requests: Requests, fqn: str, state: ModuleState) -> dict[str, object]:
+    """Ask for the live tensors; return what is to be put in the place of those on meta."""
+    made: dict[int, object] = {}
+    assigned: dict[str, object] = {}
+    tied = _tied_to_saved(requests, fqn, state)
+    for name in (one for one in state.live if one not in tied):
+        full, live = join(fqn, name), state.live[name]
+        # The live tensor, not what the state dict returned: a hook may have copied that.
+        own = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
+        if isinstance(own, CompoundLeaf):
+            requests.compound(full, own)
+            continue
+        if not requests.takes(full):
+            continue
+        if not is_meta(live):
+            requests.targets.fill(full, own)
+            continue
+        # Tied parameters stay one object, which has been made if another of its names came first.
+        own = replace(own, value=made.get(id(live), live))
+        assigned[name] = made[id(live)] = requests.targets.fill(full, own)
+    for name in tied:
+        requests.restored[join(fqn, name)] = None
+        if (twin := made.get(id(state.live[name]))) is not None:
+            assigned[name] = twin
+    return assigned
+
+
+def _tied_to_saved(requests: Requests, fqn: str, state: ModuleState) -> set[str]:
+    """Return the names of tensors that are saved under another of their names, but not under this.
+
+    Others save tied tensors under one of their names: with that all of them are filled.
+    """
+    names: dict[int, list[str]] = {}
+    for name, live in state.live.items():
+        names.setdefault(id(live), []).append(name)
+    if len(names) == len(state.live):
+        return set()
+    tied: set[str] = set()
+    for some in names.values():
+        selected = [name for name in some if requests.selected(join(fqn, name))]
+        lacking = [name for name in selected if not requests.has(join(fqn, name))]
+        if any(requests.saved.tensor(join(fqn, name)) for name in selected):
+            tied.update(lacking)
+    return tied
+
+
+def _assign(requests: Requests, fqn: str, part: ModulePart, assigned: Mapping[str, object]) -> None:
+    def assign() -> None:
+        with users_code(fqn, part.module, "load_state_dict"):
+            part.load(assigned, assign=True)
+
+    if assigned:
+        requests.assigns.append((fqn, assign))
+
+
+def _load(
+    requests: Requests,
+    fqn: str,
+    leaf: ModuleLeaf,
+    part: ModulePart,
+    extras: Mapping[str, Value],
+) -> None:
+    """Let `load_state_dict` have what is no live tensor, and all if it does more than fill them."""
+    live = {name: tensor for name, tensor in leaf.state.live.items() if name in part.keys}
+    restored = any(join(fqn, name) in requests.restored for name in live)
+    whole = part.loads_itself() and (restored or extras)
+
+    def load() -> None:
+        # What is filled already is the module's own: to copy it onto itself does nothing.
+        values: dict[str, object] = {}
+        values.update((name, live[name]) for name in live if whole and not is_meta(live[name]))
+        values.update((name, extra()) for name, extra in extras.items())
+        with users_code(fqn, part.module, "load_state_dict"):
+            part.load(values)
+
+    if extras or whole:
+        requests.loads.append((fqn, load))

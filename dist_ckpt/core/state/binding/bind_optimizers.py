@@ -1,0 +1,255 @@
+"""Optimizers on the loading side: state and groups are put in place, or given to the class.
+
+Torch's own `load_state_dict` is never called: it casts state to the parameter's dtype. An optimizer
+with methods of its own gets what it told, with what was saved in place of it, and what its
+`load_state_dict` casts is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from dist_ckpt.core.state.binding.bind_param_groups import GroupBinding, saved_groups, sources_of
+from dist_ckpt.core.state.binding.bind_requests import Requests
+from dist_ckpt.core.state.binding.targets.load_values import Known, Value
+from dist_ckpt.core.state.binding.targets.new_subclasses import compound_classes
+from dist_ckpt.core.state.binding.targets.targets import Beside
+from dist_ckpt.core.state.fsdp1.optimizers import FlatOptimizer
+from dist_ckpt.core.state.optimizers.named_optimizers import ParameterName, state_branch
+from dist_ckpt.core.state.optimizers.optimizer_state import (
+    GROUPS,
+    STATE,
+    OptimizerState,
+    told_state,
+)
+from dist_ckpt.core.state.tensors.read_tensor import is_meta
+from dist_ckpt.core.state.tree.containers import PathKey, entries_of, join
+from dist_ckpt.core.state.tree.leaves import OptimizerLeaf, PlainLeaf, TensorLeaf, Tree
+from dist_ckpt.core.state.tree.read_tree import read_value, users_code
+
+# As torch does: unless the step is computed on the device, it is counted in host memory.
+_STEP = "step"
+
+
+def bind_optimizer(requests: Requests, fqn: str, leaf: OptimizerLeaf) -> None:
+    """Ask for an optimizer's state and groups. Optimizers are closed.
+
+    State that the checkpoint has and memory lacks is made. State of a parameter that was saved
+    without any, as before its first step, is dropped; other state in memory that the checkpoint
+    lacks is missing. A group takes the hyperparameters that its parameters were saved with: those
+    have to agree, and under `strict` to be those of this optimizer's class.
+    """
+    held, names = leaf.held, requests.template.parameters[fqn]
+    if requests.chosen(fqn) and any(map(is_meta, held.parameters())):
+        requests.problems.append(
+            f"{fqn}: the optimizer holds meta parameters, which a load of the module replaces: "
+            "materialize the module (`to_empty`) and make the optimizer then"
+        )
+        return
+    state, groups = join(fqn, STATE), join(fqn, GROUPS)
+    requests.split(groups)
+    saved = saved_groups(requests, groups)
+    stored = _stored_names(held, names, saved)
+    if saved and all(name.isdecimal() for name in saved):
+        stored = _numbered(requests, fqn, held, saved) or stored
+    classes = compound_classes(held.optimizer)
+    defaults = held.defaults if requests.strict else {}
+    before = len(requests.effects)
+    for number, group in enumerate(held.groups):
+        on_host = not (group.get("capturable") or group.get("fused"))
+        for parameter in filter(held.keeps, group["params"]):
+            name = stored[id(parameter)]
+            beside = Beside(parameter, names[id(parameter)].rule, on_host, classes)
+            full = join(state, name)
+            if name in saved and not requests.has(full) and requests.saved.says_stepless(full):
+                _drop_state(requests, full, held, parameter)
+            else:
+                _bind_state(requests, full, held, beside)
+        params = [stored[id(parameter)] for parameter in group["params"]]
+        own = join(groups, number)
+        binding = GroupBinding(requests, own, group, sources_of(own, params, saved))
+        binding.bind(defaults, (join(state, name) for name in params))
+    _bind_shared(requests, state, held, saved)
+    if isinstance(held, FlatOptimizer):
+        _bind_flat(requests, state, held, stored)
+        held = held.own
+    further = requests.parts(fqn, leaf.further)
+    if held.told is not None and (further or len(requests.effects) > before):
+        _load(requests, fqn, held, further)
+
+
+def _bind_flat(
+    requests: Requests, state: str, held: FlatOptimizer, stored: Mapping[int, str]
+) -> None:
+    """Hand on what is bound to a view of an optimizer; what has one state needs all or nothing."""
+    for parts in held.in_one():
+        here = [stored[id(part)] for part in parts]
+        lacking = [name for name in here if not requests.chosen(join(state, name))]
+        if lacking and len(lacking) < len(here):
+            has = next(name for name in here if name not in lacking)
+            requests.problems.append(
+                f"{state}: FSDP1 has one state for {lacking[0]} and {has} here, and the load has "
+                f"some for {has} alone: wrap the model with use_orig_params=True, or exclude both"
+            )
+    requests.effects.append(held.write_back)
+
+
+def _stored_names(
+    held: OptimizerState, names: Mapping[int, ParameterName], saved: Mapping[str, str]
+) -> dict[int, str]:
+    """Return what the checkpoint calls the parameters, by id().
+
+    Torch's helpers and `dc.Named` may have called them as their module does, not as the state.
+    """
+    parameters = list(dict.fromkeys(map(id, held.parameters())))
+    own = {key: names[key].own for key in parameters}
+    stored = {key: names[key].stored for key in parameters}
+    if saved.keys().isdisjoint(stored.values()) and len({*own.values()}) == len(own):
+        return own if not saved.keys().isdisjoint(own.values()) else stored
+    return stored
+
+
+def _numbered(
+    requests: Requests, fqn: str, held: OptimizerState, saved: Mapping[str, str]
+) -> dict[int, str]:
+    """Return what torch's own state dict calls the parameters: numbers, in the order of the groups.
+
+    Nothing, and a problem, if the groups are others.
+    """
+    of_groups: dict[str, list[str]] = {}
+    for name, group in saved.items():
+        of_groups.setdefault(group, []).append(name)
+    here = [len(group["params"]) for group in held.groups]
+    if (there := [len(names) for names in of_groups.values()]) != here:
+        requests.problems.append(
+            f"{fqn}: its parameters were saved by number, in groups of {there}, and the optimizer "
+            f"has groups of {here}: group them as they were, or exclude {fqn!r}"
+        )
+        return {}
+    parameters = [id(parameter) for group in held.groups for parameter in group["params"]]
+    return dict(zip(parameters, saved, strict=True))
+
+
+def _drop_state(
+    requests: Requests, fqn: str, held: OptimizerState, parameter: torch.Tensor
+) -> None:
+    """Go back to before the parameter's first step."""
+    live = [key for key in held.state.get(parameter, {}) if requests.selected(join(fqn, key))]
+    requests.dropped += [join(fqn, key) for key in live]
+
+    def drop() -> None:
+        state = held.state[parameter]
+        for key in live:
+            del state[key]
+        if not state:
+            del held.state[parameter]
+
+    if live:
+        requests.effects.append(drop)
+
+
+def _bind_state(requests: Requests, fqn: str, held: OptimizerState, beside: Beside) -> None:
+    parameter = beside.parameter
+    under = beside.rule, tuple(parameter.shape)
+    live = state_branch(held.state.get(parameter, {}), fqn, under).children
+    requests.split(fqn)
+    saved = requests.children(fqn)
+    found: dict[PathKey, Value] = {}
+    for key, name in saved:
+        if requests.chosen(name) and (one := _entry(requests, name, key, live.get(key), beside)):
+            found[key] = one
+    absent = live.keys() - {key for key, _ in saved}
+    names = (join(fqn, key) for key in live if key in absent)
+    requests.missing.update((name, None) for name in names if requests.selected(name))
+
+    def assign() -> None:
+        entries = {key: value() for key, value in found.items()}
+        held.state.setdefault(parameter, {}).update(entries)
+
+    if found:
+        requests.effects.append(assign)
+
+
+def _bind_shared(
+    requests: Requests, state: str, held: OptimizerState, saved: Mapping[str, str]
+) -> None:
+    """Ask for the state that is under no parameter. Saved without any state it is dropped."""
+    live = held.shared()
+    # Numbers are keys there, and names here.
+    children = requests.children(state) if saved else ()
+    names = {key: name for key, name in children if str(key) not in saved}
+    found: dict[PathKey, Value] = {}
+    for key, name in names.items():
+        tree = read_value(live[key], name) if key in live else None
+        if (value := requests.subtree(name, tree)) is not None:
+            found[key] = value
+    for key in live:
+        if key in names or not requests.selected(name := join(state, key)):
+            continue
+        if requests.children(state):
+            requests.missing[name] = None
+        else:
+            requests.dropped.append(name)
+            requests.effects.append(partial(held.state.pop, key))
+    if found:
+        requests.effects.append(
+            lambda: held.state.update((str(key), value()) for key, value in found.items())
+        )
+
+
+def _entry(
+    requests: Requests, name: str, key: PathKey, live: Tree | None, beside: Beside
+) -> Value | None:
+    """Ask for one entry of a parameter's state; what is there must be of the saved kind."""
+    if requests.saved.tensor(name) is None:
+        if isinstance(live, TensorLeaf):
+            requests.misfit(name, "a tensor")
+            return None
+        return requests.subtree(name, live, replace(beside, on_host=False))
+    if isinstance(live, TensorLeaf):
+        requests.restore(name)
+        return Known(requests.targets.fill(name, live))
+    if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
+        requests.misfit(name, "no tensor")
+        return None
+    on_host = beside.on_host and key == _STEP
+    return requests.subtree(name, None, replace(beside, on_host=on_host))
+
+
+def _load(requests: Requests, fqn: str, held: OptimizerState, further: Mapping[str, Value]) -> None:
+    """Give an optimizer what it told, once what was saved is in place of it."""
+
+    def load() -> None:
+        state = held.state_dict({key: value() for key, value in further.items()})
+        with users_code(fqn, held.optimizer, "load_state_dict"):
+            held.optimizer.load_state_dict(state)
+        with users_code(fqn, held.optimizer, "state_dict"):
+            told = told_state(held.optimizer, held.optimizer.state_dict(), live=True)
+        if told is not None:
+            _put_back(told.state, held.state)
+
+    requests.loads.append((fqn, load))
+
+
+def _put_back(told: Mapping[Any, Any], saved: Mapping[Any, Any]) -> None:
+    """Undo the casts of torch's `load_state_dict`, where what is told is the state itself.
+
+    Where it is a copy, that changes nothing: the class then says what becomes of its state.
+    """
+    for parameter, entries in saved.items():
+        live = told.get(parameter, {})
+        # State under no parameter is not cast.
+        for name, value in entries.items() if isinstance(parameter, torch.Tensor) else ():
+            if name in live and _dtypes(live[name]) != _dtypes(value):
+                live[name] = value
+
+
+def _dtypes(value: object) -> list[torch.dtype]:
+    if isinstance(value, torch.Tensor):
+        return [value.dtype]
+    return [dtype for item in (entries_of(value) or {}).values() for dtype in _dtypes(item)]

@@ -1,0 +1,378 @@
+"""What a load asks of a checkpoint, name by name: values, tensors, and what to do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
+
+from dist_ckpt.core.format.index.index import Key
+from dist_ckpt.core.planning.selection import Selection
+from dist_ckpt.core.state.binding.sources.saved_tree import Saved, mesh_text
+from dist_ckpt.core.state.binding.sources.scopes import Scopes
+from dist_ckpt.core.state.binding.targets.load_values import Known, Made, Value, resharded
+from dist_ckpt.core.state.binding.targets.new_subclasses import fresh_compound
+from dist_ckpt.core.state.binding.targets.targets import Beside, Targets
+from dist_ckpt.core.state.binding.template import Template
+from dist_ckpt.core.state.tensors.local_tensors import class_name
+from dist_ckpt.core.state.tensors.read_tensor import is_meta
+from dist_ckpt.core.state.tensors.tensor_subclasses import difference
+from dist_ckpt.core.state.tree.containers import RECORD, PathKey, entries_of, join
+from dist_ckpt.core.state.tree.leaves import (
+    CompoundLeaf,
+    ObjectLeaf,
+    PerRankLeaf,
+    TensorLeaf,
+    Tree,
+    children_of,
+)
+from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
+from dist_ckpt.errors import CheckpointError
+
+
+class Requests:
+    """What one rank asks for. Each method claims the saved names that it serves.
+
+    Once all is read `assigns` fill meta modules, `effects` what else there is; `loads` call objects
+    and `generators`, given with their names, are set last, to what was saved of them.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        saved: Saved,
+        selection: Selection | Scopes,
+        keys: Mapping[str, Sequence[Key]] | None,
+        *,
+        strict: bool,
+        cast: Selection | None = None,
+    ) -> None:
+        self.strict = strict
+        self.template = template
+        self.saved = saved
+        self.targets = Targets(template, saved, cast)
+        self._cast = cast
+        self.problems = self.targets.problems
+        self.missing: dict[str, None] = {}
+        self.dropped: list[str] = [*saved.dropped]
+        self.restored: dict[str, None] = {}
+        self.claimed: set[str] = set()
+        self.assigns: list[tuple[str, Callable[[], None]]] = []
+        self.effects: list[Callable[[], object]] = []
+        self.loads: list[tuple[str, Callable[[], None]]] = []
+        self.generators: list[tuple[str, RNG, Value]] = []
+        self._selection, self._keys = selection, keys or {}
+        self._split: dict[str, object] = {}
+        # It looks at every tensor of the state: once at most, and seldom at all.
+        self._live_mesh = cache(template.mesh)
+
+    # --- names -------------------------------------------------------------------------------
+
+    def looked_in(self, name: str) -> tuple[str, ...] | None:
+        """Return the paths of the sources that may have a name; None if there is one source."""
+        scopes = self._selection
+        return scopes.looked_in(name) if isinstance(scopes, Scopes) else None
+
+    def selected(self, name: str) -> bool:
+        """Say whether `include` and `exclude` leave a name in."""
+        return name in self._selection
+
+    def unmatched(self) -> tuple[str, ...]:
+        """Return the problem of each pattern that matches no name, saved or of this state."""
+
+        def names() -> Iterator[str]:  # nobody looks at them where there is no pattern
+            yield from self.saved.leaves
+            yield from self.template.names()
+
+        cast = self._cast.unmatched(names()) if self._cast is not None else ()
+        return (
+            *self.saved.unmatched,
+            *self._selection.unmatched(names()),
+            *(problem.replace("include", "cast", 1) for problem in cast),
+        )
+
+    def unclaimed(self) -> tuple[str, ...]:
+        """Return the saved names that the state does not ask for, as the catalog has them."""
+        leaves = self.saved.leaves.items()
+        return tuple(f for name, f in leaves if f not in self.claimed and self.selected(name))
+
+    def chosen(self, name: str) -> list[str]:
+        """Return the saved leaves at and below a name that are selected."""
+        own = [name] if name in self.saved.leaves else []
+        return [leaf for leaf in (*own, *self.saved.below(name)) if self.selected(leaf)]
+
+    def has(self, name: str) -> bool:
+        """Say whether anything is saved at or below a name."""
+        return name in self._split or self.saved.holds(name)
+
+    def lacks(self, name: str) -> bool:
+        """Say whether nothing is saved at or below a name, which then is missing if selected."""
+        if self.has(name):
+            return False
+        if self.selected(name):
+            self.missing[name] = None
+        return True
+
+    def is_container(self, name: str) -> bool:
+        """Say whether a container with tensors was saved under a name."""
+        return name not in self._split and name not in self.saved.leaves and self.has(name)
+
+    def takes(self, name: str) -> bool:
+        """Ask for a tensor: say whether the name is selected and was saved as one.
+
+        What else it is, or that it misses, is reported.
+        """
+        if name not in self._selection:
+            return False
+        if self.saved.tensor(name) is None:
+            self.misfit(name, "a tensor")
+            return False
+        self.restore(name)
+        return True
+
+    def misfit(self, name: str, asked: str, remedy: str = "make them alike") -> None:
+        """Report that a name is missing, or is not what the state has there."""
+        kind = "a value without tensors" if name in self._split else self.saved.kind_of(name)
+        if kind is None:
+            self.missing[name] = None
+            return
+        for leaf in (name, *self.saved.below(name)):
+            self.claim(leaf)
+        self.problems.append(
+            f"{name}: saved as {kind}{self.saved.where(name)}, the state has {asked}: {remedy}, "
+            "put None there to take what was saved, or exclude the name"
+        )
+
+    def claim(self, name: str) -> None:
+        """Note that a saved name is asked for."""
+        if name in self.saved.leaves:
+            self.claimed.add(self.saved.leaves[name])
+
+    def restore(self, name: str) -> None:
+        """Note that a saved name is asked for and comes back."""
+        self.claim(name)
+        self.restored[name] = None
+
+    # --- values ------------------------------------------------------------------------------
+
+    def value(self, name: str) -> Known | None:
+        """Ask for a value; None if the name is no value."""
+        if (value := self.glance(name)) is not None:
+            self.restore(name)
+        return value
+
+    def glance(self, name: str) -> Known | None:
+        """Look at a value that is only to be compared with."""
+        if name in self._split:
+            return Known(self._split[name])
+        return Known(self.saved.value(name)) if self.saved.is_value(name) else None
+
+    def check_keys(self, name: str, keys: Collection[PathKey]) -> None:
+        """Report keys of a container in the state that were saved as another class."""
+        entries = self.saved.entries.get(name, ())
+        if {*map(type, keys), *(type(key) for key, _ in entries)} <= {str}:
+            return
+        saved = {str(key): key for key, _ in entries}
+        for key in keys:
+            other = saved.get(str(key), key)
+            if type(other) is not type(key) and self.selected(join(name, key)):
+                self.problems.append(
+                    f"{join(name, key)}: saved under the key {other!r}, the state has {key!r}: "
+                    "use the same class of key"
+                )
+
+    def split(self, name: str) -> None:
+        """Treat a saved value that is a container as what it holds, where the state has tensors."""
+        if name in self._split:
+            value = self._split.pop(name)
+        elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.main:
+            value = self.saved.value(name)
+        else:
+            return
+        entries = entries_of(value)
+        if entries is not None:
+            self.claim(name)
+            self._split.update((join(name, key), item) for key, item in entries.items())
+
+    def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
+        """Return the key and the name of each child of what is saved under a name."""
+        parts = [n for n in self._split if n.startswith(f"{name}.")]
+        return *self.saved.children(name), *((n[len(name) + 1 :], n) for n in parts)
+
+    def params(self, group: str) -> Sequence[str]:
+        """Return the parameters' names of an optimizer's group, as saved; torch's are numbers."""
+        value = self._split.get(group)
+        if isinstance(value, dict) and isinstance(value.get("params"), list):
+            return [str(name) for name in value["params"] if type(name) in (str, int)]
+        if group in self.saved.params:
+            return self.saved.params[group]
+        # A group with tensors that was saved as a dict is a container; so is any that DCP saved.
+        own = f"{group}.params"
+        names = self.saved.value(own) if self.saved.is_value(own) else None
+        told = names if isinstance(names, list) else ()
+        return [str(name) for name in told if type(name) in (str, int)]
+
+    # --- tensors that are made of others -----------------------------------------------------
+
+    def compound(self, name: str, leaf: CompoundLeaf) -> None:
+        """Ask for what a tensor is made of, to be filled in place.
+
+        It must have been saved from one that was made alike.
+        """
+        own = class_name(leaf.value)
+        if is_meta(leaf.value) and self.chosen(name):
+            self.problems.append(
+                f"{name}: a {own} without data, which only its class could give it: materialize "
+                "it (`to_empty`), or convert the model once it has memory, before the load"
+            )
+            return
+        if name in self.saved.leaves and self.selected(name):
+            self.misfit(name, f"a {own}", "load into a plain tensor and convert that then")
+            return
+        for attribute, inner in leaf.inner.items():
+            full = join(name, attribute)
+            if isinstance(inner, CompoundLeaf):
+                self.compound(full, inner)
+            elif self.takes(full):
+                self.targets.fill(full, inner, as_bits=True)
+        self._check_record(name, leaf)
+
+    def _fresh_compound(self, name: str, beside: Beside) -> Value | None:
+        """Ask for a compound tensor that this load makes."""
+        parts = [*self.saved.below(name)]
+        if len(self.chosen(name)) < len(parts):
+            return None
+        if self.template.rules is not None:
+            self.problems.append(f"{name}: a ShardingConfig says nothing of such state: exclude it")
+            return None
+        for part in parts:
+            self.restore(part)
+            self.glance(part)  # a file that cannot be read is no problem of the class
+        try:
+            return fresh_compound(self.saved, self.targets, name, beside)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            return None
+
+    def _check_record(self, name: str, leaf: CompoundLeaf) -> None:
+        full = join(name, RECORD)
+        if not self.selected(full):
+            return
+        if (record := self.value(full)) is None:
+            self.misfit(full, "what a tensor is made of")
+        elif found := difference(record.value, leaf.record):
+            self.problems.append(
+                f"{name}: a {class_name(leaf.value)} {found}{self.saved.where(name)}: convert the "
+                "state in the way in which the saved one was, or exclude the name"
+            )
+
+    # --- per-rank values ---------------------------------------------------------------------
+
+    def per_rank(self, name: str, wrapper: PerRank | RNG) -> Value | None:
+        """Ask for the value of this rank's key, by the policy of the wrapper."""
+        saved = self.saved.keys_of(name)
+        if saved is None:
+            self.misfit(name, f"a {type(wrapper).__name__}")
+            return None
+        key, keys = key_of(wrapper, self.template.rank), dict(saved)
+        now = self._keys.get(name, (key,))
+        if set(now) == keys.keys() and (wrapper.key is not None or self._same_mesh(name)):
+            return self._keyed(name, key)
+        self.claim(name)
+        policy = wrapper.on_reshard
+        if policy == "drop":
+            self.dropped.append(name)
+        elif policy == "error":
+            self.problems.append(
+                f"{name}: saved{self.saved.where(name)} for the keys {_listed([*keys])} "
+                f"(mesh {mesh_text(self.saved.catalog_of(name).mesh)}), the state has "
+                f"{_listed(now)} (mesh {mesh_text(self._live_mesh())}): what belongs to one rank "
+                'has no meaning for another; choose on_reshard="drop" or a function for it, or '
+                "exclude it"
+            )
+        else:
+            self.restore(name)
+            return partial(resharded, name, policy, self.saved.per_rank(name, keys), key)
+        return None
+
+    def open_per_rank(self, name: str) -> Known | None:
+        """Ask for a per-rank value where the state says nothing of it, if the keys are ranks."""
+        saved = self.saved.keys_of(name)
+        assert saved is not None
+        ranks = set(range(self.template.world_size))
+        if {key for key, _ in saved} == ranks and self._same_mesh(name):
+            return Known(PerRank(self._keyed(name, self.template.rank).value))
+        self.claim(name)
+        self.dropped.append(name)
+        return None
+
+    def _keyed(self, name: str, key: Key) -> Known:
+        self.restore(name)
+        return Known(self.saved.per_rank(name, [key])[key])
+
+    def _same_mesh(self, name: str) -> bool:
+        return self.saved.is_of_mesh(name, self._live_mesh(), self.template.world_size)
+
+    # --- whole subtrees ----------------------------------------------------------------------
+
+    def parts(self, fqn: str, trees: Mapping[PathKey, Tree]) -> dict[str, Value]:
+        """Ask for what an object tells of itself; `trees` are what it tells now."""
+        found: dict[str, Value] = {}
+        for key, tree in trees.items():
+            name = join(fqn, key)
+            if not self.lacks(name) and (value := self.subtree(name, tree)) is not None:
+                found[str(key)] = value
+        return found
+
+    def subtree(
+        self, name: str, tree: Tree | None = None, beside: Beside | None = None
+    ) -> Value | None:
+        """Ask for all that is saved at and below a name, as new containers of the saved kinds.
+
+        A tensor of `tree` that fits is filled in place and put there; else a new one is, whole in
+        host memory or as `beside` says. None if nothing of it is selected.
+        """
+        while isinstance(tree, ObjectLeaf):
+            tree = tree.content
+        if isinstance(tree, CompoundLeaf):
+            self.compound(name, tree)
+            return Known(tree.value)
+        if beside is not None and self.saved.is_compound(name):
+            return self._fresh_compound(name, beside)
+        own = self._leaf(name, tree, beside)
+        children = children_of(tree)
+        found: dict[PathKey, Value] = {}
+        for key, child in self.saved.children(name):
+            if (value := self.subtree(child, children.get(key), beside)) is not None:
+                found[key] = value
+        kind = self.saved.kinds.get(name)
+        if found:
+            before = (entries_of(own.value) if isinstance(own, Known) else None) or {}
+            known = {key: Known(value) for key, value in before.items()}
+            return Made(kind or "dict", {**known, **found})
+        if (
+            own is None
+            and kind is not None
+            and self.selected(name)
+            and not self.saved.children(name)
+        ):
+            return Made(kind, {})
+        return own
+
+    def _leaf(self, name: str, leaf: Tree | None, beside: Beside | None) -> Value | None:
+        if not self.selected(name):
+            return None
+        if self.saved.tensor(name) is not None:
+            self.restore(name)
+            if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
+                return Known(self.targets.fill(name, leaf))
+            return self.targets.whole(name) if beside is None else self.targets.beside(name, beside)
+        if self.saved.keys_of(name) is not None:
+            if isinstance(leaf, PerRankLeaf):
+                return self.per_rank(name, leaf.wrapper)
+            return self.open_per_rank(name)
+        return self.value(name)
+
+
+def _listed(keys: Sequence[Key]) -> str:
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return ", ".join(map(repr, keys[:8])) + more

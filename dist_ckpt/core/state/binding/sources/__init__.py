@@ -1,0 +1,1 @@
+"""What one or several checkpoints offer, under the state's names. Pure."""

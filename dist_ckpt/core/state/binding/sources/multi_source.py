@@ -1,0 +1,333 @@
+"""Several checkpoints seen as one: each name comes from the first source that has it. Pure.
+
+What belongs together comes from one source: the parts of a compound tensor, a parameter group, and
+what an optimizer keeps for one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from dist_ckpt.core.format.index.index import Catalog, Key, TensorRecord
+from dist_ckpt.core.format.layout import Layout
+from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.planning.selection import names_above
+from dist_ckpt.core.state.binding.sources.saved_tree import Saved, state_of
+from dist_ckpt.core.state.binding.sources.scopes import Scope, SourceCatalog, tagged
+from dist_ckpt.core.state.tree.containers import RECORD, PathKey, is_mapping, join
+
+_GROUPS = ".param_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class Offering:
+    """What one source may give: what a checkpoint holds, seen through the source's rename.
+
+    `place` is the number of that checkpoint: several sources may be of one.
+    """
+
+    place: int
+    saved: Saved
+    scope: Scope
+
+
+def merged(offers: Sequence[Offering], paths: Sequence[str]) -> Saved:
+    """Return what several sources hold together. `paths` are those of the checkpoints.
+
+    Of the sources of one key the first that has a name gives it. That sources of two keys have one
+    is in `problems`, as what is wrong with any source. What they leave out is in `left_out`.
+    """
+    catalogs = {offer.place: offer.saved.catalog for offer in offers}
+    origins = tuple(SourceCatalog(path, catalogs[place]) for place, path in enumerate(paths))
+    taken = _Taken()
+    won = [taken.take(offer) for offer in offers]
+    leaves = {name: tagged(one.place, fqn) for one in won for name, fqn in one.leaves.items()}
+    kinds, entries = _containers(won)
+    problems = [f"{o.scope.path}: {problem}" for o in offers for problem in o.saved.problems]
+    first = offers[0].saved
+    mains = {o.place: o.saved.main for o in offers}
+    return replace(
+        first,
+        catalog=_catalog_of(origins),
+        leaves=leaves,
+        kinds=kinds,
+        entries=entries,
+        params={group: params for one in won for group, params in one.params.items()},
+        numpy=frozenset(name for one in won for name in one.saved.numpy & one.leaves.keys()),
+        main={tagged(n, fqn): value for n, main in mains.items() for fqn, value in main.items()},
+        read=_reader({offer.place: offer.saved.read for offer in offers}),
+        dropped=tuple(dict.fromkeys(name for o in offers for name in o.saved.dropped)),
+        problems=(*problems, *taken.clashes()),
+        order=sorted(leaves),
+        origins=origins,
+        unmatched=tuple(problem for offer in offers for problem in _unmatched(offer))
+        + tuple(_empty_keys(offers)),
+        left_out=tuple(sorted(name for o in offers for name in _left_out(o, leaves))),
+        stepless=frozenset(
+            state for o in offers for state in _states(o.saved) if o.scope.gives(state)
+        ),
+    )
+
+
+# --- who gives what --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Won:
+    """What one source gives: leaves by their names here; `alive` are also the names above them."""
+
+    place: int
+    saved: Saved
+    leaves: Mapping[str, str]
+    params: Mapping[str, Sequence[str]]
+    alive: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What the sources so far give: each unit, and all names above one, with the key they are of.
+
+    `groups` are how many parameter groups each key's sources give, and of which parameters.
+    """
+
+    units: dict[str, str] = field(default_factory=dict)
+    above: dict[str, str] = field(default_factory=dict)
+    groups: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    numbers: dict[tuple[str, str], int] = field(default_factory=dict)
+    clashing: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+
+    def take(self, offer: Offering) -> _Won:
+        """Return what one more source gives, and note it."""
+        key, saved = offer.scope.key, self._regrouped(offer)
+        units = _units(saved)
+        won: dict[str, str] = {}
+        empty = (name for name in saved.kinds if name and not saved.children(name))
+        for name in (*saved.leaves, *(name for name in empty if name not in saved.leaves)):
+            if not offer.scope.gives(name):
+                continue
+            unit = _unit_of(name, units)
+            other = self._holder(unit)
+            if other is None:
+                won[name] = unit
+            elif other != key:
+                self.clashing.setdefault((other, key), []).append(name)
+        for unit in won.values():
+            self.units[unit] = key
+            _, *above = names_above(unit)
+            self.above.update(dict.fromkeys(above, key))
+        params = {group: names for group, names in saved.params.items() if group in won}
+        for group, names in params.items():
+            self.groups.setdefault((key, _optimizer_of(group)), []).extend(names)
+            self.numbers[key, _optimizer_of(group)] = _number_of(group) + 1
+        leaves = {name: saved.leaves[name] for name in won if name in saved.leaves}
+        alive = frozenset(above for name in won for above in names_above(name))
+        return _Won(offer.place, saved, leaves, params, alive)
+
+    def clashes(self) -> Iterator[str]:
+        """Yield what is wrong where the sources of two keys have one name."""
+        for (one, other), names in self.clashing.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield (
+                f"{names[0]}{more}: the sources of {one!r} and of {other!r} both have it: leave it "
+                "to one of the two with `exclude`, or give one key both in a list, of which the "
+                "first that has a name wins"
+            )
+
+    def _holder(self, unit: str) -> str | None:
+        """Return the key of who gives a unit, one above it, or one below it; None if nobody."""
+        if unit in self.above:
+            return self.above[unit]
+        return next((self.units[name] for name in names_above(unit) if name in self.units), None)
+
+    def _regrouped(self, offer: Offering) -> Saved:
+        """Give parameter groups numbers behind those of earlier sources, less their parameters.
+
+        Which of a source's groups has a number says nothing of the groups of another.
+        """
+        saved, key = offer.saved, offer.scope.key
+        moved: dict[str, str | None] = {}
+        behind: dict[str, Sequence[str]] = {}  # apart: a new number may be the old one of another
+        for group in sorted(saved.params, key=_number_of):
+            optimizer = _optimizer_of(group)
+            if (key, optimizer) not in self.groups:
+                continue
+            moved[group] = None
+            known = set(self.groups[key, optimizer])
+            left = [name for name in saved.params[group] if name not in known]
+            if left and offer.scope.gives(group):
+                number = self.numbers[key, optimizer]
+                self.numbers[key, optimizer] = number + 1
+                moved[group] = f"{optimizer}{_GROUPS}.{number}"
+                behind[f"{optimizer}{_GROUPS}.{number}"] = left
+        kept = {group: names for group, names in saved.params.items() if group not in moved}
+        return _moved(replace(saved, params=kept | behind), moved) if moved else saved
+
+
+def _moved(saved: Saved, groups: Mapping[str, str | None]) -> Saved:
+    """Give groups, and what is below them, other numbers; None leaves one out."""
+
+    def new(name: str) -> str | None:
+        for above in names_above(name):
+            if above in groups:
+                to = groups[above]
+                return None if to is None else to + name[len(above) :]
+        return name
+
+    def renumbered(of: Sequence[tuple[PathKey, str]]) -> Iterator[tuple[PathKey, str]]:
+        for key, child in of:
+            if child in groups:
+                if (to := groups[child]) is not None:
+                    yield _number_of(to), to
+            elif (now := new(child)) is not None:
+                yield key, now
+
+    return replace(
+        saved,
+        leaves={to: fqn for name, fqn in saved.leaves.items() if (to := new(name)) is not None},
+        kinds={to: kind for name, kind in saved.kinds.items() if (to := new(name)) is not None},
+        entries={
+            to: tuple(renumbered(of))
+            for name, of in saved.entries.items()
+            if (to := new(name)) is not None
+        },
+        numpy=frozenset(to for name in saved.numpy if (to := new(name)) is not None),
+    )
+
+
+def _units(saved: Saved) -> frozenset[str]:
+    """Return the names at and below which all comes from one source."""
+    compounds = (n.removesuffix(f".{RECORD}") for n in saved.leaves if n.endswith(f".{RECORD}"))
+    return frozenset((*compounds, *saved.params, *_states(saved)))
+
+
+def _states(saved: Saved) -> Iterator[str]:
+    """Yield the names of the state of each parameter that the groups name."""
+    for group, params in saved.params.items():
+        yield from (join(state_of(group), name) for name in params)
+
+
+def _unit_of(name: str, units: frozenset[str]) -> str:
+    found = name
+    for above in names_above(name) if units else ():
+        if above in units:
+            found = above
+    return found
+
+
+def _optimizer_of(group: str) -> str:
+    return group[: group.rindex(f"{_GROUPS}.")] if f"{_GROUPS}." in group else group
+
+
+def _number_of(group: str) -> int:
+    number = group.rpartition(".")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _left_out(offer: Offering, leaves: Mapping[str, str]) -> Iterator[str]:
+    for name in offer.saved.leaves:
+        if offer.scope.holds(name) and name not in offer.scope.selection and name not in leaves:
+            yield name
+
+
+# --- what is wrong under `strict` ------------------------------------------------------------
+
+
+def _unmatched(offer: Offering) -> tuple[str, ...]:
+    names = [name for name in offer.saved.leaves if offer.scope.holds(name)]
+    problems = offer.scope.selection.unmatched(names)
+    return tuple(f"{offer.scope.path}: {problem}" for problem in problems)
+
+
+def _empty_keys(offers: Iterable[Offering]) -> Iterator[str]:
+    paths: dict[str, list[str]] = {}
+    found: set[str] = set()
+    for offer in offers:
+        key = offer.scope.key
+        paths.setdefault(key, []).append(offer.scope.path)
+        if not key or offer.saved.holds(key):
+            found.add(key)
+    for key, here in paths.items():
+        if key not in found:
+            yield f"{key}: nothing is saved under this key in {' or '.join(here)}: mend the key"
+
+
+# --- one catalog, one tree -------------------------------------------------------------------
+
+
+def _containers(
+    won: Sequence[_Won],
+) -> tuple[dict[str, str], dict[str, Sequence[tuple[PathKey, str]]]]:
+    """Return the kind and the entries of each container that holds something that is given."""
+    kinds: dict[str, str] = {}
+    entries: dict[str, dict[str, PathKey]] = {}
+    for one in won:
+        for name, kind in one.saved.kinds.items():
+            if name and name not in one.alive:
+                continue
+            if kinds.setdefault(name, kind) != kind:
+                kinds[name] = "dict"
+            children = entries.setdefault(name, {})
+            for key, child in one.saved.entries.get(name, ()):
+                if child in one.alive:
+                    children.setdefault(child, key)
+    return kinds, {
+        name: _in_order(kinds[name], [(key, child) for child, key in children.items()])
+        for name, children in entries.items()
+    }
+
+
+def _in_order(kind: str, entries: list[tuple[PathKey, str]]) -> Sequence[tuple[PathKey, str]]:
+    """Return the items of a sequence in their order, whoever gives them."""
+    return entries if is_mapping(kind) else sorted(entries, key=lambda entry: int(entry[0]))
+
+
+def _catalog_of(origins: Sequence[SourceCatalog]) -> Catalog:
+    """Return one catalog of all that the checkpoints hold. Ranks tell whose file it is, too."""
+    layouts: list[Layout] = []
+    tensors: dict[str, TensorRecord] = {}
+    aliases: dict[str, str] = {}
+    values: dict[str, int] = {}
+    per_rank: dict[str, tuple[tuple[Key, int], ...]] = {}
+    parameters: dict[str, bool] = {}
+    for number, origin in enumerate(origins):
+        catalog, records = origin.catalog, dict[int, TensorRecord]()
+        for fqn, record in catalog.tensors.items():
+            if id(record) not in records:  # tensors that are alike mostly share one
+                records[id(record)] = replace(record, layout=record.layout + len(layouts))
+            tensors[tagged(number, fqn)] = records[id(record)]
+        layouts += catalog.layouts
+        for alias, fqn in catalog.aliases.items():
+            aliases[tagged(number, alias)] = tagged(number, fqn)
+        for fqn, is_trained in catalog.parameters.items():
+            parameters[tagged(number, fqn)] = is_trained
+        for fqn, rank in catalog.values.items():
+            values[tagged(number, fqn)] = rank * len(origins) + number
+        for fqn, keys in catalog.per_rank.items():
+            told = ((key, rank * len(origins) + number) for key, rank in keys)
+            per_rank[tagged(number, fqn)] = tuple(told)
+    return replace(
+        origins[0].catalog,
+        layouts=tuple(layouts),
+        tensors=tensors,
+        aliases=aliases,
+        values=values,
+        per_rank=per_rank,
+        parameters=parameters,
+    )
+
+
+def _reader(reads: Mapping[int, Callable[[int], ObjectsFile]]) -> Callable[[int], ObjectsFile]:
+    known: dict[int, ObjectsFile] = {}
+
+    def read(file: int) -> ObjectsFile:
+        if file not in known:
+            rank, number = divmod(file, len(reads))
+            stored = reads[number](rank)
+            known[file] = ObjectsFile(
+                values={tagged(number, fqn): value for fqn, value in stored.values.items()},
+                per_rank={tagged(number, fqn): of for fqn, of in stored.per_rank.items()},
+            )
+        return known[file]
+
+    return read

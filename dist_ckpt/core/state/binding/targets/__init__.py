@@ -1,0 +1,1 @@
+"""Memory that a load fills, and tensors that it has to make."""

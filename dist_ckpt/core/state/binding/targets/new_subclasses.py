@@ -1,0 +1,253 @@
+"""Compound tensors that a load has to make: the state of 8-bit optimizers before their first step.
+
+A class is never looked up by the name that the file has: the table is made of what the live
+optimizer shows, and the name chooses from it. `__tensor_unflatten__` of that class gets the inner
+tensors and the saved context, which is plain data. It is tried on tensors without memory first, and
+what comes out is compared with the record, before anything is read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dist_ckpt.core.format.geometry import Region, Shape, row_major_strides
+from dist_ckpt.core.runtime.torch_private import local_tensor
+from dist_ckpt.core.state.binding.sources.saved_tree import Saved
+from dist_ckpt.core.state.binding.targets.targets import Beside, Fresh, Targets
+from dist_ckpt.core.state.fsdp1.modules import ParameterPart
+from dist_ckpt.core.state.tensors.dtensors import dtensor_like
+from dist_ckpt.core.state.tensors.local_tensors import class_name, full_name, torch_dtype
+from dist_ckpt.core.state.tensors.read_tensor import device_of
+from dist_ckpt.core.state.tensors.tensor_subclasses import (
+    HeldBox,
+    difference,
+    held_box,
+    inner_cut,
+    inner_tensors,
+    is_compound,
+    is_compound_class,
+    record_of,
+    resized,
+    unwrapped,
+)
+from dist_ckpt.core.state.tree.containers import RECORD, join
+from dist_ckpt.core.state.tree.read_tree import users_code
+from dist_ckpt.errors import IncompatibleError
+
+_REMEDY = (
+    "let the optimizer make its state before the load, such as by a step: the load replaces all "
+    "that it changes"
+)
+
+_KEYS = {"class", "dtype", "shape", "context", "exact"}
+
+
+def compound_classes(optimizer: Optimizer) -> dict[str, type[torch.Tensor]]:
+    """Return the classes that an optimizer may keep its state in, by their full names.
+
+    They are those of its parameters, and those in the modules that define its own classes; of the
+    latter only what is of the same package, and not what it imports of others.
+    """
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    found = [type(local_tensor(p) if isinstance(p, DTensor) else p) for p in parameters]
+    for owner in type(optimizer).__mro__:
+        module = sys.modules.get(owner.__module__)
+        named = vars(module).values() if module is not None else ()
+        found += [
+            cls
+            for cls in named
+            if is_compound_class(cls) and _package_of(cls) == _package_of(owner)
+        ]
+    return {full_name(cls): cls for cls in found if is_compound_class(cls)}
+
+
+def _package_of(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FreshCompound:
+    """A compound tensor that is made once the memory of its inner ones is there and filled.
+
+    `like` is one without memory, and `context` what its class gets. It becomes a DTensor where
+    its parameter is one.
+    """
+
+    name: str
+    like: torch.Tensor
+    context: object
+    inner: Mapping[str, Fresh | FreshCompound]
+    parameter: torch.Tensor
+
+    def __call__(self) -> object:
+        """Make it. Raises CheckpointError if its class does not."""
+        made = self._local()
+        if not isinstance(self.parameter, DTensor):
+            return made
+        with users_code(self.name, made, "a view"), torch.no_grad():
+            return dtensor_like(self.parameter, made)
+
+    def _local(self) -> torch.Tensor:
+        inner = {
+            name: one._local() if isinstance(one, FreshCompound) else one.value
+            for name, one in self.inner.items()
+        }
+        shape = tuple(self.like.shape)
+        return _unflattened(type(self.like), self.context, inner, shape, self.name)
+
+
+def fresh_compound(saved: Saved, targets: Targets, name: str, beside: Beside) -> FreshCompound:
+    """Want the inner tensors of a compound one that was saved, in new memory.
+
+    Raises CheckpointError if it could not be made of them.
+    """
+    whole = _trial(saved, name, beside)
+    if isinstance(beside.parameter, ParameterPart):
+        raise IncompatibleError(
+            f"{name}: saved as a {class_name(whole)} beside a parameter that FSDP1 has cut into "
+            "flat parts: exclude it, or load into `fully_shard`"
+        )
+    parameter = unwrapped(beside.parameter)
+    shape = tuple(whole.shape)
+    if not isinstance(parameter, DTensor):
+        cut = HeldBox(shape, Region.whole(shape))
+    elif shape == tuple(parameter.shape):
+        cut = held_box(parameter, name)
+    else:
+        raise IncompatibleError(
+            f"{name}: saved with shape {shape} under a parameter of shape "
+            f"{tuple(parameter.shape)}, which is sharded: {_REMEDY}"
+        )
+    return _wanted(saved, targets, name, beside, whole, cut)
+
+
+def _trial(saved: Saved, name: str, beside: Beside) -> torch.Tensor:
+    """Make one without memory, whole, and see that it is what was saved."""
+    cls, record = _class_of(saved, name, beside)
+    inner: dict[str, torch.Tensor] = {}
+    for attribute, child in _inner_names(saved, name):
+        if (stored := saved.tensor(child)) is None:
+            if not saved.is_compound(child):
+                raise IncompatibleError(
+                    f"{child}: saved as {saved.kind_of(child)}, where a part of a "
+                    f"{record['class']} is a tensor: {_REMEDY}"
+                )
+            inner[attribute] = _trial(saved, child, beside)
+            continue
+        dtype = torch_dtype(stored[1].dtype)
+        inner[attribute] = torch.empty(stored[1].shape, dtype=dtype, device="meta")
+    shape = record["shape"]
+    assert isinstance(shape, tuple)
+    made = _unflattened(cls, record["context"], inner, shape, name)
+    with users_code(name, made, "__tensor_flatten__"):
+        own, parts = record_of(made, name), inner_tensors(made, name)
+    found = difference(record, own)
+    if found is None and parts.keys() != inner.keys():
+        found = f"saved with the parts {', '.join(inner)}, it has others"
+    if found is not None:
+        raise IncompatibleError(f"{name}: what {class_name(made)} makes of its parts: {found}")
+    return made
+
+
+def _wanted(
+    saved: Saved, targets: Targets, name: str, beside: Beside, whole: torch.Tensor, cut: HeldBox
+) -> FreshCompound:
+    """Want what a rank needs for its part of a whole one."""
+    assert isinstance(beside.parameter, torch.Tensor)
+    local = whole
+    for dim in cut.dims:
+        with users_code(name, whole, f"narrow({dim}, ...)"):
+            local = local.narrow(dim, cut.box.offset[dim], cut.box.shape[dim])
+    if type(local) is not type(whole):
+        raise IncompatibleError(
+            f"{name}: a part of a {class_name(whole)} is a {class_name(local)}: {_REMEDY}"
+        )
+    _, record = _class_of(saved, name, beside)
+    with users_code(name, local, "__tensor_flatten__"):
+        parts, wholes = inner_tensors(local, name), inner_tensors(whole, name)
+    if parts.keys() != wholes.keys():
+        raise IncompatibleError(
+            f"{name}: a part of a {class_name(whole)} is made of {', '.join(parts)}, the whole of "
+            f"{', '.join(wholes)}: {_REMEDY}"
+        )
+    inner: dict[str, Fresh | FreshCompound] = {}
+    for attribute, child in _inner_names(saved, name):
+        part, shape = parts[attribute], tuple(wholes[attribute].shape)
+        box = inner_cut(cut, tuple(part.shape), is_table=tuple(part.shape) == shape)
+        if box is None or box.shape != shape:
+            raise IncompatibleError(
+                f"{name}: of its {attribute!r} of shape {shape} this rank would need "
+                f"{tuple(part.shape)}, which is not a part that can be told: {_REMEDY}"
+            )
+        if is_compound(wholes[attribute]):
+            inner[attribute] = _wanted(saved, targets, child, beside, wholes[attribute], box)
+        else:
+            inner[attribute] = targets.box(child, box.box, device_of(beside.parameter))
+    context = resized(record["context"], cut.shape, cut.box.shape)
+    return FreshCompound(name, local, context, inner, beside.parameter)
+
+
+def _class_of(
+    saved: Saved, name: str, beside: Beside
+) -> tuple[type[torch.Tensor], Mapping[str, object]]:
+    full = join(name, RECORD)
+    record = saved.value(full) if saved.is_value(full) else None
+    if not _is_record(record):
+        raise IncompatibleError(
+            f"{name}: what was saved under {RECORD!r} is not what dist_ckpt writes there: exclude "
+            "the name, or load an older checkpoint"
+        )
+    cls = beside.classes.get(str(record["class"]))
+    if cls is None or not record["exact"] or "for_each_shard" in record:
+        raise IncompatibleError(
+            f"{name}: saved as the parts of a {record['class']}, and there is none here to fill: "
+            f"{_REMEDY}"
+        )
+    return cls, record
+
+
+def _is_record(record: object) -> TypeGuard[Mapping[str, object]]:
+    """Say whether a value of the file has the form of what `record_of` returns."""
+    if not isinstance(record, Mapping) or record.keys() - {"for_each_shard"} != _KEYS:
+        return False
+    return (
+        isinstance(record["class"], str)
+        and isinstance(record["dtype"], torch.dtype)
+        and isinstance(record["exact"], bool)
+        and _is_shape(record["shape"])
+    )
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _inner_names(saved: Saved, name: str) -> Iterator[tuple[str, str]]:
+    return ((str(key), child) for key, child in saved.children(name) if key != RECORD)
+
+
+def _unflattened(
+    cls: type[torch.Tensor],
+    context: object,
+    inner: Mapping[str, object],
+    shape: Shape,
+    name: str,
+) -> torch.Tensor:
+    strides = row_major_strides(shape)
+    with users_code(name, cls, "__tensor_unflatten__"), torch.no_grad():
+        made: torch.Tensor = cls.__tensor_unflatten__(  # type: ignore[attr-defined]
+            inner, context, torch.Size(shape), strides
+        )
+    if not isinstance(made, cls):
+        raise IncompatibleError(
+            f"{name}: __tensor_unflatten__ of {cls.__name__} returned a {class_name(made)}: mend "
+            "the class"
+        )
+    return made

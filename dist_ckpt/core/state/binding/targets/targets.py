@@ -1,0 +1,387 @@
+"""What a rank wants of a checkpoint's tensors, and the memory that they will fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from dist_ckpt.core.format.geometry import Cell, Region, Shape
+from dist_ckpt.core.format.index.index import TensorRecord
+from dist_ckpt.core.planning.plan import Flattened, Ruled, Wanted, Whole
+from dist_ckpt.core.planning.selection import Selection
+from dist_ckpt.core.shard_io.memory.casting import CastTarget, can_cast
+from dist_ckpt.core.shard_io.memory.protocol import Target
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, synchronize
+from dist_ckpt.core.state.binding.sources.saved_tree import Saved
+from dist_ckpt.core.state.binding.targets.shared_memory_tensors import Landing, settle, sharing
+from dist_ckpt.core.state.binding.template import Template
+from dist_ckpt.core.state.fsdp1.modules import ParameterPart
+from dist_ckpt.core.state.sharding_rules import target_cells
+from dist_ckpt.core.state.tensors.local_tensors import as_numpy, is_array, is_ordinary, torch_dtype
+from dist_ckpt.core.state.tensors.read_tensor import (
+    HeldTensor,
+    describe_target,
+    empty_like_saved,
+    is_meta,
+    materialize,
+    tie_key,
+)
+from dist_ckpt.core.state.tree.leaves import TensorLeaf
+from dist_ckpt.errors import CorruptError, IncompatibleError, listed
+
+
+@dataclass(slots=True, eq=False)
+class Fresh:
+    """A tensor that a load makes; `value` is there once `Targets.allocate` has run."""
+
+    make: Callable[[], object]
+    value: object = None
+
+    def __call__(self) -> object:
+        """Return it, made and read."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """The parameter that state lies beside; `on_host` says that the state stays in host memory.
+
+    `classes` are those of which compound state may be made, by their full names.
+    """
+
+    parameter: torch.Tensor | ParameterPart
+    rule: str
+    on_host: bool = False
+    classes: Mapping[str, type[torch.Tensor]] = field(default_factory=dict)
+
+
+class _Fill(NamedTuple):
+    """Cells that are wanted of a stored tensor, from number `first` on, and the memory of each.
+
+    That of a fresh tensor is there once it is made. `cast_from` is the saved dtype, if the memory
+    is of another.
+    """
+
+    name: str
+    fqn: str
+    first: int
+    cells: tuple[Cell, ...]
+    parts: tuple[torch.Tensor, ...] | Fresh
+    cast_from: str | None
+
+
+class Targets:
+    """The tensors that a rank wants, added one after another.
+
+    What does not fit goes to `problems`, in words. `resharded` are the names whose cells here are
+    not cells of the stored layout, and `fresh` the tensors that have to be made. `cast` are the
+    names whose values may be converted, None for none.
+    """
+
+    def __init__(self, template: Template, saved: Saved, cast: Selection | None = None) -> None:
+        self.problems: list[str] = []
+        self.resharded: list[str] = []
+        self._template = template
+        self._saved = saved
+        self._cast = cast
+        self._casts: list[tuple[str, CastTarget]] = []
+        self._cells: dict[str, tuple[Cell, ...]] = {}
+        self._fills: list[_Fill] = []
+        self.fresh: list[Fresh] = []
+        # The cells of the ordinary tensors of a kind that is stored in just these cells.
+        self._kinds: dict[Hashable, tuple[Cell, ...]] = {}
+        self._values: dict[str, object] = {}
+        self._starts: dict[int, str] = {}
+        self._ties: dict[Hashable, str] = {}
+        self._whole: dict[tuple[str, bool], Fresh] = {}
+        # Those on accelerators.
+        self._tensors: list[torch.Tensor] = []
+        self._landings: list[Landing] = []
+        self._stored: dict[int, frozenset[Cell]] = {}
+
+    def fill(self, name: str, leaf: TensorLeaf, *, as_bits: bool = False) -> object:
+        """Want a tensor in the memory of a leaf; return the leaf's value, or what replaces it.
+
+        Meta tensors and read-only arrays are replaced. The name is a tensor of the checkpoint.
+        What is wanted `as_bits` is never cast.
+        """
+        value = leaf.value
+        fqn, record = self._tensor(name)
+        key = self._kind_of(value, record)
+        known = self._kinds.get(key)
+        if known is not None:
+            # All that is found out below was found out of another of its kind.
+            assert isinstance(value, torch.Tensor)
+            if self._is_new(name, value, value):
+                self._want(name, fqn, known, (value,))
+            return value
+        try:
+            if is_meta(value):
+                value = materialize(value)
+            elif is_array(value) and not value.flags.writeable:
+                value = value.copy()
+            held = self._held(value, name)
+        except (TypeError, ValueError) as error:
+            self.problems.append(str(error))
+            return value
+        cells = self._cells_of(name, held, leaf, record.shape)
+        if cells is None:
+            self.problems.append(self._misfit(name, held, leaf))
+            return value
+        cast_from = record.dtype if cells and held.dtype != record.dtype else None
+        if cast_from is not None and (why := self._why_no_cast(name, held, as_bits=as_bits)):
+            self.problems.append(
+                f"{name}: saved as {record.dtype}{self._saved.where(name)}, the state has "
+                f"{held.dtype}: {why}; "
+                f"make it {record.dtype}, load, and convert"
+            )
+        elif not held.parts or self._is_new(name, value, held.parts[0]):
+            self._want(name, fqn, cells, held.parts, cast_from)
+            # Whether a tensor is cast its name may say, and not its kind.
+            is_kind = key is not None and cast_from is None
+            if self._are_stored(name, record, cells) and is_kind:
+                self._kinds[key] = cells
+        return value
+
+    def _why_no_cast(self, name: str, held: HeldTensor, *, as_bits: bool) -> str | None:
+        """Say why the values of a saved tensor are not converted; None if they are."""
+        if as_bits:
+            return "what a tensor is made of is never cast"
+        if self._cast is None or name not in self._cast:
+            return "nothing is cast unless `cast` says so"
+        if not can_cast(self._tensor(name)[1].dtype, held.dtype):
+            return "only floating dtypes are cast, and what loses nothing by it"
+        return None
+
+    def fits(self, name: str, leaf: TensorLeaf) -> bool:
+        """Say whether `fill` would find nothing wrong with class, shape and dtype."""
+        if is_meta(leaf.value):
+            return False
+        try:
+            held = self._held(leaf.value, name)
+        except (TypeError, ValueError):
+            return False
+        record = self._tensor(name)[1]
+        cells = self._cells_of(name, held, leaf, record.shape)
+        return cells is not None and held.dtype == record.dtype
+
+    def whole(self, name: str) -> Fresh:
+        """Want a tensor whole, in new host memory. Tied names get the same tensor."""
+        fqn, record = self._tensor(name)
+        as_array = name in self._saved.numpy
+        if (fqn, as_array) not in self._whole:
+
+            def make() -> object:
+                tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype), device="cpu")
+                try:
+                    return as_numpy(tensor) if as_array else tensor
+                except ValueError as error:
+                    raise CorruptError(f"{name}: {error}; load an older checkpoint") from None
+
+            cells = (Region.whole(record.shape),)
+            self._whole[fqn, as_array] = self._want_fresh(name, cells, make)
+        return self._whole[fqn, as_array]
+
+    def beside(self, name: str, beside: Beside) -> Fresh:
+        """Want a tensor in new memory: laid out as a parameter if it has its shape, else whole."""
+        record = self._tensor(name)[1]
+        whole, dtype, parameter = Region.whole(record.shape), record.dtype, beside.parameter
+        if beside.on_host:
+            return self.box(name, whole, torch.device("cpu"))
+        if isinstance(parameter, ParameterPart):
+            return self._beside_part(name, parameter, record)
+        held, like = self._held(parameter, name), parameter.detach()
+        rules = self._template.rules
+        if rules is not None and record.shape == held.shape and isinstance(held.view, Whole):
+            flat = rules.flat_part(record.shape)
+            if flat is not None:
+                numel = sum(cell.numel for cell in flat)
+                return self._want_fresh(name, flat, partial(_new, like, (numel,), dtype))
+        leaf = TensorLeaf(parameter, (beside.rule, tuple(parameter.shape)))
+        cells = self._cells_of(name, held, leaf, record.shape)
+        if cells is not None:
+            return self._want_fresh(name, cells, partial(empty_like_saved, parameter, dtype))
+        if not record.shape:
+            return self.box(name, whole, parameter.device)
+        # What the optimizer's own `new_zeros` would give: replicated, where the parameter is a
+        # DTensor.
+        return self._want_fresh(name, (whole,), partial(_new, like, record.shape, dtype))
+
+    def box(self, name: str, box: Region, device: torch.device) -> Fresh:
+        """Want a box of a tensor in new memory."""
+        dtype = torch_dtype(self._tensor(name)[1].dtype)
+        cells = (box,) if box.numel else ()
+        return self._want_fresh(
+            name, cells, lambda: torch.empty(box.shape, dtype=dtype, device=device)
+        )
+
+    def _beside_part(self, name: str, part: ParameterPart, record: TensorRecord) -> Fresh:
+        """Want a tensor in new memory beside a part of a parameter: cut alike, or a scalar."""
+        if record.shape == part.global_shape:
+            return self._want_fresh(
+                name,
+                self._held(part, name).cells,
+                lambda: replace(part, tensor=_new(part.tensor, part.tensor.shape, record.dtype)),
+            )
+        if record.shape:
+            self.problems.append(
+                f"{name}: saved with shape {record.shape} beside a parameter of shape "
+                f"{part.global_shape}, which FSDP1 has cut into flat parts: exclude it, or load "
+                "into `fully_shard`"
+            )
+        return self.box(name, Region.whole(record.shape), part.tensor.device)
+
+    def wanted(self) -> tuple[Wanted, ...]:
+        """Return what a load plan is made for."""
+        tensors = self._saved.catalog.tensors
+        return tuple(
+            Wanted(fqn, tensors[fqn].dtype, tensors[fqn].shape, cells)
+            for fqn, cells in self._cells.items()
+        )
+
+    def allocate(self) -> dict[tuple[str, int], Target]:
+        """Make what has to be made; return the memory of each wanted cell by fqn and number."""
+        for fresh in self.fresh:
+            fresh.value = fresh.make()
+        targets: dict[tuple[str, int], Target] = {}
+        held = [self._parts_of(fill) for fill in self._fills]
+        shared = sharing(held)
+        self._tensors += [part for parts in held for part in parts if not part.is_cpu]
+        for place, (fill, parts) in enumerate(zip(self._fills, held, strict=True)):
+            memory = parts
+            if place in shared:
+                self._landings.append(Landing.of(fill.name, parts))
+                memory = self._landings[-1].read
+            for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
+                targets[fill.fqn, number] = self._target(fill, part, cell)
+        synchronize(self._tensors)  # before the first byte is placed
+        return targets
+
+    def settle(self) -> None:
+        """Fill the tensors that share memory, and wait for the accelerators after the last byte.
+
+        Raises IncompatibleError if they cannot all be filled, or a cast has lost a number.
+        """
+        settle(self._landings)
+        self._landings.clear()
+        synchronize(self._tensors)
+        if lost := list(dict.fromkeys(name for name, one in self._casts if one.has_overflown)):
+            raise IncompatibleError(
+                f"{listed(lost)}: values that were saved are too large for the dtype in the state, "
+                "which is filled now, and infinite there: make it a wider one (bfloat16 or "
+                "float32) and load again"
+            )
+
+    def _target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:
+        if fill.cast_from is None:
+            return TensorTarget(part, cell)
+        target = CastTarget(part, cell, torch_dtype(fill.cast_from))
+        self._casts.append((fill.name, target))
+        return target
+
+    def _parts_of(self, fill: _Fill) -> tuple[torch.Tensor, ...]:
+        if isinstance(fill.parts, Fresh):
+            return self._held(fill.parts.value, fill.name).parts
+        return fill.parts
+
+    def _tensor(self, name: str) -> tuple[str, TensorRecord]:
+        found = self._saved.tensor(name)
+        assert found is not None, name
+        return found
+
+    def _held(self, value: object, name: str) -> HeldTensor:
+        template = self._template
+        return describe_target(value, name, rank=template.rank, group=template.group_ranks)
+
+    def _kind_of(self, value: object, record: TensorRecord) -> Hashable:
+        """Return what decides how an ordinary tensor is wanted, or None if it is not ordinary."""
+        if not is_ordinary(value) or self._template.rules is not None:
+            return None
+        return value.dtype, value.shape, record.dtype, record.shape, record.layout
+
+    def _cells_of(
+        self, name: str, held: HeldTensor, leaf: TensorLeaf, shape: Shape
+    ) -> tuple[Cell, ...] | None:
+        """Return the cells that a leaf is of the saved tensor, or None if its shape is another."""
+        found = self._ruled(name, held, leaf)
+        if found is not None:
+            return target_cells(found[0], held.shape, self._template.rank, shape)
+        return held.cells if held.shape == shape else None
+
+    def _ruled(
+        self, name: str, held: HeldTensor, leaf: TensorLeaf
+    ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
+        rules = self._template.rules
+        if rules is None or not isinstance(held.view, Whole):
+            return None
+        return rules.view(name, leaf, held.shape)
+
+    def _misfit(self, name: str, held: HeldTensor, leaf: TensorLeaf) -> str:
+        shape = f"{self._tensor(name)[1].shape}{self._saved.where(name)}"
+        if self._ruled(name, held, leaf) is None:
+            return (
+                f"{name}: saved with shape {shape}, the state has {held.shape}: make the model as "
+                "it was saved, or exclude the name"
+            )
+        return (
+            f"{name}: saved with shape {shape}, of which the ShardingConfig gives this rank "
+            f"another part than the {held.shape} that the state has: mend the rule or the shape"
+        )
+
+    def _is_new(self, name: str, value: object, part: torch.Tensor) -> bool:
+        """Say whether no other name has wanted this data in this memory.
+
+        `part` is the first of the value's. Two names of one tensor in the state may have been saved
+        as two tensors: both are read, and `settle` sees whether they agree.
+        """
+        self._values[name] = value
+        # What begins elsewhere is other memory: most tensors need no more than that.
+        known = self._starts.setdefault(part.data_ptr(), name)
+        if known == name:
+            return True
+        first = name
+        for other in (known, name):
+            if (tie := tie_key(self._held(self._values[other], other))) is not None:
+                first = self._ties.setdefault(tie, other)
+        return first == name or self._tensor(first)[0] != self._tensor(name)[0]
+
+    def _want_fresh(self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]) -> Fresh:
+        fresh = Fresh(make)
+        self.fresh.append(fresh)
+        fqn, record = self._tensor(name)
+        self._want(name, fqn, cells, fresh)
+        self._are_stored(name, record, cells)
+        return fresh
+
+    def _want(
+        self,
+        name: str,
+        fqn: str,
+        cells: tuple[Cell, ...],
+        parts: tuple[torch.Tensor, ...] | Fresh,
+        cast_from: str | None = None,
+    ) -> None:
+        wanted = self._cells.get(fqn, ())
+        self._cells[fqn] = wanted + cells
+        # Without cells the local tensor is an empty part.
+        if cells:
+            self._fills.append(_Fill(name, fqn, len(wanted), cells, parts, cast_from))
+
+    def _are_stored(self, name: str, record: TensorRecord, cells: tuple[Cell, ...]) -> bool:
+        """Say whether the cells are all cells of the stored layout; else it is `resharded`."""
+        layout = self._saved.catalog.layouts[record.layout]
+        if record.layout not in self._stored:
+            stored = (layout.cell(number) for number in range(layout.cut.num_cells))
+            self._stored[record.layout] = frozenset(stored)
+        if self._stored[record.layout].issuperset(cells):
+            return True
+        self.resharded.append(name)
+        return False
+
+
+def _new(like: torch.Tensor, shape: Shape, dtype: str) -> torch.Tensor:
+    return like.new_empty(shape, dtype=torch_dtype(dtype))

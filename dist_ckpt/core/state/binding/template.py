@@ -1,0 +1,114 @@
+"""What a load's state asks for, read before anything is known of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt.core.format.index.index import Key
+from dist_ckpt.core.planning.plan import View
+from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.state.fsdp1.optimizers import unflattened
+from dist_ckpt.core.state.optimizers.named_optimizers import (
+    ParameterName,
+    name_parameters,
+    state_names,
+)
+from dist_ckpt.core.state.optimizers.optimizer_state import GROUPS
+from dist_ckpt.core.state.sharding_rules import Rules, mesh_of
+from dist_ckpt.core.state.tensors.read_tensor import describe_target
+from dist_ckpt.core.state.tree.containers import State, join
+from dist_ckpt.core.state.tree.leaves import (
+    Branch,
+    ObjectLeaf,
+    OptimizerLeaf,
+    PerRankLeaf,
+    TensorLeaf,
+    choices,
+    walk,
+)
+from dist_ckpt.core.state.tree.read_tree import read_state
+from dist_ckpt.core.state.wrappers import key_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """What a state asks for. `keys` are its per-rank values' names and this rank's keys.
+
+    A load gathers `keys` of all ranks, so that `bind` can tell whether the set of keys of a name
+    is the one that was saved. `parameters` are the names of each optimizer's parameters by id();
+    `group_ranks[r]` is the global rank of rank r of the group.
+    """
+
+    root: Branch
+    keys: Mapping[str, Key]
+    parameters: Mapping[str, Mapping[int, ParameterName]]
+    rules: Rules | None
+    rank: int
+    world_size: int
+    group_ranks: tuple[int, ...]
+
+    def names(self) -> Iterator[str]:
+        """Yield the names that a load may choose among; of an optimizer's groups each option."""
+        return choices(self.root, self._of_optimizer)
+
+    def _of_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> list[str]:
+        groups = enumerate(leaf.held.groups)
+        options = (join(join(fqn, GROUPS), f"{n}.{key}") for n, group in groups for key in group)
+        return [*options, *state_names(leaf.held, self.parameters[fqn], fqn)]
+
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Return the job's mesh, as far as the state shows it."""
+        views: list[View] = []
+        for fqn, leaf in walk(self.root):
+            if isinstance(leaf, TensorLeaf):
+                try:
+                    held = describe_target(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
+                except (TypeError, ValueError):
+                    continue  # reported where the tensor is asked for
+                views.append(held.view)
+        return mesh_of(self.rules, views)
+
+
+def survey(
+    state: State,
+    *,
+    sharding: ShardingConfig | None,
+    rank: int,
+    world_size: int,
+    group_ranks: Sequence[int],
+) -> Template:
+    """Read a state as a template; each object's `state_dict` is called once. Changes nothing.
+
+    Raises TypeError or ValueError for a state that cannot be loaded into.
+    """
+    root = unflattened(read_state(state))
+    if not isinstance(state, MutableMapping):
+        raise TypeError(f"the state is a {type(state).__name__}, which is read-only: give a dict")
+    return Template(
+        root=root,
+        keys=_check_names(root, rank),
+        parameters=name_parameters(root),
+        rules=Rules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
+        rank=rank,
+        world_size=world_size,
+        group_ranks=tuple(group_ranks),
+    )
+
+
+def _check_names(root: Branch, rank: int) -> dict[str, Key]:
+    """Return the keys of this rank's per-rank values. ValueError if a name means two things."""
+    seen: set[str] = set()
+    keys: dict[str, Key] = {}
+    for fqn, tree in walk(root):
+        if isinstance(tree, ObjectLeaf):
+            continue  # what it holds comes under the same name
+        if fqn in seen:
+            raise ValueError(
+                f"{fqn}: two paths of the state have this name once their keys are joined with "
+                "dots: rename one of the keys"
+            )
+        seen.add(fqn)
+        if isinstance(tree, PerRankLeaf):
+            keys[fqn] = key_of(tree.wrapper, rank)
+    return keys

@@ -1,0 +1,1 @@
+"""FullyShardedDataParallel: its modules, optimizers and private names."""

@@ -1,0 +1,169 @@
+"""Modules under FSDP1: each parameter by its own name, as this rank's part of it.
+
+Torch's `state_dict` of such a module gathers all of it on every rank. Here nothing is moved: what
+FSDP1 keeps of a parameter is a `FlatShard` over its memory, which a save reads and a load fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.state.fsdp1.private_names import (
+    FlatParameter,
+    Original,
+    cast_buffers,
+    flat_parameters,
+    has_fsdp1,
+    is_flattened,
+    own_tensors,
+    plain_names,
+    what_changes_state_dict,
+)
+from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.state.wrappers import FlatShard
+
+# torch's name of what `get_extra_state` returns, in every state dict
+EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterPart(FlatShard):
+    """What this rank has of a parameter that is in a flat one."""
+
+    tensor: torch.Tensor
+    flat: FlatParameter
+    original: Original
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of what an optimizer of the parameter itself has."""
+        return self.original.shape if not self.flat.is_cut else (self.original.numel,)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether an optimizer may step on it."""
+        own = self.original.parameter
+        return (self.flat.parameter if own is None else own).requires_grad
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatModule:
+    """A module with flat parameters: what `ModuleState` has of any module, and how it is filled.
+
+    `cast` are buffers of a lower precision than they were made with, each with the copy in the
+    first precision that is stored and loaded in their place. `extras` are the modules whose
+    `get_extra_state` gave an entry.
+    """
+
+    entries: Mapping[str, object]
+    live: Mapping[str, torch.Tensor | ParameterPart]
+    parameters: tuple[FlatParameter, ...]
+    cast: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    extras: Mapping[str, nn.Module]
+
+    def parts(self) -> Mapping[int, tuple[ParameterPart, ...]]:
+        """Return the parts of each parameter that an optimizer may have, by its id()."""
+        found: dict[int, dict[int, ParameterPart]] = {}
+        for value in self.live.values():
+            if isinstance(value, ParameterPart):
+                own = value.original.parameter
+                key = id(value.flat.parameter if own is None else own)
+                found.setdefault(key, {})[id(value)] = value
+        return {key: tuple(parts.values()) for key, parts in found.items()}
+
+    def settle(self) -> None:
+        """Bring what FSDP1 has made of its parameters and buffers up to what was loaded."""
+        for buffer, stored in self.cast:
+            with torch.no_grad():
+                buffer.copy_(stored)
+        for parameter in self.parameters:
+            parameter.forget_gathered()
+
+    def set_extra_state(self, values: Mapping[str, Any]) -> None:
+        """Do what `load_state_dict` does with extra state, by the names of the entries."""
+        for name, value in values.items():
+            self.extras[name].set_extra_state(value)
+
+
+def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
+    """Read a module with FSDP1 in it; None if there is none. No collectives, nothing is copied.
+
+    Raises TypeError or ValueError for what cannot be read so, with the remedy.
+    """
+    if not has_fsdp1(module):
+        return None
+    try:
+        parameters, dtypes = flat_parameters(module), cast_buffers(module)
+        return _read(module, tuple(parameters), dtypes)
+    except AttributeError as error:
+        raise TypeError(
+            f"{fqn}: this version of torch keeps FSDP1's shards in another way ({error}): "
+            f"{_OTHER_WAYS}"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{fqn}: FullyShardedDataParallel: {error}") from error
+
+
+def check_whole(value: object, *path: str) -> None:
+    """Refuse a flat part of a parameter where the module that keeps it is not at hand."""
+    if is_flattened(value):
+        raise ValueError(
+            f"{'.'.join(path)}: a flat part of a parameter of FullyShardedDataParallel: put that "
+            "module itself into the state"
+        )
+
+
+_OTHER_WAYS = (
+    "use `fully_shard`, or put into the state what "
+    "`torch.distributed.checkpoint.state_dict.get_state_dict` returns"
+)
+
+
+def _read(
+    module: nn.Module, parameters: tuple[FlatParameter, ...], dtypes: Mapping[int, torch.dtype]
+) -> FlatModule:
+    parts: dict[int, dict[str, ParameterPart]] = {}
+    for flat in parameters:
+        for one in flat.originals:
+            tensor = flat.shard[one.offset : one.offset + one.numel]
+            part = ParameterPart(tensor, one.shape, one.start, flat=flat, original=one)
+            for owner, name in one.places:
+                parts.setdefault(id(owner), {})[name] = part
+    rows = {id(flat.parameter) for flat in parameters}
+    cast = {
+        id(buffer): (buffer, buffer.detach().to(dtypes[id(buffer)]))
+        for buffer in module.buffers()
+        if id(buffer) in dtypes
+    }
+    entries: dict[str, object] = {}
+    live: dict[str, torch.Tensor | ParameterPart] = {}
+    extras: dict[str, nn.Module] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        _check_own(owner)
+        held: Mapping[str, torch.Tensor | ParameterPart] = {
+            **own_tensors(owner),
+            **parts.get(id(owner), {}),
+        }
+        for key, value in held.items():
+            for name in () if id(value) in rows else plain_names(module, join(prefix, key)):
+                entries[name] = live[name] = cast[id(value)][1] if id(value) in cast else value
+        if type(owner).get_extra_state is not nn.Module.get_extra_state:
+            for name in plain_names(module, join(prefix, EXTRA_STATE)):
+                extras[name] = owner
+                entries[name] = owner.get_extra_state()
+    return FlatModule(entries, live, parameters, tuple(cast.values()), extras)
+
+
+def _check_own(module: nn.Module) -> None:
+    """Refuse a module whose state dict is more than its tensors and its extra state."""
+    if what := what_changes_state_dict(module):
+        raise TypeError(
+            f"{type(module).__name__} has {what}, and to run it would gather all parameters on "
+            f"every rank: {_OTHER_WAYS}"
+        )

@@ -1,0 +1,268 @@
+"""Optimizers over FSDP1's flat parameters, seen as optimizers over the parameters in them.
+
+With `use_orig_params=True` an optimizer has each parameter, as the elements that this rank has of
+it; else it has the flat parameters, and one state for all that is in one. Either way a checkpoint
+has the state of each parameter under its name, as from any other optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dist_ckpt.core.state.fsdp1.modules import ParameterPart
+from dist_ckpt.core.state.fsdp1.private_names import is_flattened
+from dist_ckpt.core.state.optimizers.optimizer_state import OptimizerState
+from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.state.tree.leaves import (
+    Branch,
+    CompoundLeaf,
+    ModuleLeaf,
+    ObjectLeaf,
+    OptimizerLeaf,
+    PlainLeaf,
+    TensorLeaf,
+    Tree,
+    children_of,
+    walk,
+)
+from dist_ckpt.core.state.tree.read_tree import read_value
+from dist_ckpt.core.state.wrappers import FlatShard
+from dist_ckpt.errors import IncompatibleError
+
+ByParameter = Mapping[int, tuple[ParameterPart, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class FlatOptimizer(OptimizerState):
+    """What an optimizer over flat parameters holds, by the parts of the parameters in them.
+
+    `own` is what it holds itself, and `parts` are by its parameters. The tensors of `state` are
+    those of the optimizer, so that they are filled in place; all else that a load puts there, and
+    into the groups, `write_back` hands on.
+    """
+
+    own: OptimizerState
+    parts: Mapping[torch.Tensor, tuple[ParameterPart, ...]]
+    fqn: str
+
+    @staticmethod
+    def over(own: OptimizerState, of: ByParameter, fqn: str) -> FlatOptimizer:
+        """See what an optimizer holds in this way. Raises ValueError for what cannot be cut."""
+        parts = {
+            parameter: of[id(parameter)]
+            for group in own.groups
+            for parameter in group["params"]
+            if id(parameter) in of
+        }
+        groups = [
+            {**group, "params": [one for p in group["params"] for one in parts.get(p, (p,))]}
+            for group in own.groups
+        ]
+        flat = FlatOptimizer(
+            optimizer=own.optimizer,
+            groups=groups,
+            state=defaultdict(dict),
+            defaults=own.defaults,
+            own=own,
+            parts=parts,
+            fqn=fqn,
+        )
+        for parameter, entries in own.state.items():
+            if parameter not in parts:
+                flat.state[parameter] = entries
+                continue
+            for part in parts[parameter]:
+                if part.original.parameter is not None and not part.original.numel:
+                    continue  # what it has, such as a count of steps, is about no element
+                flat.state[part] = {
+                    key: flat._cut(value, part, key) for key, value in entries.items()
+                }
+        return flat
+
+    def in_one(self) -> list[tuple[ParameterPart, ...]]:
+        """Return the parts that have one state together."""
+        return [parts for parts in self.parts.values() if parts[0].original.parameter is None]
+
+    def write_back(self) -> None:
+        """Hand what was loaded on to the optimizer.
+
+        Raises IncompatibleError where parameters have one state together and were saved with
+        several.
+        """
+        for group, seen in zip(self.own.groups, self.groups, strict=True):
+            group.update((key, value) for key, value in seen.items() if key != "params")
+        real = self.own.state
+        others = {key: own for key, own in self.state.items() if not isinstance(key, ParameterPart)}
+        for parameter in [key for key in real if key not in self.parts and key not in others]:
+            del real[parameter]
+        real.update(others)
+        for parameter, parts in self.parts.items():
+            if not any(self.state.get(part) for part in parts):
+                real.pop(parameter, None)
+            # FSDP1 gives no gradient, and so an optimizer no state, to parts without elements.
+            elif parameter in real or any(part.original.numel for part in parts):
+                found = self._joined(parameter, parts)
+                real[parameter].clear()
+                real[parameter].update(found)
+            for part in parts:
+                self.state.pop(part, None)
+
+    def _cut(self, value: object, part: ParameterPart, key: str) -> object:
+        """Return what a part has of an entry of the state of a parameter."""
+        one, own = part.original, part.original.parameter is not None
+        shape = part.shape if own else tuple(part.flat.shard.shape)
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+            local = value if own else value.detach()[one.offset : one.offset + one.numel]
+            return FlatShard(local, one.shape, one.start)
+        if isinstance(value, torch.Tensor) and not value.ndim:
+            # Each name its own: they may have been saved with several.
+            return value if own else value.detach().clone()
+        if isinstance(read_value(value, key), PlainLeaf):
+            return value
+        raise ValueError(
+            f"{self.fqn}: the state {key!r} of {type(self.optimizer).__name__} cannot be cut "
+            f"into that of the parameters in FSDP1's flat one of shape {shape}: use `fully_shard`"
+        )
+
+    def _joined(self, parameter: torch.Tensor, parts: Sequence[ParameterPart]) -> dict[str, object]:
+        """Return the entries of a parameter's state, out of those of its parts."""
+        states = [self.state.get(part, {}) for part in parts]
+        if any(state.keys() != states[0].keys() for state in states):
+            raise self._differ("state")
+        before = self.own.state.get(parameter, {})
+        return {
+            key: self._entry([state[key] for state in states], parts, before.get(key), key)
+            for key in states[0]
+        }
+
+    def _entry(
+        self, values: Sequence[Any], parts: Sequence[ParameterPart], before: Any, key: str
+    ) -> object:
+        first, part = values[0], parts[0]
+        if part.original.parameter is not None:
+            return _own(first, part)
+        if isinstance(first, FlatShard):
+            return _row(values, parts, before)
+        if any(not _equal(first, value) for value in values):
+            raise self._differ(repr(key))
+        if isinstance(before, torch.Tensor) and isinstance(first, torch.Tensor):
+            return before.copy_(first)
+        return first
+
+    def _differ(self, what: str) -> IncompatibleError:
+        return IncompatibleError(
+            f"{self.fqn}: parameters that were saved with another {what} each are in one flat "
+            "parameter here, which has one for all: wrap the model with use_orig_params=True"
+        )
+
+
+def unflattened(root: Branch) -> Branch:
+    """Return a state in which optimizers over flat parameters are `FlatOptimizer`s.
+
+    Raises ValueError where the module that has a flat parameter is not in the state, or is twice.
+    """
+    parts: dict[int, tuple[ParameterPart, ...]] = {}
+    is_over_flat = False
+    for fqn, leaf in walk(root, tensors=False):
+        if isinstance(leaf, OptimizerLeaf):
+            is_over_flat = is_over_flat or any(map(is_flattened, leaf.held.parameters()))
+        elif isinstance(leaf, ModuleLeaf):
+            flats = (part.flat for part in leaf.state.parts if part.flat is not None)
+            for key, found in (pair for flat in flats for pair in flat.parts().items()):
+                if parts.setdefault(key, found) is not found:
+                    raise ValueError(
+                        f"{fqn}: its FullyShardedDataParallel is in the state twice: put it there "
+                        "once"
+                    )
+    if not is_over_flat:
+        return root
+    children = {key: _replaced(child, str(key), parts) for key, child in root.children.items()}
+    return replace(root, children=children)
+
+
+def _replaced(tree: Tree, fqn: str, parts: ByParameter) -> Tree:
+    match tree:
+        case Branch():
+            children = {k: _replaced(t, join(fqn, k), parts) for k, t in tree.children.items()}
+            return replace(tree, children=children)
+        case ObjectLeaf():
+            return ObjectLeaf(tree.owner, _replaced(tree.content, fqn, parts))
+        case OptimizerLeaf():
+            return _seen(tree, fqn, parts)
+    return tree
+
+
+def _seen(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
+    parameters = leaf.held.parameters()
+    for parameter in parameters:
+        if is_flattened(parameter) and id(parameter) not in parts:
+            raise ValueError(
+                f"{fqn}: a parameter of shape {tuple(parameter.shape)} is a flat part of one of "
+                "FullyShardedDataParallel: put that module itself into the state too"
+            )
+    if not any(id(parameter) in parts for parameter in parameters):
+        return leaf
+    _check_further(leaf, fqn)
+    flat, names = FlatOptimizer.over(leaf.held, parts, fqn), leaf.names
+    if names is not None and flat.in_one():
+        raise ValueError(
+            f"{fqn}: dc.Named names a flat parameter of FullyShardedDataParallel, which is several "
+            "in one: leave dc.Named away, the module gives their names"
+        )
+    if names is not None:
+        names = {
+            id(part): names[id(parameter)]
+            for parameter in parameters
+            for part in parts.get(id(parameter), (parameter,))
+        }
+    return OptimizerLeaf(flat, names, leaf.further)
+
+
+def _check_further(leaf: OptimizerLeaf, fqn: str) -> None:
+    """Raise ValueError for tensors besides the state: nothing says of which parameter they are."""
+    for key, tree in leaf.further.items():
+        if _has_tensors(tree):
+            raise ValueError(
+                f"{join(fqn, key)}: {type(leaf.held.optimizer).__name__} tells tensors besides its "
+                "state, which cannot be cut into those of the parameters in FSDP1's flat ones: use "
+                "`fully_shard`"
+            )
+
+
+def _has_tensors(tree: Tree) -> bool:
+    if isinstance(tree, TensorLeaf):
+        return not isinstance(tree.value, torch.Tensor) or tree.value.ndim > 0
+    return isinstance(tree, CompoundLeaf) or any(map(_has_tensors, children_of(tree).values()))
+
+
+def _own(value: object, part: ParameterPart) -> object:
+    """Return an entry as an optimizer of the parameter itself has it."""
+    if not isinstance(value, FlatShard):
+        return value
+    tensor = value.tensor
+    return tensor if tensor.shape == part.shape else tensor.view(part.shape)
+
+
+def _row(values: Sequence[FlatShard], parts: Sequence[ParameterPart], before: Any) -> torch.Tensor:
+    """Return the tensor in which FSDP1 has the entries of parts in one row."""
+    like = parts[0].flat.shard
+    if isinstance(before, torch.Tensor) and before.shape == like.shape:
+        row = before
+    else:
+        row = torch.zeros_like(like, dtype=values[0].tensor.dtype)
+    for value, part in zip(values, parts, strict=True):
+        place = row[part.original.offset : part.original.offset + part.original.numel]
+        if place.data_ptr() != value.tensor.data_ptr():
+            place.copy_(value.tensor)
+    return row
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other

@@ -1,0 +1,222 @@
+"""How `FullyShardedDataParallel` (FSDP1) keeps parameters: the private names of it that we use.
+
+| of             | name                                   | for                                    |
+| -------------- | -------------------------------------- | -------------------------------------- |
+| the wrapper    | `_handle`                              | its flat parameter, if it has one      |
+| the wrapper    | `_buffer_name_to_orig_dtype`           | what `buffer_dtype` has cast           |
+| the handle     | `flat_param`                           | the parameters in one row              |
+| the handle     | `uses_sharded_strategy`                | whether each rank has a part of it     |
+| the handle     | `_training_state`                      | whether it is gathered just now        |
+| the handle     | `_unsharded_flat_param_for_skipped_views` | whether a forward left it gathered  |
+| the handle     | `reshard`, `post_reshard`              | to let go of what is gathered          |
+| the handle     | `_prefetched`                          | the same                               |
+| flat parameter | `_local_shard`                         | this rank's part, from the first step  |
+| flat parameter | `_full_param_padded`                   | what is gathered                       |
+| flat parameter | `_full_prec_full_param_padded`         | the same, in full precision            |
+| flat parameter | `_params`, `_param_infos`, `_shapes`   | which parameters are in it             |
+| flat parameter | `_shared_param_infos`                  | other names of them                    |
+| flat parameter | `_shard_param_infos`                   | which elements of each are here        |
+| flat parameter | `_param_extensions`                    | whether one is a DTensor's local part  |
+| flat parameter | `_contiguities`                        | whether it is in row-major order       |
+| a parameter    | `_fsdp_flattened`                      | whether it is a flat one, or in one    |
+| torch          | `fsdp._common_utils.clean_tensor_name` | the prefixes of wrappers               |
+| any module     | `_non_persistent_buffers_set`          | what is in no state dict               |
+| any module     | `_modules`                             | what is in it                          |
+| any module     | `_save_to_state_dict`                  | what changes a state dict              |
+| any module     | `_state_dict_hooks`                    | the same                               |
+| any module     | `_state_dict_pre_hooks`                | the same                               |
+
+`tests/core/state/test_fsdp1_private_names.py` says which of them a new version of torch has moved.
+One that is missing is an AttributeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+from dist_ckpt.core.runtime.torch_private import module_fqns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Original:
+    """A parameter of the user's model, and which of its elements this rank has.
+
+    `places` are the modules that have it and its name there: several if it is tied. The elements
+    from `start` on, in row-major order, are the `numel` from `offset` on of the rank's shard.
+    `parameter` is what an optimizer has of it; None if that has the flat parameter.
+    """
+
+    places: tuple[tuple[nn.Module, str], ...]
+    shape: tuple[int, ...]
+    start: int
+    offset: int
+    numel: int
+    parameter: nn.Parameter | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatParameter:
+    """Several parameters in one row, of which this rank has a `shard`, padded.
+
+    The shard is what optimizers step on, in full precision, on the host if it is offloaded. It
+    stays the same memory. Without a cut every rank has all of it.
+    """
+
+    parameter: nn.Parameter
+    shard: torch.Tensor
+    is_cut: bool
+    originals: tuple[Original, ...]
+    handle: Any
+
+    def forget_gathered(self) -> None:
+        """Let go of what a forward has gathered: the next one would take it for the present."""
+        flat = self.handle.flat_param
+        if not self.is_cut or not hasattr(flat, "_local_shard"):
+            return
+        self.handle.reshard(free_unsharded_flat_param=True)
+        self.handle.post_reshard()
+        self.handle._prefetched = False
+        # The line above frees one of the two, whichever the module's mode says.
+        for name in ("_full_param_padded", "_full_prec_full_param_padded"):
+            if hasattr(flat, name):
+                getattr(flat, name).untyped_storage().resize_(0)
+
+
+def has_fsdp1(module: nn.Module) -> bool:
+    """Say whether FSDP1 has wrapped a module or one in it."""
+    # Every save asks this of every module: `modules()` takes several times as long.
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        if (part := waiting.pop()) is not None:
+            if isinstance(part, FullyShardedDataParallel):
+                return True
+            waiting.extend(part._modules.values())
+    return False
+
+
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a module by itself, without those in it, has registered for its state dict."""
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    left_out = module._non_persistent_buffers_set
+    return {
+        **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+        **{name: buffer for name, buffer in buffers if name not in left_out},
+    }
+
+
+def plain_names(module: nn.Module, own_name: str) -> set[str]:
+    """Return what a name in a module is without all wrappers."""
+    # Where a checkpoint wrapper is around FSDP1, torch leaves FSDP1's prefix in.
+    return {clean_tensor_name(name) for name in module_fqns(module, own_name)}
+
+
+def what_changes_state_dict(module: nn.Module) -> str | None:
+    """Return, in words, what of the user's makes a module's state dict another; None if nothing."""
+    for name in ("state_dict", "_save_to_state_dict"):
+        if getattr(type(module), name) is not getattr(nn.Module, name):
+            return f"a `{name}` of its own"
+    for hook in (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()):
+        if not str(getattr(hook, "__module__", None)).startswith("torch."):
+            return f"the hook {getattr(hook, '__qualname__', hook)} on its state dict"
+    return None
+
+
+def is_flattened(value: object) -> bool:
+    """Say whether a parameter is a flat one, or a view of one."""
+    return bool(getattr(value, "_fsdp_flattened", False))
+
+
+def flat_parameters(module: nn.Module) -> list[FlatParameter]:
+    """Return the flat parameters in a module.
+
+    Raises ValueError if one is gathered at the moment, or is not where FSDP1 has put it, TypeError
+    for parameters whose elements do not lie in row-major order.
+    """
+    return [_flat_parameter(part._handle) for part in _wrappers(module) if part._handle is not None]
+
+
+def cast_buffers(module: nn.Module) -> Mapping[int, torch.dtype]:
+    """Return the dtypes that buffers had before FSDP1 has cast them, by the buffer's id()."""
+    found: dict[int, torch.dtype] = {}
+    for part in _wrappers(module):
+        if part.mixed_precision.buffer_dtype is not None:
+            dtypes = part._buffer_name_to_orig_dtype
+            for name, buffer in part.named_buffers():
+                dtype = dtypes.get(clean_tensor_name(name), buffer.dtype)
+                if dtype != buffer.dtype:
+                    found[id(buffer)] = dtype
+    return found
+
+
+def _wrappers(module: nn.Module) -> Iterator[Any]:
+    return (part for part in module.modules() if isinstance(part, FullyShardedDataParallel))
+
+
+def _flat_parameter(handle: Any) -> FlatParameter:
+    flat = handle.flat_param
+    if handle._training_state.name != "IDLE":
+        raise ValueError(
+            "it is gathered at the moment: call between steps, outside of `summon_full_params`, "
+            "forward and backward"
+        )
+    # Until the first forward the flat parameter is the shard itself.
+    shard = getattr(flat, "_local_shard", flat).detach()
+    originals = tuple(_originals(flat))
+    if shard.ndim != 1 or any(one.offset + one.numel > len(shard) for one in originals):
+        raise ValueError(
+            f"a flat parameter has a shard of shape {tuple(shard.shape)} here, which is shorter "
+            "than what FSDP1 says of it: leave its parameters to FSDP1"
+        )
+    if handle._unsharded_flat_param_for_skipped_views is None:
+        for one in originals:
+            _check_place(one, shard)
+    return FlatParameter(flat, shard, bool(handle.uses_sharded_strategy), originals, handle)
+
+
+def _originals(flat: Any) -> Iterator[Original]:
+    tied: dict[tuple[int, str], list[tuple[nn.Module, str]]] = {}
+    for shared in flat._shared_param_infos:
+        first = id(shared.prim_module), shared.prim_param_name
+        tied.setdefault(first, []).append((shared.module, shared.param_name))
+    # Before torch noted it, elements were always put there in row-major order.
+    contiguous = getattr(flat, "_contiguities", [True] * len(flat._shapes))
+    for number, info in enumerate(flat._param_infos):
+        if flat._param_extensions[number] is not None:
+            raise TypeError(
+                f"{info.param_name} of {info.module_name!r} is a DTensor inside of FSDP1: use "
+                "`fully_shard` over tensor parallelism"
+            )
+        if not contiguous[number]:
+            raise TypeError(
+                f"{info.param_name} of {info.module_name!r} is not contiguous (channels_last?), "
+                "and FSDP1 keeps its elements in the order of memory: make it contiguous before "
+                "it is wrapped, or use `fully_shard`"
+            )
+        here, place = flat._shard_param_infos[number], (info.module, info.param_name)
+        yield Original(
+            places=(place, *tied.get((id(info.module), info.param_name), ())),
+            shape=tuple(flat._shapes[number]),
+            start=here.intra_param_start_idx if here.in_shard else 0,
+            offset=here.offset_in_shard if here.in_shard else 0,
+            numel=here.numel_in_shard if here.in_shard else 0,
+            parameter=flat._params[number] if flat._params is not None else None,
+        )
+
+
+def _check_place(one: Original, shard: torch.Tensor) -> None:
+    """Refuse a parameter that was given other memory: FSDP1 takes that over in a forward."""
+    if one.parameter is None or not one.numel:
+        return
+    here = shard[one.offset : one.offset + one.numel]
+    if (one.parameter.data_ptr(), one.parameter.numel()) != (here.data_ptr(), one.numel):
+        raise ValueError(
+            f"{one.places[0][1]} of shape {one.shape} was given memory outside of FSDP1's shard "
+            "(`.data = ...`): copy into the parameter instead, or run a forward first"
+        )

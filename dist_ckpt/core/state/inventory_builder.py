@@ -1,0 +1,386 @@
+"""The saving side of a state: what this rank holds, without copying or changing any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+import torch
+
+from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS, runs_of
+from dist_ckpt.core.format.index.index import Key, Node
+from dist_ckpt.core.format.objects.plain_encoder import check_plain
+from dist_ckpt.core.planning.plan import Flattened, Inventory, NameList, TensorEntry, View, Whole
+from dist_ckpt.core.planning.selection import EVERYTHING, Selection
+from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource, synchronize
+from dist_ckpt.core.state.fsdp1.optimizers import unflattened
+from dist_ckpt.core.state.optimizers.named_optimizers import (
+    ParameterName,
+    name_parameters,
+    options_branch,
+    state_names,
+    states_branch,
+)
+from dist_ckpt.core.state.optimizers.optimizer_state import GROUPS, STATE, check_told
+from dist_ckpt.core.state.sharding_rules import Rules, mesh_of
+from dist_ckpt.core.state.tensors.local_tensors import is_array, is_ordinary
+from dist_ckpt.core.state.tensors.plain_torch import without_tensors
+from dist_ckpt.core.state.tensors.read_tensor import HeldTensor, describe, tie_key
+from dist_ckpt.core.state.tree.containers import PathKey, State, join
+from dist_ckpt.core.state.tree.leaves import (
+    Branch,
+    CompoundLeaf,
+    ModuleLeaf,
+    ObjectLeaf,
+    OptimizerLeaf,
+    PerRankLeaf,
+    PlainLeaf,
+    TensorLeaf,
+    Tree,
+    children_of,
+    choices,
+    selected,
+    without_frozen,
+)
+from dist_ckpt.core.state.tree.read_tree import read_state, state_of
+from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
+
+# The component of tensors that are themselves at the top of the state.
+_LOOSE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What one rank holds: the inventory, and what is behind each of its names.
+
+    `parts` has the local memory of each cell that the rank holds of a tensor, in the order in
+    which the plan numbers them; an alias, which is no tensor of the inventory, has them too.
+    `values` and `per_rank` hold checked plain data; a per-rank value is (key, value), its tensors
+    are `ArrayValue`s. `owners` are the modules and optimizers of the state, by name. `unmatched`
+    are the problems of patterns that select nothing here.
+    """
+
+    inventory: Inventory
+    parts: Mapping[str, tuple[torch.Tensor, ...]]
+    values: Mapping[str, object]
+    per_rank: Mapping[str, tuple[Key, object]]
+    owners: Sequence[tuple[str, ModuleLeaf | OptimizerLeaf]]
+    unmatched: tuple[str, ...] = ()
+
+    def changed_in_steps(self) -> frozenset[str]:
+        """Return the tensors that change when an optimizer of the state steps, usually not before.
+
+        These are the optimizers' state, and what requires a gradient of the parameters in their
+        groups. Anything may change what else there is, whenever it likes: a forward the buffers,
+        and an average of the weights is kept in a copy of the model with parameters like these.
+        """
+        names: set[str] = set()
+        stepped: set[int] = set()
+        for fqn, leaf in self.owners:
+            if isinstance(leaf, OptimizerLeaf):
+                state = join(fqn, "state.")
+                names.update(name for name in self.parts if name.startswith(state))
+                stepped.update(id(p) for p in leaf.held.parameters() if p.requires_grad)
+        for fqn, leaf in self.owners:
+            if isinstance(leaf, ModuleLeaf):
+                named = leaf.state.names_of_parameters()
+                names.update(join(fqn, name) for key, name in named.items() if key in stepped)
+        return frozenset(names)
+
+    def source(self, fqn: str, number: int) -> TensorSource:
+        """Return the memory of one cell of a tensor."""
+        return TensorSource(self.parts[fqn][number])
+
+    def synchronize(self) -> None:
+        """Wait until the accelerators have finished what is to be saved."""
+        synchronize(part for parts in self.parts.values() for part in parts)
+
+
+def take(  # noqa: PLR0913 - who is asked, for what
+    state: State,
+    *,
+    sharding: ShardingConfig | None,
+    rank: int,
+    world_size: int,
+    group_ranks: Sequence[int],
+    last: Inventory | None = None,
+    selection: Selection = EVERYTHING,
+) -> LocalState:
+    """Describe a state.
+
+    `group_ranks[r]` is the global rank of rank r of the group. No tensor is copied and nothing
+    changes: no optimizer step, no state created, no generator used. Each object's `state_dict`
+    is called once. An inventory that is like the `last` one shares its entries, so that the two
+    are compared in no time. What `selection` leaves out is not looked at. Raises TypeError or
+    ValueError for a state that cannot be saved, naming the key path, the class and what to do.
+    """
+    root = unflattened(read_state(state))
+    parameters = name_parameters(root)
+    selection = without_frozen(selection, root)
+    taker = _Taker(
+        Rules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
+        parameters,
+        rank,
+        group_ranks,
+        last.tensors if last else (),
+        selection,
+    )
+    if selection.is_everything:
+        taker.add_root(root)
+        return taker.taken()
+
+    def of_optimizer(fqn: str, leaf: OptimizerLeaf) -> list[str]:
+        return state_names(leaf.held, parameters[fqn], fqn)
+
+    kept = selected(root, "", selection, of_optimizer)
+    assert kept is None or isinstance(kept, Branch), "as the root is"
+    taker.add_root(kept or Branch(root.kind, None, {}))
+    unmatched = selection.unmatched(choices(root, of_optimizer))
+    if kept is None or not kept.children:
+        unmatched += (f"nothing of the state is left to save: mend {selection}",)
+    return replace(taker.taken(), unmatched=unmatched)
+
+
+class _Taker:
+    """Adds one leaf after another to an inventory."""
+
+    def __init__(
+        self,
+        rules: Rules | None,
+        names: Mapping[str, Mapping[int, ParameterName]],
+        rank: int,
+        group_ranks: Sequence[int],
+        last: Sequence[TensorEntry],
+        selection: Selection,
+    ) -> None:
+        self._rules = rules
+        self._selection = selection
+        self._names = names
+        self._rank = rank
+        self._group_ranks = tuple(group_ranks)
+        self._paths: set[str] = set()
+        self._component = ""
+        self._components: dict[str, int] = {}
+        self._views: dict[View, int] = {}
+        self._last = last
+        # How an ordinary tensor of a dtype and a shape is stored, if no rule says otherwise.
+        self._kinds: dict[tuple[torch.dtype, Shape], tuple[str, Shape, int]] = {}
+        self._starts: dict[int, tuple[str, TensorLeaf]] = {}
+        # Of which nothing is here, by id().
+        self._nothing: dict[int, str] = {}
+        # What was found out of a tensor, but for those that are like another of their kind.
+        self._seen: dict[str, tuple[HeldTensor, View, Shape]] = {}
+        self._ties: dict[Hashable, str] = {}
+        self._tensors: list[TensorEntry] = []
+        self._aliases: list[tuple[str, str]] = []
+        self._tree: list[Node] = []
+        self._name_lists: list[NameList] = []
+        self._numpy: list[str] = []
+        self._parts: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._values: dict[str, object] = {}
+        self._per_rank: dict[str, tuple[Key, object]] = {}
+        self._wrappers: dict[str, PerRank | RNG] = {}
+        self._owners: list[tuple[str, ModuleLeaf | OptimizerLeaf]] = []
+        self._parameters: dict[str, bool] = {}
+
+    def add_root(self, root: Branch) -> None:
+        self._tree.append(Node("", root.kind, tuple(root.children)))
+        for key, child in root.children.items():
+            self._component = _LOOSE if isinstance(child, TensorLeaf) else str(key)
+            self._add(str(key), child)
+        # Users' code, with collectives in it for all we know: in one order on all ranks.
+        for fqn in sorted(self._wrappers):
+            self._read_per_rank(fqn, self._wrappers[fqn])
+
+    def taken(self) -> LocalState:
+        inventory = Inventory(
+            mesh=mesh_of(self._rules, self._views),
+            components=tuple(self._components),
+            views=tuple(self._views),
+            tensors=tuple(self._tensors),
+            aliases=tuple(self._aliases),
+            values=tuple(self._values),
+            per_rank=tuple((fqn, wrapper.key) for fqn, wrapper in self._wrappers.items()),
+            tree=tuple(self._tree),
+            name_lists=tuple(self._name_lists),
+            numpy=tuple(self._numpy),
+            parameters=runs_of((entry.fqn for entry in self._tensors), self._parameters),
+        )
+        return LocalState(inventory, self._parts, self._values, self._per_rank, self._owners)
+
+    def _add(self, fqn: str, tree: Tree) -> None:
+        match tree:
+            case TensorLeaf():
+                self._add_tensor(fqn, tree)
+            case Branch():
+                self._add_branch(fqn, tree.kind, tree.children)
+            case CompoundLeaf():
+                self._add_compound(fqn, tree)
+            case ModuleLeaf():
+                self._owners.append((fqn, tree))
+                named = tree.state.parameters()
+                self._parameters.update((join(fqn, name), named[name]) for name in named)
+                self._add_branch(fqn, "dict", tree.children)
+            case OptimizerLeaf():
+                self._owners.append((fqn, tree))
+                self._add_optimizer(fqn, tree)
+            case ObjectLeaf():
+                self._add(fqn, tree.content)
+            case PlainLeaf():
+                self._add_value(fqn, tree.value)
+            case PerRankLeaf():
+                self._claim(fqn)
+                self._wrappers[fqn] = tree.wrapper
+            case _:
+                assert_never(tree)
+
+    def _add_container(self, fqn: str, kind: str, keys: Iterable[PathKey]) -> None:
+        self._claim(fqn)
+        self._tree.append(Node(fqn, kind, tuple(keys)))
+
+    def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
+        self._add_container(fqn, kind, children)
+        for key, child in children.items():
+            self._add(join(fqn, key), child)
+
+    def _add_compound(self, fqn: str, leaf: CompoundLeaf) -> None:
+        if self._rules is not None:
+            self._rules.check_whole(fqn, leaf)
+        if (trainable := self._parameters.get(fqn)) is not None:
+            self._parameters.update((join(fqn, name), trainable) for name in leaf.inner)
+        self._add_branch(fqn, "dict", children_of(leaf))
+
+    def _add_value(self, fqn: str, value: object) -> None:
+        self._claim(fqn)
+        check_plain(value, fqn)
+        self._values[fqn] = value
+
+    def _read_per_rank(self, fqn: str, wrapper: PerRank | RNG) -> None:
+        if isinstance(wrapper, PerRank) and isinstance(wrapper.value, torch.optim.Optimizer):
+            check_told(wrapper.value, fqn, ())
+        value = wrapper.capture() if isinstance(wrapper, RNG) else state_of(wrapper.value, fqn)
+        data = without_tensors(value, fqn)
+        check_plain(data, fqn)
+        self._per_rank[fqn] = (key_of(wrapper, self._rank), data)
+
+    def _add_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> None:
+        held, groups = leaf.held, join(fqn, GROUPS)
+        self._add_container(fqn, "dict", (STATE, GROUPS, *leaf.further))
+        states: Tree = states_branch(held, self._names[fqn], fqn)
+        if not self._selection.is_everything:
+            kept = selected(states, join(fqn, STATE), self._selection, lambda *_: ())
+            states = kept or Branch("dict", None, {})
+        self._add(join(fqn, STATE), states)
+        self._add_container(groups, "list", range(len(held.groups)))
+        for number, group in enumerate(held.groups):
+            params = tuple(self._names[fqn][id(parameter)].stored for parameter in group["params"])
+            self._add_group(join(groups, number), params, group)
+        for key, child in leaf.further.items():
+            self._add(join(fqn, key), child)
+
+    def _add_group(self, fqn: str, params: tuple[str, ...], group: Mapping[str, object]) -> None:
+        options = options_branch(group, fqn).children
+        plain = {key: one.value for key, one in options.items() if isinstance(one, PlainLeaf)}
+        self._add_value(fqn, plain)
+        self._claim(f"{fqn}.params")
+        self._name_lists.append(NameList(f"{fqn}.params", params))
+        # No container of this name: the group is a value, its tensors lie below it.
+        for key, child in options.items():
+            if key not in plain:
+                self._add(join(fqn, key), child)
+
+    def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
+        self._claim(fqn)
+        value = leaf.value
+        # To look for a parameter takes long, and most tensors are of the plain class.
+        if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
+            self._parameters[fqn] = value.requires_grad
+        kind = None
+        if self._rules is None and is_ordinary(value):
+            kind = value.dtype, value.shape
+            if (known := self._kinds.get(kind)) and self._is_first(fqn, leaf, value):
+                # All that is found out below was found out of another tensor of its kind.
+                self._parts[fqn] = (value,)
+                self._enter(fqn, *known)
+                return
+        if is_array(value):
+            self._numpy.append(fqn)
+        held, view, shape = self._seen[fqn] = self._see(fqn, leaf)
+        self._parts[fqn] = held.parts
+        if not held.parts and self._nothing.setdefault(id(value), fqn) != fqn:
+            # One object under two names: tied, on the ranks as well that hold nothing of it.
+            self._tie(fqn, self._nothing[id(value)])
+            return
+        if held.parts and not self._is_first(fqn, leaf, held.parts[0]):
+            first = self._tied(fqn, held.parts[0])
+            if first != fqn:
+                self._tie(fqn, first)
+                return
+        number = self._views.setdefault(view, len(self._views))
+        self._enter(fqn, held.dtype, shape, number)
+        if kind is not None:
+            self._kinds[kind] = held.dtype, shape, number
+
+    def _tie(self, fqn: str, first: str) -> None:
+        self._aliases.append((fqn, first))
+        if (trainable := self._parameters.get(fqn)) is not None:
+            self._parameters[first] = trainable or self._parameters.get(first, False)
+
+    def _enter(self, fqn: str, dtype: str, shape: Shape, view: int) -> None:
+        component = self._components.setdefault(self._component, len(self._components))
+        number = len(self._tensors)
+        if number < len(self._last):
+            last = self._last[number]
+            if (
+                last.fqn == fqn
+                and last.dtype == dtype
+                and last.shape == shape
+                and last.view == view
+                and last.component == component
+            ):
+                self._tensors.append(last)
+                return
+        self._tensors.append(TensorEntry(fqn, dtype, shape, view, component))
+
+    def _see(self, fqn: str, leaf: TensorLeaf) -> tuple[HeldTensor, View, Shape]:
+        """Return what is held of a tensor, how its entry says so, and the shape of that entry."""
+        held = describe(leaf.value, fqn, rank=self._rank, group=self._group_ranks)
+        view, shape = held.view, held.shape
+        if self._rules is not None and isinstance(view, Whole):
+            view, shape = self._rules.view(fqn, leaf, shape) or (view, shape)
+        # ZeRO leaves the last ranks nothing of a short tensor: an empty part of no cell.
+        if isinstance(view, Flattened) and 0 in held.shape and 0 not in shape:
+            held = replace(held, parts=())
+        return held, view, shape
+
+    def _is_first(self, fqn: str, leaf: TensorLeaf, part: torch.Tensor) -> bool:
+        """Say whether no other tensor begins where this one does: most tie to none for that."""
+        return self._starts.setdefault(part.data_ptr(), (fqn, leaf))[0] == fqn
+
+    def _tied(self, fqn: str, part: torch.Tensor) -> str:
+        """Return the first name of the same memory, seen the same way."""
+        other, leaf = self._starts[part.data_ptr()]
+        if other not in self._seen:
+            self._seen[other] = self._see(other, leaf)
+        first = fqn
+        for name in (other, fqn):
+            held, *stored = self._seen[name]
+            tie = tie_key(held)
+            first = name if tie is None else self._ties.setdefault((tie, *stored), name)
+        return first
+
+    def _claim(self, fqn: str) -> None:
+        if len(fqn) > MAX_FQN_CHARS:
+            raise ValueError(
+                f"{fqn[:100]}...: a name of {len(fqn)} characters, {MAX_FQN_CHARS} are the most: "
+                "use shorter keys"
+            )
+        if fqn in self._paths:
+            raise ValueError(
+                f"{fqn.removesuffix('.')}: two paths of the state have this name once their keys "
+                "are joined with dots: rename one of the keys"
+            )
+        self._paths.add(fqn)

@@ -1,0 +1,218 @@
+"""What an nn.Module holds, under names that no wrapper has a part in.
+
+The names are those of the module's own `state_dict`, without the prefixes of DDP, DataParallel,
+torch.compile and activation checkpoints: those that `get_model_state_dict` gives as well. The
+tensors behind them are found by their memory too, so that what a class or a hook calls otherwise
+than its parts do (Lightning Fabric's wrapper does) is filled in place like all else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dist_ckpt.core.runtime.torch_private import (
+    has_load_hooks,
+    storage_id,
+    wrapped_child,
+)
+from dist_ckpt.core.state.fsdp1.modules import FlatModule, ParameterPart, flat_module
+from dist_ckpt.core.state.tensors.local_tensors import PLAIN
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModulePart:
+    """A module, without wrappers around it, and the key of each name in its own state dict.
+
+    With FSDP1 in it `flat` is there, and no state dict is made.
+    """
+
+    module: nn.Module
+    keys: Mapping[str, str]
+    flat: FlatModule | None = None
+
+    def loads_itself(self) -> bool:
+        """Say whether its `load_state_dict` may do more than to fill tensors.
+
+        A class that overrides it may, and so may hooks that are called after it.
+        """
+        if self.flat is not None:
+            return False
+        overrides = type(self.module).load_state_dict is not nn.Module.load_state_dict
+        return overrides or has_load_hooks(self.module)
+
+    def load(self, values: Mapping[str, object], *, assign: bool = False) -> None:
+        """Hand values, by name, to the module's `load_state_dict`."""
+        if self.flat is not None:
+            self.flat.set_extra_state(values)
+            return
+        load = self.module.load_state_dict
+        parameters = inspect.signature(load).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        # Not strict: the rest of the module is filled in place, or was left out by the user.
+        options = {"strict": False, **({"assign": True} if assign else {})}
+        accepted = {name: options[name] for name in options if takes_all or name in parameters}
+        load({self.keys[name]: value for name, value in values.items()}, **accepted)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleState:
+    """A module, or the parts of one model, and what their state dicts hold.
+
+    `entries` are what a save stores. `live` are the parameters and persistent buffers behind
+    them, which a load fills; an entry that is not in `live` (extra state, what a hook makes) goes
+    back through `load_state_dict`. `left_out` are the parameters that are behind no entry, by the
+    names of their places in the module.
+    """
+
+    parts: Sequence[ModulePart]
+    entries: Mapping[str, object]
+    live: Mapping[str, torch.Tensor | ParameterPart]
+    left_out: Mapping[str, torch.Tensor]
+
+    def parameters(self) -> dict[str, bool]:
+        """Return by name whether each parameter requires a gradient."""
+        return {
+            name: tensor.requires_grad
+            for name, tensor in self.live.items()
+            # To ask the class Parameter itself takes ten times as long.
+            if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter | ParameterPart)
+        }
+
+    def names_of_parameters(self) -> dict[int, str]:
+        """Return the name of each parameter by its id(): of tied ones, the first."""
+        names: dict[int, str] = {}
+        for name, tensor in (*self.live.items(), *self.left_out.items()):
+            if isinstance(tensor, nn.Parameter | ParameterPart):
+                names.setdefault(id(tensor), name)
+        return names
+
+
+def flat_state(module: nn.Module, fqn: str) -> ModuleState | None:
+    """Read a module with FSDP1 in it, without its `state_dict`; None if there is none."""
+    module = _innermost(module)
+    if (flat := flat_module(module, fqn)) is None:
+        return None
+    part = ModulePart(module, {name: name for name in flat.entries}, flat)
+    return ModuleState((part,), flat.entries, flat.live, {})
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    while (child := wrapped_child(module)) is not None:
+        module = getattr(module, child)
+    return module
+
+
+def module_state(module: nn.Module) -> ModuleState:
+    """Read a module. Its `state_dict` is called once, and what that raises is not caught."""
+    module = _innermost(module)
+    prefixes = _prefixes(module)
+    state = module.state_dict()
+    keys = _keys_of(state, prefixes)
+    entries = {name: state[key] for name, key in keys.items()}
+    # The state dict above has put sharded parameters back in place (FSDP2 reshards), so the live
+    # ones are read after it.
+    own = {_unwrapped(name, prefixes): tensor for name, tensor in _tensors_of(module)}
+    with torch.no_grad():  # a view of a DTensor's local part is none of autograd's business
+        live = _behind(entries, own)
+    behind = {id(tensor) for tensor in live.values()}
+    left_out = {
+        name: tensor
+        for name, tensor in own.items()
+        if id(tensor) not in behind and isinstance(tensor, nn.Parameter)
+    }
+    return ModuleState((ModulePart(module, keys),), entries, live, left_out)
+
+
+def merged(states: Sequence[ModuleState]) -> ModuleState | None:
+    """Return the parts of one model as one; None if they share names, as a list of models does.
+
+    What two parts hold both, as tied weights, may be in both under one name.
+    """
+    entries: dict[str, object] = {}
+    live: dict[str, torch.Tensor | ParameterPart] = {}
+    left_out: dict[str, torch.Tensor] = {}
+    for state in states:
+        shared = state.entries.keys() & entries.keys()
+        if any(state.live.get(name) is not live.get(name, name) for name in shared):
+            return None
+        entries.update(state.entries)
+        live.update(state.live)
+        left_out.update(state.left_out)
+    return ModuleState([part for state in states for part in state.parts], entries, live, left_out)
+
+
+def _keys_of(state: object, prefixes: Sequence[tuple[str, str]]) -> dict[str, str]:
+    if not isinstance(state, Mapping) or not {str}.issuperset(map(type, state)):
+        raise TypeError("it returned no mapping whose keys are texts")
+    keys = {_unwrapped(key, prefixes): key for key in state}
+    if len(keys) < len(state):
+        twice = next(key for key in state if keys[_unwrapped(key, prefixes)] != key)
+        raise ValueError(f"it has {twice!r} once with and once without the prefix of a wrapper")
+    return keys
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _prefixes(module: nn.Module) -> list[tuple[str, str]]:
+    """Return what names below a wrapper begin with and what instead of it, inner wrappers first."""
+    found: list[tuple[str, str]] = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        if (child := wrapped_child(part)) is not None:
+            above = f"{path}." if path else ""
+            found.append((f"{above}{child}.", above))
+    return found[::-1]
+
+
+def _unwrapped(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    for prefix, above in prefixes:
+        if name.startswith(prefix):
+            name = above + name[len(prefix) :]
+    return name
+
+
+def _behind(
+    entries: Mapping[str, object], own: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the module's tensor that is behind each entry, where one is: the same memory."""
+    live: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
+    for name, entry in entries.items():
+        if not isinstance(entry, torch.Tensor):
+            continue
+        tensor = own.get(name)
+        if tensor is not None and _are_one(entry, tensor):
+            live[name] = tensor
+        else:
+            others[name] = entry
+    if not others:
+        return live
+    places = {place: tensor for tensor in own.values() if (place := _place(tensor)) is not None}
+    for name, entry in others.items():
+        if (place := _place(entry)) in places:
+            live[name] = places[place]
+    return {name: live[name] for name in entries if name in live}
+
+
+def _are_one(entry: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Say whether an entry is the tensor that has its name; of a class of its own, believe it."""
+    place = _place(tensor)
+    return place is None or place == _place(entry)
+
+
+def _place(tensor: torch.Tensor) -> Hashable | None:
+    """Return what two tensors have in common if they are the same elements of one memory."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_nested:
+        return None
+    start = tensor.storage_offset()
+    return storage_id(tensor), start, tensor.dtype, tuple(tensor.shape), tensor.stride()

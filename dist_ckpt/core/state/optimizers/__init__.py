@@ -1,0 +1,1 @@
+"""What an optimizer holds, under its parameters' names."""

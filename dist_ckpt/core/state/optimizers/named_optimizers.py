@@ -1,0 +1,183 @@
+"""The optimizer adapter: what an optimizer holds, under its parameters' names.
+
+Torch's helpers are not used: they take a real step on an optimizer without state, cast fp32
+moments to the parameter's dtype, and fail on state that only some parameters have. Reading here
+looks, and creates nothing.
+
+Names come from the modules of the same state, by the identity of the parameter, and are those that
+the parameters have in the checkpoint: `model.layers.0.weight`, whatever other modules there are.
+Of tied parameters the first name counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.state.optimizers.optimizer_state import STATE, OptimizerState, check_told
+from dist_ckpt.core.state.tree.containers import PathKey, join
+from dist_ckpt.core.state.tree.leaves import (
+    Branch,
+    ModuleLeaf,
+    OptimizerLeaf,
+    TensorLeaf,
+    Tree,
+    walk,
+)
+from dist_ckpt.core.state.tree.read_tree import read_value
+
+# What says which parameters a group has, in other words than ours.
+LOCAL_KEYS = frozenset({"params", "param_names"})
+
+# Where the modules of a state have each parameter, by its id(): component, module, name in it.
+Places = Mapping[int, Sequence[tuple[str, str, str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterName:
+    """`stored`: the name in the checkpoint. `rule`: what a ShardingConfig's patterns see.
+
+    `own`: the name in its module alone, as torch's helpers have it.
+    """
+
+    stored: str
+    rule: str
+    own: str
+
+
+def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
+    """Return the names of the parameters of each optimizer in a state, by their id().
+
+    Raises ValueError for a parameter without a name or with two, and for an optimizer that keeps
+    another which neither it nor the state tells of.
+    """
+    optimizers: dict[str, OptimizerLeaf] = {}
+    places: dict[int, list[tuple[str, str, str]]] = {}
+    for component, child in root.children.items():
+        if isinstance(child, TensorLeaf):
+            continue  # there may be many
+        for fqn, leaf in walk(child, str(component), tensors=False):
+            if isinstance(leaf, OptimizerLeaf):
+                optimizers[fqn] = leaf
+            elif isinstance(leaf, ModuleLeaf):
+                for key, name in leaf.state.names_of_parameters().items():
+                    places.setdefault(key, []).append((str(component), fqn, name))
+    all_of_them = {id(leaf.held.optimizer) for leaf in optimizers.values()}
+    for fqn, leaf in optimizers.items():
+        check_told(leaf.held.optimizer, fqn, all_of_them)
+    return {fqn: _names(leaf, fqn, places) for fqn, leaf in optimizers.items()}
+
+
+def _names(leaf: OptimizerLeaf, fqn: str, places: Places) -> dict[int, ParameterName]:
+    if leaf.names is None:
+        names = _by_module(leaf.held, fqn, places)
+    else:
+        names = {key: ParameterName(name, name, name) for key, name in leaf.names.items()}
+    taken: dict[str, str] = {}
+    for parameter, where in _parameters(leaf.held):
+        if id(parameter) not in names:
+            raise ValueError(f"{fqn}: {where} has no name in dc.Named: add it to `names`")
+        name = names[id(parameter)].stored
+        if taken.setdefault(name, where) != where:
+            raise ValueError(
+                f"{fqn}: {taken[name]} and {where} are both called {name!r}: give them "
+                "different names"
+            )
+    return names
+
+
+def _by_module(held: OptimizerState, fqn: str, places: Places) -> dict[int, ParameterName]:
+    names = {}
+    for parameter, where in _parameters(held):
+        found = places.get(id(parameter), [])
+        if len(found) != 1:
+            raise ValueError(f"{fqn}: {where} {_found(found)}{_REMEDY}")
+        component, module, name = found[0]
+        stored = join(module, name)
+        rule = stored.removeprefix(f"{component}.")
+        names[id(parameter)] = ParameterName(stored, rule, own=name)
+    return names
+
+
+_REMEDY = "put that module into the state once, or pass dc.Named(optimizer, names)"
+
+
+def _found(places: Sequence[tuple[str, str, str]]) -> str:
+    if not places:
+        return "is in no module of the state: "
+    names = " and ".join(repr(join(module, name)) for _, module, name in places)
+    return f"has unrelated names in the state, {names}: "
+
+
+def _parameters(held: OptimizerState) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield each parameter, and where it is in words."""
+    for number, group in enumerate(held.groups):
+        for position, parameter in enumerate(group["params"]):
+            where = f"parameter {position} of group {number}, shape {tuple(parameter.shape)},"
+            yield parameter, where
+
+
+def states_branch(held: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> Branch:
+    """Return the state in an optimizer as a branch; `fqn` is the optimizer's name.
+
+    Raises ValueError for state that belongs to no parameter of a group.
+    """
+    parameters = held.parameters()
+    shared = held.shared()
+    strange = set(map(id, held.state)) - set(map(id, parameters)) - set(map(id, shared))
+    if strange:
+        raise ValueError(
+            f"{fqn}: the optimizer has state for {len(strange)} keys that are no parameters of its "
+            "groups: remove it from `state`"
+        )
+    above = join(fqn, STATE)
+    state: dict[PathKey, Tree] = {}
+    for parameter in parameters:
+        entries = held.state.get(parameter)
+        if entries:
+            name = names[id(parameter)]
+            under = name.rule, tuple(parameter.shape)
+            state[name.stored] = state_branch(entries, join(above, name.stored), under)
+    for key, value in shared.items():
+        state[key] = read_value(value, join(above, key))
+    return Branch("dict", None, state)
+
+
+def state_names(held: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> list[str]:
+    """Return the name of an optimizer's state, and of what is in it; `fqn` is the optimizer's.
+
+    Of a parameter it is there before there is any state: patterns are about what may come, too.
+    """
+    above = join(fqn, STATE)
+    own = {join(above, names[id(one)].stored): held.state.get(one, ()) for one in held.parameters()}
+    entries = (join(name, key) for name, keys in own.items() for key in keys)
+    return [above, *own, *entries, *(join(above, key) for key in held.shared())]
+
+
+def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shape]) -> Branch:
+    """Return the state of one parameter as a branch; `under` is the parameter."""
+    trees: dict[PathKey, Tree] = {
+        name: _under(read_value(value, join(fqn, name)), under) for name, value in entries.items()
+    }
+    return Branch("dict", None, trees)
+
+
+def options_branch(group: Mapping[str, object], fqn: str) -> Branch:
+    """Return what a parameter group holds besides its parameters."""
+    options: dict[PathKey, Tree] = {
+        key: read_value(value, join(fqn, key))
+        for key, value in group.items()
+        if key not in LOCAL_KEYS
+    }
+    return Branch("dict", None, options)
+
+
+def _under(tree: Tree, under: tuple[str, Shape]) -> Tree:
+    if isinstance(tree, TensorLeaf):
+        return TensorLeaf(tree.value, under)
+    if isinstance(tree, Branch):
+        return Branch(tree.kind, tree.live, {k: _under(t, under) for k, t in tree.children.items()})
+    return tree

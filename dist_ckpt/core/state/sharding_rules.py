@@ -1,0 +1,164 @@
+"""A ShardingConfig applied to a state: which of its plain tensors are parts of larger ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dist_ckpt.core.format.geometry import Cell, Region, Shape
+from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.plan import Flattened, Placed, Ruled, View
+from dist_ckpt.core.planning.selection import names_above
+from dist_ckpt.core.planning.sharded_views import chunked
+from dist_ckpt.core.planning.sharding_config import (
+    ShardingConfig,
+    axes_under,
+    name_of,
+    parameter_of,
+)
+from dist_ckpt.core.state.tensors.local_tensors import class_name
+from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.state.tree.leaves import Branch, CompoundLeaf, ModuleLeaf, TensorLeaf, walk
+
+
+class Rules:
+    """The rules for one state. A rule holds for a parameter and for what is stored under it.
+
+    Without a config there are none, and no tensor is cut. Raises ValueError for a config of another
+    number of ranks.
+    """
+
+    def __init__(
+        self, sharding: ShardingConfig, root: Branch, *, rank: int, world_size: int
+    ) -> None:
+        if sharding.world_size != world_size:
+            raise ValueError(
+                f"the ShardingConfig's mesh {dict(sharding.mesh)} has {sharding.world_size} ranks, "
+                f"the group has {world_size}: give the config of this job"
+            )
+        self.sharding = sharding
+        self._rank = rank
+        self._components = frozenset(
+            str(key) for key, child in root.children.items() if not isinstance(child, TensorLeaf)
+        )
+        # Plain dicts may hold an optimizer's state, as torch's helpers make it: it follows the
+        # rule of the parameter that another part of the state has.
+        self._rule_names: dict[str, str] = {}
+        held: dict[str, Shape] = {}
+        buffers: set[str] = set()
+        for fqn, leaf in walk(root):
+            if isinstance(leaf, TensorLeaf) and isinstance(leaf.value, torch.Tensor):
+                # The helpers call a parameter as its model does, an optimizer here as the state.
+                for name in (rule_name := self._name(fqn), fqn):
+                    held.setdefault(name, tuple(leaf.value.shape))
+                    self._rule_names.setdefault(name, rule_name)
+            elif isinstance(leaf, ModuleLeaf):
+                live = leaf.state.live.items()
+                buffers.update(join(fqn, n) for n, t in live if not isinstance(t, nn.Parameter))
+        self._shapes = {**held, **sharding.shapes}
+        self._buffers = frozenset(buffers)
+
+    def view(
+        self, fqn: str, leaf: TensorLeaf, shape: Shape
+    ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
+        """Return how the config cuts a tensor that is held in one piece, and the entry's shape.
+
+        None if it does not cut it. Raises ValueError for what may be a flat part of any tensor.
+        """
+        name = self._name(fqn)
+        parameter = leaf.under or self._parameter(name)
+        if self.sharding.flat:
+            self._check_known(fqn, leaf, parameter[0] if parameter else name, shape)
+            whole = self._flattened(name, parameter, shape)
+            return None if whole is None else (Flattened(self.sharding.ranks()), whole)
+        axes = axes_under(self.sharding, name, shape, parameter)
+        return (Ruled(self.sharding.ranks(), axes), shape) if any(axes) else None
+
+    def check_whole(self, fqn: str, leaf: CompoundLeaf) -> None:
+        """Raise TypeError if the config cuts a compound tensor: it says nothing of its parts."""
+        value = leaf.value
+        if isinstance(value, DTensor):
+            return
+        if self.view(fqn, TensorLeaf(value), tuple(value.shape)) is not None:
+            raise TypeError(
+                f"{fqn}: the ShardingConfig cuts a {class_name(value)}, which is made of other "
+                "tensors: put those into the state as dc.LocalShard, or make it a DTensor"
+            )
+
+    def flat_part(self, shape: Shape) -> tuple[Cell, ...] | None:
+        """Return what ZeRO gives this rank of new state under a parameter of `shape`, if flat."""
+        if not self.sharding.flat or not shape:
+            return None
+        return cells_of(Flattened(self.sharding.ranks()), self._rank, shape)
+
+    def _parameter(self, name: str) -> tuple[str, Shape] | None:
+        """Return the parameter under which a name lies, as patterns see it, and its shape."""
+        found = parameter_of(name, self._shapes)
+        if found is None:
+            return None
+        rule_name = self._rule_names.get(found[0], found[0])
+        return rule_name, self._shapes[rule_name]
+
+    def _name(self, fqn: str) -> str:
+        """Return the name that patterns see."""
+        component = next((name for name in names_above(fqn) if name in self._components), "")
+        return name_of(fqn, component)
+
+    def _check_known(self, fqn: str, leaf: TensorLeaf, name: str, shape: Shape) -> None:
+        if self.sharding.zero_stage < 3 or len(shape) != 1 or 0 in shape:
+            return
+        # ZeRO leaves buffers whole, and partitions nothing that is not torch's.
+        if fqn in self._buffers or not isinstance(leaf.value, torch.Tensor):
+            return
+        if name not in self.sharding.shapes:
+            raise ValueError(
+                f"{fqn}: with flat=True and zero_stage=3 a tensor of shape {shape} may be a part "
+                f"of one of any shape: give the ShardingConfig shapes={{{name!r}: ..., ...}}, the "
+                "shapes of all parameters before they are partitioned; of a tensor that every "
+                "rank holds whole give its own"
+            )
+
+    def _flattened(
+        self, name: str, parameter: tuple[str, Shape] | None, shape: Shape
+    ) -> Shape | None:
+        """Return the shape of the tensor of which ZeRO's flat parts are held, or None."""
+        if parameter is None and self.sharding.zero_stage < 3:
+            return None
+        whole = self._shapes.get(parameter[0] if parameter else name)
+        if whole is None or len(shape) != 1:
+            return None
+        cells = cells_of(Flattened(self.sharding.ranks()), self._rank, whole)
+        return whole if prod(shape) == sum(cell.numel for cell in cells) else None
+
+
+def mesh_of(rules: Rules | None, views: Iterable[View]) -> tuple[tuple[str, int], ...]:
+    """Return the job's mesh: the config's, else the largest that a tensor lies on."""
+    if rules is not None:
+        return tuple(rules.sharding.mesh.items())
+    meshes = [view.mesh for view in views if isinstance(view, Placed)]
+    if not meshes:
+        return ()
+    mesh = max(meshes, key=lambda mesh: prod(mesh.shape))
+    return tuple(zip(mesh.names, mesh.shape, strict=True))
+
+
+def target_cells(
+    view: Ruled | Flattened, shape: Shape, rank: int, saved: Shape
+) -> tuple[Cell, ...] | None:
+    """Return the cells of a saved tensor that a part of `shape` is; None if it has another shape.
+
+    On a load parts are `torch.chunk`'s.
+    """
+    if len(shape) != len(saved) and isinstance(view, Ruled):
+        return None
+    cells = cells_of(chunked(view) if isinstance(view, Ruled) else view, rank, saved)
+    if not cells:
+        return () if 0 in shape else None
+    (cell,) = cells
+    if isinstance(view, Ruled) and isinstance(cell, Region):
+        return cells if cell.shape == shape else None
+    return cells if (cell.numel,) == shape else None

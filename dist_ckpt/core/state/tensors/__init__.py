@@ -1,0 +1,1 @@
+"""Tensors of every kind: plain, DTensor, subclasses made of others."""

@@ -1,0 +1,137 @@
+"""DTensor in our words: its placements, its mesh, and which boxes of the whole its memory is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from dist_ckpt.core.format.geometry import Cell, Region, Shape
+from dist_ckpt.core.planning import plan
+from dist_ckpt.core.planning.mesh import cells_of, readings
+from dist_ckpt.core.runtime.torch_private import StridedShard, cuts_strided_alike
+from dist_ckpt.core.shard_io.memory.torch_tensor import slices_of
+from dist_ckpt.core.state.tensors.local_tensors import class_name
+
+
+def local_of(value: DTensor) -> torch.Tensor:
+    """Return the local tensor, outside of autograd."""
+    with torch.no_grad():
+        return value.to_local()
+
+
+def dtensor_like(value: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor with another local tensor of the same size. Nothing is communicated."""
+    return DTensor.from_local(
+        local,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+def placement_of(placement: Placement, value: DTensor, fqn: str) -> plan.Placement:
+    """Return a placement as plans have it. Raises ValueError or TypeError for any other."""
+    match placement:
+        case Replicate():
+            return plan.Replicate()
+        # In some versions of torch it is a subclass of Shard.
+        case StridedShard():
+            return plan.StridedShard(placement.dim % value.ndim, int(placement.split_factor))
+        case Shard():
+            return plan.Shard(placement.dim % value.ndim)
+        case Partial():
+            raise ValueError(
+                f"{fqn}: a DTensor under {placement!r} is not yet summed up over its mesh: "
+                "`redistribute` it to Replicate or Shard first"
+            )
+    raise TypeError(
+        f"{fqn}: the placement {placement} of class {class_name(placement)} is unknown: "
+        "`redistribute` the DTensor to Replicate or Shard first"
+    )
+
+
+def mesh_within(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> plan.Mesh | None:
+    """Return the mesh in ranks of the group, or None: a mesh that we are not on may not say."""
+    # Two slices of one mesh are equal though their ranks differ: which it is depends on our rank.
+    own_rank = dist.get_rank() if dist.is_initialized() else -1
+    try:
+        return _mesh_in(mesh, own_rank, group)
+    except ValueError as error:
+        raise ValueError(f"{fqn}: {error}") from None
+
+
+# A job has a few meshes and thousands of tensors, and a mesh may have thousands of ranks.
+@lru_cache(maxsize=64)
+def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.Mesh | None:
+    try:
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+    except RuntimeError:
+        return None
+    numbers = {rank: number for number, rank in enumerate(group)}
+    if strange := [rank for rank in ranks if rank not in numbers]:
+        raise ValueError(
+            f"its mesh has the global ranks {strange[:8]}, which are not in the group: call with "
+            "a group that holds the whole mesh"
+        )
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return plan.Mesh(tuple(names), tuple(mesh.shape), tuple(numbers[rank] for rank in ranks))
+
+
+def cells_held(
+    view: plan.Placed, rank: int, local: torch.Tensor, value: DTensor, fqn: str
+) -> tuple[plan.View, tuple[Cell, ...]]:
+    """Return the view of a DTensor, and which cells of it a local tensor on a rank of its mesh is.
+
+    Placements may stand for two views: the local shape says which. Raises ValueError if it fits
+    neither, or both. Ranks that can read the placements in two ways say which cells they mean.
+    """
+    shape = tuple(value.shape)
+    possible = readings(view, shape, as_defined=cuts_strided_alike())
+    what = f"{fqn}: a DTensor of shape {shape} under {value.placements}"
+    all_cells = [cells_of(reading, rank, shape) for reading in possible]
+    fitting = {cells for cells in all_cells if _extent(cells, local) == tuple(local.shape)}
+    if not fitting:
+        raise ValueError(
+            f"{what} on {value.device_mesh} has a local tensor of shape {tuple(local.shape)} here, "
+            "which is not what its placements give: use dist_ckpt.LocalShard for such parts"
+        )
+    if len(fitting) > 1:
+        raise ValueError(
+            f"{what} can be read in two ways here: choose sizes that divide evenly over the mesh, "
+            "or use dist_ckpt.LocalShard"
+        )
+    cells = fitting.pop()
+    return possible[0] if len(possible) == 1 else plan.Parts(cells), cells
+
+
+def _runs(cells: Sequence[Cell], dim: int) -> dict[int, int]:
+    """Return the parts of a dimension that the boxes take, ascending: offset and size of each."""
+    boxes = [cell for cell in cells if isinstance(cell, Region)]
+    return dict(sorted((box.offset[dim], box.shape[dim]) for box in boxes))
+
+
+def _extent(cells: Sequence[Cell], local: torch.Tensor) -> Shape:
+    """Return the shape of the boxes put together; where nothing is held, any empty one is right."""
+    if not cells and not local.numel():
+        return tuple(local.shape)
+    return tuple(sum(_runs(cells, dim).values()) for dim in range(local.ndim))
+
+
+def boxes_in(local: torch.Tensor, cells: Sequence[Cell]) -> Iterator[torch.Tensor]:
+    """Return the part of the local tensor that each box is."""
+    starts = []
+    for dim in range(local.ndim):
+        runs = _runs(cells, dim)
+        starts.append(dict(zip(runs, accumulate(runs.values(), initial=0), strict=False)))
+    for cell in cells:
+        assert isinstance(cell, Region)
+        at = tuple(starts[dim][offset] for dim, offset in enumerate(cell.offset))
+        yield local[slices_of(Region(at, cell.shape))]

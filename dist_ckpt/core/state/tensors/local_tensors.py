@@ -1,0 +1,192 @@
+"""Local tensors: those whose memory is their value, their dtypes, and arrays seen as tensors."""
+
+from __future__ import annotations
+
+import sys
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor
+from dist_ckpt.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+# Exactly these: a subclass may be anything.
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_NAMES = {
+    dtype: name for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+
+
+def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
+    """Return a tensor whose memory is its value, detached; refuse every other by name.
+
+    Raises TypeError for its class or layout, ValueError if its memory is gone.
+    """
+    if type(tensor) not in PLAIN and isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    if remedy := _remedy(tensor):
+        raise TypeError(f"{fqn}: {class_name(tensor)} cannot be stored: {remedy}")
+    tensor = tensor.detach()
+    if type(tensor) not in PLAIN:
+        tensor = torch.Tensor.as_subclass(tensor, torch.Tensor)
+    if tensor.numel() and not tensor.is_meta and not _has_memory(tensor):
+        raise ValueError(
+            f"{fqn}: the memory of this tensor is not there: it was freed (a resharded or "
+            "offloaded parameter), or belongs to a torch transform; take its state when it is whole"
+        )
+    return tensor
+
+
+def is_ordinary(value: object) -> TypeGuard[torch.Tensor]:
+    """Say whether a leaf is a tensor in one run of host memory that `plain` takes as it is.
+
+    Most are, and to see it takes a fraction of what it takes to find out what is wrong. No says
+    nothing. Its dtype may still be one that cannot be stored.
+    """
+    if type(value) not in PLAIN:
+        return False
+    assert isinstance(value, torch.Tensor)
+    if not value.is_cpu or value.is_nested or value.layout != torch.strided:
+        return False
+    try:
+        start = value.storage_offset() * value.itemsize
+        is_there = value.data_ptr() != 0
+        return (
+            is_there
+            and value.is_contiguous()
+            and value.untyped_storage().nbytes() >= start + value.nbytes
+        )
+    except RuntimeError:
+        return False
+
+
+def _remedy(tensor: torch.Tensor) -> str | None:
+    if tensor.is_nested:
+        return "a nested tensor; store its `values()` and `offsets()`, or the parts of `unbind()`"
+    if type(tensor) not in PLAIN:
+        if torch.nn.parameter.is_lazy(tensor):
+            return "run the module once, so that its parameters exist"
+        if remedy := _remedy_of_class(tensor):
+            return remedy
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}; store `to_dense()`, or its indices and values"
+    if tensor.is_quantized:
+        return (
+            "it is quantised; store `int_repr()`, the scales and the zero points, or "
+            "`dequantize()`; the quantized tensors of torchao are stored as they are"
+        )
+    return None
+
+
+def _remedy_of_class(tensor: torch.Tensor) -> str | None:
+    """Say what to do about a subclass that is more than a name for a plain tensor."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            "its memory is not its value; store the plain tensors that it is made of, or give the "
+            "class `__tensor_flatten__` and `__tensor_unflatten__`"
+        )
+    for name, value in vars(tensor).items():
+        if not _is_beside_the_value(value):
+            return (
+                f"its {name!r} is a {class_name(value)}, which would be lost; store that beside "
+                "its `as_subclass(torch.Tensor)`"
+            )
+    return None
+
+
+def _is_beside_the_value(value: object) -> bool:
+    """Say whether an attribute of a tensor may be left out: settings and hooks, no data."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_beside_the_value, value))
+    return (value is None) or isinstance(value, _SETTINGS)
+
+
+_SETTINGS = (bool, int, float, str, torch.dtype, torch.device, FunctionType, MethodType, type)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    needed = tensor.storage_offset() + tensor.numel()
+    if not tensor.is_contiguous():
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        needed = 1 + tensor.storage_offset() + sum((n - 1) * stride for n, stride in dims)
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() != 0 and storage.nbytes() >= needed * tensor.itemsize
+    except RuntimeError:
+        return False
+
+
+def dtype_name(dtype: torch.dtype, fqn: str) -> str:
+    """Return our name of a torch dtype. Raises TypeError if it cannot be stored."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise TypeError(
+            f"{fqn}: dtype {str(dtype).removeprefix('torch.')} cannot be stored: convert it to one "
+            "that can"
+        )
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of one of our names. Raises IncompatibleError if torch lacks it."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise IncompatibleError(f"torch {torch.__version__} has no dtype {name}: upgrade torch")
+    return dtype
+
+
+def from_numpy(array: np.ndarray, fqn: str, *, writable: bool) -> torch.Tensor:
+    """Return a tensor over a numpy array's memory.
+
+    Where it need not be writable, arrays that torch cannot see are copied. Raises TypeError for
+    a class or dtype that torch lacks, ValueError if it must be writable and cannot be.
+    """
+    if type(array).__name__ not in ("ndarray", "memmap"):
+        raise TypeError(f"{fqn}: {class_name(array)} is more than an array: store its parts")
+    steps = [stride >= 0 and stride % array.itemsize == 0 for stride in array.strides]
+    fits = array.flags.writeable and all(steps)
+    if writable and not fits:
+        raise ValueError(
+            f"{fqn}: an array that is read-only, reversed or a field cannot be loaded into: copy it"
+        )
+    try:
+        return torch.from_numpy(array if fits else array.copy())
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{fqn}: a numpy array of dtype {array.dtype} cannot be stored ({error}): convert it "
+            "to a dtype that torch has"
+        ) from error
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return the array over a CPU tensor's memory.
+
+    ValueError for a dtype that numpy lacks: nobody can have saved an array of that.
+    """
+    try:
+        return tensor.numpy()
+    except TypeError:
+        raise ValueError(f"a numpy array of dtype {tensor.dtype}, which there is not") from None
+
+
+def class_name(value: object) -> str:
+    """Return the full name of a value's class, for messages."""
+    return full_name(type(value))
+
+
+def full_name(cls: type) -> str:
+    """Return the name of a class with that of its module."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_array(value: object) -> TypeGuard[np.ndarray]:
+    """Say whether a value is a numpy array, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)

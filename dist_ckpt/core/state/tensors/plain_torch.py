@@ -1,0 +1,101 @@
+"""Plain data that needs torch or numpy: from stand-ins to the real thing, and back."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Literal
+
+import torch
+
+from dist_ckpt.core.format.objects.plain_types import (
+    ArrayValue,
+    Device,
+    DTypeValue,
+    NumpyScalar,
+    Size,
+    StandIn,
+)
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
+from dist_ckpt.core.state.tensors.local_tensors import (
+    as_numpy,
+    dtype_name,
+    from_numpy,
+    is_array,
+    plain,
+    torch_dtype,
+)
+from dist_ckpt.core.state.tree.containers import MAX_DEPTH, container, entries_of, join, kind_of
+from dist_ckpt.errors import IncompatibleError
+
+
+def make(value: StandIn) -> object:
+    """Return what a stand-in stands for; see `objects_file.decode`.
+
+    Raises ValueError for data that is damaged, IncompatibleError for what is lacking here.
+    """
+    match value:
+        case DTypeValue(name):
+            return torch_dtype(name)
+        case Device(name):
+            try:
+                return torch.device(name)
+            except RuntimeError as error:
+                raise ValueError(f"{name!r} is no device: {error}") from None
+        case Size(shape):
+            return torch.Size(shape)
+        case NumpyScalar(code, data):
+            return _numpy_scalar(code, data)
+        case ArrayValue():
+            return _array(value)
+
+
+def without_tensors(value: object, fqn: str, depth: int = 0) -> object:
+    """Return plain data with `ArrayValue` in place of each tensor and numpy array.
+
+    Raises TypeError for a tensor that has no bytes of its own, such as a DTensor, ValueError for
+    one without data and for what contains itself.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(
+            f"{fqn[:100]}: nested deeper than {MAX_DEPTH}, or contains itself: flatten it"
+        )
+    depth += 1
+    if is_array(value):
+        return _stand_in(from_numpy(value, fqn, writable=False), fqn, "numpy")
+    if isinstance(value, torch.Tensor):
+        return _stand_in(value, fqn, "tensor")
+    entries, kind = entries_of(value), kind_of(value)
+    if entries is None or kind is None:
+        return value
+    return container(
+        kind, ((k, without_tensors(v, join(fqn, k), depth)) for k, v in entries.items())
+    )
+
+
+def _stand_in(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"]) -> ArrayValue:
+    local = plain(tensor, fqn)
+    if local.is_meta:
+        raise ValueError(f"{fqn}: a meta tensor has no data to save: materialize it first")
+    source = TensorSource(local)
+    data = source.read(0, source.nbytes, memoryview(bytearray(source.nbytes)))
+    return ArrayValue(dtype_name(local.dtype, fqn), tuple(local.shape), bytes(data), kind)
+
+
+def _array(value: ArrayValue) -> object:
+    tensor = torch.empty(value.shape, dtype=torch_dtype(value.dtype), device="cpu")
+    if value.data:
+        # A copy, so that it can be written to.
+        raw = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
+        tensor = raw.view(tensor.dtype).reshape(value.shape)
+    return as_numpy(tensor) if value.kind == "numpy" else tensor
+
+
+def _numpy_scalar(code: str, data: bytes) -> object:
+    try:
+        numpy = importlib.import_module("numpy")
+    except ModuleNotFoundError:
+        raise IncompatibleError("the checkpoint holds numpy scalars: install numpy") from None
+    try:
+        return numpy.frombuffer(data, dtype=code)[0]
+    except TypeError as error:  # such as of a unit of time that there is not
+        raise ValueError(f"{code!r} is no dtype of numpy's: {error}") from None

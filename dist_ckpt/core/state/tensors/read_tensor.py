@@ -1,0 +1,311 @@
+"""A leaf of the state -> what this rank holds. Only here and in `dtensors.py` is torch's sharding.
+
+`describe` for a save and `describe_target` for a load recognise, in this order: numpy arrays; our
+wrappers; DTensor, whose regions we compute ourselves; ShardedTensor; other classes with torch's
+`__create_chunk_list__` and `__get_tensor_shard__`; what is a Tensor in all but its class, with
+strided layout. Others are refused; what is made of other tensors `tensor_subclasses.py` takes apart
+before. For a new one see `_held`, `is_tensor_leaf`, `is_meta` as well; for a new parallelism
+`planning/mesh.py`, `planning/save/ownership.py` and who looks at the `View`s of `planning/plan.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.core.planning import plan
+from dist_ckpt.core.runtime.torch_private import ShardedTensor
+from dist_ckpt.core.shard_io.memory.torch_tensor import overlaps_itself
+from dist_ckpt.core.state.tensors.dtensors import (
+    boxes_in,
+    cells_held,
+    dtensor_like,
+    local_of,
+    mesh_within,
+    placement_of,
+)
+from dist_ckpt.core.state.tensors.local_tensors import (
+    PLAIN,
+    class_name,
+    dtype_name,
+    from_numpy,
+    is_array,
+    plain,
+    torch_dtype,
+)
+from dist_ckpt.core.state.tensors.tensor_subclasses import unwrapped
+from dist_ckpt.core.state.wrappers import FlatShard, LocalShard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensor:
+    """One tensor as this rank holds it: `parts[i]` is the local memory of `cells[i]`.
+
+    A part has the shape of its Region; that of Elements has one dimension. It shares memory with
+    the leaf, so a load writes into it. No cell is empty but the one of an empty tensor, and there
+    are none on a rank outside the tensor's mesh.
+    """
+
+    dtype: str
+    shape: Shape
+    view: plan.View
+    cells: tuple[Cell, ...]
+    parts: tuple[torch.Tensor, ...]
+
+
+class _Chunked(Protocol):
+    """What third-party classes offer torch's own checkpoints, and so us."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]: ...
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor: ...
+
+
+def is_tensor_leaf(value: object) -> bool:
+    """Say whether `describe` is responsible for this value; it may still refuse it by name."""
+    return isinstance(value, torch.Tensor | LocalShard | FlatShard) or _is_chunked(value)
+
+
+def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> HeldTensor:
+    """Return what this rank would save of a leaf.
+
+    `group[r]` is the global rank of rank r of the group, `rank` our own in it. Moves no data.
+    Raises TypeError for a class that cannot be stored, ValueError for a tensor that has no data
+    (meta, freed) or lies on ranks outside the group; both name `fqn` and the remedy.
+    """
+    held = _held(value, fqn, rank, tuple(group), writable=False)
+    for part in held.parts:
+        if part.is_meta:
+            raise ValueError(
+                f"{fqn}: a meta tensor has no data to save: materialize it first "
+                "(`to_empty` and initialise, or load a checkpoint)"
+            )
+    return held
+
+
+def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> HeldTensor:
+    """Return what a load would fill of a leaf; like `describe`, but it must be writable.
+
+    Memory that overlaps itself (`expand`) is refused. So are meta tensors: who wants them
+    replaced asks `is_meta` first and describes what `materialize` returns.
+    """
+    held = _held(value, fqn, rank, tuple(group), writable=True)
+    for part in held.parts:
+        if part.is_meta:
+            raise ValueError(f"{fqn}: a meta tensor has no memory to load into: materialize it")
+        if overlaps_itself(part):
+            raise ValueError(
+                f"{fqn}: shape {tuple(part.shape)} with strides {part.stride()} overlaps itself, "
+                "as after `expand`: load into a `clone()` of it"
+            )
+    return held
+
+
+def is_meta(value: object) -> bool:
+    """Say whether a leaf has a shape but no data."""
+    if type(value) in PLAIN:
+        return bool(value.is_meta)  # type: ignore[attr-defined]
+    match value:
+        case LocalShard() | FlatShard():
+            return is_meta(value.tensor)
+        case DTensor():
+            return bool(local_of(value).is_meta)
+        case ShardedTensor():
+            # It answers itself, and only where it has one shard.
+            return False
+        case torch.Tensor():
+            return bool(value.is_meta)
+    return False
+
+
+def materialize(value: object) -> object:
+    """Return a leaf like this meta one with memory to load into.
+
+    A tensor on the CPU, a DTensor on its mesh's device, a wrapper around a CPU tensor; a
+    Parameter stays one. The content is undefined.
+    """
+    if isinstance(value, LocalShard | FlatShard):
+        return replace(value, tensor=_empty_like(value.tensor, value.tensor.dtype))
+    assert isinstance(value, torch.Tensor)
+    made = _empty_like(value, value.dtype)
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=value.requires_grad)
+    return made
+
+
+def empty_like_saved(value: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return a new tensor with the layout and device of `value`, but of a saved dtype.
+
+    For optimizer state that a load has to create: no Parameter, no grad. The device is as for
+    `materialize` where `value` is meta. The content is undefined.
+    """
+    return _empty_like(value, torch_dtype(dtype))
+
+
+def device_of(value: torch.Tensor) -> torch.device:
+    """Return where the memory of a tensor is, or that of its local part."""
+    return local_of(value).device if isinstance(value, DTensor) else value.device
+
+
+def tie_key(held: HeldTensor) -> Hashable | None:
+    """Return a key that two leaves share if they are the same memory, seen the same way.
+
+    None where that cannot be said: nothing held, empty, or meta.
+    """
+    if not held.parts:
+        return None
+    parts = []
+    for part in held.parts:
+        if part.is_meta or not part.numel():
+            return None
+        seen = (part.shape, part.stride(), part.is_conj(), part.is_neg())
+        parts.append((part.device, part.data_ptr(), *seen))
+    return held.dtype, held.shape, held.view, *parts
+
+
+# --- one leaf after another ------------------------------------------------------------------
+
+
+def _held(
+    value: object, fqn: str, rank: int, group: tuple[int, ...], *, writable: bool
+) -> HeldTensor:
+    if type(value) not in PLAIN and is_array(value):
+        value = from_numpy(value, fqn, writable=writable)
+    if type(value) in PLAIN:  # most are, and the questions below take longer than the answer
+        return _whole(value, fqn)  # type: ignore[arg-type]
+    if isinstance(value, LocalShard | FlatShard):
+        return _wrapped(value, fqn)
+    if isinstance(value, DTensor):
+        return _dtensor(value, fqn, rank, group)
+    if isinstance(value, ShardedTensor):
+        return _sharded(value, fqn)
+    if _is_chunked(value):
+        return _parts(fqn, value.dtype, tuple(value.shape), _shards_of(value, fqn))
+    if isinstance(value, torch.Tensor):
+        return _whole(unwrapped(value), fqn)
+    raise TypeError(f"{fqn}: {class_name(value)} is not a tensor")
+
+
+_whole_cell = lru_cache(maxsize=1024)(Region.whole)  # thousands of tensors have a few shapes
+
+
+def _whole(value: torch.Tensor, fqn: str) -> HeldTensor:
+    local = plain(value, fqn)
+    cell = _whole_cell(tuple(local.shape))
+    return HeldTensor(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
+
+
+def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> HeldTensor:
+    if not isinstance(shard.tensor, torch.Tensor):
+        raise TypeError(
+            f"{fqn}: {type(shard).__name__} holds a {class_name(shard.tensor)}: give it a tensor, "
+            "such as torch.from_numpy(array)"
+        )
+    local = plain(shard.tensor, fqn)
+    if isinstance(shard, LocalShard):
+        return _parts(fqn, local.dtype, shard.global_shape, [(shard.offset, local)])
+    if 0 in shard.global_shape or not local.numel():
+        return _parts(fqn, local.dtype, shard.global_shape, [])
+    try:
+        flat = local.view(-1)
+    except RuntimeError:
+        raise ValueError(
+            f"{fqn}: the tensor of a FlatShard, shape {tuple(local.shape)} with strides "
+            f"{local.stride()}, has no flat view: make it contiguous"
+        ) from None
+    cells = (Elements(shard.start, shard.start + flat.numel()),)
+    dtype = dtype_name(local.dtype, fqn)
+    return HeldTensor(dtype, shard.global_shape, plan.Parts(cells), cells, (flat,))
+
+
+def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> HeldTensor:
+    shape = tuple(value.shape)
+    placements = tuple(placement_of(placement, value, fqn) for placement in value.placements)
+    local = unwrapped(local_of(value))
+    if _is_chunked(local):
+        return _parts(fqn, local.dtype, shape, _shards_of(local, fqn))
+    mesh = mesh_within(value.device_mesh, group, fqn)
+    view = plan.Placed(mesh, placements) if mesh else plan.Parts(())
+    if isinstance(view, plan.Parts) or rank not in view.mesh.ranks:
+        return HeldTensor(dtype_name(value.dtype, fqn), shape, view, (), ())
+    local = plain(local, fqn)
+    dtype = dtype_name(local.dtype, fqn)
+    if 0 in shape:
+        return HeldTensor(dtype, shape, view, (Region.whole(shape),), (local.new_empty(shape),))
+    seen, cells = cells_held(view, rank, local, value, fqn)
+    return HeldTensor(dtype, shape, seen, cells, tuple(boxes_in(local, cells)))
+
+
+def _sharded(value: ShardedTensor, fqn: str) -> HeldTensor:
+    metadata = value.metadata()
+    shards = [
+        (tuple(shard.metadata.shard_offsets), plain(shard.tensor, fqn))
+        for shard in value.local_shards()
+    ]
+    return _parts(fqn, metadata.tensor_properties.dtype, tuple(metadata.size), shards)
+
+
+def _is_chunked(value: object) -> TypeGuard[_Chunked]:
+    methods = ("__create_chunk_list__", "__get_tensor_shard__")
+    if not all(hasattr(type(value), name) for name in methods):
+        return False
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _shards_of(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
+    shards = []
+    for number, chunk in enumerate(value.__create_chunk_list__()):
+        if 0 not in chunk.sizes:
+            index = MetadataIndex(fqn, chunk.offsets, number)
+            local = plain(value.__get_tensor_shard__(index), fqn)
+            if local.shape != chunk.sizes:
+                raise ValueError(
+                    f"{fqn}: {class_name(value)} says that it holds {tuple(chunk.sizes)} at "
+                    f"{tuple(chunk.offsets)}, but gives a tensor of {tuple(local.shape)}"
+                )
+            shards.append((tuple(chunk.offsets), local))
+    return shards
+
+
+def _parts(
+    fqn: str, dtype: torch.dtype, shape: Shape, shards: Iterable[tuple[Shape, torch.Tensor]]
+) -> HeldTensor:
+    """Return what a rank holds that has these boxes, given by where they begin.
+
+    `dtype` counts only where there are none: torch's LocalShardsWrapper says float32 always.
+    """
+    shards = list(shards)
+    dtype = shards[0][1].dtype if shards else dtype
+    if 0 in shape:
+        shards = [((0,) * len(shape), torch.empty(shape, dtype=dtype, device="cpu"))]
+    else:
+        shards = [(offset, tensor) for offset, tensor in shards if tensor.numel()]
+    cells = tuple(Region(offset, tuple(tensor.shape)) for offset, tensor in shards)
+    for cell in cells:
+        if len(cell.shape) != len(shape) or not Region.whole(shape).covers(cell):
+            raise ValueError(
+                f"{fqn}: a shard of shape {cell.shape} at {cell.offset} does not lie in the whole "
+                f"tensor's shape {shape}: wrap it in dist_ckpt.LocalShard with the true shape"
+            )
+    name = dtype_name(dtype, fqn)
+    return HeldTensor(name, shape, plan.Parts(cells), cells, tuple(tensor for _, tensor in shards))
+
+
+def _empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        local = unwrapped(local_of(value)).detach()
+        device = value.device_mesh.device_type if local.is_meta else local.device
+        return dtensor_like(value, torch.empty_like(local, dtype=dtype, device=device))
+    value = unwrapped(value).detach()
+    device = "cpu" if value.is_meta else value.device
+    return torch.empty_like(value, dtype=dtype, device=device)

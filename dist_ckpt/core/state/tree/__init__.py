@@ -1,0 +1,1 @@
+"""A state as a tree of leaves."""

@@ -1,0 +1,276 @@
+"""How a state becomes a tree: every value of it is asked, in a fixed order of classes.
+
+Reading calls `state_dict` of each object and module once, by their names in order, and changes
+nothing. So it does of an optimizer with methods of its own; others are read as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dist_ckpt.core.format.strict_json import is_text
+from dist_ckpt.core.runtime.torch_private import local_tensor
+from dist_ckpt.core.state.fsdp1.modules import check_whole
+from dist_ckpt.core.state.modules import ModuleState, flat_state, merged, module_state
+from dist_ckpt.core.state.optimizers.optimizer_state import check_unnamed, direct_state, told_state
+from dist_ckpt.core.state.tensors.local_tensors import PLAIN, is_array
+from dist_ckpt.core.state.tensors.read_tensor import is_meta, is_tensor_leaf
+from dist_ckpt.core.state.tensors.tensor_subclasses import (
+    inner_shards,
+    inner_tensors,
+    is_compound,
+    record_of,
+    unwrapped,
+)
+from dist_ckpt.core.state.tree.containers import (
+    MAX_DEPTH,
+    PathKey,
+    State,
+    entries_of,
+    join,
+    kind_of,
+)
+from dist_ckpt.core.state.tree.leaves import (
+    Branch,
+    CompoundLeaf,
+    ModuleLeaf,
+    ObjectLeaf,
+    OptimizerLeaf,
+    PerRankLeaf,
+    PlainLeaf,
+    TensorLeaf,
+    Tree,
+)
+from dist_ckpt.core.state.wrappers import RNG, Named, PerRank
+from dist_ckpt.errors import CheckpointError
+
+
+def read_state(state: State) -> Branch:
+    """Read a state. Raises TypeError or ValueError for what is no state at all."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"the state is a {type(state).__name__}: give a mapping such as "
+            "{'model': model, 'optim': optimizer}"
+        )
+    return Branch(kind_of(state) or "dict", state, _children(dict(state), "", (id(state),)))
+
+
+def read_value(value: object, fqn: str, above: tuple[int, ...] = ()) -> Tree:
+    """Read what is at one name of a state.
+
+    `above` are the id()s of what it lies in, so that a cycle is refused.
+    """
+    leaf = _leaf(value, fqn)
+    return leaf if leaf is not None else _read_further(value, fqn, above)
+
+
+def read_tensor(value: object, fqn: str) -> TensorLeaf | CompoundLeaf:
+    """Read a tensor; one that is made of others is taken apart. Raises TypeError if it cannot be.
+
+    One on the meta device stays what it is: only its own class could give it memory.
+    """
+    if isinstance(value, DTensor):
+        local = local_tensor(value)
+        return TensorLeaf(value) if type(local) in PLAIN else _read_sharded(value, local, fqn)
+    if not is_meta(value):
+        value = unwrapped(value)
+    if type(value) in PLAIN or not is_compound(value):
+        return TensorLeaf(value)
+    inner = inner_tensors(value, fqn)
+    leaves = {name: read_tensor(tensor, join(fqn, name)) for name, tensor in inner.items()}
+    return CompoundLeaf(value, leaves, record_of(value, fqn))
+
+
+def _read_sharded(value: DTensor, local: torch.Tensor, fqn: str) -> TensorLeaf | CompoundLeaf:
+    """Read a DTensor of which this rank has a tensor of another class."""
+    if is_compound(local) and local.is_meta:
+        inner = inner_tensors(local, fqn)
+        return CompoundLeaf(value, {name: TensorLeaf(t) for name, t in inner.items()}, {})
+    local = unwrapped(local)
+    if type(local) in PLAIN or not is_compound(local):
+        return TensorLeaf(value)
+    shards, single = inner_shards(value, local, fqn)
+    record = record_of(local, fqn, tuple(value.shape))
+    if single is not None:
+        record["for_each_shard"] = single
+    return CompoundLeaf(value, {name: TensorLeaf(shard) for name, shard in shards.items()}, record)
+
+
+def has_state(value: object) -> bool:
+    """Say whether a value is an object with `state_dict` and `load_state_dict`."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def state_of(value: object, fqn: str) -> object:
+    """Return an object's state dict, or the value itself."""
+    if not has_state(value):
+        return value
+    get: Callable[[], object] = value.state_dict  # type: ignore[attr-defined]  # checked above
+    with users_code(fqn, value, "state_dict"):
+        return get()
+
+
+@contextmanager
+def users_code(fqn: str, owner: object, what: str) -> Iterator[None]:
+    """Run code of the user's: what it raises becomes a CheckpointError that says where it was.
+
+    `owner` is the object or the class that the code belongs to.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # anything may come out of it
+        cls = owner if isinstance(owner, type) else type(owner)
+        raise CheckpointError(
+            f"{fqn}: {what} of {cls.__name__} raised {type(error).__name__} ({error}): "
+            "mend it and call again"
+        ) from error
+
+
+# A container of these alone is plain at a glance, however long.
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
+def _read_further(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
+    if isinstance(value, Named | Optimizer):
+        return _read_optimizer(value, fqn, above)
+    entries = entries_of(value)
+    if entries is None and not has_state(value):
+        return PlainLeaf(value)
+    if id(value) in above:
+        raise ValueError(f"{fqn}: the state contains itself here: break the cycle")
+    if len(above) >= MAX_DEPTH:
+        raise ValueError(f"{fqn}: nested deeper than {MAX_DEPTH}: flatten the state")
+    above = (*above, id(value))
+    if isinstance(value, nn.Module):
+        return _read_module(_state_of_module(value, fqn), fqn, above)
+    if entries is None:
+        return ObjectLeaf(value, read_value(state_of(value, fqn), fqn, above))
+    return _read_container(value, entries, fqn, above)
+
+
+def _read_container(
+    value: object, entries: Mapping[PathKey, object], fqn: str, above: tuple[int, ...]
+) -> Branch | ModuleLeaf | PlainLeaf:
+    if _ATOMS.issuperset(map(type, entries.values())):
+        return PlainLeaf(value)
+    if isinstance(value, list | tuple) and all(isinstance(part, nn.Module) for part in value):
+        return _read_modules(value, fqn, above)
+    children = _children(entries, fqn, above)
+    if all(isinstance(child, PlainLeaf) for child in children.values()):
+        return PlainLeaf(value)
+    return Branch(kind_of(value) or "dict", value, children)
+
+
+def _leaf(value: object, fqn: str) -> Tree | None:
+    if type(value) in _ATOMS:
+        return PlainLeaf(value)
+    if type(value) in PLAIN or is_array(value):
+        check_whole(value, fqn)
+        return TensorLeaf(value)
+    if is_tensor_leaf(value):
+        return read_tensor(value, fqn)
+    if isinstance(value, PerRank | RNG):
+        return PerRankLeaf(value)
+    return None
+
+
+def _children(
+    entries: Mapping[PathKey, object], fqn: str, above: tuple[int, ...]
+) -> dict[PathKey, Tree]:
+    for key in entries:
+        _check_key(key, fqn or "the state")
+    leaves = {  # most are tensors: without a name and a look for each
+        key: TensorLeaf(child) if type(child) is torch.Tensor else _leaf(child, join(fqn, key))
+        for key, child in entries.items()
+    }
+    # What is not yet read may be code of the user's with collectives in it: it runs in one order on
+    # all ranks, whatever the order of their keys.
+    further = {
+        key: _read_further(entries[key], join(fqn, key), above)
+        for key in sorted((key for key, leaf in leaves.items() if leaf is None), key=str)
+    }
+    return {key: further[key] if leaf is None else leaf for key, leaf in leaves.items()}
+
+
+def _check_key(key: object, where: str) -> None:
+    if type(key) is not str and type(key) is not int:
+        raise TypeError(
+            f"{where} has the key {key!r} of class {type(key).__name__}: use str or int keys"
+        )
+    if isinstance(key, int) and not -(1 << 63) <= key < 1 << 64:
+        raise ValueError(f"{where} has the key {f'{key:#x}'[:40]}, outside of 64 bits: use a str")
+    if key == "":
+        raise ValueError(f"{where} has an empty key: give it a name")
+    if isinstance(key, str) and not is_text(key):
+        raise ValueError(f"{where} has the key {key!r}, which is no text: rename it")
+
+
+def _read_modules(
+    modules: list[nn.Module] | tuple[nn.Module, ...], fqn: str, above: tuple[int, ...]
+) -> ModuleLeaf | Branch:
+    """Read a list of modules: one model in parts, unless they share names."""
+    states = [_state_of_module(module, join(fqn, n)) for n, module in enumerate(modules)]
+    whole = merged(states)
+    if whole is not None:
+        return _read_module(whole, fqn, above)
+    models: dict[PathKey, Tree] = {}
+    for number, state in enumerate(states):
+        models[number] = _read_module(state, join(fqn, number), above)
+    return Branch(kind_of(modules) or "list", modules, models)
+
+
+def _state_of_module(module: nn.Module, fqn: str) -> ModuleState:
+    if (flat := flat_state(module, fqn)) is not None:
+        return flat
+    with users_code(fqn, module, "state_dict"):
+        state = module_state(module)
+    for name, tensor in (*state.live.items(), *state.left_out.items()):
+        check_whole(tensor, fqn, name)
+    return state
+
+
+def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> ModuleLeaf:
+    children: dict[PathKey, Tree] = {}
+    for name, value in state.entries.items():
+        if name not in state.live:
+            children[name] = read_value(value, join(fqn, name), above)
+        else:
+            plain = type(value) in PLAIN  # most are: no name is made for them
+            children[name] = TensorLeaf(value) if plain else read_tensor(value, join(fqn, name))
+    return ModuleLeaf(state, children)
+
+
+def _read_optimizer(
+    value: Named | Optimizer, fqn: str, above: tuple[int, ...]
+) -> OptimizerLeaf | ObjectLeaf:
+    optimizer, names = (
+        (value.optimizer, value.by_id()) if isinstance(value, Named) else (value, None)
+    )
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{fqn}: Named holds a {type(optimizer).__name__}: give it an optimizer")
+    held = direct_state(optimizer, fqn)
+    if held is not None:
+        return OptimizerLeaf(held, names, {})
+    told = state_of(optimizer, fqn)
+    held = told_state(optimizer, told)
+    if held is None:
+        check_unnamed(optimizer, fqn)
+    try:
+        if held is None:
+            return ObjectLeaf(optimizer, read_value(told, fqn, above))
+        return OptimizerLeaf(held, names, _children(held.further(), fqn, above))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{error}: so state_dict() of {type(optimizer).__name__} returns it; put an object into"
+            " the state whose state_dict and load_state_dict call the optimizer's and convert it"
+        ) from error

@@ -1,0 +1,225 @@
+"""What a user puts around a value of the state: plain values, free of torch.
+
+`LocalShard` and `FlatShard` say which part of a tensor this rank holds, `PerRank` and `RNG` that
+a value belongs to one rank, `Named` what an optimizer's parameters are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.format.index.index import Key
+from dist_ckpt.core.format.strict_json import is_text
+from dist_ckpt.core.state.rng import capture, check, restore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What to do on load when the keys differ from the saved ones, or the mesh where the key is the
+# rank: fail, keep what is there, or `f(values_by_key, key) -> value`. Its user knows of which of
+# the possible types the keys and the values are.
+OnReshard = Literal["error", "drop"] | Callable[[Mapping[Any, Any], Any], object]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalShard:
+    """The box of a tensor of `global_shape` that begins at `offset` and is held in `tensor`."""
+
+    tensor: Tensor
+    global_shape: Shape
+    offset: Shape
+
+    def __init__(self, tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> None:
+        shape = _shape_of(tensor, "LocalShard")
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "global_shape", _ints(global_shape, "global_shape"))
+        object.__setattr__(self, "offset", _ints(offset, "offset"))
+        if not len(shape) == len(self.global_shape) == len(self.offset):
+            raise ValueError(
+                f"LocalShard of shape {shape} at {self.offset} in {self.global_shape}: give as "
+                "many numbers in `global_shape` and `offset` as the tensor has dimensions"
+            )
+        if any(o + n > g for o, n, g in zip(self.offset, shape, self.global_shape, strict=True)):
+            raise ValueError(
+                f"LocalShard of shape {shape} at {self.offset} reaches beyond "
+                f"{self.global_shape}: mend `offset` or `global_shape`"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatShard:
+    """The elements from `start` on of a row-major tensor of `global_shape`, held in `tensor`.
+
+    The tensor's own shape does not matter, only its elements in row-major order.
+    """
+
+    tensor: Tensor
+    global_shape: Shape
+    start: int
+
+    def __init__(self, tensor: Tensor, global_shape: Sequence[int], start: int) -> None:
+        numel = prod(_shape_of(tensor, "FlatShard"))
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "global_shape", _ints(global_shape, "global_shape"))
+        object.__setattr__(self, "start", _ints((start,), "start")[0])
+        if self.start + numel > prod(self.global_shape):
+            raise ValueError(
+                f"FlatShard of {numel} elements from {self.start} on reaches beyond the "
+                f"{prod(self.global_shape)} of {self.global_shape}: mend `start` or `global_shape`"
+            )
+
+
+@dataclass(slots=True)
+class PerRank:
+    """A value that belongs to one rank, or to all ranks with the same `key`.
+
+    Without a key it belongs to the rank. Ranks with equal keys must hold equal values. A load
+    replaces `value`; one with `load_state_dict` gets that called instead. The `on_reshard` of the
+    template that is loaded into decides when the keys differ from the saved ones.
+    """
+
+    value: object
+    _: KW_ONLY
+    key: Key | None = None
+    on_reshard: OnReshard = "error"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, PerRank | RNG):
+            raise TypeError(
+                f"PerRank holds a {type(self.value).__name__}: put that into the state as it is"
+            )
+        _check_key(self.key)
+        _check_policy(self.on_reshard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RNG:
+    """The random generators of this rank: python's, numpy's, torch's for CPU and accelerator.
+
+    A load sets them last, after everything else has succeeded.
+    """
+
+    on_reshard: OnReshard = "error"
+    key: Key | None = None
+
+    def __post_init__(self) -> None:
+        _check_key(self.key)
+        _check_policy(self.on_reshard)
+
+    def capture(self) -> dict[str, object]:
+        """Return the states as plain data. Numpy and torch count only if they are imported."""
+        return capture()
+
+    def check(self, data: object) -> None:
+        """Raise IncompatibleError if `restore` could not set what `capture` once returned."""
+        check(data)
+
+    def restore(self, data: object) -> None:
+        """Set the generators to what `capture` returned, after checking all of it."""
+        check(data)
+        restore(data)
+
+
+class _Optimizer(Protocol):
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """An optimizer whose parameters are called `names`, for those that no module names.
+
+    `names` is one name a parameter, in the order of the groups, or a mapping from name to
+    parameter such as `dict(model.named_parameters())`.
+    """
+
+    optimizer: _Optimizer
+    names: Sequence[str] | Mapping[str, object]
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.optimizer, "param_groups"):
+            raise TypeError(f"Named takes an optimizer, not a {type(self.optimizer).__name__}")
+        if isinstance(self.names, str) or not isinstance(self.names, Sequence | Mapping):
+            raise TypeError(
+                f"`names` is a {type(self.names).__name__}: give a list of names or a mapping from "
+                "name to parameter, such as dict(model.named_parameters())"
+            )
+        if any(not isinstance(name, str) for name in self.names):
+            raise TypeError("`names` has a name that is not a string")
+        if isinstance(self.names, Sequence) and len(set(self.names)) != len(self.names):
+            raise ValueError("`names` has a name twice: give each parameter its own")
+        self.by_id()
+
+    def by_id(self) -> dict[int, str]:
+        """Return the name of each of the optimizer's parameters by the parameter's id()."""
+        parameters = [
+            (f"parameter {number} of group {group}", id(parameter))
+            for group, options in enumerate(self.optimizer.param_groups)
+            for number, parameter in enumerate(options["params"])
+        ]
+        if isinstance(self.names, Mapping):
+            names = {id(tensor): name for name, tensor in reversed([*self.names.items()])}
+            for what, key in parameters:
+                if key not in names:
+                    raise ValueError(f"`names` has no name for {what} of the optimizer: add it")
+            return {key: names[key] for _, key in parameters}
+        if len(self.names) != len(parameters):
+            raise ValueError(
+                f"`names` has {len(self.names)} names for {len(parameters)} parameters: give one "
+                "each, in the order of the groups"
+            )
+        return {key: name for name, (_, key) in zip(self.names, parameters, strict=True)}
+
+
+def key_of(wrapper: PerRank | RNG, rank: int) -> Key:
+    """Return whose a per-rank value is: the rank's unless the user says otherwise."""
+    return rank if wrapper.key is None else wrapper.key
+
+
+def _shape_of(tensor: object, wrapper: str) -> Shape:
+    try:
+        shape = getattr(tensor, "shape", None)
+    except RuntimeError as error:  # torch's nested and uninitialised tensors have none
+        raise TypeError(f"{wrapper} holds a tensor without a shape: {error}") from error
+    if shape is None:
+        raise TypeError(f"{wrapper} holds a {type(tensor).__name__}: give it a tensor")
+    return tuple(shape)
+
+
+def _ints(value: Sequence[int], name: str) -> Shape:
+    if not isinstance(value, Iterable):
+        raise TypeError(f"`{name}` is {value!r}: give a tuple of integers")
+    numbers = tuple(value)
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
+        raise TypeError(f"`{name}` is {value!r}: give integers")
+    if any(n < 0 for n in numbers):
+        raise ValueError(f"`{name}` is {value!r}: it cannot be negative")
+    return numbers
+
+
+def _check_key(key: Key | None) -> None:
+    if key is not None and not _is_key(key):
+        raise TypeError(
+            f"`key` is {key!r}: give an integer of 64 bits, a text, or a tuple of them such as "
+            '("dp", dp_rank)'
+        )
+
+
+def _is_key(key: object) -> bool:
+    if isinstance(key, tuple):
+        return len(key) > 0 and all(_is_key(part) for part in key)
+    if isinstance(key, str):
+        return is_text(key)
+    return isinstance(key, int) and not isinstance(key, bool) and -(1 << 63) <= key < 1 << 63
+
+
+def _check_policy(policy: OnReshard) -> None:
+    if policy not in ("error", "drop") and not callable(policy):
+        raise ValueError(
+            f'`on_reshard` is {policy!r}: give "error", "drop" or a function '
+            "f(values_by_key, key) -> value"
+        )

@@ -1,0 +1,1 @@
+"""Local and mounted file systems: POSIX calls and their pitfalls."""

@@ -1,0 +1,385 @@
+"""The storage of local and mounted file systems: POSIX calls and their pitfalls.
+
+Linux first; macOS with F_FULLFSYNC.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+from dist_ckpt.core.format.checksums import Buffer
+from dist_ckpt.core.format.geometry import Span
+from dist_ckpt.core.storage.local.descriptor import Descriptor
+from dist_ckpt.core.storage.local.direct_io import DirectFile, DirectIO
+from dist_ckpt.core.storage.local.exclusive_rename import (
+    UNSUPPORTED,
+    rename_exclusively,
+    system_call,
+)
+from dist_ckpt.core.storage.protocol import Entry, ReadableFile, WritableFile
+from dist_ckpt.errors import CorruptError, ExistsError, StorageError
+
+# One call moves at most 2 GiB on Linux, and fails above that on macOS.
+_MAX_CALL_NBYTES = 1 << 30
+
+_REMEDIES = {
+    errno.ENOSPC: "free space, or save somewhere else",
+    errno.EDQUOT: "free space in this quota, or save somewhere else",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), or save to another file system",
+    errno.EROFS: "mount the file system writable, or choose another path",
+    errno.EACCES: "give this user the permission, or choose another path",
+    errno.EPERM: "give this user the permission, or choose another path",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ELOOP: "choose a path without circular links",
+    errno.ENOTDIR: "a part of the path is a file; choose another path",
+    errno.ENOTEMPTY: "look what is in it",
+    errno.EXDEV: "choose a path on the same file system",
+    errno.EMLINK: "the file has as many names as this file system allows",
+    errno.ESTALE: "look whether the server is up, mount it again if need be, then try again",
+    errno.ENOTSUP: "choose a file system where a checkpoint can be committed safely",
+}
+_OTHERWISE = "check the disk or the network (the kernel's log may say more), then try again"
+
+
+class LocalStorage:
+    """Keeps the `Storage` protocol on a file system. Threads may share it.
+
+    With `direct_reads` large parts of files that the page cache does not hold are read past it.
+    All it remembers is which file systems take direct I/O.
+    """
+
+    def __init__(self, *, direct_reads: bool = False) -> None:
+        self._direct_io = DirectIO()
+        self._direct_reads = direct_reads
+
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
+        """Return the entries of a folder, sorted by name; links and devices are "other"."""
+        with _errors_of(folder, FileNotFoundError, NotADirectoryError), ExitStack() as stack:
+            place = folder if follow else stack.enter_context(_real_folder(folder))
+            found = stack.enter_context(os.scandir(place))
+            return sorted(entry for item in found if (entry := _entry(item)) is not None)
+
+    def make_folder(self, folder: str) -> None:
+        """Create one folder, readable and writable as the umask says."""
+        passed = (FileExistsError, FileNotFoundError, NotADirectoryError)
+        with _errors_of(folder, *passed, needs=os.path.dirname(folder)):
+            try:
+                os.mkdir(folder)
+            except FileExistsError:
+                if os.path.islink(folder) and not os.path.lexists(os.path.realpath(folder)):
+                    raise _leads_nowhere(folder) from None
+                raise
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        """Create a file exclusively and reserve its space; a file that finds none is removed."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        passed = (FileExistsError, FileNotFoundError)
+        with _errors_of(path, *passed, needs=os.path.dirname(path)):
+            fds = [os.open(path, flags, 0o666)]
+            try:
+                _reserve(fds[0], nbytes)
+                direct = self._direct_io.file_of(path, fds[0], nbytes)
+                if direct and (second := direct.open(os.O_WRONLY)) is not None:
+                    fds.append(second)
+                    # Writes beyond the end take turns in the kernel; those before it do not.
+                    os.ftruncate(fds[0], nbytes)
+            except OSError:
+                Descriptor(path, *fds).release()
+                with suppress(OSError):
+                    os.unlink(path)
+                raise
+        return _LocalWritableFile(path, fds, direct if len(fds) > 1 else None, nbytes)
+
+    def open(self, path: str) -> ReadableFile:
+        """Open a regular file; a link or a pipe in its place is refused without waiting."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with _errors_of(path, FileNotFoundError):
+            try:
+                fd = os.open(path, flags)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO) and _is_odd(path):
+                    raise _not_a_file(path) from None
+                raise
+            try:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise _not_a_file(path)
+                direct = None
+                if self._direct_reads:
+                    direct = self._direct_io.file_of(path, fd, status.st_size)
+            except (OSError, CorruptError):
+                os.close(fd)
+                raise
+        return _LocalReadableFile(path, fd, direct, status)
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename without replacing: by the system's own call, else by a link for a file."""
+        with _errors_of(new, FileExistsError, FileNotFoundError, needs=old):
+            rename_exclusively(old, new)
+
+    def link(self, old: str, new: str) -> None:
+        """Link a regular file, found and named in the folders themselves: never through a link."""
+        passed = (FileExistsError, FileNotFoundError)
+        with _errors_of(new, *passed, needs=old), ExitStack() as stack:
+            (source, name), (target, new_name) = os.path.split(old), os.path.split(new)
+            place = stack.enter_context(_real_folder(source))
+            there = stack.enter_context(_real_folder(target))
+            if not stat.S_ISREG(os.lstat(name, dir_fd=place).st_mode):
+                raise OSError(errno.EINVAL, f"{old} is no regular file")
+            was_there = _is_named(new_name, there)
+            try:
+                os.link(name, new_name, src_dir_fd=place, dst_dir_fd=there, follow_symlinks=False)
+            except FileExistsError:
+                # NFS repeats a request, and finds what its first, unanswered one did.
+                made = os.lstat(new_name, dir_fd=there)
+                if was_there or not os.path.samestat(os.lstat(name, dir_fd=place), made):
+                    raise
+
+    def remove(self, path: str) -> None:
+        """Remove a file (of a link, the link) or an empty folder."""
+        with _errors_of(path, FileNotFoundError, NotADirectoryError):
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                os.rmdir(path)
+                return
+            # By the folder itself: its path may lead elsewhere by now.
+            folder, name = os.path.split(path)
+            with _real_folder(folder) as descriptor:
+                os.unlink(name, dir_fd=descriptor)
+
+    def sync(self, folder: str) -> None:
+        """Fsync the folder."""
+        with _errors_of(folder, FileNotFoundError):
+            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+            try:
+                _sync(fd)
+            except OSError as error:
+                # Some network file systems have no fsync of folders: their names are as durable
+                # as they get when the call that made them returns.
+                if error.errno not in UNSUPPORTED:
+                    raise
+            finally:
+                os.close(fd)
+
+
+class _LocalWritableFile:
+    """A file; with `direct` the second descriptor is for direct writes."""
+
+    def __init__(
+        self, path: str, fds: Sequence[int], direct: DirectFile | None, nbytes: int
+    ) -> None:
+        self._descriptor = Descriptor(path, *fds)
+        self._direct = direct
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._stop = 0  # of all that was written
+
+    @property
+    def alignment(self) -> int:
+        return self._direct.alignment if self._direct else 1
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        with _errors_of(self._descriptor.path), self._descriptor.lend() as fds:
+            done = self._direct.write(fds[1], view, offset) if self._direct else Span(0, 0)
+            # Never into a page that a direct write of another thread touches: those cover whole
+            # pages of what was given to them. One fsync of the file makes both kinds durable.
+            write_all(fds[0], view[: done.start], offset)
+            write_all(fds[0], view[done.stop :], offset + done.stop)
+        with self._lock:
+            self._stop = max(self._stop, offset + len(view))
+
+    def finish(self) -> int:
+        # After a failed fsync the kernel calls the lost pages clean, so that a second one
+        # succeeds: whatever fails here, the descriptor is gone and the file is burnt.
+        fd = self._descriptor.take()
+        with _errors_of(self._descriptor.path):
+            try:
+                if self._direct and self._stop < self._nbytes:
+                    os.ftruncate(fd, self._stop)
+                _sync(fd)
+                nbytes = os.fstat(fd).st_size
+            except OSError:
+                with suppress(OSError):
+                    os.close(fd)
+                raise
+            os.close(fd)  # NFS may report a failed write here at last
+            return nbytes
+
+    def discard(self) -> None:
+        self._descriptor.release()
+
+
+class _LocalReadableFile:
+    def __init__(
+        self, path: str, fd: int, direct: DirectFile | None, status: os.stat_result
+    ) -> None:
+        self._descriptor = Descriptor(path, fd)
+        self._direct = direct
+        self.nbytes = status.st_size
+        self.num_links = status.st_nlink
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        view = target.cast("B")
+        with _errors_of(self._descriptor.path), self._descriptor.lend() as (fd,):
+            done = self._direct.read(fd, view, offset) if self._direct else 0
+            while done < len(view):
+                part = view[done : done + _MAX_CALL_NBYTES]
+                count = os.preadv(fd, [part], offset + done)
+                if not count:
+                    break
+                done += count
+        return done
+
+    def close(self) -> None:
+        self._descriptor.release()
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data`; a call may write less than it was given (full disk, signal, limit)."""
+    done = 0
+    while done < len(data):
+        count = os.pwrite(fd, data[done : done + _MAX_CALL_NBYTES], offset + done)
+        if count <= 0:
+            raise OSError(errno.EIO, "the file system accepts no more bytes")
+        done += count
+
+
+@contextmanager
+def _errors_of(path: str, *passed: type[OSError], needs: str = "") -> Iterator[None]:
+    """Turn an OSError into a StorageError that says what to do, but for the `passed` ones.
+
+    The call `needs` what FileNotFoundError says is gone, if that is not `path`.
+    """
+    try:
+        yield
+    except passed:
+        raise
+    except OSError as error:
+        # An NFS client says "stale" of what another one removed, but also where the server has
+        # started anew: whoever took that for gone would report what is not there, or hide what is.
+        is_stale = error.errno == errno.ESTALE and FileNotFoundError in passed
+        if is_stale and _is_gone(needs or path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+        raise StorageError(f"{path}: {with_remedy(error)}") from error
+
+
+def with_remedy(error: OSError) -> str:
+    """Return what the system says of an error, and what to do about it."""
+    code = errno.errorcode.get(error.errno or 0, "no errno")
+    return f"{error.strerror or error} ({code}): {_REMEDIES.get(error.errno or 0, _OTHERWISE)}"
+
+
+def _is_gone(path: str) -> bool:
+    """Say whether certainly nothing has this name."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+@contextmanager
+def _real_folder(folder: str) -> Iterator[int]:
+    """Open a folder that is one: NotADirectoryError for a link, whatever it leads to."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(folder, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # what other systems say of a link
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from error
+        raise
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _entry(item: os.DirEntry[str]) -> Entry | None:
+    try:
+        status = item.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None  # removed since the folder was read
+    if stat.S_ISREG(status.st_mode):
+        return Entry(item.name, "file", status.st_size, status.st_mtime)
+    if stat.S_ISDIR(status.st_mode):
+        return Entry(item.name, "folder", 0, status.st_mtime)
+    return Entry(item.name, "other", 0, status.st_mtime)
+
+
+def _is_named(name: str, folder: int) -> bool:
+    try:
+        os.lstat(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_odd(path: str) -> bool:
+    """Say whether the name itself, not a folder on the way to it, is no regular file."""
+    try:
+        return not stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _leads_nowhere(link: str) -> ExistsError:
+    return ExistsError(
+        f"{link} is a link to {os.readlink(link)}, which is not there: make that folder, or "
+        f"choose another path"
+    )
+
+
+def _not_a_file(path: str) -> CorruptError:
+    return CorruptError(
+        f"{path} is a link, a folder or a device where dist_ckpt writes a regular file: "
+        f"put the file back, or use another checkpoint"
+    )
+
+
+def _sync(fd: int) -> None:
+    if sys.platform == "darwin":  # fsync there leaves the data in the disk's own cache
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+        else:
+            return
+    os.fsync(fd)
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Reserve the space of a file now, so that a full disk fails before the data is written."""
+    if nbytes == 0 or _allocate(fd, nbytes):
+        return
+    volume = os.fstatvfs(fd)
+    if volume.f_blocks > 0 and volume.f_bavail * volume.f_frsize < nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _allocate(fd: int, nbytes: int) -> bool:
+    """Allocate blocks; False where the system or the file system has no call for it.
+
+    Not by `os.posix_fallocate`, which writes the whole file where the call is missing. The size
+    stays 0 (mode 1), so that `finish` sees what was written.
+    """
+    fallocate = system_call("fallocate") if sys.platform == "linux" else None
+    while fallocate and fallocate(fd, 1, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        code = ctypes.get_errno()
+        if code in UNSUPPORTED:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return fallocate is not None

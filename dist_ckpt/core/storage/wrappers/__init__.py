@@ -1,0 +1,1 @@
+"""Storages around another storage: they count, limit, pace, or only read."""

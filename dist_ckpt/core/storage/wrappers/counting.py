@@ -1,0 +1,32 @@
+"""A storage that counts what is read and written through it: one rank's, in one operation."""
+
+# ruff: noqa: D102  # `WrappedStorage` documents the methods
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from dist_ckpt.core.storage.protocol import Storage
+from dist_ckpt.core.storage.wrappers.forwarding import WrappedStorage
+from dist_ckpt.reports import Tally
+
+
+class CountingStorage(WrappedStorage):
+    """Hands every call to `inner`; `reads` and `writes` are the calls and bytes of its files."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.reads = self.writes = Tally()
+        self._lock = threading.Lock()
+
+    def read(self, path: str, nbytes: int, act: Callable[[], int]) -> int:
+        count = super().read(path, nbytes, act)
+        with self._lock:
+            self.reads = self.reads.plus(count)
+        return count
+
+    def write(self, path: str, nbytes: int, act: Callable[[], None]) -> None:
+        super().write(path, nbytes, act)
+        with self._lock:
+            self.writes = self.writes.plus(nbytes)

@@ -1,0 +1,108 @@
+"""Files that seem to lie on a storage, and are made when they are opened. Nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from dist_ckpt.core.format.checksums import Buffer
+from dist_ckpt.core.storage.protocol import Entry, ReadableFile, WritableFile
+from dist_ckpt.errors import StorageError
+
+
+class ReadOnlyFiles:
+    """A `Storage` of the files in one folder of a checkpoint; what would change it is refused.
+
+    `folder` is the attempt's, `files` open each of its files by name, and `remedy` says what to do
+    instead of a change.
+    """
+
+    def __init__(
+        self, folder: str, files: Mapping[str, Callable[[], ReadableFile]], remedy: str
+    ) -> None:
+        self._folder = folder
+        self._files = files
+        self._remedy = remedy
+
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
+        """See `Storage.list`."""
+        del follow
+        above, _, name = self._folder.rpartition("/")
+        if folder == above:
+            return [Entry(name, "folder", 0, 0.0)]
+        if folder != self._folder:
+            raise FileNotFoundError(folder)
+        return [Entry(name, "file", self._nbytes_of(name), 0.0) for name in sorted(self._files)]
+
+    def open(self, path: str) -> ReadableFile:
+        """See `Storage.open`."""
+        folder, _, name = path.rpartition("/")
+        if folder != self._folder or name not in self._files:
+            raise FileNotFoundError(path)
+        return self._files[name]()
+
+    def make_folder(self, folder: str) -> None:
+        """Refuse."""
+        raise self._refusal(folder)
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        """Refuse."""
+        raise self._refusal(path)
+
+    def link(self, old: str, new: str) -> None:
+        """Refuse."""
+        raise self._refusal(old)
+
+    def rename(self, old: str, new: str) -> None:
+        """Refuse."""
+        raise self._refusal(old)
+
+    def remove(self, path: str) -> None:
+        """Refuse."""
+        raise self._refusal(path)
+
+    def sync(self, folder: str) -> None:
+        """Refuse."""
+        raise self._refusal(folder)
+
+    def _nbytes_of(self, name: str) -> int:
+        file = self._files[name]()
+        try:
+            return file.nbytes
+        finally:
+            file.close()
+
+    def _refusal(self, path: str) -> StorageError:
+        return StorageError(f"{path}: {self._remedy}")
+
+
+class FileOfBytes:
+    """A file that is open, and lies in memory: some bytes and, behind them, others.
+
+    What is read of it is copied.
+    """
+
+    num_links = 1
+
+    def __init__(self, first: Buffer, rest: Buffer = b"") -> None:
+        self._parts = memoryview(first), memoryview(rest)
+
+    @property
+    def nbytes(self) -> int:
+        """See `ReadableFile.nbytes`."""
+        return sum(map(len, self._parts))
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        """See `ReadableFile.read_into`."""
+        done = 0
+        for part in self._parts:
+            start = min(max(offset + done, 0), len(part))
+            count = min(len(target) - done, len(part) - start)
+            target[done : done + count] = part[start : start + count]
+            done += count
+            offset -= len(part)
+        return done
+
+    def close(self) -> None:
+        """See `ReadableFile.close`."""
+        for part in self._parts:
+            part.release()

@@ -1,0 +1,368 @@
+"""accelerate: a run of prepared objects that is saved and resumed, and `save_state` in our format.
+
+with AcceleratedRun(accelerator, "runs/a", save=dc.every(steps=500)) as run:
+    for epoch in run.epochs(3):
+        for batch in run.batches(loader):
+            ...
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import accelerate
+
+from dist_ckpt.checkpointer.checkpointer import Checkpointer
+from dist_ckpt.checkpointer.run_session import Stopped
+from dist_ckpt.core.loading.load import load
+from dist_ckpt.core.saving.save import save
+from dist_ckpt.core.state.wrappers import RNG, PerRank
+from dist_ckpt.errors import IncompatibleError, NotFoundError
+from dist_ckpt.integrations.accelerate.numbered_folders import (
+    count_save,
+    is_accelerates,
+    make_room,
+    numbered,
+)
+from dist_ckpt.integrations.accelerate.prepared_objects import (
+    check,
+    hand_out_buffers_of,
+    held,
+    stateful_loaders,
+)
+from dist_ckpt.integrations.extra_state import check_on_reshard, more_state
+from dist_ckpt.integrations.loader_order import set_sources, sources_of
+
+_OWN = {"model", "optim", "scheduler", "scaler", "custom", "position", "data", "rng"}
+
+
+class AcceleratedRun:
+    """The run of a loop over what `Accelerator.prepare` has returned: saved, and resumed.
+
+    Make it after `prepare`, on every rank, and loop over `epochs` and, in that, `batches`. Saved
+    are all prepared models, optimizers and schedulers, the scaler, what was given to
+    `register_for_checkpointing`, the random generators, and the place in the data; `state` holds
+    more. The other options are those of `dc.Checkpointer`. A step is a batch with which gradients
+    were synchronized: with accumulation, the last of so many. Leave it to `with` to end the run.
+
+    In the midst of an epoch a run goes on with as many ranks and batches as before. On others it is
+    refused, unless `on_reshard="drop"` says that the epoch begins anew.
+    """
+
+    def __init__(
+        self,
+        accelerator: accelerate.Accelerator,
+        root: str | os.PathLike[str] | None,
+        *,
+        state: Mapping[str, Any] | None = None,
+        on_reshard: Literal["error", "drop"] = "error",
+        **options: Any,
+    ) -> None:
+        check_on_reshard(on_reshard)
+        self._more = more_state(state, _OWN)
+        check(accelerator)
+        self._accelerator = accelerator
+        self._on_reshard = on_reshard
+        self._checkpointer = Checkpointer(root, **options)
+        self._is_restored = self._is_in_batches = self._has_looped = False
+        self._step = self._epoch = self._batches = 0
+        self._unsaid: int | None = None
+        self._loader: Any = None
+        self._order: dict[str, Any] | None = None  # what the epoch's order was drawn from
+        self._num_batches: int | None = None
+        self._now: object = None  # the generators of a resume that is not through with its skipping
+
+    # --- the loop --------------------------------------------------------------------------------
+
+    def restore(self) -> int | None:
+        """Fill all that was prepared; return the step, None for a fresh run. Every rank calls it.
+
+        `epochs` does it if it was not called.
+        """
+        found = self._template()
+        step = self._checkpointer.restore(found)
+        self._is_restored = True
+        if step is not None:
+            if not isinstance(found["position"], dict):
+                raise IncompatibleError(
+                    f"step {step} was not saved by an AcceleratedRun: give another root, and that "
+                    f"checkpoint as init= with init_strict=False"
+                )
+            self._step = step
+            self._go_on_from(found["position"], found["data"].value)
+        return step
+
+    def epochs(self, until: int) -> Iterator[int]:
+        """Restore, then yield each epoch to be trained, from 0 on; fewer if the run is to stop."""
+        if not self._is_restored:
+            self.restore()
+        for epoch in range(self._epoch, until):
+            if self.stopped is not None:
+                return
+            self._epoch, self._has_looped = epoch, False
+            yield epoch
+            if self.stopped is None:
+                self._epoch, self._batches, self._order = epoch + 1, 0, None
+                self._say()  # of a loop over batches that was left by `break`
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Yield what a prepared loader yields in this epoch, behind what was trained on before.
+
+        What the body of the loop has done counts when the next batch is asked for, or the loop is
+        left by `break`. It ends early when the run is to stop.
+        """
+        if not self._is_restored:
+            raise ValueError("loop over run.epochs(...), and in that over run.batches(loader)")
+        if self._has_looped:
+            raise ValueError(
+                "there was a loop over run.batches(...) in this epoch, and a run has one place in "
+                "the data: loop over other loaders directly, or count another epoch"
+            )
+        self._has_looped = self._is_in_batches = True
+        try:
+            yield from self._yield(loader)
+        finally:
+            self._is_in_batches = False
+
+    def _yield(self, loader: Any) -> Iterator[Any]:
+        batches = self._begin(loader)
+        had = self._batches
+        for batch in batches:
+            had += 1
+            try:
+                yield batch
+            except GeneratorExit:
+                self._count(had)
+                raise
+            self._count(had)
+            self._say()
+            if self.stopped is not None:
+                return
+
+    def _begin(self, loader: Any) -> Iterator[Any]:
+        """Draw the order of the epoch, or that of the save again, and pass over what was had."""
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(self._epoch)
+        count = _length(loader)
+        self._loader = loader
+        if self._now is None:
+            if self._order is not None:  # as the epochs before have left them
+                set_sources([loader], self._order)
+            self._order, self._num_batches = _order_of(loader), count
+            batches: Iterator[Any] = iter(loader)
+            return batches
+        if count != self._num_batches:
+            raise IncompatibleError(
+                f"saved after batch {self._batches} of an epoch of {self._num_batches} batches on "
+                f"each rank, and now it has {count}: batches would be lost or doubled. Give the "
+                f"data and the batch size that it was saved with"
+            )
+        assert self._order is not None, "saved in the midst of an epoch"
+        set_sources([loader], self._order)
+        RNG().restore(self._order["rng"])
+        batches = iter(loader)
+        for _ in range(self._batches):
+            next(batches, None)
+        RNG().restore(self._now)
+        self._now = None
+        return batches
+
+    def _count(self, had: int) -> None:
+        if self._accelerator.sync_gradients:
+            self._batches, self._step = had, self._step + 1
+            self._unsaid = self._step
+
+    def _say(self) -> None:
+        if self._unsaid is not None:
+            step, self._unsaid = self._unsaid, None
+            self._checkpointer.step(step, self._state)
+
+    # --- what a run says -------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self._step
+
+    @property
+    def stopped(self) -> Stopped | None:
+        """Why the run is to end now, and which exit code makes a scheduler start it again."""
+        return self._checkpointer.stopped
+
+    def metrics(self, values: Mapping[str, float]) -> None:
+        """Say what was measured: in the body of the loop of its step, else of the last one."""
+        self._checkpointer.metrics(self._step + self._is_in_batches, values)
+
+    def close(self) -> None:
+        """End the run: save the last step if `save` has `at_end`, and wait until it is durable."""
+        self._say()
+        self._checkpointer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it. After an error no rank waits for another, and what is in memory is kept."""
+        if error is None:
+            self.close()
+        else:
+            self._checkpointer.__exit__(kind, error, trace)
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def _template(self) -> dict[str, Any]:
+        return {
+            **held(self._accelerator),
+            "position": None,
+            "data": PerRank(None, on_reshard="drop"),
+            "rng": RNG(on_reshard="drop"),
+            **self._more,
+        }
+
+    def _state(self) -> dict[str, Any]:
+        hand_out_buffers_of(self._accelerator)
+        position = {
+            "epoch": self._epoch,
+            "batches": self._batches,
+            "num_batches": self._num_batches if self._batches else None,
+            "world_size": self._accelerator.num_processes,
+            "accumulated": self._accelerator.step,
+        }
+        return {
+            **self._template(),
+            "position": position,
+            "data": PerRank(self._order_to_save(), on_reshard="drop"),
+        }
+
+    def _order_to_save(self) -> dict[str, Any] | None:
+        between_epochs = None if self._loader is None else _order_of(self._loader)
+        return self._order if self._batches else between_epochs
+
+    def _go_on_from(self, position: dict[str, Any], order: Any) -> None:
+        self._epoch, self._batches = position["epoch"], position["batches"]
+        self._num_batches = position["num_batches"]
+        self._accelerator.step = position["accumulated"]
+        if position["world_size"] == self._accelerator.num_processes:
+            self._order = order
+            self._now = RNG().capture() if self._batches else None
+        elif not self._batches:
+            return
+        elif self._on_reshard == "error":
+            raise IncompatibleError(
+                f"saved after batch {self._batches} of epoch {self._epoch} by "
+                f"{position['world_size']} ranks, and {self._accelerator.num_processes} train now: "
+                f"batches would be lost or doubled. Begin the epoch anew with "
+                f'AcceleratedRun(..., on_reshard="drop"), or train on as many ranks'
+            )
+        else:
+            self._batches = 0
+
+
+def _order_of(loader: Any) -> dict[str, Any]:
+    return {"rng": RNG().capture(), **sources_of([loader])}
+
+
+def _length(loader: Any) -> int | None:
+    """Return how many batches a loader has; None if its dataset does not say."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def attach(accelerator: accelerate.Accelerator) -> None:
+    """Have an Accelerator's `save_state` and `load_state` write and read checkpoints of ours.
+
+    Their folders are what `dc.load`, `dist-ckpt verify` and all else take. Every rank calls both.
+    What is saved and loaded is what `AcceleratedRun` says, and loaders that have a `state_dict`,
+    which go on with as many ranks only; the place in the data is the program's, with
+    `accelerator.skip_first_batches`, as ever. Names and limits of a `ProjectConfiguration` hold.
+    A folder that was saved to before is replaced when the new one is complete. Hooks for saving are
+    refused, as they write files of models by themselves.
+    """
+    check(accelerator)
+    accelerator.save_state = functools.partial(_save_state, accelerator)
+    accelerator.load_state = functools.partial(_load_state, accelerator)
+
+
+def _save_state(
+    accelerator: Any, output_dir: str | os.PathLike[str] | None = None, **options: Any
+) -> str:
+    """Save all that is prepared and registered to a folder; return it. Collective."""
+    _check_call(accelerator, options, accelerator._save_model_state_pre_hook, "save")
+    project = accelerator.project_configuration
+    if project.automatic_checkpoint_naming:
+        folder = os.path.join(accelerator.project_dir, "checkpoints")
+        output_dir = os.path.join(folder, f"checkpoint_{accelerator.save_iteration}")
+    if output_dir is None:
+        raise ValueError("save_state needs a folder: save_state(output_dir)")
+    hand_out_buffers_of(accelerator)
+    path = os.path.expanduser(os.fspath(output_dir))
+    state = {**held(accelerator), "position": {"accumulated": accelerator.step}}
+    save(
+        {**state, **_of_ranks(accelerator)}, path, overwrite=not project.automatic_checkpoint_naming
+    )
+    count_save(project)
+    if project.automatic_checkpoint_naming:
+        make_room(accelerator, os.path.dirname(path))
+    return path
+
+
+def _load_state(
+    accelerator: Any, input_dir: str | os.PathLike[str] | None = None, **options: Any
+) -> None:
+    """Load all that is prepared and registered from a folder, None for the newest. Collective."""
+    _check_call(accelerator, options, accelerator._load_model_state_pre_hook, "load")
+    if input_dir is None:
+        if not accelerator.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state needs a folder: load_state(input_dir)")
+        folder = os.path.join(accelerator.project_dir, "checkpoints")
+        if not (found_there := numbered(folder)):
+            raise NotFoundError(f"{folder} has no checkpoint_N: save_state() makes them")
+        input_dir = found_there[-1]
+    path = os.path.expanduser(os.fspath(input_dir))
+    found = {**held(accelerator), "position": None, **_of_ranks(accelerator)}
+    _refuse_own_files(path)
+    load(found, path)
+    for loader, state in zip(stateful_loaders(accelerator), found["data"].value, strict=True):
+        loader.load_state_dict(state)
+    accelerator.step = found["position"]["accumulated"]
+
+
+def _refuse_own_files(path: str) -> None:
+    """Raise IncompatibleError for a folder that accelerate has written, and nothing of ours."""
+    if is_accelerates(path):
+        raise IncompatibleError(
+            f"{path} was written by accelerate itself: load it before attach(accelerator)"
+        )
+
+
+def _of_ranks(accelerator: Any) -> dict[str, Any]:
+    """Return what each rank has of its own: loaders that know where they are, and generators."""
+    states = [loader.state_dict() for loader in stateful_loaders(accelerator)]
+    on_reshard: Literal["error", "drop"] = "error" if states else "drop"
+    return {
+        "data": PerRank(states, on_reshard=on_reshard),
+        "rng": RNG(on_reshard="drop"),
+    }
+
+
+def _check_call(accelerator: Any, options: dict[str, Any], hooks: Any, what: str) -> None:
+    check(accelerator)
+    options.pop("safe_serialization", None)  # it is what we write, so True says nothing new
+    if options:
+        raise TypeError(f"{what}_state takes no {sorted(options)[0]} with checkpoints of dist_ckpt")
+    if hooks:
+        raise ValueError(
+            f"a hook is registered by register_{what}_state_pre_hook, which writes and reads files "
+            f"of its own: remove() it, or give what it saves to register_for_checkpointing"
+        )

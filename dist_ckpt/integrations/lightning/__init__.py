@@ -1,0 +1,21 @@
+"""Lightning's `Trainer`: checkpoints through a callback, and a resume that knows the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dist_ckpt.core.runtime.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from dist_ckpt.integrations.lightning.callback import FitCheckpoint
+
+__all__ = [
+    "FitCheckpoint",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "FitCheckpoint": "callback",
+    },
+)

@@ -1,0 +1,30 @@
+"""torch.distributed.checkpoint: read, export, and its planners over our format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dist_ckpt.core.runtime.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from dist_ckpt.interop.dcp.adapter import DcpLoadReport, StorageReader, StorageWriter, load
+    from dist_ckpt.interop.dcp.export import export_folder
+
+__all__ = [
+    "DcpLoadReport",
+    "StorageReader",
+    "StorageWriter",
+    "export_folder",
+    "load",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "DcpLoadReport": "adapter",
+        "StorageReader": "adapter",
+        "StorageWriter": "adapter",
+        "export_folder": "export",
+        "load": "adapter",
+    },
+)

@@ -1,0 +1,400 @@
+"""`torch.distributed.checkpoint` over our format: a storage writer and a reader for its planners.
+
+    import torch.distributed.checkpoint as dcp
+    from dist_ckpt.interop.dcp.adapter import StorageReader, StorageWriter
+
+    dcp.save(state_dict, storage_writer=StorageWriter("runs/a/step-100", step=100))
+    dcp.load(state_dict, storage_reader=StorageReader("runs/a@latest"))
+
+What they write is a checkpoint like any other, which `dc.load` and the command line read, and they
+read what `dc.save` has written, as far as its names are those of the state dict.
+
+    load(state, "old/step-100")     # a folder that dcp.save has written, as dc.load reads ours
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dist_ckpt.config import launched_world_size
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR
+from dist_ckpt.core.comm.process_group import session_alone, session_of
+from dist_ckpt.core.loading.collective_read import Together
+from dist_ckpt.core.loading.load import load_together
+from dist_ckpt.core.loading.load_messages import ReadOnce
+from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.planning.selection import Cast
+from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.saving.local_save_state import StateReader
+from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.state.tree.containers import MutableState
+from dist_ckpt.errors import ConflictError, RankError
+from dist_ckpt.interop.dcp.metadata import StoredState
+from dist_ckpt.interop.dcp.planner_items import local_state_of
+from dist_ckpt.interop.dcp.required_values import ValuesRead
+from dist_ckpt.interop.registry import open_source, opener_of_dcp
+from dist_ckpt.reports import LoadReport, Phases, SaveReport, size
+from dist_ckpt.runs.selectors import resolve
+
+_log = logging.getLogger("dist_ckpt")
+
+DcpPath = str | os.PathLike[str]
+
+
+def load(
+    state: MutableState,
+    path: DcpPath,
+    *,
+    sharding: ShardingConfig | None = None,
+    group: dist.ProcessGroup | None = None,
+    strict: bool = True,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Mapping[str, str | None] | None = None,
+    frozen: bool = True,
+    read_once: ReadOnce = "host",
+    cast: Cast = None,
+) -> LoadReport:
+    """Fill a state from a folder that `torch.distributed.checkpoint` wrote, as `dc.load` does.
+
+    Collective: every rank of `group` calls this; any layout loads into any other. Modules and
+    optimizers are found by the names that `get_state_dict` gives them. The pickles in the folder
+    are read by an interpreter of ours: nothing is executed. DCP keeps no checksums: only sizes,
+    names, shapes, dtypes and coverage are checked, before anything is touched. The options and
+    errors are those of `dc.load`, and IncompatibleError for what is no plain data and may be read
+    for this state.
+    """
+    options = LoadOptions(
+        sharding=sharding,
+        strict=strict,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        frozen=frozen,
+        read_once=read_once,
+        cast=cast,
+        notes=False,
+    )
+    opener = opener_of_dcp(ValuesRead(state, path, options))
+    return load_together(session_of(group), state, path, options, opener=opener)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpLoadReport:
+    """What a `dcp.load` with a `StorageReader` did on this rank, without DCP's planning.
+
+    `nbytes_read` of the tensors came from storage, `nbytes_received` from other ranks of this host.
+    `seconds` are by phase: "open" is to find the checkpoint, "check" to open its files and to
+    agree, "read" to read, verify and fill, "place" to convert and to hand over values.
+    """
+
+    path: str
+    attempt: str
+    nbytes_read: int
+    nbytes_received: int
+    seconds: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """The seconds of all phases."""
+        return sum(self.seconds.values())
+
+    def __str__(self) -> str:
+        """Return one line for people and logs."""
+        return (
+            f"loaded {self.path} for DCP: {size(self.nbytes_read)} read and "
+            f"{size(self.nbytes_received)} received here in {self.total_s:.3g} s"
+        )
+
+
+class StorageWriter(dcp.StorageWriter):
+    """Writes what a planner of DCP's has planned as a checkpoint at `path`.
+
+    It serves `dcp.save`, and `dcp.async_save` in a thread or a process. DCP plans, gathers and
+    stages; from there on it is `dc.save`: all files are durable and checked, and the checkpoint is
+    committed by one rename, before DCP is told that this rank has written. So if `dcp.save` raises,
+    what was there before is still there, and whole. `report` is what the last save came to.
+
+    `step` and `metadata` are those of `dc.save`. `overwrite` replaces the checkpoint that is there
+    once the new one is durable; it is on, as in DCP. `process_group` is what `dcp.save` is given,
+    None if that is given none. `checkpoint_id` of `dcp.save` comes before `path`.
+
+    Values that are no tensors must be plain data: what DCP would pickle is refused by name.
+    """
+
+    def __init__(
+        self,
+        path: DcpPath | None = None,
+        *,
+        step: int | None = None,
+        overwrite: bool = True,
+        metadata: Mapping[str, object] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.checkpoint_id = path
+        self.report: SaveReport | None = None
+        self._options = SaveOptions(step=step, overwrite=overwrite, metadata=metadata)
+        self._group = process_group
+        self._plans_together = self._is_alone = self._has_lost_group = False
+
+    def reset(self, checkpoint_id: DcpPath | None = None) -> None:
+        """Begin another save, at `checkpoint_id` if that is given."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+        self.report = None
+        self._is_alone = False
+
+    # DCP says whether ranks plan together only to who has a parameter of this name.
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+        """Note how the ranks plan. ValueError without a path, TypeError if a group was lost."""
+        del is_coordinator, args
+        if self._has_lost_group:
+            raise TypeError(
+                "a StorageWriter with a process_group cannot go to another process: save in a "
+                "thread (AsyncCheckpointerType.THREAD), or with all ranks and no process_group"
+            )
+        self._plans_together = bool(kwargs.get("use_collectives", True))
+        _checked(self.checkpoint_id, "StorageWriter")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is: DCP keeps plans for later saves, of other writers too."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Check that those who planned are those who will save. Of the coordinator."""
+        if not self._plans_together:
+            return plans
+        size = dist.get_world_size(self._group) if dist.is_initialized() else 1
+        self._is_alone = len(plans) == 1 < size
+        if not self._is_alone and len(plans) != size:
+            raise ValueError(
+                f"dcp.save is called by {len(plans)} ranks, and the group of the StorageWriter has "
+                f"{size}: give both the same process_group="
+            )
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Save and commit, together with the other ranks. Raises what `dc.save` does."""
+        ranks = session_alone() if self._is_alone else session_of(self._group)
+        found: list[WriteResult] = []
+
+        def read() -> Any:
+            local, sizes = local_state_of(plan, planner, ranks)
+            found.extend(WriteResult(index, nbytes, None) for index, nbytes in sizes)
+            return local
+
+        path = _checked(self.checkpoint_id, "StorageWriter")
+        with _lost_ranks_logged():
+            self.report = save_together(ranks, StateReader(read), path, self._options)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(found)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do nothing: it is committed, with all of DCP's metadata that is not in it anyway."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Say where it goes."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: DcpPath) -> bool:
+        """Say whether this may be a path."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a process of DCP's is given, which makes a group of all ranks by itself."""
+        # Raised over there: in torch 2.7 an error here is lost, and DCP waits for ever.
+        return {**self.__dict__, "_group": None, "_has_lost_group": self._group is not None}
+
+
+class StorageReader(dcp.StorageReader):
+    """Reads a checkpoint for a planner of DCP's: what it asks for, and no more, each byte checked.
+
+    `path` may name one of a run, such as "runs/a@latest". Of a tensor any box may be asked for,
+    whatever the ranks that saved it; another dtype is converted, as DCP does. `checkpoint_id` of
+    `dcp.load` comes before `path`. `report` is what the last load came to.
+
+    `process_group` is what `dcp.load` is given, None if that is given none. If it is, the ranks
+    read together, as those of `dc.load` do: what several ranks of a host want is read by one of
+    them, and all raise what one of them does. Otherwise each rank reads all that it wants. Values
+    per rank are those of the same rank of this group, counted within it.
+
+    Raises NotFoundError if there is no checkpoint, CorruptError if it is damaged; DCP puts them
+    into a CheckpointException of its own. What is read is checked as it lands: after an error
+    tensors of the state may hold some of it, as with DCP's own reader.
+    """
+
+    def __init__(
+        self, path: DcpPath | None = None, *, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.checkpoint_id = path
+        self.report: DcpLoadReport | None = None
+        self._group = process_group
+        self._stored: StoredState | None = None
+        self._phases = Phases("load", "", quiet=True)
+
+    def reset(self, checkpoint_id: DcpPath | None = None) -> None:
+        """Begin another load, of `checkpoint_id` if that is given."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+        self._stored = None
+        self.report = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what is in the checkpoint, by DCP's names."""
+        del args, kwargs
+        path = _checked(self.checkpoint_id, "StorageReader")
+        self._phases = Phases("load", os.fspath(path), quiet=_job_rank() != COORDINATOR)
+        with self._phases.phase("open"):
+            self._stored = StoredState(*open_source(resolve(path)), self._rank)
+            return self._stored.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Check that values per rank are those of the rank that DCP takes this one for."""
+        told = kwargs.get("rank")
+        # Who loads alone (no_dist) is told 0, whatever its rank, as is the first of any group.
+        if told and told != self._rank and self._found.per_rank:
+            raise ValueError(
+                f"dcp.load calls this rank {told}, and in the group of the StorageReader it is "
+                f"{self._rank}; {self.checkpoint_id} has values per rank: give both the same "
+                "process_group="
+            )
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Say in the plan what this rank has found, and which rank of the job it is."""
+        return replace(plan, storage_data=(self._found.name, _job_rank()))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Check that all ranks have found the same, and say in their plans whether they meet.
+
+        ConflictError if it was replaced meanwhile, ValueError for a group that is another one.
+        """
+        told = [plan.storage_data for plan in plans]
+        found = sorted({str(name) for name, _ in told})
+        if len(found) > 1:
+            raise ConflictError(
+                f"{self.checkpoint_id}: the ranks have found different checkpoints there, "
+                f"{' and '.join(found)}: one was saved meanwhile; load again"
+            )
+        is_group = len(plans) > 1 and [rank for _, rank in told] == self._job_ranks()
+        if self._group is not None and len(plans) > 1 and not is_group:
+            raise ValueError(
+                "dcp.load is called by other ranks than those of the group that the StorageReader "
+                "has: give both the same process_group="
+            )
+        meeting = os.urandom(16).hex() if is_group else ""
+        return [replace(plan, storage_data=meeting) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what is asked for into the planner's tensors. CorruptError names what is damaged."""
+        stored, meeting = self._found, str(plan.storage_data or "")
+        # Other ranks of the job may read by themselves what this one does.
+        is_one_of_many = not meeting and _is_in_job()
+        ranks = session_alone() if is_one_of_many else session_of(self._group)
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        with _lost_ranks_logged():
+            nbytes_read, nbytes_received = stored.fill(
+                tensors,
+                planner,
+                Together(ranks, self._phases, meeting),
+                # The page cache shares it among them.
+                direct_reads=not is_one_of_many,
+            )
+        with self._phases.phase("place"):
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, _bytes_of(stored.value(item.storage_index.fqn)))
+        self.report = DcpLoadReport(
+            os.fspath(_checked(self.checkpoint_id, "StorageReader")),
+            stored.name,
+            nbytes_read,
+            nbytes_received,
+            self._phases.seconds,
+        )
+        self._phases.done(self.report)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: DcpPath) -> bool:
+        """Say whether this may be a path."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    @property
+    def _found(self) -> StoredState:
+        if self._stored is None:
+            raise ValueError("this StorageReader has read no metadata: dcp.load calls that first")
+        return self._stored
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank(self._group) if dist.is_initialized() else 0
+
+    def _job_ranks(self) -> list[int]:
+        """Return the ranks of the group, as ranks of the job."""
+        if not dist.is_initialized():
+            return []
+        ranks: list[int] = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        return ranks
+
+
+@contextmanager
+def _lost_ranks_logged() -> Iterator[None]:
+    """Log which rank is lost: DCP then gathers the errors of all, and raises that it cannot."""
+    try:
+        yield
+    except RankError as error:
+        _log.error("%s", error)
+        raise
+
+
+def _is_in_job() -> bool:
+    return dist.is_initialized() or launched_world_size() > 1
+
+
+def _job_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _bytes_of(value: object) -> io.BytesIO:
+    """Return a value for a planner, which takes values so, and no other way: in memory alone."""
+    data = io.BytesIO()
+    torch.save(value, data)  # noqa: TID251
+    data.seek(0)
+    return data
+
+
+def _checked(path: DcpPath | None, who: str) -> DcpPath:
+    if path is None:
+        raise ValueError(f"where is not known: give {who} a path, or dcp a checkpoint_id=")
+    return path

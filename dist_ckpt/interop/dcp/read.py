@@ -1,0 +1,306 @@
+"""Folders of torch.distributed.checkpoint: `.metadata` and the files that it names.
+
+Each tensor's part and each value is an archive of torch.save at an offset of a file. Nothing is
+unpickled: see `interop/pickles/restricted_pickle.py`. The format:
+torch/distributed/checkpoint/filesystem.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+from dist_ckpt.core.format.geometry import Region, Shape
+from dist_ckpt.core.format.objects.plain_types import DTypeValue, Size
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.interop.pickles import restricted_pickle
+from dist_ckpt.interop.pickles.placeholders import (
+    Maker,
+    PickledRecord,
+    Unknown,
+    record_maker,
+    remedied,
+    shown,
+)
+from dist_ckpt.interop.pickles.torch_pickles import TABLE as OF_TORCH
+from dist_ckpt.interop.pickles.torch_pickles import TensorView
+from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.nested_state import Nested, Path, joined
+from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
+from dist_ckpt.interop.torch_save.read import Archive, is_file, opened_file, whole_file
+
+METADATA = ".metadata"
+METADATA_OF_RANK = "__0.metadata"
+MAX_METADATA_NBYTES = 1 << 30
+
+_T = TypeVar("_T")
+
+
+class _Properties(PickledRecord):
+    """Of a tensor: all that is of use is the dtype, the first."""
+
+    def set_state(self, state: object) -> None:
+        """Take a tuple, as torch writes it."""
+        if not isinstance(state, tuple) or not state:
+            raise TypeError("the properties of a tensor are no tuple")
+        super().set_state({"dtype": state[0]})
+
+
+def _first(value: object) -> object:
+    return value
+
+
+_MODULE = "torch.distributed.checkpoint"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_TABLE: Mapping[str, object] = {
+    **OF_TORCH,
+    **{
+        f"{_MODULE}.metadata {name}": record_maker(name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta"),
+            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        )
+    },
+    **{
+        f"{module} TensorProperties": record_maker("TensorProperties", _Properties)
+        for module in (f"{_MODULE}.metadata", _OLD)
+    },
+    f"{_MODULE}.metadata _MEM_FORMAT_ENCODING": Maker("_MEM_FORMAT_ENCODING", _first),
+    f"{_OLD} MEM_FORMAT_ENCODING": Maker("MEM_FORMAT_ENCODING", _first),
+    f"{_MODULE}.filesystem _StorageInfo": record_maker("_StorageInfo"),
+    "torch.serialization _get_layout": Maker("_get_layout", _first),
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _ItemPlace:
+    """Where an item lies: it is an archive of torch.save."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A part of a tensor, or a value if it has no region."""
+
+    fqn: str
+    place: _ItemPlace
+    region: Region | None = None
+
+
+def read_folder(storage: Storage, folder: str, interest: Interest = ALL) -> ForeignState:
+    """Return what a folder holds, named as `dc.save` would name it.
+
+    NotFoundError if there is no metadata, or a file that it names is gone; CorruptError,
+    IncompatibleError for what is damaged, or what no checkpoint can hold.
+    """
+    found = Nested(folder, interest)
+    add_folder(found, storage, folder)
+    return found.state()
+
+
+def add_folder(
+    found: Nested,
+    storage: Storage,
+    folder: str,
+    place: Callable[[Path], Path] = lambda path: path,
+    *,
+    keep_unknown: bool = False,
+) -> None:
+    """Add what a folder holds, where `place` says that what was at a path shall be.
+
+    `keep_unknown` is for metadata that tells of more than of what is in the folder.
+    """
+    path = f"{folder}/{METADATA}"
+    try:
+        data = whole_file(storage, path, MAX_METADATA_NBYTES)
+    except FileNotFoundError:
+        raise no_metadata(storage, folder) from None
+    metadata = restricted_pickle.read(data, _TABLE, path, keep_unknown=keep_unknown)
+    contents = _MetadataContents(path, metadata)
+    paths = {fqn: place(own) for fqn, own in contents.paths.items()}
+    names = {fqn: joined(own) for fqn, own in paths.items()}
+    chunks: dict[str, list[ForeignChunk]] = {
+        fqn: [ForeignChunk(Region.whole(shape), path, 0)] if 0 in shape else []
+        for fqn, (_, shape) in contents.tensors.items()
+    }
+    wanted = {fqn for fqn, name in names.items() if not found.leaves_out(name)}
+    tied = contents.tied(wanted)
+    items = [item for item in contents.items if item.fqn in wanted and item.fqn not in tied]
+    for archive, item in _archives(storage, folder, items):
+        value = archive.read()
+        if item.region is None:
+            found.add(paths[item.fqn], value, archive)
+        else:
+            chunks[item.fqn].append(_chunk(contents, item, archive, value, folder))
+    for fqn, (dtype, shape) in contents.tensors.items():
+        if fqn in tied:
+            found.add_alias(paths[fqn], names[tied[fqn]])
+            continue
+        if fqn in wanted and not chunks[fqn]:
+            raise CorruptError(f"{path}: it has no part of {fqn}; use another checkpoint")
+        tensor = ForeignTensor(names[fqn], dtype, shape, tuple(chunks[fqn]))
+        found.add_tensor(paths[fqn], tensor)
+
+
+def no_metadata(storage: Storage, folder: str) -> NotFoundError:
+    """Return the error for a folder without the metadata of all ranks."""
+    if is_file(storage, f"{folder}/{METADATA_OF_RANK}"):
+        return NotFoundError(
+            f"{folder} has metadata of single ranks, such as {METADATA_OF_RANK}, and none of all: "
+            f"a save with no_dist=True or use_collectives=False, which is read by such a load "
+            f"alone; load it with dcp.load, and save it again without that"
+        )
+    return NotFoundError(
+        f"{folder}/{METADATA}: there is no such file, so {folder} is no checkpoint of "
+        f"torch.distributed.checkpoint, or one whose save did not end; check the path"
+    )
+
+
+def _chunk(
+    contents: _MetadataContents, item: _Item, archive: Archive, value: object, folder: str
+) -> ForeignChunk:
+    """Return where a part of a tensor lies, which is to be what the metadata says of it."""
+    dtype, _ = contents.tensors[item.fqn]
+    what = f"{folder}/{item.place.file}, {item.fqn}"
+    if not isinstance(value, TensorView) or item.region is None:
+        raise CorruptError(f"{what}: {shown(value)} in place of a tensor; use another checkpoint")
+    if (value.dtype, value.shape) != (dtype, item.region.shape):
+        raise CorruptError(
+            f"{what}: {list(value.shape)} of {value.dtype}, and the metadata says "
+            f"{list(item.region.shape)} of {dtype}; use another checkpoint"
+        )
+    file, start = archive.locate(value, item.fqn)
+    return ForeignChunk(item.region, file, start, None if value.is_contiguous else value.strides)
+
+
+def _archives(storage: Storage, folder: str, items: list[_Item]) -> Iterator[tuple[Archive, _Item]]:
+    """Yield the items, in the order in which they lie in the files."""
+    ordered = sorted(items, key=lambda item: item.place)
+    for name, group in groupby(ordered, key=lambda item: item.place.file):
+        some, path = [*group], f"{folder}/{name}"
+        try:
+            file = opened_file(storage, path)
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"{path}: there is no such file, and {METADATA} says that "
+                f"{some[0].fqn} lies in it; copy it there, or use another checkpoint"
+            ) from None
+        end = 0
+        with closing(file):
+            for item in some:
+                place, what = item.place, f"{path}, {item.fqn}"
+                if place.start < end:
+                    raise CorruptError(f"{what}: it overlaps another item; use another checkpoint")
+                end = place.start + place.nbytes
+                yield Archive(file, path, place.start, place.nbytes, what), item
+
+
+class _MetadataContents:
+    """What the metadata says, checked: tensors with dtype and shape, items, and nested paths."""
+
+    def __init__(self, path: str, metadata: object) -> None:
+        self._path = path
+        fields = self._record(metadata, "Metadata")
+        self._places = dict(self._all_places(fields.get("storage_data")))
+        entries = self._typed(fields.get("state_dict_metadata"), dict)
+        self.tensors: dict[str, tuple[str, Shape]] = {}
+        self.items: list[_Item] = []
+        for fqn, entry in entries.items():
+            self._add(self._typed(fqn, str), entry)
+        planned = fields.get("planner_data")
+        nested = planned if isinstance(planned, dict) else {}
+        self.paths = {fqn: _path_of(fqn, nested.get(fqn)) for fqn in entries}
+
+    def tied(self, wanted: Collection[str]) -> dict[str, str]:
+        """Return which tensors are others, by name: all that is wanted of them lies in one place.
+
+        DCP itself writes each one; an export of ours ties them like this.
+        """
+        places: dict[str, list[tuple[Region, _ItemPlace]]] = {}
+        for item in self.items:
+            if item.region is not None and item.fqn in wanted:
+                places.setdefault(item.fqn, []).append((item.region, item.place))
+        first: dict[object, str] = {}
+        for fqn, own in places.items():
+            first.setdefault((self.tensors[fqn], *own), fqn)
+        told = ((fqn, first[self.tensors[fqn], *own]) for fqn, own in places.items())
+        return {fqn: other for fqn, other in told if fqn != other}
+
+    def _add(self, fqn: str, entry: object) -> None:
+        if isinstance(entry, PickledRecord) and entry.name == "BytesStorageMetadata":
+            self.items.append(_Item(fqn, self._place(fqn, None)))
+            return
+        fields = self._record(entry, "TensorStorageMetadata")
+        properties = self._record(fields.get("properties"), "TensorProperties")
+        dtype = self._typed(properties.get("dtype"), DTypeValue).name
+        shape = self._typed(fields.get("size"), Size).shape
+        self.tensors[fqn] = dtype, shape
+        for one in self._typed(fields.get("chunks"), list):
+            chunk = self._record(one, "ChunkStorageMetadata")
+            offset, sizes = (
+                self._typed(chunk.get(name), Size).shape for name in ("offsets", "sizes")
+            )
+            if len(offset) != len(shape) or len(sizes) != len(shape):
+                raise self._damaged(f"{fqn} is cut in {len(offset)} of {len(shape)} dimensions")
+            # Ranks that hold nothing of a tensor have parts without elements.
+            if 0 not in sizes:
+                self.items.append(_Item(fqn, self._place(fqn, offset), Region(offset, sizes)))
+
+    def _place(self, fqn: str, offset: Shape | None) -> _ItemPlace:
+        place = self._places.get((fqn, offset))
+        if place is None:
+            raise self._damaged(f"nowhere is {fqn}{f' at {list(offset)}' if offset else ''}")
+        return place
+
+    def _all_places(self, value: object) -> Iterator[tuple[tuple[str, Shape | None], _ItemPlace]]:
+        for key, info in self._typed(value, dict).items():
+            index, where = self._record(key, "MetadataIndex"), self._record(info, "_StorageInfo")
+            fqn, offset = self._typed(index.get("fqn"), str), index.get("offset")
+            if transforms := where.get("transform_descriptors"):
+                raise IncompatibleError(
+                    f"{self._path}: {fqn} went through extensions when it was saved "
+                    f"({str(transforms)[:100]}), which are not undone here: save it without them"
+                )
+            name = self._typed(where.get("relative_path"), str)
+            if "/" in name or "\0" in name or name in ("", ".", ".."):
+                raise self._damaged(
+                    f"it names the file {name[:100]!r}: one beside it must be meant"
+                )
+            start, nbytes = (self._typed(where.get(n), int) for n in ("offset", "length"))
+            if not (0 <= start < 1 << 62 and 0 <= nbytes < 1 << 62):
+                raise self._damaged(f"{fqn} lies at no place of a file")
+            shape = None if offset is None else self._typed(offset, Size).shape
+            yield (fqn, shape), _ItemPlace(name, start, nbytes)
+
+    def _record(self, value: object, name: str) -> Mapping[str, object]:
+        if isinstance(value, Unknown):
+            raise remedied(value, self._path)
+        if not isinstance(value, PickledRecord) or value.name != name:
+            raise self._damaged(f"{shown(value)} in place of a {name}")
+        return value.fields
+
+    def _typed(self, value: object, cls: type[_T]) -> _T:
+        if type(value) is not cls:
+            raise self._damaged(f"{shown(value)} in place of a {cls.__name__}")
+        return value
+
+    def _damaged(self, why: str) -> CorruptError:
+        return CorruptError(f"{self._path}: {why}; use another checkpoint")
+
+
+def _path_of(fqn: str, path: object) -> Path:
+    """Return where a key was in the state dict before it was flat."""
+    if isinstance(path, tuple) and all(map(_is_key, path)) and joined(path) == fqn:
+        return path
+    return (fqn,)
+
+
+def _is_key(key: object) -> bool:
+    return type(key) is str or (type(key) is int and key.bit_length() <= 64)

@@ -1,0 +1,1 @@
+"""Folders that training frameworks wrote: read where they lie."""

@@ -1,0 +1,205 @@
+"""Folders of accelerate's `save_state`: files of torch.save and safetensors, and DCP's folders.
+
+The first model is `model`, the next `model_1`; so are `optim`, `scheduler`, `sampler`, `dataloader`
+and `custom_checkpoint`, and `scaler`. `rng` are the random generators of each rank, as a `dc.RNG`
+takes them. The names: accelerate/checkpointing.py and utils/fsdp_utils.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
+
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import IncompatibleError, NotFoundError
+from dist_ckpt.interop.dcp import read as dcp_files
+from dist_ckpt.interop.hf import read as safetensors_files
+from dist_ckpt.interop.pickles.torch_pickles import NumpyArray, TensorView
+from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.nested_state import Nested, Path, numbered
+from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
+from dist_ckpt.interop.torch_save.read import Archive, dict_of, opened
+
+# Text that says nothing of the state.
+_NO_STATE = (".json", ".md", ".txt", ".yaml", ".yml", ".py", ".log", ".jinja")
+
+_GENERATORS = {"random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed"}
+
+_Add = Callable[["_Folder", str, str, re.Match[str]], None]
+
+
+def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
+    """Return what a folder holds. NotFoundError if nothing of accelerate's is there.
+
+    CorruptError, IncompatibleError for what is damaged or not known, or what no checkpoint holds.
+    """
+    try:
+        entries = sorted(storage.list(path, follow=True), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"{path}: there is no such folder; check the path") from None
+    folder = _Folder(storage, path, interest)
+    for entry in entries:
+        if not entry.name.endswith(_NO_STATE):
+            folder.add(entry.name)
+    _check_parts({entry.name for entry in entries}, path)
+    if not folder.num_known:
+        raise NotFoundError(
+            f"{path} has no file of accelerate's save_state, such as optimizer.bin; check the path"
+        )
+    return folder.found.state()
+
+
+def _check_parts(names: Set[str], path: str) -> None:
+    """Raise NotFoundError if a file lacks of those that a model was written into."""
+    matches = filter(None, map(_PART.fullmatch, sorted(names)))
+    for stem, width, total, suffix in dict.fromkeys((m[1], len(m[2]), m[3], m[4]) for m in matches):
+        parts = (f"{stem}-{n:0{width}}-of-{total}{suffix}" for n in range(1, int(total) + 1))
+        if (lacking := next((name for name in parts if name not in names), None)) is not None:
+            raise NotFoundError(
+                f"{path} lacks {lacking}, and has others of the {total} that a model was written "
+                f"into: copy it there"
+            )
+
+
+class _Folder:
+    """What is found in a folder, one file or folder there after another."""
+
+    def __init__(self, storage: Storage, path: str, interest: Interest) -> None:
+        self.found = Nested(path, interest)
+        self.num_known = 0
+        self._storage = storage
+        self._path = path
+        self._has_index: set[str] = set()
+
+    def add(self, name: str) -> None:
+        path = f"{self._path}/{name}"
+        for pattern, add in _KINDS.items():
+            if (match := re.fullmatch(pattern, name)) is not None:
+                self.num_known += 1
+                add(self, path, numbered(_NAMES.get(match[1], match[1]), _number(match)), match)
+                return
+        raise IncompatibleError(
+            f"{path} is nothing that accelerate's save_state is known to write: move it away, or "
+            f"import it by itself if it is a file of torch.save (--from torch)"
+        )
+
+    def safetensors(self, path: str, top: str, _: re.Match[str]) -> None:
+        """Add a model, or one of the files that it is in."""
+        for tensor in safetensors_files.read_file(self._storage, path).tensors:
+            fqn = tensor.fqn.removeprefix(f"{safetensors_files.MODEL}.")
+            self.found.add_tensor((top, fqn), replace(tensor, fqn=f"{top}.{fqn}"))
+
+    def weights(self, path: str, top: str, _: re.Match[str]) -> None:
+        """Add a model in a file of torch.save, or a part of one."""
+        with opened(self._storage, path) as archive:
+            for name, value in dict_of(archive).items():
+                self.found.add((top, str(name)), value, archive)
+
+    def pickled(self, path: str, top: str, match: re.Match[str]) -> None:
+        """Add anything in a file of torch.save."""
+        if self.found.leaves_out(top):
+            return
+        with opened(self._storage, path) as archive:
+            value = archive.read()
+            if match[1] == "optimizer":
+                model = numbered("model", _number(match))
+                self.found.add_optimizer((top,), value, model, archive)
+            else:
+                self.found.add((top,), value, archive)
+
+    def generators(self, path: str, _: str, match: re.Match[str]) -> None:
+        """Add the random generators of a rank."""
+        rank = int(match[2])
+        if self.found.leaves_out("rng"):
+            return
+        with opened(self._storage, path) as archive:
+            state = dict_of(archive)
+            if not rank and "step" in state:
+                self.found.add(("accelerate_step",), state["step"], archive)
+            if strange := sorted(map(str, state.keys() - _GENERATORS - {"step"})):
+                raise IncompatibleError(
+                    f"{path} has {', '.join(strange)}, generators that dc.RNG does not have: leave "
+                    f"them all out (exclude='rng', on the command line --exclude rng)"
+                )
+            self.found.add_of_rank(("rng",), rank, _generators(state, rank, archive), archive)
+
+    def distributed(self, path: str, top: str, match: re.Match[str]) -> None:
+        """Add a folder of torch.distributed.checkpoint, with all under one key."""
+
+        def place(own: Path) -> Path:
+            key, *rest = own
+            return (top, *rest) if key == match[1].removeprefix("pytorch_").split("_")[0] else own
+
+        dcp_files.add_folder(self.found, self._storage, path, place)
+
+    def refused(self, path: str, _: str, match: re.Match[str]) -> None:
+        """Refuse what has another form, with what is to be done."""
+        raise IncompatibleError(f"{path}{_REMEDIES[match[1]]}")
+
+
+def _number(match: re.Match[str]) -> int:
+    number = match[2] if match.re.groups > 1 else None
+    return int(number) if number else 0
+
+
+def _generators(state: Mapping[object, object], rank: int, archive: Archive) -> dict[str, object]:
+    """Return the states as `dc.RNG` has them; of several GPUs that of the rank's number."""
+    made: dict[str, object] = {"python": state.get("random_state")}
+    match state.get("numpy_random_seed"):
+        case ("MT19937", NumpyArray() as key, int(at), int(has), float(gauss)) if key.value:
+            made["numpy"] = (bytes(key.value.data), at, has, gauss)
+        case None:
+            pass
+        case _:
+            raise IncompatibleError(f"{archive.what}: numpy's generator is none of MT19937")
+    own = state.get("torch_manual_seed")
+    if isinstance(own, TensorView):
+        made["torch"] = archive.bytes_of(own, "torch_manual_seed")
+    devices = state.get("torch_cuda_manual_seed")
+    if isinstance(devices, list) and devices:
+        view = devices[rank % len(devices)]
+        if isinstance(view, TensorView):
+            made["accelerator"] = ("cuda", archive.bytes_of(view, "torch_cuda_manual_seed"))
+    return made
+
+
+_NAMES = {
+    "pytorch_model": "model",
+    "pytorch_model_fsdp": "model",
+    "optimizer": "optim",
+    "dl_state_dict": "dataloader",
+}
+
+# One of several files that a model is in.
+_PART = re.compile(r"(model|pytorch_model)-(\d+)-of-(\d+)(\.safetensors|\.bin)")
+
+_OF_A_RANK = (
+    " is of one rank of FSDP, which only as many ranks can read: save with SHARDED_STATE_DICT and "
+    "use_dcp=True, or with FULL_STATE_DICT"
+)
+
+_REMEDIES = {
+    "pytorch_model": (
+        " is a folder of DeepSpeed's: import it by itself (--from deepspeed), and the rest of "
+        "this folder after it is moved away"
+    ),
+    "pytorch_model_fsdp": _OF_A_RANK,
+    "optimizer": _OF_A_RANK,
+}
+
+# By the name of a file or folder; of several patterns the first counts.
+_KINDS: Mapping[str, _Add] = {
+    r"(model)(?:_(\d+))?\.safetensors": _Folder.safetensors,
+    r"(model)-\d+-of-\d+\.safetensors": _Folder.safetensors,
+    r"(pytorch_model)(?:_(\d+))?\.bin": _Folder.weights,
+    r"(pytorch_model)-\d+-of-\d+\.bin": _Folder.weights,
+    r"(pytorch_model_fsdp|optimizer)(?:_\d+)?_rank\d+\.bin": _Folder.refused,
+    r"(pytorch_model_fsdp)(?:_(\d+))?\.bin": _Folder.weights,
+    r"(optimizer|scheduler|sampler|dl_state_dict)(?:_(\d+))?\.bin": _Folder.pickled,
+    r"(scaler)\.pt": _Folder.pickled,
+    r"(custom_checkpoint)_(\d+)\.pkl": _Folder.pickled,
+    r"(random_states)_(\d+)\.pkl": _Folder.generators,
+    r"(pytorch_model_fsdp|optimizer)_(\d+)": _Folder.distributed,
+    r"(pytorch_model)": _Folder.refused,
+}

@@ -1,0 +1,346 @@
+"""Folders of DeepSpeed's `save_checkpoint` with ZeRO: partitions of all ranks, made whole.
+
+Parameters are the fp32 master weights, and the optimizer's state is by their names: each lies in
+flat vectors of the ranks, of which `param_shapes` says what comes after what. Nothing is merged
+here: parts are read where they lie. The order: deepspeed/utils/zero_to_fp32.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from dist_ckpt.core.format.geometry import Elements, Region, Shape
+from dist_ckpt.core.format.index.index import MAX_STEP
+from dist_ckpt.core.format.objects.plain_types import Size
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.interop.frameworks.deepspeed_names import files_of, latest
+from dist_ckpt.interop.pickles.placeholders import Maker, PickledRecord, Unknown, record_maker
+from dist_ckpt.interop.pickles.torch_pickles import TABLE, TensorView
+from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.nested_state import Nested
+from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
+from dist_ckpt.interop.torch_save.read import Archive, dict_of, opened
+
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_TABLE = {
+    **TABLE,
+    **{f"{_SCALERS} {n}": record_maker(n) for n in ("LossScaler", "DynamicLossScaler")},
+    "deepspeed.runtime.zero.config ZeroStageEnum": Maker("ZeroStageEnum", lambda stage: stage),
+}
+
+# Of the model's file: what is told by the tensors, or tells of them.
+_TOLD = frozenset(
+    {
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+        *("shared_params", "frozen_param_fragments"),
+    }
+)
+
+# Of a partition's file, and of the state in it: what is told by tensors, or where they lie.
+_FILE = frozenset({"optimizer_state_dict", "ds_config", "ds_version"})
+_LAYOUT = frozenset(
+    {
+        *("zero_stage", "partition_count", "group_paddings", "param_alignment_paddings"),
+        *("base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"),
+        *("optimizer_state_dict", "fp32_flat_groups", "ds_version"),
+    }
+)
+
+# A flat vector of a rank: a view and the archive that it lies in.
+_Vector = tuple[Archive, TensorView]
+
+
+def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
+    """Return what a folder holds, of the step that it says; with `latest`, that of the newest.
+
+    CorruptError, IncompatibleError for what is damaged, or cut in other ways than ZeRO's.
+    """
+    folder = latest(storage, path)
+    models, partitions = files_of(storage, folder)
+    found = Nested(folder, interest)
+    with ExitStack() as stack:
+        archives = [
+            [stack.enter_context(opened(storage, f"{folder}/{name}", _TABLE)) for name in names]
+            for names in (models, partitions)
+        ]
+        saved = _ZeroFiles(found, *([(one, dict_of(one)) for one in some] for some in archives))
+        saved.add_all()
+    step = saved.model.get("global_steps")
+    return found.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lie:
+    """Elements of a tensor that lie in the vector `number` of a rank, from `at` on there."""
+
+    rank: int
+    number: int
+    at: int
+    elements: Elements
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """A parameter that is partitioned: its group, and where the parts of it lie."""
+
+    name: str
+    shape: Shape
+    group: int
+    runs: Sequence[_Lie]
+
+
+_FileRead = tuple[Archive, dict[Any, Any]]
+
+
+class _ZeroFiles:
+    """All files of a folder, of which the parts of each name are found."""
+
+    def __init__(self, found: Nested, models: list[_FileRead], partitions: list[_FileRead]) -> None:
+        self._found = found
+        self._models = models
+        self._files = partitions
+        self._archive, self.model = models[0]
+        self._partitions = [
+            (one, self._typed(d.get("optimizer_state_dict"), dict)) for one, d in partitions
+        ]
+        first = self._partitions[0][1] if partitions else {}
+        self._stage = first.get("zero_stage", 0 if not partitions else 1)
+        self._check_count(first)
+
+    def add_all(self) -> None:
+        """Add the model, the optimizer and everything else."""
+        parameters: dict[str, _Parameter] = {}
+        for one in self._parameters() if self._partitions else ():
+            if parameters.setdefault(one.name, one) is not one:
+                raise self._damaged(f"two parameters are {one.name}")
+        shared = self._typed(self.model.get("shared_params") or {}, dict)
+        self._add_rest(parameters.keys(), shared)
+        weights = [self._weights(n) for n in range(self._ranks)]
+        for one in parameters.values():
+            self._add(("model", one.name), one, weights)
+        for name, other in shared.items():
+            self._found.add_alias(("model", str(name)), f"model.{other}")
+        if self._partitions:
+            self._add_optimizer([*parameters.values()])
+            self._add_further()
+        elif self.model.get("optimizer") is not None:
+            self._found.add(("optim",), self.model["optimizer"], self._archive)
+        for key, value in self.model.items():
+            if key not in _TOLD:
+                self._found.add((str(key),), value, self._archive)
+
+    @property
+    def _ranks(self) -> int:
+        return len(self._partitions)
+
+    def _add_rest(self, partitioned: Collection[str], shared: Mapping[str, str]) -> None:
+        """Add buffers and frozen parameters; of a model without partitions all of it."""
+        module = self._typed(self.model.get("module"), dict)
+        buffers = self._typed(self.model.get("buffer_names") or [], list)
+        frozen = self._typed(self.model.get("frozen_param_shapes") or {}, dict)
+        for name, value in module.items():
+            if name in partitioned or name in shared:
+                continue
+            if name in frozen and self._stage == 3:
+                self._add_frozen(name, self._shape(frozen[name]))
+            elif name in buffers or self._stage < 3:
+                self._found.add(("model", name), value, self._archive)
+            elif not self._found.leaves_out(f"model.{name}"):
+                raise IncompatibleError(
+                    f"{self._archive.what}: no file has data of {name}, as of a tied weight that "
+                    f"is not told of: leave it out (exclude='model.{name}', on the command line "
+                    f"--exclude model.{name}), a load into a module ties it again"
+                )
+
+    def _add_frozen(self, name: str, shape: Shape) -> None:
+        """Add a frozen parameter of ZeRO-3: a part with each rank, the last one padded."""
+        flats = []
+        for archive, state in self._models:
+            fragments = self._typed(state.get("frozen_param_fragments"), dict)
+            flats.append([(archive, self._view(fragments.get(name)))])
+        numel, part = prod(shape), -(-prod(shape) // max(len(flats), 1))
+        runs = [
+            _Lie(rank, 0, 0, Elements(min(rank * part, numel), min((rank + 1) * part, numel)))
+            for rank in range(len(flats))
+        ]
+        self._add(("model", name), _Parameter(name, shape, 0, runs), flats)
+
+    def _parameters(self) -> Iterator[_Parameter]:
+        """Yield the parameters that are partitioned, each with its parts."""
+        groups = [self._typed(g, dict) for g in self._typed(self.model.get("param_shapes"), list)]
+        sizes = [[prod(view.shape) for _, view in self._weights(r)] for r in range(self._ranks)]
+        if self._stage == 3:
+            yield from self._interleaved(groups, sizes)
+            return
+        paddings = self._partitions[0][1].get("param_alignment_paddings")
+        for number, group in enumerate(groups):
+            if any(number >= len(own) for own in sizes):
+                raise self._damaged(f"the group {number} has no vector on some rank")
+            at = 0
+            for index, (name, size) in enumerate(group.items()):
+                shape = self._shape(size)
+                vectors = [(rank, number, own[number]) for rank, own in enumerate(sizes)]
+                yield _Parameter(name, shape, number, [*_runs(vectors, at, prod(shape))])
+                at += prod(shape) + (self._padding(paddings, number, index) if paddings else 0)
+
+    def _interleaved(
+        self, groups: list[dict[Any, Any]], sizes: list[list[int]]
+    ) -> Iterator[_Parameter]:
+        """ZeRO-3: each rank has an even part of each parameter, one after another."""
+        at = 0
+        for number, group in enumerate(groups):
+            for name, size in group.items():
+                shape = self._shape(size)
+                numel = prod(shape)
+                part = -(-numel // self._ranks)
+                runs = []
+                for rank, own in enumerate(sizes):
+                    first = min(rank * part, numel)
+                    vectors = [(rank, index, size) for index, size in enumerate(own)]
+                    for run in _runs(vectors, at, min(part, numel - first)):
+                        start = first + run.elements.start
+                        elements = Elements(start, first + run.elements.stop)
+                        runs.append(_Lie(rank, run.number, run.at, elements))
+                yield _Parameter(name, shape, number, runs)
+                at += part
+
+    def _weights(self, rank: int) -> list[_Vector]:
+        """Return the vectors of the fp32 weights of a rank."""
+        archive, state = self._partitions[rank]
+        key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
+        return [(archive, self._view(one)) for one in self._typed(state.get(key), list)]
+
+    def _base(self, rank: int) -> dict[Any, Any]:
+        """Return the state dict of the optimizer that works on the vectors of a rank."""
+        _, state = self._partitions[rank]
+        key = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
+        base = state.get(key)
+        if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
+            raise IncompatibleError(
+                f"{self._partitions[rank][0].what}: {key} has no state by parameter, as with "
+                f'"elastic_checkpoint": save it without, or leave it out (exclude="optim", on the '
+                f"command line --exclude optim)"
+            )
+        return base
+
+    def _add_optimizer(self, parameters: list[_Parameter]) -> None:
+        if self._found.leaves_out("optim"):
+            return
+        bases = [self._base(rank) for rank in range(self._ranks)]
+        archive = self._partitions[0][0]
+        for one in parameters:
+            above = ("optim", "state", f"model.{one.name}")
+            where = one.runs[0] if one.runs else _Lie(0, one.group, 0, Elements(0, 0))
+            first = self._entries(bases[where.rank], where.number)
+            for key, value in first.items():
+                if isinstance(value, TensorView) and value.shape:
+                    flats = [self._vectors(rank, base, key) for rank, base in enumerate(bases)]
+                    self._add((*above, str(key)), one, flats)
+                else:
+                    self._found.add((*above, str(key)), value, self._partitions[where.rank][0])
+        told = self._typed(bases[0].get("param_groups"), list)
+        names: dict[int, list[str]] = {}
+        for one in parameters:
+            names.setdefault(one.group, []).append(f"model.{one.name}")
+        if any(number >= len(told) for number in names):
+            raise self._damaged(f"its parameters are not in its {len(told)} groups")
+        groups = [{**self._typed(g, dict), "params": names.get(n, [])} for n, g in enumerate(told)]
+        self._found.add(("optim", "param_groups"), groups, archive)
+        for key in bases[0].keys() - {"state", "param_groups"}:
+            self._found.add(("optim", str(key)), bases[0][key], archive)
+
+    def _add_further(self) -> None:
+        """Add what the partitions tell besides: what ZeRO does of the first, else of each rank."""
+        for rank, (archive, file) in enumerate(self._files):
+            for key in file.keys() - _FILE:
+                self._found.add_of_rank(("zero", str(key)), rank, file[key], archive)
+        archive, state = self._partitions[0]
+        for key, value in state.items():
+            if key not in _LAYOUT:
+                if isinstance(value, PickledRecord):
+                    value = {"class": value.name, **value.fields}  # noqa: PLW2901 - as plain data
+                self._found.add(("zero", str(key)), value, archive)
+
+    def _vectors(self, rank: int, base: dict[Any, Any], key: object) -> list[_Vector]:
+        archive, _ = self._partitions[rank]
+        numbers = range(len(self._weights(rank)))
+        return [(archive, self._view(self._entries(base, n).get(key))) for n in numbers]
+
+    def _entries(self, base: dict[Any, Any], number: int) -> dict[Any, Any]:
+        found: dict[Any, Any] = self._typed(base["state"].get(number, {}), dict)
+        return found
+
+    def _add(self, path: tuple[str, ...], one: _Parameter, flats: Sequence[list[_Vector]]) -> None:
+        """Add what lies as a parameter does, in vectors of the ranks."""
+        fqn = ".".join(path)
+        if self._found.leaves_out(fqn):
+            return
+        chunks, dtypes = list[ForeignChunk](), set[str]()
+        for run in one.runs:
+            archive, view = flats[run.rank][run.number]
+            file, start = archive.locate(view, fqn)
+            dtypes.add(view.dtype)
+            if not view.is_contiguous or run.at + run.elements.numel > prod(view.shape):
+                raise self._damaged(f"{fqn} goes beyond the vector of rank {run.rank}")
+            cell = run.elements if run.elements.numel else Region.whole(one.shape)
+            if run.elements.numel or (0 in one.shape and not chunks):
+                chunks.append(ForeignChunk(cell, file, start + run.at * view.itemsize))
+        if len(dtypes) != 1 or not chunks:
+            raise self._damaged(f"{fqn} has {len(chunks)} parts of {len(dtypes)} dtypes")
+        tensor = ForeignTensor(fqn, dtypes.pop(), one.shape, tuple(chunks))
+        self._found.add_tensor(path, tensor, self._archive)
+
+    def _check_count(self, first: Mapping[str, object]) -> None:
+        count = first.get("partition_count", self._ranks)
+        expected = max(count) if isinstance(count, list) and count else count
+        if expected != self._ranks:
+            raise NotFoundError(
+                f"{self._archive.what} is of {expected} partitions, and {self._ranks} files of "
+                f"them are there: copy the others there"
+            )
+        if self._stage == 3 and len(self._models) != self._ranks:
+            raise NotFoundError(
+                f"{self._archive.what}: {len(self._models)} files of the model are there, and "
+                f"{self._ranks} of the optimizer: copy the others there"
+            )
+
+    def _padding(self, paddings: object, group: int, index: int) -> int:
+        try:
+            return int(paddings[group][index])  # type: ignore[index]
+        except (TypeError, IndexError, ValueError, KeyError):
+            raise self._damaged("its paddings are not those of its parameters") from None
+
+    def _shape(self, size: object) -> Shape:
+        if not isinstance(size, Size):
+            raise self._damaged("a parameter without a shape")
+        return size.shape
+
+    def _view(self, value: object) -> TensorView:
+        if not isinstance(value, TensorView):
+            raise self._damaged("a rank has no vector where one must be")
+        return value
+
+    def _typed(self, value: object, cls: type[Any]) -> Any:
+        if isinstance(value, Unknown) or not isinstance(value, cls):
+            raise self._damaged(f"a {type(value).__name__} in place of a {cls.__name__}")
+        return value
+
+    def _damaged(self, why: str) -> CorruptError:
+        return CorruptError(f"{self._models[0][0].what}: {why}; use another checkpoint")
+
+
+def _runs(vectors: Sequence[tuple[int, int, int]], at: int, numel: int) -> Iterator[_Lie]:
+    """Yield where elements lie of vectors (rank, number, size), one behind the other."""
+    if not numel:  # nowhere; but what has none has a dtype
+        yield from (_Lie(rank, number, 0, Elements(0, 0)) for rank, number, _ in vectors[:1])
+    begin = 0
+    for rank, number, size in vectors:
+        first, end = max(at, begin), min(at + numel, begin + size)
+        if first < end:
+            yield _Lie(rank, number, first - begin, Elements(first - at, end - at))
+        begin += size

@@ -1,0 +1,64 @@
+"""Checkpoints of Lightning: a file of torch.save, or a folder of torch.distributed.checkpoint.
+
+The module is `model`, the first optimizer `optim`, the next `optim_1`; all else has the name that
+it has there. The forms: `dump_checkpoint` in lightning/pytorch/trainer/connectors, and
+`save_checkpoint` of the FSDP and ModelParallel strategies: their folders have the rest in
+`meta.pt`.
+"""
+
+from __future__ import annotations
+
+from dist_ckpt.core.format.index.index import MAX_STEP
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.interop.dcp import read as dcp_files
+from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.nested_state import Nested, Path, numbered
+from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
+from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, opened
+
+META = "meta.pt"
+VERSION = "pytorch-lightning_version"
+
+_MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
+_IN_FOLDERS = "optimizer_"
+
+
+def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
+    """Return what a checkpoint holds, of the step that it says.
+
+    CorruptError, IncompatibleError for what is none, or holds what no checkpoint does.
+    """
+    found = Nested(path, interest)
+    is_folder = is_file(storage, f"{path}/{META}")
+    with opened(storage, f"{path}/{META}" if is_folder else path) as archive:
+        state = dict_of(archive)
+        if VERSION not in state:
+            raise IncompatibleError(
+                f"{archive.what} has no {VERSION!r}, as what Lightning saves: it is another file "
+                f"of torch.save (--from torch)"
+            )
+        if is_folder:
+            dcp_files.add_folder(found, storage, path, _place)
+        _add(found, archive, state)
+    step = state.get("global_step")
+    return found.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
+
+
+def _add(found: Nested, archive: Archive, state: dict[object, object]) -> None:
+    for key, value in state.items():
+        if key == _MODEL:
+            found.add(("model",), value, archive)
+        elif key == _OPTIMIZERS:
+            for number, optimizer in enumerate(value if isinstance(value, list) else [value]):
+                found.add_optimizer((numbered("optim", number),), optimizer, "model", archive)
+        else:
+            found.add((str(key),), value, archive)
+
+
+def _place(path: Path) -> Path:
+    top, *rest = path
+    number = str(top).removeprefix(_IN_FOLDERS)
+    if number.isdigit() and str(top) == f"{_IN_FOLDERS}{number}":
+        return (numbered("optim", int(number)), *rest)
+    return ("model", *rest) if top == _MODEL else path

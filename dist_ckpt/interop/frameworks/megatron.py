@@ -1,0 +1,95 @@
+"""Folders of Megatron's dist checkpointing in the format torch_dist: DCP's, and `common.pt`.
+
+Tensors have the names that they are sharded under, below `model` or, of what begins with
+"optimizer", below `optim`: layers of one shape are one tensor with the layers first. Objects are
+below `objects`, and what is the same on all ranks, such as "iteration", has its own name. The
+names: megatron/core/dist_checkpointing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dist_ckpt.core.format import strict_json
+from dist_ckpt.core.format.index.index import MAX_STEP
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import IncompatibleError, NotFoundError
+from dist_ckpt.interop.dcp import read as dcp_files
+from dist_ckpt.interop.pickles.placeholders import PickledRecord, record_maker
+from dist_ckpt.interop.pickles.torch_pickles import TABLE
+from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.nested_state import Nested, Path
+from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
+from dist_ckpt.interop.torch_save.read import dict_of, is_file, opened, whole_file
+
+COMMON = "common.pt"
+ABOUT = "metadata.json"
+LATEST = "latest_checkpointed_iteration.txt"
+
+_MAX_TEXT_NBYTES = 1 << 20
+_TABLE = {**TABLE, "argparse Namespace": record_maker("Namespace")}
+
+# The distributed optimizer's buffers, in which parameters lie one behind the other.
+_BUFFERS = re.compile(r"\.(dp_group_idx|gbuf_idx|bucket_idx)_\d+\.|\.per_bucket_")
+
+
+def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
+    """Return what a folder holds, of the iteration that it says; that of a run, of its latest.
+
+    CorruptError, IncompatibleError for what is damaged, or what no checkpoint can hold.
+    """
+    folder = latest(storage, path)
+    _check_about(storage, folder)
+    found = Nested(folder, interest)
+    # Its metadata has the plans of all ranks as well.
+    dcp_files.add_folder(found, storage, folder, _place, keep_unknown=True)
+    if buffer := next((name for name in found.tensors if _BUFFERS.search(name)), None):
+        raise IncompatibleError(
+            f"{folder}: {buffer} is a buffer of the distributed optimizer, in which parameters lie "
+            f"as the ranks had them: save with --dist-ckpt-optim-fully-reshardable, or leave the "
+            f"optimizer out (exclude='optim', on the command line --exclude optim)"
+        )
+    with opened(storage, f"{folder}/{COMMON}", _TABLE) as archive:
+        common = dict_of(archive)
+        for key, value in common.items():
+            plain = value.fields if isinstance(value, PickledRecord) else value
+            found.add((str(key),), plain, archive)
+    step = common.get("iteration")
+    return found.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
+
+
+def latest(storage: Storage, path: str) -> str:
+    """Return the folder of the latest iteration if a path is that of a run, else the path."""
+    if not is_file(storage, f"{path}/{LATEST}"):
+        return path
+    text = whole_file(storage, f"{path}/{LATEST}", _MAX_TEXT_NBYTES).decode("utf-8", "replace")
+    folder = f"iter_{text.strip():0>7}" if text.strip().isdigit() else text.strip()
+    if folder not in ("release",) and not re.fullmatch(r"iter_\d+", folder):
+        raise NotFoundError(f"{path}/{LATEST} names no iteration; give the folder of one")
+    return f"{path}/{folder}"
+
+
+def _check_about(storage: Storage, folder: str) -> None:
+    try:
+        text = whole_file(storage, f"{folder}/{ABOUT}", _MAX_TEXT_NBYTES)
+    except FileNotFoundError:
+        raise NotFoundError(
+            f"{folder}/{ABOUT}: there is no such file, so {folder} is no checkpoint of Megatron's "
+            f"dist checkpointing; check the path"
+        ) from None
+    about = strict_json.parse(text, f"{folder}/{ABOUT}")
+    backend = about.get("sharded_backend") if isinstance(about, dict) else None
+    if backend != "torch_dist":
+        raise IncompatibleError(
+            f"{folder} has the format {strict_json.shown(backend)}, and torch_dist is read here: "
+            f"convert it with Megatron (--ckpt-convert-format torch_dist)"
+        )
+
+
+def _place(path: Path) -> Path:
+    name = ".".join(map(str, path))
+    if re.search(r"/shard_\d+(\.\d+)*_\d+(\.\d+)*$", name):
+        return ("objects", name)
+    if name.startswith(("optimizer.", "chained_")):
+        return ("optim", name.removeprefix("optimizer."))
+    return ("model", name)

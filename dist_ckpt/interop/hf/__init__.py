@@ -1,0 +1,21 @@
+"""Hugging Face folders of safetensors files: read and export."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dist_ckpt.core.runtime.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from dist_ckpt.interop.hf.export import export_folder
+
+__all__ = [
+    "export_folder",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "export_folder": "export",
+    },
+)

@@ -1,0 +1,273 @@
+"""What a folder of safetensors files is to hold: which tensors of a checkpoint, in which files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from json import dumps
+from math import prod
+
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import Elements, Shape, Span, boxes_of
+from dist_ckpt.core.format.index.index import Catalog
+from dist_ckpt.core.planning.plan import Wanted
+from dist_ckpt.core.planning.selection import Selection, to_leave_out
+from dist_ckpt.errors import IncompatibleError, listed
+from dist_ckpt.interop.hf.read import MAX_HEADER_NBYTES, ONE_FILE, SUFFIX
+
+# In each file: what transformers asks for, and that an export may replace it.
+METADATA = {"format": "pt", "exported_by": "dist_ckpt"}
+
+# The data begins on a page, as it does in our own files: so it can be cloned, and written past the
+# page cache.
+_ALIGNMENT = 4096
+
+# What a record of a quantized tensor is called: see `state/tensors/tensor_subclasses.py`.
+_RECORD = ".__class__"
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_ALL_FLOATS = re.compile(r"(b?float16|float32|float64|float8_\w+)")
+_SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A tensor to write: `fqn` is the one that has its data, `saved` the dtype that has."""
+
+    name: str
+    fqn: str
+    saved: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Its size where it is written."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedFile:
+    """A file to write: its header, and where the tensors begin after that, with no hole.
+
+    `clone_of` numbers the file of the checkpoint that has the same bytes after its own header.
+    """
+
+    name: str
+    header: bytes
+    tensors: tuple[tuple[Exported, int], ...]
+    clone_of: int | None = None
+
+    @property
+    def data_nbytes(self) -> int:
+        """The size of all its tensors."""
+        return sum(tensor.nbytes for tensor, _ in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return len(self.header) + self.data_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExportWindow:
+    """Some bytes of a file, counted after its header, and what is read for them, in order.
+
+    `wanted` has the dtypes that are saved; `parts` are those that are written, with the element
+    counts.
+    """
+
+    span: Span
+    wanted: tuple[Wanted, ...]
+    parts: tuple[tuple[Exported, int], ...]
+
+
+def dtype_of(asked: object) -> str | None:
+    """Return the dtype that floating tensors are to have. ValueError for what is none."""
+    if asked is None:
+        return None
+    name = str(asked).removeprefix("torch.")
+    name = _SHORT.get(name, name)
+    if name not in _FLOATS:
+        raise ValueError(f"dtype={asked!r}: give one of {', '.join((*_FLOATS, *_SHORT))}")
+    return name
+
+
+def nbytes_of(size: int | str) -> int:
+    """Return a size in bytes, such as of 5GB or 500MiB. ValueError for what is none."""
+    if type(size) is int and size > 0:
+        return size
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
+        base = 1024 if match[3] else 1000
+        if nbytes := int(float(match[1]) * base ** _POWERS[match[2].upper()]):
+            return nbytes
+    raise ValueError(f"max_shard_size={size!r}: give a number of bytes, or one like 5GB or 500MiB")
+
+
+def chosen(
+    catalog: Catalog, path: str, only: str, selection: Selection, dtype: str | None
+) -> tuple[Exported, ...]:
+    """Return what is to be written of a component, in its order; a tied tensor once.
+
+    IncompatibleError names everything that safetensors cannot hold, with what to do. ValueError for
+    a pattern that matches nothing.
+    """
+    prefix = f"{only}."
+    tables = (catalog.tensors, catalog.aliases, catalog.values, catalog.per_rank)
+    below = [name for name in chain(*tables) if name.startswith(prefix) or name == only]
+    if not any(name in catalog.tensors or name in catalog.aliases for name in below):
+        tensors_there = chain(catalog.tensors, catalog.aliases)
+        there = dict.fromkeys(name.partition(".")[0] for name in tensors_there if "." in name)
+        raise IncompatibleError(
+            f"{path} has no tensors in {only!r}: of what has some ({listed([*there]) or 'nothing'})"
+            f" give one (only=, on the command line --only)"
+        )
+    if unmatched := selection.unmatched(chain(*tables)):
+        raise ValueError(listed(unmatched, "; "))
+    names = [name for name in below if name in selection]
+    records = {name[: -len(_RECORD)] for name in names if name.endswith(_RECORD)}
+    problems = [*_value_problems(catalog, names, records)]
+    tensors: dict[str, Exported] = {}
+    for name in names:
+        data = catalog.aliases.get(name, name)
+        if data not in catalog.tensors or data in tensors:
+            continue
+        record = catalog.tensors[data]
+        new = dtype if dtype and _ALL_FLOATS.fullmatch(record.dtype) else record.dtype
+        tensors[data] = Exported(name.removeprefix(prefix), data, record.dtype, new, record.shape)
+        problems += _tensor_problems(name, tensors[data], only)
+    if not problems and not tensors:
+        raise ValueError(f"{selection} leaves no tensor of {only!r}: give other patterns")
+    if problems:
+        raise IncompatibleError(
+            f"{path}: safetensors files cannot hold all of {only!r}: {listed(problems, '; ')}"
+        )
+    return tuple(tensors.values())
+
+
+def _value_problems(catalog: Catalog, names: Sequence[str], records: set[str]) -> Iterator[str]:
+    for fqn in sorted(records):
+        yield (
+            f"{fqn} is a quantized tensor, made of others: save it dequantized, or leave it out "
+            f"({to_leave_out(fqn)})"
+        )
+    others = [
+        name
+        for name in names
+        if (name in catalog.values or name in catalog.per_rank) and not _is_within(name, records)
+    ]
+    for name in others:
+        yield f"{name} is no tensor: leave it out ({to_leave_out(name)}), and keep it elsewhere"
+
+
+def _is_within(name: str, records: set[str]) -> bool:
+    return bool(records) and any(name.startswith(f"{fqn}.") for fqn in records)
+
+
+def _tensor_problems(fqn: str, tensor: Exported, only: str) -> Iterator[str]:
+    leave = f"rename it before the save, or leave it out ({to_leave_out(fqn)})"
+    if fqn == only or not tensor.name:
+        yield f"{fqn} has no name within {only!r}: {leave}"
+    if tensor.name == "__metadata__":
+        yield f"{fqn}: {tensor.name!r} is what safetensors calls something else: {leave}"
+    if DTYPES[tensor.dtype].safetensors is None:
+        convert = "convert it (dtype=), or " if _ALL_FLOATS.fullmatch(tensor.dtype) else ""
+        leave = f"{convert}leave it out ({to_leave_out(fqn)})"
+        yield f"{fqn} is {tensor.dtype}, which they lack: {leave}"
+
+
+def packed(
+    tensors: Sequence[Exported],
+    max_nbytes: int,
+    cloned: Mapping[int, Sequence[Exported]],
+) -> tuple[ExportedFile, ...]:
+    """Put tensors into files of at most `max_nbytes` of data, in their order, as few as that makes.
+
+    A tensor that is larger has a file of its own. `cloned` are the tensors of whole files of the
+    checkpoint, in their order there, each of which is one file here, of whatever size.
+    """
+    groups: list[tuple[int | None, Sequence[Exported]]] = [*cloned.items()]
+    known = {one.name for group in cloned.values() for one in group}
+    free, group = 0, list[Exported]()
+    for tensor in tensors:
+        if tensor.name in known:
+            continue
+        if not group or tensor.nbytes > free:
+            group, free = [], max_nbytes
+            groups.append((None, group))
+        group.append(tensor)
+        free -= tensor.nbytes
+    count = len(groups)
+    files = []
+    for number, (clone_of, held) in enumerate(groups, 1):
+        name = ONE_FILE if count == 1 else f"model-{number:05}-of-{count:05}{SUFFIX}"
+        # As safetensors has it: the widest first, so that each is aligned to its own size.
+        ordered = held if clone_of is not None else sorted(held, key=_by_alignment)
+        files.append(_file(name, ordered, clone_of))
+    return tuple(files)
+
+
+def _by_alignment(tensor: Exported) -> tuple[int, str]:
+    return -DTYPES[tensor.dtype].itemsize, tensor.name
+
+
+def _file(name: str, tensors: Sequence[Exported], clone_of: int | None) -> ExportedFile:
+    doc: dict[str, object] = {"__metadata__": METADATA}
+    placed, start = [], 0
+    for tensor in tensors:
+        stop = start + tensor.nbytes
+        placed.append((tensor, start))
+        doc[tensor.name] = {
+            "dtype": DTYPES[tensor.dtype].safetensors,
+            "shape": [*tensor.shape],
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = dumps(doc, ensure_ascii=False, separators=(",", ":")).encode()
+    room = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
+    if room > MAX_HEADER_NBYTES:
+        raise IncompatibleError(
+            f"{name}: {len(tensors)} tensors need a header of {room} bytes, more than safetensors "
+            f"reads: give a smaller max_shard_size"
+        )
+    return ExportedFile(
+        name, room.to_bytes(8, "little") + text.ljust(room), tuple(placed), clone_of
+    )
+
+
+def index_of(files: Sequence[ExportedFile]) -> bytes:
+    """Return the index of several files, as transformers writes it."""
+    places = {tensor.name: file.name for file in files for tensor, _ in file.tensors}
+    doc = {
+        "metadata": {"total_size": sum(file.data_nbytes for file in files)},
+        "weight_map": dict(sorted(places.items())),
+    }
+    return (dumps(doc, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def windows_of(file: ExportedFile, nbytes: int) -> Iterator[ExportWindow]:
+    """Cut the data of a file into windows of `nbytes`, a multiple of all sizes of elements."""
+    total, first = file.data_nbytes, 0
+    for start in range(0, total, nbytes):
+        stop = min(start + nbytes, total)
+        wanted, parts = [], []
+        for number in range(first, len(file.tensors)):
+            tensor, begin = file.tensors[number]
+            if begin >= stop:
+                break
+            if begin + tensor.nbytes <= start:
+                first = number + 1
+            if begin + tensor.nbytes <= max(start, begin):  # it has nothing here, or nothing at all
+                continue
+            itemsize = DTYPES[tensor.dtype].itemsize
+            last = min(stop, begin + tensor.nbytes)
+            part = Elements((max(start, begin) - begin) // itemsize, (last - begin) // itemsize)
+            cells = tuple(boxes_of(part, tensor.shape))
+            wanted.append(Wanted(tensor.fqn, tensor.saved, tensor.shape, cells))
+            parts.append((tensor, part.numel))
+        yield ExportWindow(Span(start, stop), tuple(wanted), tuple(parts))

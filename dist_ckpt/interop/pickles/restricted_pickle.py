@@ -1,0 +1,378 @@
+"""Pickles of other systems, read without unpickling: what they name is never looked up.
+
+An interpreter of the opcodes that Python writes for plain data. A name in the stream is only a key
+of a table that the caller gives: to a value, or to a `Maker`, a function of ours that makes plain
+data or an inert stand-in. What is in no table becomes an `Unknown`, which has its name alone.
+Nothing is imported, no method of what was made is looked up, and time and memory are bounded by the
+size of the stream.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.interop.pickles.placeholders import (
+    Maker,
+    PickleBudget,
+    PickledRecord,
+    Unknown,
+    remedied,
+    shown,
+)
+
+_OF_CALLS = 16
+
+# Keys and members are hashed: of others than these a file could choose the hashes.
+_HASHED = (str, int, bool, bytes, type(None))
+
+# Two long texts that are alike are compared whole each time that one is looked up, in a few bytes
+# of the stream; so are the parts of names put together.
+_LONG_TEXT = 1 << 12
+_MOST_OF_NAMES = 1000
+
+Persistent = Callable[[object], object]
+
+
+def read(
+    data: bytes,
+    table: Mapping[str, object],
+    what: str,
+    persistent: Persistent | None = None,
+    *,
+    keep_unknown: bool = False,
+) -> object:
+    """Return what a pickle holds; `what` names it in errors.
+
+    `table` has what may be named, as "module name"; `persistent` makes what a persistent id stands
+    for. IncompatibleError names what else is named; with `keep_unknown` an `Unknown` is in place of
+    that, and of all that is made of it, so the caller can say where it is. CorruptError says what
+    makes no sense.
+    """
+    try:
+        return _Machine(data, table, persistent, keep_unknown=keep_unknown).run()
+    except _UnknownNameError as error:
+        raise remedied(error.unknown, what) from None
+    except IncompatibleError as error:
+        raise IncompatibleError(f"{what}: {error}") from None
+    except (ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error) as error:
+        raise CorruptError(f"{what}: not a pickle of plain data: {error}") from None
+
+
+class _UnknownNameError(Exception):
+    """What a stream names and is in no table."""
+
+    def __init__(self, unknown: Unknown) -> None:
+        super().__init__(unknown.name)
+        self.unknown = unknown
+
+
+class _Machine:
+    """One stream being read: its stack, the stacks below its marks, and its memo."""
+
+    def __init__(
+        self,
+        data: bytes,
+        table: Mapping[str, object],
+        persistent: Persistent | None,
+        *,
+        keep_unknown: bool,
+    ) -> None:
+        self._keep_unknown = keep_unknown
+        self._data = data
+        self._table = table
+        self._persistent = persistent
+        self._budget = PickleBudget(len(data))
+        self._at = 0
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> object:
+        data, steps = self._data, _STEPS
+        while self._at < len(data):
+            code = data[self._at]
+            self._at += 1
+            if code == _STOP:
+                if self._below or len(self._stack) != 1:
+                    raise ValueError("its end comes in the middle of a value")
+                return self._stack.pop()
+            step = steps.get(code)
+            if step is None:
+                raise ValueError(f"opcode {code:#x} at byte {self._at - 1} is none of plain data")
+            step(self)
+        raise ValueError("it has no end")
+
+    def _take(self, count: int) -> bytes:
+        end = self._at + count
+        if count < 0 or end > len(self._data):
+            raise ValueError(f"it ends within a value of {count} bytes")
+        taken = self._data[self._at : end]
+        self._at = end
+        return taken
+
+    def _number(self, nbytes: int) -> int:
+        return int.from_bytes(self._take(nbytes), "little")
+
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at, self._at + _MOST_OF_NAMES)
+        if end < 0:
+            raise ValueError("a name without an end")
+        line = self._take(end - self._at).decode()
+        self._at += 1
+        return line
+
+    def _marked(self) -> list[Any]:
+        """Return what is above the last mark, and go on below it."""
+        items, self._stack = self._stack, self._below.pop()
+        return items
+
+    def _spend_on(self, items: Collection[object]) -> None:
+        """Note that each of some items is looked at: it may be long, and named again and again."""
+        lengths = (len(item) for item in items if isinstance(item, str | bytes))
+        self._budget.spend(len(items) + sum(n for n in lengths if n > _LONG_TEXT))
+
+    # --- the steps --------------------------------------------------------------------------
+
+    def skip(self, nbytes: int) -> None:
+        self._take(nbytes)
+
+    def push(self, value: object) -> None:
+        self._stack.append(value)
+
+    def integer(self, nbytes: int, *, signed: bool) -> None:
+        self.push(int.from_bytes(self._take(nbytes), "little", signed=signed))
+
+    def long(self, nbytes: int) -> None:
+        self.push(int.from_bytes(self._take(self._number(nbytes)), "little", signed=True))
+
+    def double(self) -> None:
+        self.push(struct.unpack(">d", self._take(8))[0])
+
+    def text(self, nbytes: int) -> None:
+        self.push(self._take(self._number(nbytes)).decode())
+
+    def raw(self, nbytes: int) -> None:
+        self.push(self._take(self._number(nbytes)))
+
+    def mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._marked()
+
+    def pop_mark(self) -> None:
+        self._marked()
+
+    def tuple_of(self, count: int) -> None:
+        items = [self._stack.pop() for _ in range(count)]
+        self.push(tuple(reversed(items)))
+
+    def tuple_marked(self) -> None:
+        items = self._marked()
+        self.push(tuple(items))
+
+    def extend(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is Unknown:
+            return
+        if type(target) not in (list, deque):
+            raise TypeError("items for what is no list")
+        target.extend(items)
+
+    def append(self) -> None:
+        self.extend([self._stack.pop()])
+
+    def appends(self) -> None:
+        self.extend(self._marked())
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is Unknown:
+            return
+        if not isinstance(target, dict) or len(items) % 2:
+            raise TypeError("keys for what is no dict")
+        self._spend_on(items[::2])
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            target[self._hashable(key)] = value
+
+    def _hashable(self, key: object) -> object:
+        """Return a key of a dict, or what names it where that is told of by its place."""
+        if not self._keep_unknown:
+            _check_hashed(key)
+        elif not _is_hashed(key):
+            return Unknown(f"the key {shown(key)}")
+        return key
+
+    def set_item(self) -> None:
+        value = self._stack.pop()
+        self.set_items([self._stack.pop(), value])
+
+    def set_all(self) -> None:
+        self.set_items(self._marked())
+
+    def add_items(self) -> None:
+        items, target = self._marked(), self._stack[-1]
+        if type(target) is Unknown:
+            return
+        if type(target) is not set:
+            raise TypeError("members for what is no set")
+        self._spend_on(items)
+        target.update(hashed(items))
+
+    def frozen(self) -> None:
+        items = self._marked()
+        self._spend_on(items)
+        self.push(frozenset(hashed(items)))
+
+    def name(self) -> None:
+        module = self._line()
+        self.look_up(module, self._line())
+
+    def stack_name(self) -> None:
+        name = self._stack.pop()
+        module = self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise TypeError("a name that is no text")
+        if len(module) + len(name) > _MOST_OF_NAMES:
+            raise ValueError(f"a name of {len(module) + len(name)} characters")
+        self.look_up(module, name)
+
+    def look_up(self, module: str, name: str) -> None:
+        key = f"{module} {name}"
+        unknown = Unknown(ascii(f"{module}.{name}"[:200])[1:-1])
+        if key not in self._table and not self._keep_unknown:
+            raise _UnknownNameError(unknown)
+        self.push(self._table.get(key, unknown))
+
+    def call_with_names(self) -> None:
+        names = self._stack.pop()
+        if type(names) is not dict:
+            raise TypeError("names of arguments that are no dict")
+        if type(self._stack[-2]) is Maker and names:
+            raise TypeError(f"a call of {shown(self._stack[-2])} with names")
+        self.call()
+
+    def call(self) -> None:
+        args = self._stack.pop()
+        maker = self._stack.pop()
+        self._budget.spend(_OF_CALLS * len(args) if type(args) is tuple else 0)
+        if type(args) is tuple and (unknown := _first_unknown((maker, *args))) is not None:
+            self.push(Unknown(unknown.name))
+            return
+        if type(maker) is not Maker or type(args) is not tuple:
+            raise TypeError(f"a call of {shown(maker)}")
+        # What is made may have all of it again: a set takes a hundred bytes for each member.
+        self._budget.spend(_OF_CALLS * sum(len(a) for a in args if hasattr(a, "__len__")))
+        for arg in args:
+            self._spend_on(arg if isinstance(arg, list | tuple | dict) else ())
+        self.push(maker.make(*args))
+
+    def build(self) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if type(target) in (OrderedDict, Unknown):
+            return  # its attributes, such as the versions of modules, are not kept
+        set_state = getattr(type(target), "set_state", None)
+        if set_state is None:
+            raise TypeError(f"a state for {shown(target)}")
+        set_state(target, state)
+
+    def persistent(self) -> None:
+        if self._persistent is None:
+            raise TypeError("a persistent id, where there are none")
+        identity = self._stack.pop()
+        parts = identity if type(identity) is tuple else ()
+        self.push(_first_unknown(parts) or self._persistent(identity))
+
+    def put(self, nbytes: int) -> None:
+        self._memo[self._number(nbytes)] = self._stack[-1]
+
+    def memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def get(self, nbytes: int) -> None:
+        self.push(self._memo[self._number(nbytes)])
+
+
+def hashed(items: object) -> Iterator[object]:
+    """Yield the members of a list or tuple if a set or dict may have them. Raises TypeError."""
+    if not isinstance(items, list | tuple):
+        raise TypeError(f"members that are {shown(items)}")
+    for item in items:
+        _check_hashed(item)
+        yield item
+
+
+def _first_unknown(parts: tuple[object, ...]) -> Unknown | None:
+    return next((part for part in parts if isinstance(part, Unknown)), None)
+
+
+def _is_hashed(key: object) -> bool:
+    if type(key) is int:
+        return key.bit_length() <= 64
+    return type(key) in _HASHED or isinstance(key, PickledRecord | Unknown)
+
+
+def _check_hashed(key: object) -> None:
+    if not _is_hashed(key):
+        raise TypeError(f"the key {shown(key)}: only text and numbers of 64 bits are read")
+
+
+_STOP = ord(".")
+
+_STEPS: Mapping[int, Callable[[_Machine], None]] = {
+    0x80: lambda m: m.skip(1),  # the protocol
+    0x95: lambda m: m.skip(8),  # a frame
+    ord("("): _Machine.mark,
+    ord("0"): _Machine.pop,
+    ord("1"): _Machine.pop_mark,
+    ord("N"): lambda m: m.push(None),
+    0x88: lambda m: m.push(True),  # noqa: FBT003
+    0x89: lambda m: m.push(False),  # noqa: FBT003
+    ord("J"): lambda m: m.integer(4, signed=True),
+    ord("K"): lambda m: m.integer(1, signed=False),
+    ord("M"): lambda m: m.integer(2, signed=False),
+    0x8A: lambda m: m.long(1),
+    0x8B: lambda m: m.long(4),
+    ord("G"): _Machine.double,
+    0x8C: lambda m: m.text(1),
+    ord("X"): lambda m: m.text(4),
+    0x8D: lambda m: m.text(8),
+    ord("C"): lambda m: m.raw(1),
+    ord("B"): lambda m: m.raw(4),
+    0x8E: lambda m: m.raw(8),
+    ord(")"): lambda m: m.push(()),
+    ord("t"): _Machine.tuple_marked,
+    0x85: lambda m: m.tuple_of(1),
+    0x86: lambda m: m.tuple_of(2),
+    0x87: lambda m: m.tuple_of(3),
+    ord("]"): lambda m: m.push([]),
+    ord("a"): _Machine.append,
+    ord("e"): _Machine.appends,
+    ord("}"): lambda m: m.push({}),
+    ord("s"): _Machine.set_item,
+    ord("u"): _Machine.set_all,
+    0x8F: lambda m: m.push(set()),
+    0x90: _Machine.add_items,
+    0x91: _Machine.frozen,
+    ord("c"): _Machine.name,
+    0x93: _Machine.stack_name,
+    ord("R"): _Machine.call,
+    0x81: _Machine.call,  # of a class, which is a call to us
+    0x92: _Machine.call_with_names,
+    ord("b"): _Machine.build,
+    ord("Q"): _Machine.persistent,
+    ord("q"): lambda m: m.put(1),
+    ord("r"): lambda m: m.put(4),
+    0x94: _Machine.memoize,
+    ord("h"): lambda m: m.get(1),
+    ord("j"): lambda m: m.get(4),
+}

@@ -1,0 +1,389 @@
+"""What torch.save names in its pickles, and what stands for it here: no torch is needed."""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.format.objects.plain_types import (
+    FACTORIES,
+    ArrayValue,
+    Device,
+    DTypeValue,
+    NumpyScalar,
+    Size,
+)
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.interop.pickles.placeholders import Maker, shown
+from dist_ckpt.interop.pickles.restricted_pickle import hashed
+
+_MOST_DIMENSIONS = 64
+_MOST_OF_KEYS = 1 << 16
+
+# The classes of typed storages, as they are still written.
+STORAGES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+}
+
+_UNTYPED = "a storage"
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """The memory of tensors: the record that has its bytes, and its dtype if it has one."""
+
+    key: str
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A tensor of a file: elements of a record, from the `start`-th on, `strides` apart."""
+
+    storage: StorageRef
+    dtype: str
+    start: int
+    shape: Shape
+    strides: Shape
+
+    @property
+    def itemsize(self) -> int:
+        """Of an element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie as they are stored, row by row."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return 0 in self.shape
+            expected *= size
+        return True
+
+    @property
+    def num_spanned(self) -> int:
+        """From its first element to its last, that one too."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+
+def storage_of(identity: object) -> object:
+    """Return what a persistent id of torch.save stands for."""
+    match identity:
+        case ("storage", DTypeValue(name), str(key), _, int()):
+            return StorageRef(key, name)
+        case ("storage", "a storage", str(key), _, int()):
+            return StorageRef(key, None)
+    raise TypeError("a persistent id that is no storage")
+
+
+def _tensor(
+    storage: object, start: object, shape: object, strides: object, *rest: object
+) -> TensorView:
+    """`_rebuild_tensor_v2`: the rest is requires_grad, hooks and metadata."""
+    if not isinstance(storage, StorageRef) or storage.dtype is None:
+        raise TypeError("a tensor without a storage")
+    _check_metadata(rest[2:])
+    return _view(storage, storage.dtype, start, shape, strides)
+
+
+def _tensor_of_dtype(
+    storage: object, start: object, shape: object, strides: object, *rest: object
+) -> TensorView:
+    """`_rebuild_tensor_v3`: of an untyped storage; a dtype comes before the metadata."""
+    if not isinstance(storage, StorageRef) or len(rest) < 3:
+        raise TypeError("a tensor without a storage")
+    if not isinstance(rest[2], DTypeValue):
+        raise TypeError("a tensor without a dtype")
+    _check_metadata(rest[3:])
+    return _view(storage, rest[2].name, start, shape, strides)
+
+
+def _view(
+    storage: StorageRef, dtype: str, start: object, shape: object, strides: object
+) -> TensorView:
+    sizes, steps = _sizes(shape), _sizes(strides)
+    if type(start) is not int or start < 0 or len(sizes) != len(steps):
+        raise TypeError("a tensor that lies nowhere")
+    return TensorView(storage, dtype, start, sizes, steps)
+
+
+def _check_metadata(rest: tuple[object, ...]) -> None:
+    if any(rest):
+        raise IncompatibleError(
+            "a tensor is a conjugate or negative view: save it again after resolve_conj() and "
+            "resolve_neg()"
+        )
+
+
+def _sizes(value: object) -> Shape:
+    value = value.shape if isinstance(value, Size) else value
+    if not isinstance(value, tuple | list) or len(value) > _MOST_DIMENSIONS:
+        raise TypeError("sizes that are none")
+    for one in value:
+        if type(one) is not int or not 0 <= one < 1 << 63:
+            raise ValueError(f"{shown(one)} is no size")
+    return tuple(value)
+
+
+def _parameter(tensor: object, *_: object) -> TensorView:
+    if not isinstance(tensor, TensorView):
+        raise TypeError("a parameter without a tensor")
+    return tensor
+
+
+def _of_class(function: object, cls: object, args: object, _: object) -> object:
+    """`_rebuild_from_type_v2`: a tensor with attributes, which are not kept."""
+    if cls not in _TENSOR_CLASSES or not isinstance(function, Maker) or type(args) is not tuple:
+        raise TypeError("a tensor of another class")
+    if function.make is _of_class:  # again and again: as deep as a file likes
+        raise TypeError("a tensor of a class within another")
+    return _parameter(function.make(*args))
+
+
+def _size(sizes: object) -> Size:
+    return Size(_sizes(sizes))
+
+
+def _device(kind: object, index: object = None) -> Device:
+    if type(kind) is not str or type(index) not in (int, type(None)):
+        raise TypeError("a device that is none")
+    return Device(kind if index is None else f"{kind}:{index}")
+
+
+def _encode(text: object, encoding: object = "latin1") -> bytes:
+    """How protocol 2 writes bytes."""
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise TypeError("bytes in another encoding than latin1")
+    return text.encode("latin-1")
+
+
+def _list(items: object = ()) -> list[object]:
+    if not isinstance(items, list | tuple):
+        raise TypeError("items that are none")
+    return list(items)
+
+
+def _set(items: object = ()) -> set[object]:
+    return set(hashed(items))
+
+
+def _frozenset(items: object = ()) -> frozenset[object]:
+    return frozenset(hashed(items))
+
+
+def _ordered(pairs: object = ()) -> OrderedDict[Any, object]:
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise TypeError("pairs that are none")
+    if any(type(key) in (str, bytes) and len(key) > _MOST_OF_KEYS for key, _ in pairs):
+        raise TypeError("a long key")  # compared whole, again and again
+    list(hashed([key for key, _ in pairs]))
+    return OrderedDict((key, value) for key, value in pairs)
+
+
+def _counter(counts: object = None) -> Counter[Any]:
+    if type(counts) is not dict or not all(type(n) is int for n in counts.values()):
+        raise TypeError("counts that are none")
+    return Counter(counts)
+
+
+def _defaultdict(factory: object = None) -> defaultdict[Any, object]:
+    name = factory.name if isinstance(factory, Maker) else "None"
+    if name not in FACTORIES or (factory is not None and name == "None"):
+        raise TypeError("a defaultdict of something else than a type of Python's")
+    return defaultdict(FACTORIES[name])
+
+
+def _deque(items: object = (), most: object = None) -> deque[object]:
+    if type(most) not in (int, type(None)) or not isinstance(items, list | tuple):
+        raise TypeError("a deque that is none")
+    return deque(items, most if isinstance(most, int) else None)
+
+
+def _complex(real: object, imaginary: object) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise TypeError("a complex number that is none")
+    return complex(real, imaginary)
+
+
+def _path(cls: type[pathlib.PurePath]) -> Maker:
+    def make(*parts: object) -> pathlib.PurePath:
+        if not all(type(part) is str for part in parts):
+            raise TypeError("a path that is none")
+        return cls(*parts)  # type: ignore[arg-type]
+
+    return Maker(cls.__name__, make)
+
+
+def _time(cls: type[datetime.datetime] | type[datetime.date]) -> Maker:
+    def make(packed: object, *_: object) -> object:
+        packed = packed.encode("latin-1") if type(packed) is str else packed
+        if type(packed) is not bytes or _:
+            raise TypeError("a time that is none, or of a time zone: save it as text")
+        return cls(packed)  # type: ignore[arg-type,call-arg]
+
+    return Maker(cls.__name__, make)
+
+
+# --- numpy's ---------------------------------------------------------------------------------
+
+
+class _NumpyDType:
+    """A dtype of numpy's: its code, such as "<f8"."""
+
+    def __init__(self, code: object, *_: object) -> None:
+        if type(code) is not str or len(code) > 16:
+            raise TypeError("a dtype of numpy's that is none")
+        self._code = code
+        self._order = "|"
+
+    def set_state(self, state: object) -> None:
+        """Take the order of its bytes, the second field; what follows is for fields and units."""
+        if not isinstance(state, tuple) or len(state) < 5 or type(state[1]) is not str:
+            raise TypeError("a dtype of numpy's without a state")
+        # With fields, or big-endian, it is none that has a name here.
+        self._order = state[1] if all(part is None for part in state[2:5]) else ">"
+
+    @property
+    def code(self) -> str:
+        return f"{self._order}{self._code}"
+
+
+# Its codes of what is stored as a tensor.
+_OF_NUMPY = {
+    **{f"i{n}": f"int{n * 8}" for n in (1, 2, 4, 8)},
+    **{f"u{n}": f"uint{n * 8}" for n in (1, 2, 4, 8)},
+    **{f"f{n}": f"float{n * 8}" for n in (2, 4, 8)},
+    **{f"c{n}": f"complex{n * 8}" for n in (8, 16)},
+    "b1": "bool",
+}
+
+
+class NumpyArray:
+    """An array of numpy's, once it has its state."""
+
+    def __init__(self, *_: object) -> None:
+        self.value: ArrayValue | None = None
+
+    def set_state(self, state: object) -> None:
+        """Take the shape, the dtype and the bytes; of what has no place here none."""
+        match state:
+            case (int(), shape, _NumpyDType() as dtype, False, bytes(data)):
+                name, sizes = _OF_NUMPY.get(dtype.code[1:]), _sizes(shape)
+                if name is None or dtype.code[0] not in "<|":
+                    return
+                if prod(sizes) * DTYPES[name].itemsize != len(data):
+                    raise ValueError("an array whose bytes are not as many as its elements")
+                self.value = ArrayValue(name, sizes, data, "numpy")
+            case (int(), _, _NumpyDType(), bool(), bytes() | list()):
+                return  # in columns, or of objects
+            case _:
+                raise TypeError("an array of numpy's that is none")
+
+
+def _numpy_scalar(dtype: object, data: object) -> NumpyScalar:
+    if not isinstance(dtype, _NumpyDType) or type(data) is not bytes or dtype.code[0] == ">":
+        raise TypeError("a scalar of numpy's that is none")
+    return NumpyScalar(dtype.code, data)
+
+
+# --- the table -------------------------------------------------------------------------------
+
+_TENSOR_CLASSES = ("torch Tensor", "torch.nn.parameter Parameter", "torch.nn.parameter Buffer")
+
+
+def _of_builtins() -> Mapping[str, object]:
+    makers: dict[str, Callable[..., object]] = {
+        "list": _list,
+        "set": _set,
+        "frozenset": _frozenset,
+        "complex": _complex,
+        "range": range,
+        # Of these only the names are of use: for a defaultdict.
+        **dict.fromkeys(("dict", "int", "float", "bool", "str", "tuple"), _refuse),
+        "bytes": _no_bytes,
+    }
+    found: dict[str, object] = {}
+    for module in ("builtins", "__builtin__"):
+        found |= {f"{module} {name}": Maker(name, make) for name, make in makers.items()}
+    return {**found, "__builtin__ xrange": found["builtins range"]}
+
+
+def _no_bytes(*args: object) -> bytes:
+    """How protocol 2 writes no bytes."""
+    return _encode("") if not args else _encode(None)
+
+
+def _refuse(*_: object) -> object:
+    raise TypeError("a call of a type")
+
+
+def _of_numpy() -> Mapping[str, object]:
+    found: dict[str, object] = {
+        "numpy dtype": Maker("dtype", _NumpyDType),
+        "numpy ndarray": "an array",
+    }
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        found[f"{module} scalar"] = Maker("scalar", _numpy_scalar)
+        found[f"{module} _reconstruct"] = Maker("_reconstruct", NumpyArray)
+    return found
+
+
+def _of_paths() -> Mapping[str, object]:
+    real = pathlib.PurePosixPath if sys.platform == "win32" else pathlib.PosixPath
+    classes = {
+        "PosixPath": real,
+        "WindowsPath": pathlib.PureWindowsPath,
+        "PurePosixPath": pathlib.PurePosixPath,
+        "PureWindowsPath": pathlib.PureWindowsPath,
+    }
+    modules = ("pathlib", "pathlib._local")
+    return {f"{m} {name}": _path(cls) for m in modules for name, cls in classes.items()}
+
+
+TABLE: Mapping[str, object] = {
+    **{f"torch {name}": DTypeValue(name) for name in DTYPES},
+    **{f"torch {name}Storage": DTypeValue(dtype) for name, dtype in STORAGES.items()},
+    "torch.storage UntypedStorage": _UNTYPED,
+    **{name: name for name in _TENSOR_CLASSES},
+    "torch._utils _rebuild_tensor_v2": Maker("tensor", _tensor),
+    "torch._utils _rebuild_tensor_v3": Maker("tensor", _tensor_of_dtype),
+    "torch._utils _rebuild_parameter": Maker("parameter", _parameter),
+    "torch._utils _rebuild_parameter_with_state": Maker("parameter", _parameter),
+    "torch._tensor _rebuild_from_type_v2": Maker("tensor", _of_class),
+    "torch Size": Maker("Size", _size),
+    "torch device": Maker("device", _device),
+    "collections OrderedDict": Maker("OrderedDict", _ordered),
+    "collections Counter": Maker("Counter", _counter),
+    "collections defaultdict": Maker("defaultdict", _defaultdict),
+    "collections deque": Maker("deque", _deque),
+    "_codecs encode": Maker("encode", _encode),
+    "datetime datetime": _time(datetime.datetime),
+    "datetime date": _time(datetime.date),
+    **_of_paths(),
+    **_of_builtins(),
+    **_of_numpy(),
+}

@@ -1,0 +1,407 @@
+"""What another system has pickled, nested as it was, as the tensors and values of a checkpoint."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import PurePath
+from typing import Any, Protocol
+
+from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
+from dist_ckpt.core.format.index.index import Node
+from dist_ckpt.core.format.objects.plain_encoder import check_plain
+from dist_ckpt.core.format.objects.plain_types import Device, NumpyScalar
+from dist_ckpt.core.format.strict_json import is_text
+from dist_ckpt.core.planning.selection import to_leave_out
+from dist_ckpt.core.state.tree.containers import (
+    MAX_DEPTH,
+    PathKey,
+    container,
+    entries_of,
+    join,
+    kind_of,
+)
+from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.interop.pickles.placeholders import PickleBudget, Unknown
+from dist_ckpt.interop.pickles.torch_pickles import NumpyArray, TensorView
+from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
+
+Path = tuple[PathKey, ...]
+
+# What a name costs beside its characters: it has a record of its own.
+_OF_NAMES = 64
+
+
+def joined(path: Path) -> str:
+    """Return the name of what is at a path."""
+    return ".".join(map(str, path))
+
+
+def tree_of(paths: Iterable[Path]) -> tuple[Node, ...]:
+    """Return the containers of a nested state; one whose keys are numbers is a list."""
+    keys: dict[Path, dict[PathKey, None]] = {(): {}}
+    for path in paths:
+        for depth, key in enumerate(path):
+            keys.setdefault(path[:depth], {})[key] = None
+    return tuple(Node(joined(path), *_container(found)) for path, found in keys.items())
+
+
+def _container(keys: Iterable[PathKey]) -> tuple[str, tuple[PathKey, ...]]:
+    numbers = sorted(key for key in keys if isinstance(key, int))
+    if numbers and numbers == [*range(len([*keys]))]:
+        return "list", tuple(numbers)
+    return "dict", tuple(keys)
+
+
+def numbered(name: str, number: int) -> str:
+    """Return what the first of several is called, and the others: `optim`, `optim_1`."""
+    return f"{name}_{number}" if number else name
+
+
+def _with_our_names(optimizer: object, model: str, budget: PickleBudget) -> object:
+    if not isinstance(optimizer, dict):
+        return optimizer
+    groups, state = optimizer.get("param_groups"), optimizer.get("state")
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        return optimizer
+    names: dict[Any, str] = {}
+    own = []
+    for group in groups:
+        told = group.get("param_names") if isinstance(group, dict) else None
+        budget.spend(_OF_NAMES * len(told) if isinstance(told, list) else 0)
+        if not isinstance(told, list) or not _are_names(told, group.get("params")):
+            return optimizer
+        budget.spend(sum(map(len, told)))
+        params = [f"{model}.{name}" for name in told]
+        names.update(zip(group["params"], params, strict=True))
+        own.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": params})
+    by_name = {names.get(key, key): value for key, value in state.items()}
+    return {**optimizer, "state": by_name, "param_groups": own}
+
+
+def _are_names(told: list[object], params: object) -> bool:
+    if not isinstance(params, list) or len(params) != len(told):
+        return False
+    # They are hashed: of longer ones a file could choose the hashes.
+    numbers = all(type(number) is int and number.bit_length() <= 64 for number in params)
+    return numbers and all(type(name) is str for name in told)
+
+
+class Pickled(Protocol):
+    """A pickle that was read: where tensors lie that it tells of, and what may be made of it."""
+
+    budget: PickleBudget
+
+    def locate(self, view: TensorView, fqn: str) -> tuple[str, int]:
+        """Return the file that a tensor's elements lie in, and where they begin."""
+
+
+class Nested:
+    """What is found in files, name by name; `what` names them in errors.
+
+    A container that holds tensors is a node of the tree, everything else is a value. A tensor that
+    is another one as well is an alias of the first. IncompatibleError for what no checkpoint holds,
+    with its name; where it is not needed there is None.
+    """
+
+    def __init__(self, what: str, interest: Interest = ALL) -> None:
+        self.tensors: dict[str, ForeignTensor] = {}
+        self.per_rank: dict[str, dict[int, object]] = {}
+        self._aliases: dict[str, str] = {}
+        self._values: dict[str, object] = {}
+        self._nodes: list[Node] = []
+        self._paths: dict[str, Path] = {}
+        self._what = what
+        self._selection = interest.looked_into
+        self._needs = interest.needs
+        self._left_out: list[str] = []
+        self._first: dict[object, str] = {}
+        self._known: dict[int, bool] = {}
+
+    def leaves_out(self, fqn: str) -> bool:
+        """Say whether a name is one that the selection leaves out."""
+        # What is longer is refused soon; to match all names above it would take its square.
+        is_out = len(fqn) <= MAX_FQN_CHARS and fqn not in self._selection
+        if is_out:
+            self._left_out.append(fqn)
+        return is_out
+
+    def add(self, path: Path, value: object, pickled: Pickled) -> None:
+        """Add what is at a path of the state, and what is in it."""
+        if self.leaves_out(joined(path)):
+            return
+        with self._errors_at(path):
+            chosen = self._chosen(joined(path), value, pickled.budget, 0)
+        self._add_chosen(path, chosen, pickled)
+
+    def _add_chosen(self, path: Path, value: object, pickled: Pickled) -> None:
+        self._place(path)
+        with self._errors_at(path):
+            self._known = {}  # by identity, of what lives as long as the value
+            self._add(joined(path), value, pickled, 0, "")
+
+    @contextmanager
+    def _errors_at(self, path: Path) -> Iterator[None]:
+        """Say of what is wrong in a value where that is."""
+        try:
+            yield
+        except ValueError as error:
+            raise CorruptError(
+                f"{self._what}: {joined(path)[:100] or 'the state'}: {error}"
+            ) from None
+
+    def add_optimizer(self, path: Path, value: object, model: str, pickled: Pickled) -> None:
+        """Add an optimizer's state dict, by the names of its parameters in a model if it has them.
+
+        Torch's optimizers have them that were made of `named_parameters()`. Others have numbers,
+        which say where in the groups of an optimizer a parameter is: so a load finds it.
+        """
+        with self._errors_at(path):
+            named = _with_our_names(value, model, pickled.budget)
+        self.add(path, named, pickled)
+
+    def add_top(self, state: Mapping[Any, object], pickled: Pickled) -> None:
+        """Add all of a state, of which its dict is the top, also if no tensor is in it."""
+        with self._errors_at(()):
+            chosen = self._chosen("", state, pickled.budget, 0)
+            holds_tensors = _holds_tensors(chosen, {}, 0)
+        if holds_tensors:
+            self._add_chosen((), chosen, pickled)
+            return
+        assert isinstance(chosen, Mapping)
+        for key, value in chosen.items():
+            if type(key) not in (str, int):
+                raise self._refused("", f"a dict with {_key(key)}")
+            self._add_chosen((key,), value, pickled)
+
+    def add_tensor(self, path: Path, tensor: ForeignTensor, pickled: Pickled | None = None) -> None:
+        """Add a tensor that lies in files in parts; a short pickle may tell of many."""
+        if not self.leaves_out(tensor.fqn):
+            self._place(path)
+            self.tensors[tensor.fqn] = tensor
+            if pickled is not None:
+                self._spend(pickled.budget, tensor.fqn)
+
+    def add_alias(self, path: Path, other: str) -> None:
+        """Add another name of a tensor that is there. ValueError if that was left out."""
+        fqn = joined(path)
+        if self.leaves_out(fqn):
+            return
+        if other not in self.tensors:
+            why = f"{fqn} is tied to {other}, which is left out: leave out both of them, or none"
+            raise ValueError(f"{self._what}: {why}")
+        self._place(path)
+        self._aliases[fqn] = other
+
+    def add_of_rank(self, path: Path, rank: int, value: object, pickled: Pickled) -> None:
+        """Add plain data, without tensors, that each rank has its own of."""
+        fqn = joined(path)
+        if self.leaves_out(fqn):
+            return
+        if fqn not in self.per_rank:
+            self._place(path)
+        own = self._plain(fqn, self._chosen(fqn, value, pickled.budget, 0), pickled.budget)
+        self.per_rank.setdefault(fqn, {})[rank] = own
+
+    def state(self, step: int | None = None) -> ForeignState:
+        """Return all of it. ValueError for a pattern, of names to leave out, that matched none."""
+        if problems := self._selection.unmatched(self._left_out):
+            raise ValueError("; ".join(problems))
+        emptied = all(value in ({}, []) for value in self._values.values())
+        has_some = self.tensors or self.per_rank or self._nodes or not emptied
+        if not (has_some or self._selection.is_everything):
+            raise ValueError(f"{self._selection} leaves nothing: give other patterns")
+        above = () if () in self._paths.values() else tree_of(self._paths.values())
+        tree = (*above, *self._nodes)
+        self._check_apart(tree)
+        tensors = [*self.tensors.values()]
+        return ForeignState(tensors, tree, self._values, {}, self._aliases, self.per_rank, step)
+
+    def _spend(self, budget: PickleBudget, fqn: str) -> None:
+        try:
+            budget.spend(_OF_NAMES + len(fqn))
+        except ValueError as error:
+            raise CorruptError(f"{self._what}: {fqn[:100]}: {error}") from None
+
+    def _check_apart(self, tree: Iterable[Node]) -> None:
+        """Raise IncompatibleError if two things have a name, as "a.b" and "b" in "a" would."""
+        known = set[str]()
+        nodes = (node.fqn for node in tree)
+        for fqn in chain(nodes, self.tensors, self._aliases, self._values, self.per_rank):
+            if fqn in known:
+                raise self._refused(fqn, "the name of two things: rename one")
+            known.add(fqn)
+
+    def _place(self, path: Path) -> None:
+        fqn = joined(path)
+        if fqn in self._paths:
+            raise self._refused(fqn, "the name of two things: rename one")
+        if path:
+            self._check_text(fqn, joined(path[:-1]))
+        self._paths[fqn] = path
+
+    def _chosen(self, fqn: str, value: object, budget: PickleBudget, depth: int) -> object:
+        """Return a value without what the selection leaves out of its dicts."""
+        if self._selection.is_everything or not isinstance(value, dict) or kind_of(value) is None:
+            return value
+        _check_depth(depth)
+        names = {key: join(fqn, key) for key in value}
+        budget.spend(sum(_OF_NAMES + len(name) for name in names.values()))
+        kept = [key for key, name in names.items() if not self.leaves_out(name)]
+        items = ((key, self._chosen(names[key], value[key], budget, depth + 1)) for key in kept)
+        return container(kind_of(value) or "dict", items)
+
+    def _add(self, fqn: str, value: object, pickled: Pickled, depth: int, part_of: str) -> None:
+        _check_depth(depth)
+        if isinstance(value, TensorView):
+            pickled.budget.spend(_OF_NAMES + len(fqn))
+            self._add_tensor(fqn, value, pickled)
+            return
+        if not _holds_tensors(value, self._known, 0):
+            self._values[fqn] = self._plain(fqn, value, pickled.budget, part_of)
+            return
+        pickled.budget.spend(_OF_NAMES + len(fqn))
+        kind, entries = kind_of(value), entries_of(value)
+        if kind is None or entries is None:
+            raise self._refused(fqn, f"a {type(value).__name__} that holds tensors")
+        if strange := [key for key in entries if type(key) not in (str, int)]:
+            raise self._refused(fqn, f"a container with {_key(strange[0])}")
+        self._nodes.append(Node(fqn, kind, tuple(entries)))
+        part_of = part_of or ("" if isinstance(value, Mapping) else fqn)  # see `_unknown_in`
+        for key, child in entries.items():
+            self._check_name(join(fqn, key), fqn)
+            self._add(join(fqn, key), child, pickled, depth + 1, part_of)
+
+    def _add_tensor(self, fqn: str, view: TensorView, pickled: Pickled) -> None:
+        file, start = pickled.locate(view, fqn)
+        key = (file, start, view.dtype, view.shape, view.strides)
+        first = self._first.setdefault(key, fqn) if 0 not in view.shape else fqn
+        if first != fqn:
+            self._aliases[fqn] = first
+            return
+        strides = None if view.is_contiguous else view.strides
+        chunk = ForeignChunk(Region.whole(view.shape), file, start, strides)
+        self.tensors[fqn] = ForeignTensor(fqn, view.dtype, view.shape, (chunk,))
+
+    def _plain(self, fqn: str, value: object, budget: PickleBudget, part_of: str = "") -> object:
+        """Return a value as it is stored; None if that cannot be, and nobody needs it."""
+        try:
+            if (found := _unknown_in(value, fqn, part_of, set(), 0)) is not None:
+                # Without its groups an optimizer is none: all of it has to go.
+                whole = to_leave_out(found[0].partition(".param_groups")[0])
+                remedy = f"leave it out ({whole}), or save it again without that"
+                raise IncompatibleError(f"{found[0]} {found[1]}; {remedy}")
+            made = _finished(value, budget, 0)
+            check_plain(made, fqn)
+        except (IncompatibleError, TypeError) as error:
+            if not self._needs(fqn):
+                return None
+            raise IncompatibleError(f"{self._what}: {error}") from None
+        return made
+
+    def _check_name(self, fqn: str, above: str) -> None:
+        self._check_text(fqn, above)
+        if fqn in self.tensors or fqn in self._values or fqn in self._aliases:
+            raise self._refused(fqn, "the name of two things: rename one")
+
+    def _check_text(self, fqn: str, above: str) -> None:
+        if len(fqn) > MAX_FQN_CHARS or not is_text(fqn) or not fqn.removeprefix(f"{above}."):
+            raise self._refused(fqn[:100] or "''", "a name that is empty, too long or no text")
+
+    def _refused(self, fqn: str, why: str) -> IncompatibleError:
+        return IncompatibleError(
+            f"{self._what}: {fqn or 'the state'} is {why}: change it with the library that wrote it"
+        )
+
+
+def _unknown_in(
+    value: object, fqn: str, part_of: str, known: set[int], depth: int
+) -> tuple[str, Unknown] | None:
+    """Return what is unknown in a value, and the name by which it can be left out.
+
+    That is `part_of` if it is in a list or the like, of which no part can be left out. Each
+    container is looked into once, however often it is in others; `known` are their ids.
+    """
+    _check_depth(depth)
+    if isinstance(value, NumpyArray) and value.value is None:
+        value = Unknown("an array of numpy's of objects or text, or one that lies in columns")
+    if isinstance(value, Unknown):
+        return part_of or fqn, value
+    if id(value) in known:
+        return None
+    known.add(id(value))
+    if isinstance(value, Mapping):
+        keys = (key for key in value if isinstance(key, Unknown))
+        if (unknown := next(keys, None)) is not None:
+            return part_of or fqn, unknown
+        inner = ((join(fqn, key), child) for key, child in value.items())
+    else:
+        part_of = part_of or fqn
+        others = value if isinstance(value, set | frozenset) else _inner(value)
+        inner = ((fqn, child) for child in others)
+    found = (_unknown_in(child, name, part_of, known, depth + 1) for name, child in inner)
+    return next((one for one in found if one is not None), None)
+
+
+def _key(key: object) -> str:
+    return key.name if isinstance(key, Unknown) else f"keys of {type(key).__name__}"
+
+
+def _check_depth(depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels, or contains itself")
+
+
+def _inner(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if type(value) in (list, tuple) or hasattr(value, "maxlen") else ()  # type: ignore[return-value]
+
+
+def _holds_tensors(value: object, known: dict[int, bool], depth: int) -> bool:
+    """Say whether there is a tensor in a value, looking into each container once."""
+    if isinstance(value, TensorView):
+        return True
+    if id(value) not in known:
+        _check_depth(depth)
+        known[id(value)] = False
+        known[id(value)] = any(_holds_tensors(v, known, depth + 1) for v in _inner(value))
+    return known[id(value)]
+
+
+def _finished(value: Any, budget: PickleBudget, depth: int) -> object:
+    """Return a value with arrays in place of what stood for them."""
+    _check_depth(depth)
+    budget.spend(8 + _nbytes(value))
+    if isinstance(value, NumpyArray):
+        if value.value is None:
+            raise ValueError("an array without its data")
+        budget.spend(len(value.value.data))
+        return value.value
+    if type(value) is deque:
+        return deque((_finished(one, budget, depth + 1) for one in value), value.maxlen)
+    entries, kind = entries_of(value), kind_of(value)
+    if entries is None or kind is None:
+        return value
+    return container(kind, ((k, _finished(v, budget, depth + 1)) for k, v in entries.items()))
+
+
+def _nbytes(value: object) -> int:
+    """Return about what a value takes where it is stored, without what a container has in it.
+
+    It is stored as often as it is named, and a stream names it again by two bytes.
+    """
+    if isinstance(value, int):
+        return value.bit_length() // 8
+    if isinstance(value, Mapping | set | frozenset):  # keys, and members, which are no containers
+        return sum(8 + _nbytes(one) for one in value)
+    if isinstance(value, range):
+        return sum(map(_nbytes, (value.start, value.stop, value.step)))
+    if isinstance(value, Device | NumpyScalar):
+        return len(value.name if isinstance(value, Device) else value.data)
+    text = str(value) if isinstance(value, PurePath) else value
+    return len(text) if isinstance(text, str | bytes) else 0

@@ -1,0 +1,348 @@
+"""A checkpoint of which only the documents are made: its tensors lie in files of another system.
+
+So these files load into any layout, and are looked into and resharded, as our own are. They have no
+digests: `Index.has_digests` is False, and nothing of them is compared but sizes and names.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Literal
+
+from dist_ckpt.core.commit.receipts import check_receipts
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, document_digest
+from dist_ckpt.core.format.geometry import Cell, Region, Shape, Span
+from dist_ckpt.core.format.index import index_json
+from dist_ckpt.core.format.index.index import NO_DIGESTS, Index, Key, Node
+from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.planning.plan import (
+    FilePlan,
+    FileReceipt,
+    Inventory,
+    Parts,
+    Receipt,
+    TensorEntry,
+    View,
+)
+from dist_ckpt.core.planning.save.save_planner import items_of, plan_save
+from dist_ckpt.core.planning.selection import names_above
+from dist_ckpt.core.storage import ReadableFile, Storage, real_path
+from dist_ckpt.core.storage.wrappers.read_only import FileOfBytes, ReadOnlyFiles
+from dist_ckpt.errors import CorruptError
+
+# Elements that lie apart are read with all that is between them, if that is no more than so many
+# times what is wanted, or than so many bytes.
+_SPARSE = 8
+_READ_AT_ONCE = 8 << 20
+
+# Unsigned integers of each size, as a memoryview has them.
+_WORDS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+# The component of tensors that are themselves at the top of the state.
+LOOSE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignChunk:
+    """A cell of a tensor, little-endian in a file, from byte `start` on.
+
+    It lies there row-major. A box may have its elements `strides` apart: then it is brought into
+    order, in memory as a whole, when it is read.
+    """
+
+    cell: Cell
+    file: str
+    start: int
+    strides: Shape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTensor:
+    """A tensor in the files of another system, and where each cell of it lies."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    chunks: tuple[ForeignChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignState:
+    """What the files of another system hold: `tree` are the containers, as of an objects file.
+
+    `values` are plain data by name; `metadata` is what the files say of themselves; `aliases` are
+    names of tensors that have another name as well, each with that. `per_rank` are values by name
+    and rank, and `step` is what the files say that they are of.
+    """
+
+    tensors: Sequence[ForeignTensor]
+    tree: tuple[Node, ...]
+    values: Mapping[str, object]
+    metadata: Mapping[str, object]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    per_rank: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
+    step: int | None = None
+
+
+def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -> ReadOnlyFiles:
+    """Return the files of a checkpoint that seems to lie at `path`.
+
+    `storage` has the files that the chunks name; they are opened as they are read. `what` says what
+    they are, for people. CorruptError if the chunks of a tensor overlap, or do not make the whole.
+    """
+    held = _by_file(state.tensors)
+    own = _values_of_ranks(state)
+    names = [*sorted(held), *(_NO_FILE for _ in range(len(held), len(own)))]
+    try:
+        inventories = [_inventory(state, held.get(n, []), rank) for rank, n in enumerate(names)]
+        plan = plan_save([(one, (rank,)) for rank, one in enumerate(inventories)], len(names))
+    except ValueError as error:
+        raise CorruptError(f"{path}: the files do not make one state: {error}") from None
+    main = objects_file.ObjectsFile(
+        tree=plan.tree, values=dict(state.values), metadata=dict(state.metadata)
+    )
+    chunks = {(one.fqn, part.cell): part for one in state.tensors for part in one.chunks}
+    documents: dict[str, bytes] = {}
+    files: dict[str, Callable[[], ReadableFile]] = {}
+    receipts = []
+    for rank, name in enumerate(names):
+        written: list[FileReceipt] = []
+        for file in items_of(plan, rank):
+            header = _header_of(file)
+            segments = [_segment(chunks[item.fqn, item.cell], item.span) for item in file.items]
+            files[file.name] = partial(_open, storage, name, header, segments)
+            digest = document_digest(header)
+            written.append((file.name, file.nbytes, file.header.nbytes, digest))
+        for document, data in _documents_of(rank, main, own).items():
+            documents[document] = data
+            written.append((document, len(data), 0, document_digest(data)))
+        receipts.append(Receipt(tuple(written), (), 0.0))
+    shard_files, objects = check_receipts(plan.catalog, receipts)
+    index = Index(
+        attempt=NO_DIGESTS,
+        step=state.step,
+        catalog=plan.catalog,
+        files=shard_files,
+        objects=objects,
+        metadata={},
+        saved_by={"foreign": what},
+        saved_at=0.0,
+    )
+    documents[filenames.INDEX] = index_json.encode(index)
+    files.update((name, partial(FileOfBytes, data)) for name, data in documents.items())
+    remedy = f"these are {what}, which are only read: save, reshard or import to another path"
+    return ReadOnlyFiles(f"{path}/{NO_DIGESTS}", files, remedy)
+
+
+# Of a rank that has values of its own, and no file.
+_NO_FILE = ""
+
+# What one file has: tensors, each with the cells of it that are there.
+_Held = list[tuple[ForeignTensor, tuple[Cell, ...]]]
+
+
+def _values_of_ranks(state: ForeignState) -> list[dict[str, dict[Key, object]]]:
+    """Return the values of each rank, by name and by the rank."""
+    ranks = {rank for values in state.per_rank.values() for rank in values}
+    return [
+        {fqn: {rank: values[rank]} for fqn, values in state.per_rank.items() if rank in values}
+        for rank in range(max(ranks, default=-1) + 1)
+    ]
+
+
+def _documents_of(
+    rank: int, main: objects_file.ObjectsFile, own: Sequence[dict[str, dict[Key, object]]]
+) -> dict[str, bytes]:
+    documents = {} if rank else {filenames.OBJECTS: objects_file.encode(main)}
+    if rank < len(own) and own[rank]:
+        data = objects_file.encode(objects_file.ObjectsFile(per_rank=own[rank]))
+        documents[filenames.objects_file(rank)] = data
+    return documents
+
+
+def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _Held]:
+    held: dict[str, _Held] = {}
+    for tensor in tensors:
+        cells: dict[str, list[Cell]] = {}
+        for chunk in tensor.chunks:
+            cells.setdefault(chunk.file, []).append(chunk.cell)
+        for file, own in cells.items():
+            held.setdefault(file, []).append((tensor, tuple(own)))
+    return held or {_NO_FILE: []}
+
+
+def _inventory(state: ForeignState, held: _Held, rank: int) -> Inventory:
+    """Return what a rank would hold that had just one of the files."""
+    components: dict[str, int] = {}
+    views: dict[View, int] = {}
+    entries = []
+    tops = {str(key) for key in state.tree[0].keys}
+    own = {tensor.fqn for tensor, _ in held}
+    for tensor, cells in held:
+        component = components.setdefault(_component(tensor.fqn, tops), len(components))
+        view = views.setdefault(Parts(cells), len(views))
+        entries.append(TensorEntry(tensor.fqn, tensor.dtype, tensor.shape, view, component))
+    return Inventory(
+        mesh=(),
+        components=tuple(components),
+        views=tuple(views),
+        tensors=tuple(entries),
+        aliases=tuple((fqn, to) for fqn, to in state.aliases.items() if to in own),
+        values=() if rank else tuple(state.values),
+        per_rank=tuple((fqn, rank) for fqn, values in state.per_rank.items() if rank in values),
+        tree=state.tree,
+        name_lists=(),
+        numpy=(),
+    )
+
+
+def _component(fqn: str, tops: Collection[str]) -> str:
+    """Return the key of the state that a tensor is below, or `LOOSE` if it is one itself."""
+    _, *above = names_above(fqn)
+    return next((name for name in above if name in tops), LOOSE)
+
+
+def _header_of(file: FilePlan) -> bytes:
+    """Return a shard file's header, whose digests nobody looks at."""
+    return file.header.fill(None, "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS))
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Bytes of a file's data section that lie in another file, from `there` on.
+
+    With `strides` they are elements of `shape` that lie apart there.
+    """
+
+    start: int
+    there: int
+    nbytes: int
+    shape: Shape
+    strides: Shape | None
+
+
+def _segment(chunk: ForeignChunk, span: Span) -> Segment:
+    shape = chunk.cell.shape if isinstance(chunk.cell, Region) else (chunk.cell.numel,)
+    return Segment(span.start, chunk.start, span.nbytes, shape, chunk.strides)
+
+
+def _open(storage: Storage, path: str, header: bytes, segments: Sequence[Segment]) -> ReadableFile:
+    return _VirtualFile(storage.open(real_path(path)), header, segments)
+
+
+class _VirtualFile:
+    """A shard file: its header, and behind that what lies in another file."""
+
+    num_links = 1
+
+    def __init__(self, inner: ReadableFile, header: bytes, segments: Sequence[Segment]) -> None:
+        self._inner = inner
+        self._header = header
+        self._segments = segments
+        self._starts = [segment.start for segment in segments]
+        # The last segment that was brought into order, as its parts are asked for one by one.
+        self._in_order: tuple[int, memoryview] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Its size, whatever of that the other file has."""
+        return (
+            len(self._header)
+            + sum(segment.nbytes for segment in self._segments[-1:])
+            + (self._starts[-1] if self._starts else 0)
+        )
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        """See `ReadableFile.read_into`."""
+        head = self._header[offset:][: len(target)]
+        target[: len(head)] = head
+        done = len(head)
+        while done < len(target):
+            at = offset + done - len(self._header)
+            number = bisect_right(self._starts, at) - 1
+            # Of those that begin at one place the last has bytes.
+            segment = self._segments[number]
+            within = at - segment.start
+            wanted = min(len(target) - done, segment.nbytes - within)
+            if wanted <= 0:
+                break
+            count = self._read(number, within, target[done : done + wanted])
+            done += count
+            if count < wanted:
+                break
+        return done
+
+    def _read(self, number: int, within: int, target: memoryview) -> int:
+        segment = self._segments[number]
+        if segment.strides is None:
+            return self._inner.read_into(segment.there + within, target)
+        with self._lock:
+            if self._in_order is None or self._in_order[0] != number:
+                self._in_order = None
+                self._in_order = number, self._gathered(segment, segment.strides)
+            data = self._in_order[1][within : within + len(target)]
+        target[: len(data)] = data
+        return len(data)
+
+    def _gathered(self, segment: Segment, strides: Shape) -> memoryview:
+        itemsize = segment.nbytes // prod(segment.shape)
+        return self._brought_together(segment.there, segment.shape, strides, itemsize)
+
+    def _brought_together(
+        self, start: int, shape: Shape, strides: Shape, itemsize: int
+    ) -> memoryview:
+        """Return elements in order; of what lies far apart little more is read than is wanted."""
+        spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        if spanned * itemsize <= max(_SPARSE * prod(shape) * itemsize, _READ_AT_ONCE):
+            there = memoryview(bytearray(spanned * itemsize))
+            count = self._inner.read_into(start, there)
+            return _in_row_major_order(there[:count], shape, strides, itemsize)
+        data = bytearray()
+        for row in range(shape[0]):
+            at = start + row * strides[0] * itemsize
+            data += self._brought_together(at, shape[1:], strides[1:], itemsize)
+        return memoryview(data)
+
+    def close(self) -> None:
+        """See `ReadableFile.close`."""
+        self._in_order = None
+        self._inner.close()
+
+
+def _in_row_major_order(
+    there: memoryview, shape: Shape, strides: Shape, itemsize: int
+) -> memoryview:
+    """Return elements that lie apart, as of a transposed tensor; `there` begins with the first.
+
+    CorruptError if `there` is too short. The longest dimension is copied at a time.
+    """
+    if itemsize == 16:  # a complex number is two of the widest words
+        return _in_row_major_order(there, (*shape, 2), (*(2 * stride for stride in strides), 1), 8)
+    spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if len(there) < spanned * itemsize:
+        raise CorruptError("a tensor's elements end before the file does; fetch it anew")
+    if not shape:
+        return there[:itemsize]
+    code = _WORDS[itemsize]
+    source = there[: spanned * itemsize].cast(code)
+    data = memoryview(bytearray(prod(shape) * itemsize))
+    target = data.cast(code)
+    own = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    inner = max(range(len(shape)), key=lambda dim: shape[dim])
+    count, step, own_step = shape[inner], strides[inner], own[inner]
+    others = [dim for dim in range(len(shape)) if dim != inner]
+    for place in product(*(range(shape[dim]) for dim in others)):
+        at = sum(i * strides[dim] for i, dim in zip(place, others, strict=True))
+        to = sum(i * own[dim] for i, dim in zip(place, others, strict=True))
+        target[to : to + (count - 1) * own_step + 1 : own_step] = source[
+            at : at + (count - 1) * step + 1 : step
+        ]
+    return data

@@ -1,0 +1,27 @@
+"""`.shrew` files, version 1 and 2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dist_ckpt.core.runtime.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from dist_ckpt.interop.shrew.files import export_file, import_file, read, write
+
+__all__ = [
+    "export_file",
+    "import_file",
+    "read",
+    "write",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "export_file": "files",
+        "import_file": "files",
+        "read": "files",
+        "write": "files",
+    },
+)

@@ -1,0 +1,21 @@
+"""Files of torch.save: read and export."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dist_ckpt.core.runtime.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from dist_ckpt.interop.torch_save.export import export_file
+
+__all__ = [
+    "export_file",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "export_file": "export",
+    },
+)

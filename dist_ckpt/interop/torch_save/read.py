@@ -1,0 +1,217 @@
+"""Files of torch.save: zip archives with a pickle, which is read without unpickling it.
+
+The bytes of a tensor lie in the archive uncompressed, so it is read from there, as from a
+safetensors file. The format: torch/serialization.py, and `interop/pickles/restricted_pickle.py`
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from math import prod
+from typing import Any
+
+from dist_ckpt.core.storage import ReadableFile, Storage, real_path
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
+from dist_ckpt.interop.pickles import restricted_pickle
+from dist_ckpt.interop.pickles.placeholders import PickleBudget, Unknown, remedied
+from dist_ckpt.interop.pickles.torch_pickles import TABLE, TensorView, storage_of
+from dist_ckpt.interop.pickles.zip_records import ZipRecords
+from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.nested_state import Nested
+from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
+
+MAX_PICKLE_NBYTES = 1 << 30
+
+# As of a safetensors file: what the tensors are parts of, if there is nothing else.
+MODEL = "model"
+
+# Views of one storage may be stored one by one; a file may not come to more than so many times
+# its size by that.
+_MOST_TIMES = 16
+_FREE_NBYTES = 1 << 20
+
+# What is read whole at once, of an archive that is a part of a file.
+_SMALL_NBYTES = 64 << 10
+
+
+def read_file(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
+    """Return what a file holds; a state dict of tensors alone is that of `{"model": model}`.
+
+    CorruptError, IncompatibleError for what is no such file, or holds what no checkpoint does.
+    """
+    with opened(storage, path) as archive:
+        state = dict_of(archive)
+        if all(isinstance(value, TensorView) for value in state.values()):
+            state = {MODEL: dict(state)}
+        found = Nested(path, interest)
+        found.add_top(state, archive)
+    return found.state()
+
+
+def dict_of(archive: Archive) -> dict[Any, object]:
+    """Return what is in an archive, as most of what is saved is a dict. IncompatibleError."""
+    state = archive.read()
+    if isinstance(state, Unknown):
+        raise remedied(state, archive.what)
+    if not isinstance(state, dict) or not state:
+        raise IncompatibleError(
+            f"{archive.what} holds a {type(state).__name__}, no dict with anything in it: save a "
+            f"dict with torch.save"
+        )
+    return state
+
+
+@contextmanager
+def opened(storage: Storage, path: str, table: Mapping[str, object] = TABLE) -> Iterator[Archive]:
+    """Open a file of torch.save, in which `table` has what may be named. NotFoundError."""
+    try:
+        file = opened_file(storage, path)
+    except FileNotFoundError:
+        raise NotFoundError(f"{path}: there is no such file; check the path") from None
+    except CorruptError:
+        raise IncompatibleError(
+            f"{path} is no regular file, so none of torch.save: give the path of one, or say what "
+            f"a folder is (`dist-ckpt import --help` tells how)"
+        ) from None
+    with closing(file):
+        yield Archive(file, path, 0, file.nbytes, path, table)
+
+
+class Archive:
+    """An archive of torch.save that lies in a file: the bytes `start` to `start + nbytes`.
+
+    `what` names it in errors, `table` has what may be named in its pickle. Close it not: the file
+    is the caller's.
+    """
+
+    def __init__(
+        self,
+        file: ReadableFile,
+        path: str,
+        start: int,
+        nbytes: int,
+        what: str,
+        table: Mapping[str, object] = TABLE,
+    ) -> None:
+        self._file = file
+        self._path = path
+        self._start = start
+        self._nbytes = nbytes
+        self.what = what
+        self._left = _MOST_TIMES * nbytes + _FREE_NBYTES
+        self._located: set[TensorView] = set()
+        self._table = table
+        self._all: bytes | None = None
+        if start + nbytes > file.nbytes:
+            raise CorruptError(f"{what}: {path} is cut off; restore it from a copy")
+        if nbytes <= _SMALL_NBYTES:
+            self._all = self._pread(0, nbytes)
+        start_of_it = self._read(0, min(nbytes, 4))
+        if start_of_it[:2] == b"\x80\x02":
+            raise IncompatibleError(
+                f"{what} was saved by an old torch, as one pickle: load it with "
+                f"torch.load(weights_only=True) and save it again with torch.save"
+            )
+        if start_of_it != b"PK\x03\x04":
+            raise CorruptError(f"{what} is no file of torch.save; check the path, or fetch it anew")
+        self._records = ZipRecords(self._read, nbytes, what)
+        self.budget = PickleBudget(0)
+
+    def read(self) -> object:
+        """Return what was saved: plain data, with a `TensorView` in place of each tensor."""
+        records = self._records.records
+        if "constants.pkl" in records:
+            raise IncompatibleError(
+                f"{self.what} holds a program of TorchScript: save its state_dict() instead"
+            )
+        if "byteorder" in records and self._records.bytes_of("byteorder", 16) != b"little":
+            raise IncompatibleError(
+                f"{self.what} was saved on a big-endian machine: load it with torch and save it "
+                f"again"
+            )
+        data = self._records.bytes_of("data.pkl", MAX_PICKLE_NBYTES)
+        self.budget = PickleBudget(len(data))
+        return restricted_pickle.read(data, self._table, self.what, storage_of, keep_unknown=True)
+
+    def locate(self, view: TensorView, fqn: str) -> tuple[str, int]:
+        """Return the file that a tensor's elements lie in, and where they begin."""
+        start, nbytes = self._records.span_of(f"data/{view.storage.key}")
+        first, end = (n * view.itemsize for n in (view.start, view.start + view.num_spanned))
+        if end > nbytes and view.num_spanned:
+            raise CorruptError(
+                f"{self.what}: {fqn}, {list(view.shape)} of {view.dtype}, goes beyond its "
+                f"{nbytes} bytes; fetch the file anew"
+            )
+        if prod(view.shape) > view.num_spanned:
+            raise IncompatibleError(
+                f"{self.what}: {fqn} is expanded, its elements share memory: save it again after "
+                f"contiguous()"
+            )
+        self._count(view, fqn)
+        return self._path, self._start + start + first
+
+    def _count(self, view: TensorView, fqn: str) -> None:
+        """Raise CorruptError if the tensors come to far more than the archive has bytes."""
+        if view not in self._located:
+            self._located.add(view)
+            self._left -= prod(view.shape) * view.itemsize
+        if self._left < 0:
+            raise CorruptError(
+                f"{self.what}: with {fqn} its tensors come to more than {_MOST_TIMES} times its "
+                f"{self._nbytes} bytes: save clones of them"
+            )
+
+    def bytes_of(self, view: TensorView, fqn: str) -> bytes:
+        """Return the bytes of a small tensor that is no view of a part of another."""
+        _, start = self.locate(view, fqn)
+        nbytes = prod(view.shape) * view.itemsize
+        if not view.is_contiguous or nbytes > MAX_PICKLE_NBYTES:
+            raise CorruptError(f"{self.what}: {fqn} is no short run of bytes; use another file")
+        return self._read(start - self._start, nbytes)
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        if self._all is not None:
+            return self._all[offset : offset + nbytes]
+        return self._pread(offset, nbytes)
+
+    def _pread(self, offset: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        count = self._file.read_into(self._start + offset, memoryview(data))
+        return bytes(data[:count])
+
+
+def opened_file(storage: Storage, path: str) -> ReadableFile:
+    """Open a file, through links. FileNotFoundError, also for what would be below a file."""
+    try:
+        return storage.open(real_path(path))
+    except StorageError as error:
+        if isinstance(error.__cause__, NotADirectoryError):
+            raise FileNotFoundError(path) from None
+        raise
+
+
+def is_file(storage: Storage, path: str) -> bool:
+    """Say whether there is a file at a path."""
+    try:
+        storage.open(real_path(path)).close()
+    except (FileNotFoundError, CheckpointError):
+        return False
+    return True
+
+
+def whole_file(storage: Storage, path: str, most: int) -> bytes:
+    """Return the bytes of a file. FileNotFoundError, CorruptError if it has more than `most`."""
+    with closing(opened_file(storage, path)) as file:
+        if file.nbytes > most:
+            raise CorruptError(f"{path} has {file.nbytes} bytes: too many for what it is to be")
+        data = bytearray(file.nbytes)
+        count = file.read_into(0, memoryview(data))
+    return bytes(data[:count])

@@ -1,0 +1,1 @@
+"""What writers of other systems' files share: whole and durable, or not at all."""

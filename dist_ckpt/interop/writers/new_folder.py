@@ -1,0 +1,131 @@
+"""Folders of files for other systems: there whole and durable, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.local.exclusive_rename import exchange
+from dist_ckpt.core.storage.local.local_storage import with_remedy
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    ExistsError,
+    IncompatibleError,
+    StorageError,
+)
+from dist_ckpt.interop.hf import read
+from dist_ckpt.interop.hf.export_plan import METADATA
+from dist_ckpt.interop.writers.local_files import check_parent, temporary_beside
+
+_log = logging.getLogger("dist_ckpt")
+
+
+@contextmanager
+def new_folder(storage: Storage, path: str, *, overwrite: bool | None) -> Iterator[str]:
+    """Yield a folder to write files into, durably; it is at `path` when the `with` has ended well.
+
+    Until then it has another name, beside that one; after an error it is removed. An empty folder
+    at `path` is replaced, and with `overwrite` one that an export has made: other files in it, such
+    as a config.json, are in the new one as well. `overwrite` is None for what is never replaced.
+    ExistsError if something else is there.
+    """
+    check_replaceable(storage, path, overwrite=overwrite)
+    temporary = temporary_beside(path)
+    is_put = False
+    try:
+        storage.make_folder(temporary)
+        yield temporary
+        for file in check_replaceable(storage, path, overwrite=overwrite):
+            storage.link(f"{path}/{file}", f"{temporary}/{file}")
+        storage.sync(temporary)
+        _put(storage, temporary, path, replaces=bool(overwrite))
+        is_put = True
+        storage.sync(os.path.dirname(path))
+    except BaseException:
+        if not is_put:
+            _remove(storage, temporary)
+        raise
+    _remove(storage, temporary)  # after an exchange, what was there before
+
+
+def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) -> tuple[str, ...]:
+    """Return which files of a folder at `path` are to stay. ExistsError if it must not be replaced.
+
+    With `overwrite` a folder may be whose safetensors files are all of exports: the others stay.
+    """
+    if not isinstance(overwrite, bool | None):
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    check_parent(path)
+    try:
+        entries = storage.list(path)
+    except FileNotFoundError:
+        return ()
+    except NotADirectoryError:
+        raise ExistsError(f"{path} is no folder: choose another path") from None
+    if entries and not overwrite:
+        remedy = "replace it (overwrite=True, on the command line --overwrite)"
+        raise ExistsError(
+            f"{path}: something is there already: choose another path, or "
+            f"{'remove it' if overwrite is None else remedy}"
+        )
+    others = [one.name for one in entries if one.kind != "file"]
+    ours = [one.name for one in entries if one.name.endswith(read.SUFFIX)]
+    files = [name for name in ours if name not in others]
+    others += [name for name in files if not _is_of_export(storage, path, name)]
+    if others:
+        raise ExistsError(
+            f"{path} has {', '.join(sorted(others)[:5])}, which no export has written: it is not "
+            f"replaced, choose another path or remove it yourself"
+        )
+    gone = {*ours, read.INDEX}
+    return tuple(one.name for one in entries if one.name not in gone)
+
+
+def _is_of_export(storage: Storage, folder: str, name: str) -> bool:
+    try:
+        state = read.read_file(storage, f"{folder}/{name}")
+    except (CorruptError, IncompatibleError):
+        return False
+    return state.metadata.get("exported_by") == METADATA["exported_by"]
+
+
+def _put(storage: Storage, temporary: str, path: str, *, replaces: bool) -> None:
+    """Give the folder its name; what had it before has the other one, if that was not empty."""
+    try:
+        if os.path.lexists(path):
+            with suppress(OSError):
+                os.rmdir(path)
+        if not replaces or not os.path.lexists(path):
+            storage.rename(temporary, path)
+        elif not exchange(temporary, path):
+            old = f"{temporary[:-4]}.old.tmp"
+            storage.rename(path, old)
+            try:
+                storage.rename(temporary, path)
+            except BaseException:
+                storage.rename(old, path)
+                raise
+            storage.rename(old, temporary)
+    except FileExistsError:
+        raise ExistsError(f"{path}: something was put there meanwhile: look what it is") from None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {with_remedy(error)}") from error
+
+
+def _remove(storage: Storage, folder: str) -> None:
+    """Remove a folder of files. Logs what cannot be."""
+    try:
+        for entry in storage.list(folder):
+            storage.remove(f"{folder}/{entry.name}")
+        storage.remove(folder)
+    except FileNotFoundError:
+        return
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s is left and can be removed: %s", folder, error)
+    except BaseException:
+        _log.warning("%s is left and can be removed: this was interrupted", folder)
+        raise

@@ -1,0 +1,127 @@
+"""Save a plain state as a checkpoint: by one process, which is no rank of a job, without torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from msgspec.structs import asdict
+
+from dist_ckpt import __version__
+from dist_ckpt.config import Config
+from dist_ckpt.core.comm.exchange.channel import Alone
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.filenames import parse_attempt
+from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.planning.plan import FilePlan, SavePlan
+from dist_ckpt.core.planning.save.save_planner import items_of, plan_save
+from dist_ckpt.core.saving.save_transaction import AttemptRun, PartWritten, SaveRequest
+from dist_ckpt.core.shard_io.memory.protocol import CellSource
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
+from dist_ckpt.core.storage import open_storage
+from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.interop.writers.plain_states import PlainState, PlainTensor
+from dist_ckpt.reports import Phases, SaveReport, Tally
+from dist_ckpt.tools.rewrite.rewriting import DryRun, dry_run
+
+
+def save_alone(
+    state: PlainState,
+    path: str | os.PathLike[str],
+    source_of: Callable[[PlainTensor], CellSource],
+    *,
+    step: int | None,
+    overwrite: bool,
+    imported_from: str,
+) -> SaveReport:
+    """Save a state at `path`: claimed, written and committed as a save by one rank is.
+
+    `source_of` returns where the bytes of a tensor of the state come from; threads ask for several
+    at once. On return the checkpoint is complete and durable; if it raises, there is none of this
+    call. Raises what `dc.save` raises, and what the sources do.
+    """
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    own, folder = open_storage(path)
+    storage, config, channel = CountingStorage(own), Config.from_environment(), Alone()
+    plan = plan_save([(state.inventory, (0,))], 1)
+    request = SaveRequest(
+        storage=storage,
+        path=folder,
+        step=step,
+        overwrite=overwrite,
+        metadata="",
+        mirrored={},
+        saved_by={"dist_ckpt": __version__, "imported_from": imported_from},
+    )
+    run, phases = AttemptRun(channel, config, request), Phases("import to", folder, quiet=False)
+    try:
+        with phases.phase("claim"), channel.exchange("claim") as claiming:
+            claiming.gather(None)
+            claiming.decide(run.claim())
+        attempt = parse_attempt(claiming.result(str))
+    except BaseException as error:
+        run.recover_claim(error)
+        raise
+    assert attempt is not None
+
+    def write() -> PartWritten:
+        start = time.monotonic()
+        files = _files_of(state, plan, source_of, step)
+        done = write_all(storage, f"{folder}/{attempt}", files, threads=config.threads)
+        return PartWritten(done, (), time.monotonic() - start)
+
+    with phases.phase("write"):
+        verdict = run.write_and_commit(CatalogText(plan.catalog), attempt, write)
+    with phases.phase("clean up"):
+        run.clean_up()
+    report = SaveReport(
+        path=folder,
+        step=step,
+        world_size=1,
+        num_tensors=len(state.tensors),
+        seconds=phases.seconds,
+        exchanges=channel.exchanges,
+        collectives=Tally(),
+        nbytes_receipt=run.nbytes_receipt,
+        storage_reads=storage.reads,
+        storage_writes=storage.writes,
+        **asdict(verdict),
+    )
+    phases.done(report)
+    return report
+
+
+def would_save_alone(state: PlainState, path: str | os.PathLike[str], *, overwrite: bool) -> DryRun:
+    """Return what `save_alone` would write. Nothing is changed. Raises what it does before."""
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    plan = plan_save([(state.inventory, (0,))], 1)
+    files = {one.name: one.nbytes for one in items_of(plan, 0)}
+    files |= {name: len(data) for name, data in _objects_of(state, plan).items()}
+    return dry_run(*open_storage(path), files, overwrite=overwrite)
+
+
+def _objects_of(state: PlainState, plan: SavePlan) -> dict[str, bytes]:
+    main = objects_file.ObjectsFile(tree=plan.tree, values=state.values)
+    return {filenames.OBJECTS: objects_file.encode(main)}
+
+
+def _files_of(
+    state: PlainState,
+    plan: SavePlan,
+    source_of: Callable[[PlainTensor], CellSource],
+    step: int | None,
+) -> RankFiles:
+    def sources(file: FilePlan) -> SourceOf:
+        return lambda number: source_of(state.tensors[file.items[number].fqn])
+
+    plans = items_of(plan, 0)
+    return RankFiles(
+        step=step,
+        plans=plans,
+        sources=tuple(map(sources, plans)),
+        objects=_objects_of(state, plan),
+    )

@@ -1,0 +1,170 @@
+"""What became known of a run's checkpoints: metrics, that they were checked, how long they took.
+
+    metrics   {"val/loss": 0.25}    numbers; "nan", "inf" and "-inf" as text
+    verified  {"level": "full"}     somebody has checked every byte of it; "load": has loaded all
+    saved     {"write_s": 1.5}      the seconds of the save's phases, and more: see `put_saved`
+
+Pins, tags and holds, which keep a checkpoint, are in `commit/records/protections.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+from dist_ckpt.core.commit.attempts import entries_at
+from dist_ckpt.core.commit.records.protections import Guards, Where, guards_of, newest_values
+from dist_ckpt.core.commit.records.record_store import StoredFact, fact_about, put_fact
+from dist_ckpt.core.format.filenames import FACTS, STARTS
+from dist_ckpt.core.format.strict_json import Scalar
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CheckpointError
+from dist_ckpt.reports import SaveReport
+
+_log = logging.getLogger("dist_ckpt")
+
+METRICS, VERIFIED, SAVED = "metrics", "verified", "saved"
+
+# The phases of a save in the background for which the training stands still.
+_STALLING = frozenset({"ready", "agree", "stage"})
+
+_AS_TEXT = ("nan", "inf", "-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFacts:
+    """What the facts of a root say of its checkpoints; `problems`: those that cannot be read."""
+
+    metrics: Mapping[Where, Mapping[str, float]]
+    verified: frozenset[Where]
+    guards: Guards
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """How long a save took, in seconds; of the phases as rank 0 saw them.
+
+    `stalled_s`: for so long the training stood still for it there. `slowest_s`: so long rank
+    `slowest_rank` took to write its files. None is what is not known.
+    """
+
+    seconds: Mapping[str, float]
+    stalled_s: float | None
+    slowest_rank: int | None
+    slowest_s: float | None
+
+
+def known_of(facts: Iterable[StoredFact], now: float) -> KnownFacts:
+    """Return what facts say at a time of the storage's clock. Pure."""
+    facts = tuple(facts)
+    metrics: dict[Where, dict[str, float]] = defaultdict(dict)
+    for (where, name), (value, _) in newest_values(facts, METRICS).items():
+        if (number := _number(value)) is not None:
+            metrics[where][name] = number
+    verified = {where for (where, _), (value, _) in newest_values(facts, VERIFIED).items() if value}
+    problems = tuple(fact.problem for fact in facts if fact.problem)
+    return KnownFacts(metrics, frozenset(verified), guards_of(facts, now), problems)
+
+
+def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, float]) -> None:
+    """Add to what was measured of a checkpoint; durable on return. Of a name the last value counts.
+
+    ValueError or TypeError for what is no number, or no name.
+    """
+    numbers = checked_metrics(values)
+    told = {name: of if isfinite(of) else str(of) for name, of in numbers.items()}
+    put_fact(storage, root, fact_about(*where, METRICS, told))
+
+
+def put_verified(storage: Storage, root: str, where: Where, level: str) -> None:
+    """Note that every byte of a checkpoint was read and is right; durable on return."""
+    put_fact(storage, root, fact_about(*where, VERIFIED, {"level": level}))
+
+
+def put_saved(storage: Storage, root: str, where: Where, report: SaveReport) -> None:
+    """Note how long a save of a run took; durable on return."""
+    # Of a save in the foreground all phases are the training's.
+    own = _STALLING if "stage" in report.seconds else report.seconds.keys()
+    values: dict[str, Scalar] = {
+        f"{phase.replace(' ', '_')}_s": round(took, 4) for phase, took in report.seconds.items()
+    }
+    values[_STALLED] = round(sum(report.seconds[phase] for phase in own & report.seconds.keys()), 4)
+    values[_SLOWEST] = round(report.slowest_s, 4)
+    values[_SLOWEST_RANK] = report.slowest_rank
+    put_fact(storage, root, fact_about(*where, SAVED, values))
+
+
+_STALLED, _SLOWEST, _SLOWEST_RANK = "stalled_s", "slowest_s", "slowest_rank"
+
+
+def save_times(facts: Iterable[StoredFact]) -> dict[Where, SaveTimes]:
+    """Return how long the saves of the checkpoints took of which it is known. Pure."""
+    values: dict[Where, dict[str, float]] = defaultdict(dict)
+    for (where, name), (value, _) in newest_values(facts, SAVED).items():
+        number = _number(value)
+        if number is not None and isfinite(number) and number >= 0:
+            values[where][name] = number
+    return {where: _times_of(found) for where, found in values.items()}
+
+
+def _times_of(values: Mapping[str, float]) -> SaveTimes:
+    rank = values.get(_SLOWEST_RANK)
+    phases = [name for name in values if name.endswith("_s") and name not in (_STALLED, _SLOWEST)]
+    return SaveTimes(
+        {name.removesuffix("_s").replace("_", " "): values[name] for name in phases},
+        values.get(_STALLED),
+        None if rank is None else int(rank),
+        values.get(_SLOWEST),
+    )
+
+
+def note_verified(storage: Storage, path: str, where: Where, level: str) -> None:
+    """Do so for the checkpoint at a path, where a run keeps records and this process can write.
+
+    Never raises: that all of it was right is the news, not that this could be put down.
+    """
+    root = path.rpartition("/")[0] or "/"
+    try:
+        if keeps_records(storage, root):
+            put_verified(storage, root, where, level)
+    except (CheckpointError, OSError) as error:
+        _log.debug("%s: that it was checked is not put down: %s", path, error)
+
+
+def keeps_records(storage: Storage, root: str) -> bool:
+    """Say whether a run has left records in a folder: facts, or its starts."""
+    return any(entry.name in (FACTS, STARTS) for entry in entries_at(storage, root))
+
+
+def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as numbers. TypeError or ValueError for what is no number, or no name."""
+    return {_name(name): _measured(name, value) for name, value in values.items()}
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"{name!r} is no name of a metric: give a text")
+    try:
+        name.encode()
+    except UnicodeError as error:
+        raise ValueError(f"{name!r} is no name of a metric: {error}") from None
+    return name
+
+
+def _measured(name: str, value: object) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"metric {name!r} is {value!r}: give a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"metric {name!r}: {error}: give one number") from None
+
+
+def _number(value: Scalar) -> float | None:
+    if isinstance(value, str):
+        return float(value) if value in _AS_TEXT else None
+    return None if value is None else float(value)

@@ -1,0 +1,1 @@
+"""Which checkpoints of a run stay, and how the others are removed."""

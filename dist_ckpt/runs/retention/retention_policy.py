@@ -1,0 +1,200 @@
+"""Which checkpoints of a run are kept: `dc.keep.last(3) | dc.keep.best(2, min="val/loss")`.
+
+A policy is a plain value, and what it keeps follows from what is there: it has no memory that could
+be lost. Several rules keep what any of them keeps. What no rule keeps may be removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import floor, isnan
+
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.runs.retention.policy_text import made_of, text_of
+
+_HOUR_S = 3600.0
+_DAY_S = 24 * _HOUR_S
+
+# What makes sense in a rule: beyond these a time divided by an interval is no number any more.
+_MOST_STEPS = (1 << 63) - 1
+_LEAST_TIME, _MOST_TIME = 1e-6, 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a rule looks at: one committed checkpoint of a run.
+
+    `saved_at` is in seconds since 1970; `metrics` are the newest values, which may be nan.
+    """
+
+    step: int
+    attempt: Attempt
+    saved_at: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+# Which of the checkpoints, given by step, a rule keeps: their places. There is at least one.
+_Choose = Callable[[Sequence[Candidate]], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What is kept: what any of the rules chooses, each known by its text. Join two with `|`."""
+
+    rules: Mapping[str, _Choose]
+
+    def __or__(self, other: object) -> Keep:
+        if not isinstance(other, Keep):
+            return NotImplemented
+        return Keep({**self.rules, **other.rules})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keep) and self.rules.keys() == other.rules.keys()
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.rules))
+
+    def __str__(self) -> str:
+        """Return it as `parse` takes it."""
+        return " | ".join(self.rules)
+
+    def reasons(self, there: Sequence[Candidate]) -> list[tuple[str, ...]]:
+        """Return of each checkpoint the rules that keep it, by their texts.
+
+        Of one step only the highest attempt may be given: that is the checkpoint.
+        """
+        order = sorted(range(len(there)), key=lambda place: there[place].step)
+        told: list[list[str]] = [[] for _ in there]
+        by_step = [there[place] for place in order]
+        for text, choose in self.rules.items() if there else ():
+            for number in choose(by_step):
+                told[order[number]].append(text)
+        return [tuple(texts) for texts in told]
+
+
+def last(n: int) -> Keep:
+    """Keep the newest `n`."""
+    count = _count(n, "n")
+    return _rule(text_of("last", count), lambda there: range(len(there))[-count:])
+
+
+def best(
+    n: int,
+    *,
+    min: str | None = None,  # noqa: A002  (as one says it)
+    max: str | None = None,  # noqa: A002
+    unmeasured: int = 2,
+) -> Keep:
+    """Keep the `n` with the lowest (`min=`) or highest (`max=`) value of a metric.
+
+    One whose value is equal to an older one's is no better, and nan is no value. The newest
+    `unmeasured` without a value are kept as well: their evaluation may be under way.
+    """
+    if (min is None) == (max is None):
+        raise TypeError('best(): say which is best: min="val/loss" or max="accuracy"')
+    name = max if min is None else min
+    if type(name) is not str or not name:
+        raise TypeError(f"best(): {name!r} is no name of a metric")
+    count, waiting = _count(n, "n"), _count(unmeasured, "unmeasured", 0)
+    sign = -1 if min is None else 1
+
+    def choose(there: Sequence[Candidate]) -> Sequence[int]:
+        values = [seen.metrics.get(name) for seen in there]
+        known = [i for i, value in enumerate(values) if value is not None and not isnan(value)]
+        ranked = sorted(known, key=lambda i: (sign * (values[i] or 0.0), i))
+        unknown = [i for i, value in enumerate(values) if value is None]
+        return [*ranked[:count], *(unknown[-waiting:] if waiting else ())]
+
+    told = None if unmeasured == 2 else waiting
+    return _rule(text_of("best", count, min=min, max=max, unmeasured=told), choose)
+
+
+def every(*, steps: int | None = None, hours: float | None = None) -> Keep:
+    """Keep those nearest to each multiple of so many steps, or hours: exact ones may never come."""
+    if (steps is None) == (hours is None):
+        raise TypeError("every(): give steps= or hours=, and for both every(...) | every(...)")
+    if steps is not None:
+        interval = _count(steps, "steps")
+        return _rule(
+            text_of("every", steps=steps),
+            lambda there: _nearest([seen.step for seen in there], interval),
+        )
+    assert hours is not None
+    seconds = _positive(hours, "hours") * _HOUR_S
+    return _rule(
+        text_of("every", hours=hours),
+        lambda there: _nearest([seen.saved_at for seen in there], seconds),
+    )
+
+
+def within(*, days: float) -> Keep:
+    """Keep those saved within so many days before the newest: whatever clock the pruner has."""
+    seconds = _positive(days, "days") * _DAY_S
+
+    def choose(there: Sequence[Candidate]) -> Sequence[int]:
+        since = there[-1].saved_at - seconds
+        return [i for i, seen in enumerate(there) if seen.saved_at >= since]
+
+    return _rule(text_of("within", days=days), choose)
+
+
+_MAKERS: Mapping[str, Callable[..., object]] = {
+    "last": last,
+    "best": best,
+    "every": every,
+    "within": within,
+}
+
+
+def parse(text: str) -> Keep:
+    """Return the policy that a text says, such as `last(3) | best(2, min="val/loss")`."""
+    found = Keep({})
+    for one in made_of(text, _MAKERS):
+        assert isinstance(one, Keep)
+        found |= one
+    return found
+
+
+def _nearest(positions: Sequence[float], interval: float) -> Sequence[int]:
+    """Return the places of those that are the nearest to some multiple of the interval, above 0.
+
+    Nearest is a matter of neighbours: each has the multiples from the middle between it and the
+    one before up to the middle between it and the next. The newest has all that come after it.
+    """
+    order = sorted(range(len(positions)), key=lambda place: (positions[place], place))
+    kept = []
+    before = 0.0
+    for place, following in zip(order, [*order[1:], None], strict=True):
+        if following is None:
+            kept.append(place)
+            break
+        until = (positions[place] + positions[following]) / 2
+        # The first multiple after `before`; one in the middle is the earlier one's.
+        if (floor(before / interval) + 1) * interval <= until:
+            kept.append(place)
+        before = until
+    return kept
+
+
+def _rule(text: str, choose: _Choose) -> Keep:
+    return Keep({text: choose})
+
+
+def _count(value: object, name: str, least: int = 1) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{name}={value!r}: give a whole number")
+    if value < least:
+        raise ValueError(f"{name}={value}: give a number from {least} on")
+    if value > _MOST_STEPS:  # no step is above, and a float does not take them all
+        raise ValueError(f"{name} is too large: give a number up to 2**63 - 1")
+    return value
+
+
+def _positive(value: object, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: give a number")
+    if not _LEAST_TIME <= value <= _MOST_TIME:
+        wanted = f"a number above 0, from {_LEAST_TIME:g} to {_MOST_TIME:g}"
+        raise ValueError(f"{name}={value}: give {wanted}")
+    return float(value)

@@ -1,0 +1,176 @@
+"""Requests from outside: another process asks the job that writes into a root to save now.
+
+    <root>/.requests/request-<id>.json    who asks, and which start of the run
+    <root>/.requests/answer-<id>.json     what became of it, by rank 0 of the job
+
+A start obeys only what was asked of it, so a request that came too late is nobody's, and a later
+start ends it. Nothing here is locked: each record is created once, exclusively, under an id that
+nobody else has.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from dist_ckpt.core.commit.attempts import ROUNDS, entries_at, new_id, read_document
+from dist_ckpt.core.commit.records.incarnations import newest_start
+from dist_ckpt.core.commit.records.liveness import last_sign
+from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.record_store import make_record_folders, put_record, this_process
+from dist_ckpt.core.format.filenames import (
+    REQUESTS,
+    answer_file,
+    is_temporary_record,
+    parse_request,
+    request_file,
+)
+from dist_ckpt.core.format.run_records import (
+    MAX_NBYTES_OF_RECORD,
+    AnswerRecord,
+    Outcome,
+    RequestRecord,
+    decode_answer,
+    decode_request,
+    encode_answer,
+    encode_request,
+)
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
+
+# How often somebody looks who waits for an answer.
+POLL_S = 0.5
+
+# A start that shows no sign of life for so long has ended by itself, or died before its first one.
+GONE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestNames:
+    """What lies in a root's folder of requests: ids of requests and of answers, sorted.
+
+    `temporary` are files that were never put in their place, by name.
+    """
+
+    requests: tuple[str, ...]
+    answers: tuple[str, ...]
+    temporary: tuple[str, ...]
+
+
+# --- who asks --------------------------------------------------------------------------------
+
+
+def start_to_ask(storage: Storage, root: str) -> int:
+    """Return the number of the newest start of a run, which is who is asked.
+
+    NotFoundError if no job has begun to write there. CorruptError or IncompatibleError if the
+    record of the newest start cannot be read.
+    """
+    newest = newest_start(storage, root)
+    if newest is None:
+        raise NotFoundError(
+            f"{root}: no job is writing here, as no start of a run is recorded: give the root of a "
+            f"dist_ckpt.Checkpointer"
+        )
+    return newest.number
+
+
+def request_save(storage: Storage, root: str, *, stops: bool) -> RequestRecord:
+    """Ask the job that writes into a root to save now, and then to end if it `stops`.
+
+    The request is durable on return; whether a job is alive to see it is not known. Raises what
+    `start_to_ask` does, StorageError if it is not certain that the request is there.
+    """
+    start = start_to_ask(storage, root)
+    request = RequestRecord(new_id(), start, stops, this_process(), time.time())
+    folder = f"{root}/{REQUESTS}"
+    for _ in range(ROUNDS):
+        make_record_folders(storage, root, folder)
+        with suppress(FileNotFoundError):  # somebody cleans up
+            put_record(storage, folder, request_file(request.id), encode_request(request))
+            return request
+    raise StorageError(f"{folder} is removed again and again: look who does it")
+
+
+def wait_for_answer(
+    storage: Storage, root: str, request: RequestRecord, *, timeout_s: float, poll_s: float = POLL_S
+) -> AnswerRecord | None:
+    """Return what became of a request; None if nobody has answered it after `timeout_s`.
+
+    Sooner if the start it asks has ended: one that takes away its sign of life has answered all it
+    saw. Then the request is taken back: a job that wakes up later does not obey it, unless it has
+    begun to.
+    """
+    began = seen_alive = time.monotonic()
+    while (answer := read_answer(storage, root, request.id)) is None:
+        now = time.monotonic()
+        if last_sign(storage, root, request.start) is not None:
+            seen_alive = now
+        if (left_s := min(began + timeout_s, seen_alive + GONE_S) - now) <= 0:
+            remove_file(storage, root, request_file(request.id))
+            return read_answer(storage, root, request.id)
+        time.sleep(min(poll_s, left_s))
+    return answer
+
+
+def read_answer(storage: Storage, root: str, own_id: str) -> AnswerRecord | None:
+    """Return the answer to a request, None if there is none. CorruptError, IncompatibleError."""
+    file = f"{root}/{REQUESTS}/{answer_file(own_id)}"
+    try:
+        answer = decode_answer(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+    except FileNotFoundError:
+        return None
+    _check_name(file, answer.id, own_id)
+    return answer
+
+
+# --- who is asked ----------------------------------------------------------------------------
+
+
+def list_requests(storage: Storage, root: str) -> RequestNames:
+    """Return what lies in the folder of requests; it costs one listing, also if there is none."""
+    entries = entries_at(storage, f"{root}/{REQUESTS}")
+    names = [entry.name for entry in entries if entry.kind == "file"]
+    ours = sorted(filter(None, map(parse_request, names)))
+    return RequestNames(
+        tuple(own_id for kind, own_id in ours if kind == "request"),
+        tuple(own_id for kind, own_id in ours if kind == "answer"),
+        tuple(name for name in names if is_temporary_record(name)),
+    )
+
+
+def read_request(storage: Storage, root: str, own_id: str) -> RequestRecord | None:
+    """Return a request, None if it was taken back. CorruptError, IncompatibleError."""
+    file = f"{root}/{REQUESTS}/{request_file(own_id)}"
+    try:
+        request = decode_request(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+    except FileNotFoundError:
+        return None
+    _check_name(file, request.id, own_id)
+    return request
+
+
+def put_answer(
+    storage: Storage,
+    root: str,
+    own_id: str,
+    outcome: Outcome,
+    why: str,
+    saved: Where | None = None,
+) -> None:
+    """Answer a request, unless somebody has; durable on return. The first answer stands."""
+    answer = AnswerRecord(own_id, outcome, saved, why, this_process(), time.time())
+    with suppress(FileExistsError, FileNotFoundError):  # or somebody has removed the folder
+        put_record(storage, f"{root}/{REQUESTS}", answer_file(own_id), encode_answer(answer))
+
+
+def remove_file(storage: Storage, root: str, name: str) -> None:
+    """Remove a file from the folder of requests; fine if it is gone."""
+    with suppress(FileNotFoundError):
+        storage.remove(f"{root}/{REQUESTS}/{name}")
+
+
+def _check_name(file: str, found: str, own_id: str) -> None:
+    if found != own_id:
+        raise CorruptError(f"{file}: it is the record of request {found}; remove it")

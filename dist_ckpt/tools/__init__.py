@@ -1,0 +1,1 @@
+"""One process works on whole checkpoints: inspect, rewrite, average, report."""

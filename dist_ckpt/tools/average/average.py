@@ -1,0 +1,397 @@
+"""`dc.average`: choose, agree and plan, write, commit.
+
+The average is written like a save by the ranks of the newest source: its files are that one's, but
+for what is averaged in them. Each rank of the job writes some of these files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
+
+from msgspec.structs import asdict
+from torch.distributed import ProcessGroup
+
+from dist_ckpt import __version__
+from dist_ckpt.config import Config
+from dist_ckpt.core.comm.collectives.collective import AloneCollective
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Alone, check_alike
+from dist_ckpt.core.comm.process_group import session_of
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.format.filenames import parse_attempt
+from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.planning.plan import FileReceipt
+from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.saving.save_transaction import AttemptRun, PartWritten, SaveRequest
+from dist_ckpt.core.shard_io.read.open_files import read_encoded_objects
+from dist_ckpt.core.shard_io.read.read_windows import Windows
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
+from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.errors import NotFoundError
+from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
+from dist_ckpt.tools.average.average_options import AverageOptions
+from dist_ckpt.tools.average.averaged_windows import AveragedTensors
+from dist_ckpt.tools.average.source_selection import Chosen, check_target, choose
+from dist_ckpt.tools.average.structure import averaged_names
+from dist_ckpt.tools.average.write_assignment import RankShare, receipts_by_rank, share_of
+from dist_ckpt.tools.rewrite.rewriting import DryRun, dry_run
+
+_log = logging.getLogger("dist_ckpt")
+
+PathLike = str | os.PathLike[str]
+
+
+def average(
+    sources: PathLike | Sequence[PathLike],
+    *,
+    to: PathLike,
+    last: int | None = None,
+    best: int | None = None,
+    min: str | None = None,  # noqa: A002  (as `keep.best` has it)
+    max: str | None = None,  # noqa: A002
+    weights: Sequence[float] | None = None,
+    decay: float | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    overwrite: bool = False,
+    group: ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Write the average of checkpoints as a new one, at `to`.
+
+    `sources` are checkpoints, of which each may name one of a run ("runs/a@latest"); or they are
+    the folder of a run, with `last=n` for its last n, or `best=n` and `min="val/loss"` or
+    `max="accuracy"` for its best; n <= 0 for all, of best for all that are measured. A run that
+    has fewer gives what it has. What is chosen of a run is held meanwhile against being pruned.
+
+    Trainable floating-point tensors (and complex ones) are averaged, as the checkpoints know them;
+    where they do not, or to choose others, give `include` and `exclude`, patterns on the names of
+    floating-point tensors. All else (buffers, integers, what is frozen, the optimizer's state,
+    values, metadata, values per rank) is taken from the newest source, which is the one of the
+    highest step; of one step, or if one has no step, the one that was saved last. Its step, world
+    size and layout are those of the average; facts about it, such as metrics, and what is attached
+    to it are not.
+
+    The average is uniform, or `weights` has a number for each source, in their order (of a run,
+    oldest first); or, with `decay` d, a source that has k newer ones has the weight d**k: an
+    exponential moving average, corrected for its start. Weights are scaled by a power of two, so
+    that the largest is from 1 to 2. Of each element `w * x` is added up from the oldest source to
+    the newest, in float64 for float64 and complex128, else in float32, each step rounded; the sum
+    is divided by the sum of the weights and rounded to the tensor's dtype. nan in a source makes
+    nan.
+
+    One window of the tensors is in memory at a time, about 200 MB in all, and what is not a tensor
+    one file at a time. In a job every rank of `group` calls this (collective), each writes some of
+    the files, and the first rank commits. On return the average is complete and durable; if it
+    raises, on all ranks, there is none. `overwrite` replaces what is at `to`. Every byte read is
+    checked. `progress` is told (bytes read, bytes to read) of this rank.
+
+    Raises ValueError and TypeError for arguments that make no sense, IncompatibleError with all
+    that differs between the sources, CorruptError that names the source that is damaged,
+    NotFoundError if there is none, nothing is measured, or one was replaced or deleted meanwhile;
+    else as a save to `to` would.
+    """
+    options = AverageOptions(
+        last=last,
+        best=best,
+        min=min,
+        max=max,
+        weights=weights,
+        decay=decay,
+        include=include,
+        exclude=exclude,
+        overwrite=overwrite,
+    )
+    return average_together(session_of(group), AverageCall(sources, to, options, progress))
+
+
+@dataclass(frozen=True, slots=True)
+class AverageCall:
+    """What a caller of `average` gives; with storages to use instead of the paths' own."""
+
+    sources: PathLike | Sequence[PathLike]
+    target: PathLike
+    options: AverageOptions
+    progress: Progress | None = None
+    source_storage: Storage | None = None
+    target_storage: Storage | None = None
+
+
+def average_alone(
+    sources: PathLike | Sequence[PathLike],
+    to: PathLike,
+    options: AverageOptions,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Average in this process alone, also where a launcher says that there are other ranks."""
+    alone = Session(Alone(), AloneCollective(), Config.from_environment())
+    return average_together(alone, AverageCall(sources, to, options, progress))
+
+
+def would_average(
+    sources: PathLike | Sequence[PathLike], to: PathLike, options: AverageOptions
+) -> tuple[DryRun, tuple[str, ...]]:
+    """Return what `average_alone` would write, and what it would average, in words.
+
+    Nothing is changed. Raises what it does before it writes.
+    """
+    storages, of_run = (
+        _Storages(AverageCall(sources, to, options)),
+        isinstance(sources, str | os.PathLike),
+    )
+    opened, target = _opened(storages), storages.target()
+    chosen = choose(opened, options, None, of_run=of_run)
+    check_target(chosen, *target, opened[0][1] if of_run else None)
+    averaged_names(
+        [(one.path, one.index.catalog) for one in chosen],
+        selection_of(options.include, options.exclude),
+    )
+    newest = chosen[-1].index
+    files = {newest.file_name(one): one.nbytes for one in newest.files}
+    files |= {one.name: one.nbytes for one in newest.objects}
+    found = dry_run(*target, files, overwrite=options.overwrite)
+    return found, tuple(map(str, chosen))
+
+
+class _AverageRequest(Message, frozen=True):
+    """What a rank asks for: the same on all."""
+
+    sources: tuple[str, ...]
+    target: str
+    options: str
+
+
+class _AgreedSources(Message, frozen=True):
+    """What is averaged: path, attempt and weight of each source, oldest first."""
+
+    sources: tuple[tuple[str, str, float], ...]
+
+
+@dataclass(slots=True)
+class _Storages:
+    """Opens the storages of a call, and counts what is read from the sources."""
+
+    call: AverageCall
+    sources: list[CountingStorage] = field(default_factory=list)
+
+    def source(self, path: PathLike) -> tuple[Storage, str]:
+        own, text = open_storage(path, direct_reads=True)
+        self.sources.append(CountingStorage(self.call.source_storage or own))
+        return self.sources[-1], text
+
+    def target(self) -> tuple[CountingStorage, str]:
+        own, text = open_storage(self.call.target)
+        return CountingStorage(self.call.target_storage or own), text
+
+    @property
+    def reads(self) -> Tally:
+        """What was read of the sources."""
+        total = Tally()
+        for storage in self.sources:
+            total = total.plus_all(storage.reads)
+        return total
+
+
+def average_together(ranks: Session, call: AverageCall) -> SaveReport:
+    """Average over a given session. Collective: every rank of the session calls this."""
+    channel = ranks.channel
+    with ranks.operation(f"average to {call.target}"), ExitStack() as held:
+        phases = Phases("average", str(call.target), quiet=channel.rank != COORDINATOR)
+        storages = _Storages(call)
+        with phases.phase("agree"):
+            chosen, agreed = _agree(ranks, storages, held)
+        with phases.phase("plan"):
+            claimed = _plan_and_claim(ranks, storages, chosen, agreed)
+        with phases.phase("write"):
+            text = CatalogText(claimed.newest.catalog)
+            write = partial(_write, ranks, claimed, call.progress)
+            attempt = parse_attempt(claimed.attempt)
+            assert attempt is not None
+            verdict = claimed.run.write_and_commit(text, attempt, write)
+        with phases.phase("clean up"):
+            claimed.run.clean_up()
+        report = SaveReport(
+            path=claimed.request.path,
+            step=claimed.newest.step,
+            world_size=channel.world_size,
+            num_tensors=len(claimed.newest.catalog.tensors),
+            seconds=phases.seconds,
+            exchanges=ranks.exchanges,
+            collectives=ranks.collectives,
+            nbytes_receipt=claimed.run.nbytes_receipt,
+            storage_reads=storages.reads.plus_all(claimed.storage.reads),
+            storage_writes=claimed.storage.writes,
+            **asdict(verdict),
+        )
+        phases.done(report)
+        return report
+
+
+def _agree(
+    ranks: Session, storages: _Storages, held: ExitStack
+) -> tuple[tuple[Chosen, ...], _AgreedSources]:
+    """Agree on what is averaged: rank 0 chooses, and holds what it has chosen of a run.
+
+    Only that rank has it with the indexes then.
+    """
+    call = storages.call
+    chosen: tuple[Chosen, ...] = ()
+    with ranks.channel.exchange("agree") as agreeing:
+        sources, of_run = _opened(storages), isinstance(call.sources, str | os.PathLike)
+        target_storage, target = storages.target()
+        asked = _AverageRequest(tuple(path for _, path in sources), target, repr(call.options))
+        if told := agreeing.gather(asked):
+            check_alike("average", told, _AverageRequest.__struct_fields__)
+            chosen = choose(sources, call.options, held, of_run=of_run)
+            check_target(chosen, target_storage, target, sources[0][1] if of_run else None)
+            agreeing.decide(
+                _AgreedSources(tuple((one.path, one.attempt.name, one.weight) for one in chosen))
+            )
+    return chosen, agreeing.result(_AgreedSources)
+
+
+def _opened(storages: _Storages) -> list[tuple[Storage, str]]:
+    """Check what was given, and open the sources."""
+    call = storages.call
+    call.options.check(of_run=isinstance(call.sources, str | os.PathLike))
+    _check(call)
+    given = [call.sources] if isinstance(call.sources, str | os.PathLike) else call.sources
+    return [storages.source(path) for path in given]
+
+
+def _check(call: AverageCall) -> None:
+    """Raise TypeError for sources in no order, and for a progress that nobody can be told."""
+    if isinstance(call.sources, bytes) or not isinstance(
+        call.sources, str | os.PathLike | Sequence
+    ):
+        raise TypeError(
+            f"sources is a {type(call.sources).__name__}: give a list of checkpoints, or the "
+            f"folder of a run"
+        )
+    if call.progress is not None and not callable(call.progress):
+        raise TypeError(f"progress={call.progress!r}: give a function, or None")
+
+
+def _found(storages: _Storages, path: str, name: str, weight: float) -> Chosen:
+    storage, _ = storages.source(path)
+    attempt = parse_attempt(name)
+    assert attempt is not None
+    index = attempts.read_index(storage, path, attempt)
+    if not isinstance(index, Index):
+        raise NotFoundError(f"{path}/{name} was replaced or deleted meanwhile: average again")
+    return Chosen(storage, path, attempt, index, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Claimed:
+    """What is averaged, and what this rank writes of it; the attempt is claimed."""
+
+    chosen: tuple[Chosen, ...]
+    averaged: frozenset[str]
+    shares: list[RankShare]
+    storage: CountingStorage
+    request: SaveRequest
+    attempt: str
+    run: AttemptRun
+
+    @property
+    def newest(self) -> Index:
+        return self.chosen[-1].index
+
+
+def _plan_and_claim(
+    ranks: Session, storages: _Storages, chosen: tuple[Chosen, ...], agreed: _AgreedSources
+) -> _Claimed:
+    """Check that the sources fit, plan, and claim: until then nothing on disk has changed."""
+    options, channel = storages.call.options, ranks.channel
+    run: AttemptRun | None = None
+    try:
+        with channel.exchange("plan") as planning:
+            chosen = chosen or tuple(_found(storages, *one) for one in agreed.sources)
+            newest = chosen[-1].index
+            storage, path = storages.target()
+            request = _request_of(storage, path, chosen, overwrite=options.overwrite)
+            run = AttemptRun(channel, ranks.config, request, partial(receipts_by_rank, newest))
+            catalogs = [(one.path, one.index.catalog) for one in chosen]
+            averaged = averaged_names(catalogs, selection_of(options.include, options.exclude))
+            shares = share_of(
+                newest, averaged, len(chosen), rank=channel.rank, world_size=channel.world_size
+            )
+            if planning.gather(None):
+                _log.info("average to %s: %s", path, "; ".join(map(str, chosen)))
+                planning.decide(run.claim())
+        name = planning.result(str)
+    except BaseException as error:
+        if run is not None:
+            run.recover_claim(error)
+        raise
+    return _Claimed(chosen, averaged, shares, storage, request, name, run)
+
+
+def _request_of(
+    storage: Storage, path: str, chosen: Sequence[Chosen], *, overwrite: bool
+) -> SaveRequest:
+    """Return what a save of the average asks for."""
+    newest = chosen[-1].index
+    mirrored = {
+        key: value
+        for key, value in newest.metadata.items()
+        if value is None or isinstance(value, bool | int | float | str)
+    }
+    return SaveRequest(
+        storage=storage,
+        path=path,
+        step=newest.step,
+        overwrite=overwrite,
+        metadata="",
+        mirrored=mirrored,
+        saved_by={
+            **newest.saved_by,
+            "averaged_by": f"dist_ckpt {__version__}",
+            "averaged": "; ".join(map(str, chosen)),
+        },
+    )
+
+
+def _write(ranks: Session, claimed: _Claimed, progress: Progress | None) -> PartWritten:
+    """Write this rank's files."""
+    start = time.monotonic()
+    newest = claimed.chosen[-1]
+    folder = f"{claimed.request.path}/{claimed.attempt}"
+    plans = [plan for share in claimed.shares for plan in share.plans]
+    receipts: list[FileReceipt] = []
+    with closing(AveragedTensors(claimed.chosen, claimed.averaged, ranks.slots)) as tensors:
+        done, nbytes = 0, tensors.nbytes_to_read(plans)
+
+        def tell(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress is not None:
+                progress(done, nbytes)
+
+        with closing(tensors.windows(plans, tell)) as filled:
+            sources = iter(Windows(plans, filled).sources)
+            for share in claimed.shares:
+                with attempts.while_it_is_there(newest.storage, newest.path, newest.attempt):
+                    objects = {
+                        record.name: read_encoded_objects(newest.storage, newest.folder, record)
+                        for record in share.objects
+                    }
+                files = RankFiles(
+                    step=newest.index.step,
+                    plans=share.plans,
+                    sources=tuple(next(sources) for _ in share.plans),
+                    objects=objects,
+                )
+                # One thread: its blocks are asked for in the order of the windows.
+                receipts += write_all(claimed.storage, folder, files, threads=1)
+    return PartWritten(tuple(receipts), (), time.monotonic() - start)

@@ -1,0 +1,167 @@
+"""Which checkpoints are averaged: those of a list, or the last or best of a run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.storage import Storage, real_path
+from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.runs.annotations import keeps_records
+from dist_ckpt.runs.lease_renewal import holding, resolve_and_hold, subject_of
+from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
+from dist_ckpt.runs.selectors import measured, resolve_at, warn_of_unreadable
+from dist_ckpt.tools.average.average_options import AverageOptions, weights_of
+
+_log = logging.getLogger("dist_ckpt")
+
+# How often what was chosen may be removed before it is held.
+_ROUNDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One checkpoint that is averaged, and its weight."""
+
+    storage: Storage
+    path: str
+    attempt: Attempt
+    index: Index
+    weight: float
+
+    @property
+    def folder(self) -> str:
+        """Its attempt's folder."""
+        return f"{self.path}/{self.attempt}"
+
+    def __str__(self) -> str:
+        """Return it for the index of the average."""
+        step = "" if self.index.step is None else f" of step {self.index.step}"
+        return f"{self.weight:.6g} of {self.path.rpartition('/')[2]}/{self.attempt}{step}"
+
+
+def choose(
+    sources: Sequence[tuple[Storage, str]],
+    options: AverageOptions,
+    held: ExitStack | None,
+    *,
+    of_run: bool,
+) -> tuple[Chosen, ...]:
+    """Find the checkpoints to average, oldest first; of a run they are held until `held` ends.
+
+    With None they are not held, and nothing is written.
+
+    The newest is of the highest step; of one step, or if one of them has none, the last that was
+    saved.
+    """
+    if of_run:
+        ((storage, root),) = sources
+        there = [(storage, path) for path in _of_run(storage, root, options, held)]
+    else:
+        there = [(storage, _resolved(storage, path, held)) for storage, path in sources]
+    found = [(storage, path, *attempts.find(storage, path)) for storage, path in there]
+    _check_distinct([(path, attempt) for _, path, attempt, _ in found])
+    have_steps = all(index.step is not None for *_, index in found)
+
+    def age(number: int) -> tuple[int, float]:
+        index = found[number][-1]
+        return (index.step or 0) if have_steps else 0, index.saved_at
+
+    order = sorted(range(len(found)), key=age)
+    weights = weights_of(options, len(found))
+    return tuple(
+        Chosen(*found[number], weights[number if options.decay is None else place])
+        for place, number in enumerate(order)
+    )
+
+
+def _check_distinct(found: Sequence[tuple[str, Attempt]]) -> None:
+    if len(found) < 2:
+        there = f"only {found[0][0]}" if found else "nothing"
+        raise ValueError(f"there is {there} to average: give two checkpoints or more")
+    seen: set[tuple[str, Attempt]] = set()
+    for path, attempt in found:
+        if (place := (real_path(path), attempt)) in seen:
+            raise ValueError(f"{path} is given twice: give it once, with a weight if need be")
+        seen.add(place)
+
+
+def check_target(chosen: Sequence[Chosen], storage: Storage, target: str, root: str | None) -> None:
+    """Raise ValueError if a target would harm a source, or be taken for a part of a run.
+
+    `root` is the run's, if the sources were chosen of one.
+    """
+    real = real_path(target)
+    for one in chosen:
+        source = real_path(one.path)
+        if real == source:
+            raise ValueError(f"the target {target} is a source: give another target")
+        if real.startswith(f"{source}/"):
+            raise ValueError(f"the target {target} lies in the source {one.path}: give another")
+        if source.startswith(f"{real}/"):
+            raise ValueError(f"the source {one.path} lies in the target {target}: give another")
+    parent = real.rpartition("/")[0] or "/"
+    if (root is not None and real_path(root) == parent) or keeps_records(storage, parent):
+        raise ValueError(
+            f"the target {target} lies in the folder of a run, which would go on from it as from "
+            f"its own: give a target outside of {parent}"
+        )
+
+
+def _resolved(storage: Storage, path: str, held: ExitStack | None) -> str:
+    if held is not None:
+        return resolve_and_hold(storage, path, held)
+    found = resolve_at(storage, path)
+    return path if found is None else found.path
+
+
+def _of_run(
+    storage: Storage, root: str, options: AverageOptions, held: ExitStack | None
+) -> Sequence[str]:
+    """Choose of a run, and hold; again if one of them is removed in between."""
+    for left in reversed(range(_ROUNDS)):
+        listing = list_run(storage, root, now=time.time())
+        those = pick(listing, options)
+        try:
+            with ExitStack() as stack:
+                if held is not None and keeps_records(storage, listing.root):
+                    for one in those:
+                        stack.enter_context(holding(subject_of(storage, one)))
+                    held.push(stack.pop_all())
+        except NotFoundError:
+            if not left:
+                raise
+            continue
+        except StorageError as error:
+            _log.debug("%s: the sources are not held: %s", root, error)
+        return [one.path for one in those]
+    raise AssertionError
+
+
+def pick(listing: Listing, options: AverageOptions) -> Sequence[RunCheckpoint]:
+    """Return the last or the best of a run. Pure, but for a log.
+
+    Of one step only the highest attempt counts. NotFoundError if nothing is measured.
+    """
+    warn_of_unreadable(listing)
+    name = options.max if options.min is None else options.min
+    if options.best is None or name is None:
+        count, there = options.last or 0, listing.alive
+    else:
+        count, there = options.best, tuple(measured(listing, name))
+    ranked = list({one.step: one for one in there}.values())[::-1]
+    if name is not None:
+        sign = -1 if options.min is None else 1
+        # Of two that are equal the older is the better, as for `keep.best`.
+        ranked.reverse()
+        ranked.sort(key=lambda one: sign * one.metrics[name])
+    found = ranked[:count] if count > 0 else ranked
+    if len(found) < count:
+        _log.warning("%s: %d checkpoints are averaged, not %d", listing.root, len(found), count)
+    return sorted(found, key=lambda one: one.step or 0)

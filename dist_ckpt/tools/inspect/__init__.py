@@ -1,0 +1,1 @@
+"""Look at checkpoints and compare them; without torch."""

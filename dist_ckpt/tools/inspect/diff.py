@@ -1,0 +1,300 @@
+"""What two checkpoints have otherwise, whatever numbers of ranks saved them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import TYPE_CHECKING
+
+from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
+from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
+from dist_ckpt.core.checkpoint.streaming import (
+    WINDOW_NBYTES,
+    OpenedTensors,
+    nbytes_of,
+    opened_tensors,
+    parts_of,
+    stored_windows,
+)
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.index.index import TensorRecord
+from dist_ckpt.core.format.index.model_description import KIND, differences
+from dist_ckpt.core.planning.plan import Wanted
+from dist_ckpt.core.planning.selection import Selection, selection_of
+from dist_ckpt.core.shard_io.memory.numbers import has_numbers, numbers, numpy_module
+from dist_ckpt.reports import Progress
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """A tensor whose values differ: in how many elements, and by how much at most.
+
+    `max_difference` is None where that is no number: nan or an infinity against another value.
+    """
+
+    name: str
+    num_differing: int
+    numel: int
+    max_difference: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What two checkpoints have otherwise: `a` is the first, `b` the second.
+
+    `config` has the dotted names in their configurations, and `kind`, with both texts. `removed`
+    are names of tensors that only `a` has, `added` those that only `b` has. `changed` are tensors
+    of another dtype or shape, with both as text. `objects` and `values` are the values that are no
+    tensors, and the tensors, that differ; None if values were not compared.
+    """
+
+    a: str
+    b: str
+    config: Mapping[str, tuple[str, str]]
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
+    changed: Mapping[str, tuple[str, str]]
+    objects: Mapping[str, tuple[str, str]] | None = None
+    values: tuple[ValueDifference, ...] | None = None
+
+    @property
+    def same(self) -> bool:
+        """Say whether nothing that was compared differs."""
+        found = (self.config, self.removed, self.added, self.changed, self.objects, self.values)
+        return not any(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tolerance:
+    """How far two values may be apart; None of both: they are the same bits."""
+
+    rtol: float | None
+    atol: float | None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.rtol is None and self.atol is None
+
+
+def diff(  # noqa: PLR0913 - the names, what is compared, and how
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    values: bool = False,
+    rtol: float | None = None,
+    atol: float | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> Difference:
+    """Return what the checkpoint `b` has otherwise than `a`: configuration, names, dtypes, shapes.
+
+    With `values` also every value, a window of each at a time: bit for bit, so that nan is like
+    nan and 0.0 is not like -0.0; or, given `rtol` or `atol`, numbers that are not further apart
+    than `atol + rtol * abs(b)` are the same. Tensors are compared as they are logically, so by how
+    many ranks each was saved does not matter; neither do step, metadata and attached files. Values
+    that are no tensors are compared exactly; per-rank values, which hang on the ranks, are not.
+
+    `include` and `exclude` are as of `dc.save`. Needs numpy for values, and no torch; one process;
+    nothing is changed. Raises ValueError for a tolerance without `values`, or a pattern that
+    matches no name in either; otherwise as `dc.open`, and CorruptError for damaged blocks.
+    """
+    tolerance = _checked(rtol, atol, values=values)
+    selection = selection_of(include, exclude)
+    with opened_tensors(a) as one, opened_tensors(b) as other:
+        with open_checkpoint(one.path) as first, open_checkpoint(other.path) as second:
+            left, right = _names(one, other, selection, {**first.objects, **second.objects})
+            config = _config(first, second)
+            objects = _objects(first, second, selection) if values else None
+        changed = dict(_changed(one, other, left, right))
+        same = [name for name in left if name in right and name not in changed]
+        found = None
+        if values:
+            pairs = {name: (left[name], right[name]) for name in same}
+            found = tuple(_values(one, other, pairs, tolerance, progress))
+    return Difference(
+        a=one.path,
+        b=other.path,
+        config=config,
+        removed=tuple(name for name in left if name not in right),
+        added=tuple(name for name in right if name not in left),
+        changed=changed,
+        objects=objects,
+        values=found,
+    )
+
+
+def _checked(rtol: float | None, atol: float | None, *, values: bool) -> _Tolerance:
+    if type(values) is not bool:
+        raise TypeError(f"values={values!r}: give True or False")
+    if not values and (rtol is not None or atol is not None):
+        raise ValueError("rtol and atol are for values: give values=True (--values) as well")
+    for name, given in (("rtol", rtol), ("atol", atol)):
+        if given is None:
+            continue
+        if isinstance(given, bool | str) or not (isfinite(given) and given >= 0):
+            raise ValueError(f"{name}={given!r}: give a number from 0 on")
+    if values:
+        numpy_module()  # before anything is read
+    return _Tolerance(rtol, atol)
+
+
+def _names(
+    one: OpenedTensors, other: OpenedTensors, selection: Selection, objects: Iterable[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the selected tensors of both, each with the name that it is stored under.
+
+    A pattern may match one of the `objects` instead.
+    """
+    every = [
+        {**dict.fromkeys(each.catalog.tensors), **each.catalog.aliases} for each in (one, other)
+    ]
+    if problems := selection.unmatched({**every[0], **every[1], **dict.fromkeys(objects)}):
+        raise ValueError("; ".join(problems))
+    left, right = (
+        {name: fqn or name for name, fqn in names.items() if name in selection} for names in every
+    )
+    return left, right
+
+
+def _changed(
+    one: OpenedTensors, other: OpenedTensors, left: Mapping[str, str], right: Mapping[str, str]
+) -> Iterator[tuple[str, tuple[str, str]]]:
+    for name in (name for name in left if name in right):
+        texts = (
+            _text(one.catalog.tensors[left[name]]),
+            _text(other.catalog.tensors[right[name]]),
+        )
+        if texts[0] != texts[1]:
+            yield name, texts
+
+
+def _text(record: TensorRecord) -> str:
+    return f"{record.dtype} {list(record.shape)}"
+
+
+def _config(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[str, str]]:
+    found = differences(first.config or {}, second.config or {})
+    if first.kind != second.kind:
+        found[KIND] = (repr(first.kind), repr(second.kind))
+    return found
+
+
+def _objects(
+    first: Checkpoint, second: Checkpoint, selection: Selection
+) -> dict[str, tuple[str, str]]:
+    left, right = (
+        {name: value for name, value in each.objects.items() if name in selection}
+        for each in (first, second)
+    )
+    return differences(left, right)
+
+
+def _values(
+    one: OpenedTensors,
+    other: OpenedTensors,
+    pairs: Mapping[str, tuple[str, str]],
+    tolerance: _Tolerance,
+    progress: Progress | None,
+) -> Iterator[ValueDifference]:
+    """Yield what differs. A pair that tied names share is compared once."""
+    found = {pair: _PairDifference() for pair in pairs.values()}
+    partners: dict[str, list[str]] = {}
+    for left, right in found:
+        partners.setdefault(left, []).append(right)
+    names = set(partners)
+    total, done = nbytes_of(one.catalog, names), 0
+    here, there = (memoryview(bytearray(min(total, WINDOW_NBYTES))) for _ in range(2))
+    for window in stored_windows(one.catalog, names):
+        one.tensors.fetch(window.wanted, here)
+        mine = {want.fqn: (want, data) for want, data in parts_of(window.wanted, here)}
+        for turns in _turns([(left, right) for left in mine for right in partners[left]]):
+            wanted = [_as_named(mine[left][0], right) for left, right in turns]
+            other.tensors.fetch(wanted, there)
+            for pair, (want, data) in zip(turns, parts_of(wanted, there), strict=True):
+                found[pair].compare(want.dtype, mine[pair[0]][1], data, tolerance)
+        done += window.nbytes
+        if progress is not None:
+            progress(done, total)
+    for name, pair in pairs.items():
+        if found[pair].num:
+            numel = prod(one.catalog.tensors[pair[0]].shape)
+            yield ValueDifference(name, found[pair].num, numel, found[pair].distance)
+
+
+def _turns(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Yield pairs in groups in which no name comes twice on a side: mostly that is one group."""
+    while pairs:
+        lefts, rights = set[str](), set[str]()
+        turn, later = [], []
+        for left, right in pairs:
+            if left in lefts or right in rights:
+                later.append((left, right))
+            else:
+                turn.append((left, right))
+                lefts.add(left)
+                rights.add(right)
+        yield turn
+        pairs = later
+
+
+def _as_named(want: Wanted, fqn: str) -> Wanted:
+    return Wanted(fqn, want.dtype, want.shape, want.cells)
+
+
+class _PairDifference:
+    """What was found to differ in a pair of tensors so far; `distance` is None if it is no number.
+
+    Of what has no numbers too.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.distance: float | None = 0.0
+
+    def compare(self, dtype: str, a: memoryview, b: memoryview, tolerance: _Tolerance) -> None:
+        """Compare the same elements of both."""
+        step = _AT_ONCE * DTYPES[dtype].itemsize
+        for start in range(0, a.nbytes, step):
+            left, right = a[start : start + step], b[start : start + step]
+            if bytes(left) != bytes(right):  # much faster than memoryviews are compared
+                self._compare(dtype, left, right, tolerance)
+
+    def _compare(self, dtype: str, a: memoryview, b: memoryview, tolerance: _Tolerance) -> None:
+        numpy = numpy_module()
+        size = DTYPES[dtype].itemsize
+        bits = [numpy.frombuffer(data, "u1").reshape(-1, size) for data in (a, b)]
+        differ = (bits[0] != bits[1]).any(axis=1)
+        if not has_numbers(dtype):
+            self.num, self.distance = self.num + int(differ.sum()), None
+            return
+        left, right = (_wide(numbers(dtype, data)) for data in (a, b))
+        if left.size != differ.size:  # two elements share a byte
+            differ = left != right
+        with numpy.errstate(all="ignore"):  # infinities, and nan
+            distance = numpy.abs(left - right)
+            if not tolerance.is_exact:
+                near = distance <= (tolerance.atol or 0.0) + (tolerance.rtol or 0.0) * abs(right)
+                # An infinity is near to itself only, though it is no number away from all.
+                near &= numpy.isfinite(right)
+                near |= (left == right) | (numpy.isnan(left) & numpy.isnan(right))
+                differ &= ~near
+        self.num += int(differ.sum())
+        if differ.any() and self.distance is not None:
+            most = float(distance[differ].max())
+            self.distance = max(self.distance, most) if isfinite(most) else None
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    """Return numbers as floats between which a difference can be told."""
+    numpy = numpy_module()
+    if values.dtype.kind == "c":
+        return values.astype(numpy.clongdouble)
+    return values.astype(numpy.longdouble if values.dtype.itemsize >= 8 else numpy.float64)

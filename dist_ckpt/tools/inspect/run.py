@@ -1,0 +1,199 @@
+"""`dc.Run`: a run's checkpoints, for who evaluates them, and for tools; it owns nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open_at
+from dist_ckpt.core.checkpoint.verify import verify
+from dist_ckpt.core.commit.attempts import entries_at
+from dist_ckpt.core.commit.records import leases
+from dist_ckpt.core.commit.records.leases import Subject
+from dist_ckpt.core.storage import open_storage
+from dist_ckpt.errors import CheckpointError, NotFoundError, listed
+from dist_ckpt.runs.annotations import put_metrics
+from dist_ckpt.runs.lease_renewal import TTL_S, hold_chosen, subject_of
+from dist_ckpt.runs.listing import Listing, RunCheckpoint, checkpoints, list_run
+from dist_ckpt.runs.retention.prune import Decision, metrics_of, plan_prune, prune
+from dist_ckpt.runs.retention.retention_policy import Keep
+from dist_ckpt.runs.selectors import select
+from dist_ckpt.tools.inspect.best_checkpoint import best_measured
+
+_POLL_S = 2.0
+
+
+class Run:
+    """The checkpoints of a run in a folder, which need not be there yet. Needs no torch or ranks.
+
+    It installs no handlers and keeps nothing open: any process may have one, also while the run
+    goes on. `which` is a step, or a selector: "@latest", "@12000", "@min:val/loss",
+    "@max:accuracy", "@tag:release". What has no step, or is not committed, cannot be held, pinned,
+    tagged or measured.
+    Threads may share it.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._storage, self._root = open_storage(root)
+
+    @property
+    def root(self) -> str:
+        """The run's folder."""
+        return self._root
+
+    @property
+    def checkpoints(self) -> tuple[RunCheckpoint, ...]:
+        """What `dist_ckpt.checkpoints` returns of the folder, read anew."""
+        return checkpoints(self._root)
+
+    def find(self, which: int | str) -> RunCheckpoint:
+        """Return the checkpoint of a step, or that a selector chooses.
+
+        NotFoundError if there is none, ValueError for what is no selector: both say what there is.
+        """
+        if type(which) is int and which >= 0:
+            return select(self._list(), str(which))
+        if isinstance(which, str) and which.startswith("@"):
+            return select(self._list(), which[1:])
+        raise ValueError(f'{which!r}: give a step, or a selector such as "@latest"')
+
+    def best(
+        self,
+        *,
+        min: str | None = None,  # noqa: A002 - as of `dc.keep.best`
+        max: str | None = None,  # noqa: A002
+    ) -> RunCheckpoint | None:
+        """Return the checkpoint with the best value of a metric; None if it was never measured.
+
+        Of two that are equal the older. What is left behind, or was replaced, does not count. If a
+        better value is known of a step whose checkpoint is gone or damaged, that is a
+        NotFoundError, which names it. (What a pruner removes is forgotten with what was measured of
+        it: let `keep.best` be among its rules.) Give `min` or `max`.
+        """
+        if (min is None) == (max is None):
+            raise ValueError('give min= or max=, the name of a metric: best(min="val/loss")')
+        return best_measured(self._storage, self._list(), min or max or "", is_max=min is None)
+
+    def wait_newer(
+        self, after: int | None = None, *, timeout_s: float = 3600.0, poll_s: float = _POLL_S
+    ) -> int | None:
+        """Wait for a checkpoint above the step `after`; return its step, or None after `timeout_s`.
+
+        It is one that the run may go on from: committed, and not left behind. A folder that is not
+        there yet is waited for as well. The storage is asked every `poll_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            alive = self._list().alive if entries_at(self._storage, self._root) else ()
+            newest = alive[-1].step if alive else None
+            if newest is not None and (after is None or newest > after):
+                return newest
+            if (left := deadline - time.monotonic()) <= 0:
+                return None
+            time.sleep(min(poll_s, left))
+
+    @contextmanager
+    def hold(self, which: int | str, *, ttl_s: float = TTL_S) -> Iterator[Checkpoint]:
+        """Keep a checkpoint from being pruned or deleted inside a `with`, which has it open.
+
+        It is renewed meanwhile. A process that dies, or stands still, holds it for `ttl_s` seconds
+        by the storage's clock, and no longer. NotFoundError if there is none, or if it is about to
+        be removed; StorageError if the folder cannot be written.
+        """
+        with ExitStack() as stack:
+            one = hold_chosen(self._storage, lambda: self.find(which), ttl_s, stack)
+            yield stack.enter_context(open_at(self._storage, one.path))
+
+    def metrics(self, which: int | str, values: Mapping[str, float]) -> None:
+        """Add what was measured of a checkpoint, under any names; durable on return.
+
+        A later value of a name counts. nan and infinities are taken, and nan is never the best.
+        """
+        subject = self._subject(which)
+        put_metrics(self._storage, subject.root, subject.where, values)
+
+    def pin(self, which: int | str, why: str = "") -> None:
+        """Keep a checkpoint until it is unpinned, whatever the rules say; durable on return."""
+        leases.pin(self._subject(which), _text(why, "why"))
+
+    def unpin(self, which: int | str) -> None:
+        """Take the pin from a checkpoint; fine if it has none."""
+        leases.unpin(self._subject(which))
+
+    def tag(self, which: int | str, name: str) -> None:
+        """Give a tag to a checkpoint, which is kept as long as it has it; durable on return.
+
+        Of a run one checkpoint has a tag: another that had it loses it.
+        """
+        leases.tag(self._subject(which), _text(name, "name", least=1))
+
+    def untag(self, name: str) -> None:
+        """Take a tag away from the checkpoint that has it. NotFoundError if none has."""
+        leases.untag(self._subject(f"@tag:{_text(name, 'name', least=1)}"), name)
+
+    def prune(
+        self,
+        keep: Keep,
+        *,
+        among: Collection[RunCheckpoint] | None = None,
+        dry_run: bool = False,
+    ) -> list[Decision]:
+        """Remove what no rule and no guard keeps; return of each checkpoint what keeps it.
+
+        With nothing that keeps it, it is gone, or would be without `dry_run`. Never removed are the
+        newest, the newest that passes a quick check, the newest that was checked in full, and what
+        is pinned, tagged or held. `among` are checkpoints, as of an earlier dry run, out of which
+        some may go, where they are: all others stay. NotFoundError if a rule names a metric that no
+        checkpoint has.
+        """
+        if not isinstance(keep, Keep):
+            raise TypeError(f"keep={keep!r}: give a policy such as dc.keep.last(3)")
+        among = None if among is None else tuple(among)
+        for one in among or ():
+            if not isinstance(one, RunCheckpoint):
+                raise TypeError(f"among has {one!r}: give checkpoints that a dry run returned")
+        self._check_metrics(keep)
+        return prune(
+            self._storage,
+            self._root,
+            keep,
+            is_whole=is_whole,
+            among=among,
+            dry_run=dry_run,
+        )
+
+    def _check_metrics(self, keep: Keep) -> None:
+        listing = self._list()
+        known = {name for one in listing.checkpoints for name in one.metrics}
+        unknown = sorted(metrics_of(keep) - known)
+        if unknown and any(not told for _, told in plan_prune(listing, keep)):
+            there = f"there are {listed(sorted(known))}" if known else "there are none"
+            raise NotFoundError(
+                f"{self._root}: no checkpoint has the metric {unknown[0]!r}, so nothing is "
+                f"removed; {there}"
+            )
+
+    def _list(self) -> Listing:
+        return list_run(self._storage, self._root, now=time.time())
+
+    def _subject(self, which: int | str) -> Subject:
+        return subject_of(self._storage, self.find(which))
+
+    def __repr__(self) -> str:
+        return f"Run({self._root!r})"
+
+
+def is_whole(one: RunCheckpoint) -> bool:
+    """Say whether a checkpoint passes a quick check now."""
+    try:
+        return verify(one.path, level="quick").ok
+    except CheckpointError:
+        return False
+
+
+def _text(value: object, name: str, least: int = 0) -> str:
+    if not isinstance(value, str) or len(value) < least:
+        raise TypeError(f"{name}={value!r}: give a text")
+    return value

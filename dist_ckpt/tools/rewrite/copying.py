@@ -1,0 +1,120 @@
+"""A checkpoint once more, in another folder or on another file system, checked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from dist_ckpt.config import Config
+from dist_ckpt.core.commit import attempts, commit_protocol
+from dist_ckpt.core.commit.records.record_store import read_facts_of
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.shard_io.write.copied_files import carry_files, files_of
+from dist_ckpt.core.storage import Storage, open_storage, real_path
+from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.interop.registry import foreign_at
+from dist_ckpt.reports import Phases, Progress, SaveReport
+from dist_ckpt.runs.annotations import keeps_records, known_of, put_metrics
+from dist_ckpt.runs.lease_renewal import held_source
+from dist_ckpt.runs.selectors import open_resolved
+from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun, dry_run, new_attempt, report_of
+
+
+def copy(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    link: bool = False,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Copy the checkpoint at `source` to `target`, which is to be the checkpoint's own folder.
+
+    Every byte is checked on its way, and the copy is committed as a save is: durable and complete
+    on return, and no checkpoint before. It is the same save, for as many ranks; what was measured
+    goes along where the target's folder is a run's. Pins, tags and holds do not. With `link` files
+    are hard links where the storage makes them: nothing of those is read or checked, and a link
+    shares what later befalls the file. One process calls it.
+
+    `progress` may be called from other threads, by one at a time. Raises NotFoundError if there is
+    no such checkpoint, IncompatibleError for files of another system, ExistsError if something is
+    at `target` (unless `overwrite`), CorruptError for a damaged source, StorageError if the space
+    does not suffice: of a copy that failed nothing is left.
+    """
+    for name, given in (("overwrite", overwrite), ("link", link)):
+        if type(given) is not bool:
+            raise TypeError(f"{name}={given!r}: give True or False")
+    storage, old, new = _opened(source, target)
+    counting = CountingStorage(storage)
+    phases = Phases("copy", new, quiet=False)
+    with held_source(counting, old) as (attempt, index):
+        with new_attempt(counting, new, "copy", overwrite=overwrite) as claim:
+            files = files_of(index)
+            with phases.phase("write"):
+                linked = carry_files(
+                    counting,
+                    index,
+                    f"{old}/{attempt}",
+                    claim.folder,
+                    files,
+                    threads=Config.from_environment().threads,
+                    links=link,
+                    tell=CopyProgress(sum(one.nbytes for one in files.values()), progress),
+                )
+            with phases.phase("commit"):
+                sizes = {name: record.nbytes for name, record in files.items()}
+                commit_protocol.check_files(counting, claim.folder, sizes)
+                copied = replace(index, attempt=claim.attempt.name)
+                commit_protocol.commit(counting, claim, copied)
+        _carry_metrics(counting, (old, attempt), (new, claim.attempt), index)
+    reads, writes = counting.reads, counting.writes
+    report = report_of(new, copied, phases.seconds, reads, writes, linked)
+    phases.done(report)
+    return report
+
+
+def would_copy(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
+) -> DryRun:
+    """Return what `copy` would write. Nothing is changed. Raises what it would before it writes."""
+    storage, old, new = _opened(source, target)
+    _, index = attempts.find(storage, old)
+    files = {name: record.nbytes for name, record in files_of(index).items()}
+    return dry_run(storage, new, files, overwrite=overwrite)
+
+
+def _opened(
+    source: str | os.PathLike[str], target: str | os.PathLike[str]
+) -> tuple[Storage, str, str]:
+    storage, old = open_resolved(source)
+    new = real_path(open_storage(target)[1])
+    _check_copyable(storage, old, new)
+    return storage, old, new
+
+
+def _check_copyable(storage: Storage, source: str, target: str) -> None:
+    """Raise IncompatibleError or ValueError unless one checkpoint may be copied to the other."""
+    if foreign_at(storage, source) is not None:
+        raise IncompatibleError(
+            f"{source} is of another system: copy its files, or make a checkpoint of it with "
+            f"`dist-ckpt import`"
+        )
+    if source == target:
+        raise ValueError(f"source and target are both {source}: give another target")
+    if target.startswith(f"{source}/"):
+        raise ValueError(f"the target {target} lies in the source: give another target")
+
+
+def _carry_metrics(
+    storage: Storage, old: tuple[str, Attempt], new: tuple[str, Attempt], index: Index
+) -> None:
+    """Have what was measured put down for the copy as well, if its folder is a run's."""
+    roots = [path.rpartition("/")[0] or "/" for path, _ in (old, new)]
+    if index.step is None or not all(keeps_records(storage, root) for root in roots):
+        return
+    was, now = (index.step, old[1]), (index.step, new[1])
+    measured = known_of(read_facts_of(storage, roots[0], *was), 0.0).metrics.get(was)
+    if measured:
+        put_metrics(storage, roots[1], now, measured)

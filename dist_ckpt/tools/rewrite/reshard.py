@@ -1,0 +1,355 @@
+"""`dc.reshard`: rewrite a whole checkpoint for another layout, in one process, without torch.
+
+The target is planned like a save by as many ranks, and written like one; only the bytes come out
+of the source checkpoint instead of memory, a window of them at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import TypedDict, Unpack
+
+from dist_ckpt import __version__
+from dist_ckpt.core.commit import attempts, commit_protocol
+from dist_ckpt.core.commit.receipts import attached_of, check_receipts, sizes_of
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.checksums import BLOCK_NBYTES
+from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
+from dist_ckpt.core.format.index.index import Index, Key, ObjectsFileRecord
+from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
+from dist_ckpt.core.planning.save.save_planner import items_of_ranks, stored_nbytes
+from dist_ckpt.core.planning.selection import EVERYTHING, Selection, selection_of
+from dist_ckpt.core.planning.sharded_views import plan_stored
+from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.shard_io.read.open_files import read_attached_file, read_objects
+from dist_ckpt.core.shard_io.read.read_windows import StoredTensors, Windows, read_windows
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
+from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.errors import CorruptError
+from dist_ckpt.interop.registry import open_source
+from dist_ckpt.reports import Phases, Progress, SaveReport
+from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.tools.rewrite.rewriting import DryRun, dry_run, new_attempt, report_of
+from dist_ckpt.tools.rewrite.stored_part import part_of
+
+MIN_MEMORY = 64 << 20
+MAX_MEMORY = 1 << 30
+
+
+def reshard(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    sharding: ShardingConfig | None = None,
+    world_size: int | None = None,
+    max_memory: int = MAX_MEMORY,
+    overwrite: bool = False,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Write the checkpoint at `source` again at `target`, laid out for other ranks.
+
+    Give `sharding`, or `world_size` to cut every tensor evenly along dimension 0. One process
+    does it with about `max_memory` bytes for tensors, and all plain data and per-rank values in
+    memory besides, without torch or a GPU. Every byte read is checked. Plain data and per-rank
+    values, with the keys they were saved under, are carried over; the keys go round the ranks.
+
+    `include` and `exclude` are globs on the names in the checkpoint, as of `dc.save`: then only a
+    part of it is written. `source` may name one of a run, such as "runs/a@latest"; or it is what
+    other systems wrote and `dc.load` reads, which has no digests to check.
+    On return the target is complete and durable. `overwrite` replaces the checkpoint that is
+    there, which may be the source itself, once the new one is durable. Raises ExistsError if
+    something is there; otherwise as a load from `source` and a save to `target` would, so
+    NotFoundError if the source was replaced or deleted meanwhile.
+    """
+    config = _config_of(sharding, world_size, max_memory)
+    selection = selection_of(include, exclude)
+    return rewrite(
+        open_source(resolve(source)),
+        target,
+        config,
+        max_memory=max_memory,
+        overwrite=overwrite,
+        selection=selection,
+        progress=progress,
+    )
+
+
+class ReshardOptions(TypedDict, total=False):
+    """What `reshard` takes, but for its progress."""
+
+    sharding: ShardingConfig | None
+    world_size: int | None
+    max_memory: int
+    overwrite: bool
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+
+
+def would_reshard(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    **options: Unpack[ReshardOptions],
+) -> DryRun:
+    """Return what `reshard` would write. Nothing is changed. Raises what it does before it writes.
+
+    What is damaged in a tensor's data is not looked for.
+    """
+    max_memory = options.get("max_memory", MAX_MEMORY)
+    config = _config_of(options.get("sharding"), options.get("world_size"), max_memory)
+    selection = selection_of(options.get("include"), options.get("exclude"))
+    overwrite = options.get("overwrite", False)
+    opened = open_source(resolve(source))
+    return would_rewrite(opened, target, config, overwrite=overwrite, selection=selection)
+
+
+def _config_of(sharding: object, world_size: object, max_memory: object) -> ShardingConfig:
+    if type(max_memory) is not int or max_memory < MIN_MEMORY:
+        raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
+    if (sharding is None) == (world_size is None):
+        raise ValueError("give either sharding= or world_size=")
+    if sharding is None:
+        return even(world_size)
+    if not isinstance(sharding, ShardingConfig):
+        raise TypeError(f"sharding is a {type(sharding).__name__}: give a ShardingConfig")
+    return sharding
+
+
+def rewrite(
+    source: tuple[Storage, str],
+    target: str | os.PathLike[str],
+    config: ShardingConfig,
+    *,
+    max_memory: int = MAX_MEMORY,
+    overwrite: bool,
+    selection: Selection = EVERYTHING,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Reshard what is opened: a storage, and the path of a checkpoint there.
+
+    `step` is what a checkpoint without digests is of, else what its files say.
+    """
+    with _planned(source, target, config, overwrite, selection, step) as (stored, plan, place):
+        run = _Reshard(stored, plan, *place, max_memory, progress)
+        return run.run(overwrite=overwrite)
+
+
+def would_rewrite(
+    source: tuple[Storage, str],
+    target: str | os.PathLike[str],
+    config: ShardingConfig,
+    *,
+    overwrite: bool,
+    selection: Selection = EVERYTHING,
+) -> DryRun:
+    """Return what `rewrite` would write, and change nothing."""
+    with _planned(source, target, config, overwrite, selection, None) as (stored, plan, place):
+        files = _Reshard(stored, plan, *place, MAX_MEMORY, None).files()
+        return dry_run(*place, files, overwrite=overwrite)
+
+
+@contextmanager
+def _planned(
+    source: tuple[Storage, str],
+    target: str | os.PathLike[str],
+    config: ShardingConfig,
+    overwrite: object,
+    selection: Selection,
+    step: int | None,
+) -> Iterator[tuple[Stored, SavePlan, tuple[CountingStorage, str]]]:
+    """Yield what is read, what is planned of it, and where it goes: nothing is written yet."""
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    source_storage, source_path = source
+    target_storage, target_path = open_storage(target)
+    # By whatever links they lead there.
+    real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)
+    if real_source == real_target and not overwrite:
+        raise ValueError(
+            f"source and target are both {source_path}: give another target, or overwrite it "
+            "(overwrite=True, on the command line --overwrite)"
+        )
+    if real_target.startswith(f"{real_source}/"):
+        raise ValueError(f"the target {target_path} lies in the source: give another target")
+    counted = CountingStorage(source_storage)
+    attempt, index = attempts.find(counted, source_path)
+    with attempts.while_it_is_there(counted, source_path, attempt):
+        stored = Stored(counted, f"{source_path}/{attempt.name}", index)
+        if not index.has_digests:
+            step = index.step if step is None else step
+            stored.index = replace(index, save=secrets.token_hex(16), step=step)
+        if not selection.is_everything:
+            stored.choose(selection)
+        plan = plan_stored(stored.catalog, config, stored.main.tree, stored.main.numpy)
+        with closing(stored.tensors):
+            yield stored, plan, (CountingStorage(target_storage), target_path)
+
+
+def even(world_size: object) -> ShardingConfig:
+    """Return how so many ranks share every tensor evenly. ValueError for what is no number."""
+    if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ValueError(
+            f"world_size={world_size!r}: give the number of ranks, from 1 to {MAX_WORLD_SIZE}"
+        )
+    return ShardingConfig.even(world_size)
+
+
+class Stored:
+    """The checkpoint to read from: its index, its objects files, and its tensors.
+
+    `catalog` is what is to be written of it, and `main` the global objects file of that, with the
+    values of all ranks.
+    """
+
+    def __init__(self, storage: CountingStorage, folder: str, index: Index) -> None:
+        self.index = index
+        self.storage = storage
+        self.tensors = StoredTensors(storage, folder, index)
+        self._folder = folder
+        contents = objects_file.contents_of(index.catalog)
+        self.files = {one.name: self._read_objects(one, contents) for one in index.objects}
+        if filenames.OBJECTS not in self.files:
+            raise CorruptError(f"{folder}: the index lists no {filenames.OBJECTS}")
+        self.catalog = index.catalog
+        values = {fqn: one for file in self.files.values() for fqn, one in file.values.items()}
+        self.main = replace(self.files[filenames.OBJECTS], values=values, per_rank={})
+
+    def choose(self, selection: Selection) -> None:
+        """Take only a part of it, as a checkpoint with an id of its own."""
+        self.catalog, self.main = part_of(self.catalog, self.main, selection)
+        self.index = replace(self.index, save=secrets.token_hex(16))
+
+    def keyed(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
+        """Return the per-rank values by the ranks that store them in a plan."""
+        keyed: dict[int, dict[str, dict[Key, object]]] = {}
+        for fqn, keys in plan.catalog.per_rank.items():
+            sources = dict(self.index.catalog.per_rank[fqn])
+            for key, rank in keys:
+                name = filenames.objects_file(sources[key])
+                value = self.files[name].per_rank[fqn][key]
+                keyed.setdefault(rank, {}).setdefault(fqn, {})[key] = value
+        return keyed
+
+    def _read_objects(
+        self, record: ObjectsFileRecord, contents: objects_file.Contents
+    ) -> objects_file.ObjectsFile:
+        file = read_objects(self.storage, self._folder, record)
+        for what in objects_file.lacking(file, record.name, self.index.catalog, contents):
+            raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
+        return file
+
+    def attached(self) -> dict[str, bytes]:
+        """Return what users have attached, by the names of its files in an attempt."""
+        return {
+            one.file_name: read_attached_file(self.storage, self._folder, one)
+            for one in self.index.attached
+        }
+
+
+class _Reshard:
+    """One run: claim, write what each rank would, commit."""
+
+    def __init__(
+        self,
+        stored: Stored,
+        plan: SavePlan,
+        storage: CountingStorage,
+        path: str,
+        max_memory: int,
+        progress: Progress | None,
+    ) -> None:
+        self._stored = stored
+        self._plan = plan
+        self._keyed = stored.keyed(plan)
+        self._storage = storage
+        self._path = path
+        self._window_nbytes = max_memory // 2 // BLOCK_NBYTES * BLOCK_NBYTES
+        self._progress = progress
+        self._nbytes = self._nbytes_read = 0
+        self._phases = Phases("reshard", path, quiet=False)
+
+    def run(self, *, overwrite: bool) -> SaveReport:
+        with new_attempt(self._storage, self._path, "reshard", overwrite=overwrite) as claim:
+            with self._phases.phase("write"):
+                receipts = self._write(claim.folder)
+            with self._phases.phase("commit"):
+                commit_protocol.check_files(self._storage, claim.folder, sizes_of(receipts))
+                index = self._index(claim.attempt.name, receipts)
+                commit_protocol.commit(self._storage, claim, index)
+        reads, writes = self._stored.storage.reads, self._storage.writes
+        report = report_of(self._path, index, self._phases.seconds, reads, writes)
+        self._phases.done(report)
+        return report
+
+    def _write(self, folder: str) -> list[Receipt]:
+        self._nbytes = sum(stored_nbytes(self._plan.catalog).values())
+        receipts = []
+        for rank, files in enumerate(items_of_ranks(self._plan.catalog)):
+            start = time.monotonic()
+            done = self._write_rank(folder, files, rank)
+            receipts.append(Receipt(done, (), time.monotonic() - start))
+        return receipts
+
+    def _tell(self, nbytes: int) -> None:
+        self._nbytes_read += nbytes
+        if self._progress is not None:
+            self._progress(self._nbytes_read, self._nbytes)
+
+    def _write_rank(
+        self, folder: str, files: tuple[FilePlan, ...], rank: int
+    ) -> tuple[FileReceipt, ...]:
+        filled = read_windows(self._stored.tensors, files, self._window_nbytes, self._tell)
+        windows = Windows(files, filled)
+        content = RankFiles(
+            step=self._stored.index.step,
+            plans=files,
+            sources=windows.sources,
+            objects=self._others(rank),
+        )
+        # One thread: a window is read at a time, and its blocks are written in its order.
+        return write_all(self._storage, folder, content, threads=1)
+
+    def files(self) -> dict[str, int]:
+        """Return the names and sizes of the files that are written."""
+        found: dict[str, int] = {}
+        for rank, plans in enumerate(items_of_ranks(self._plan.catalog)):
+            found |= {plan.name: plan.nbytes for plan in plans}
+            found |= {name: len(data) for name, data in self._others(rank).items()}
+        return found
+
+    def _others(self, rank: int) -> dict[str, bytes]:
+        """Return what a rank writes besides shards."""
+        return {**self._objects(rank), **(self._stored.attached() if rank == 0 else {})}
+
+    def _objects(self, rank: int) -> dict[str, bytes]:
+        """Return a rank's objects files: its keys, and all values in the global one, rank 0's."""
+        encoded = {}
+        if rank == 0:
+            encoded[filenames.OBJECTS] = objects_file.encode(self._stored.main)
+        if keyed := self._keyed.get(rank):
+            encoded[filenames.objects_file(rank)] = objects_file.encode(
+                objects_file.ObjectsFile(per_rank=keyed)
+            )
+        return encoded
+
+    def _index(self, attempt: str, receipts: Sequence[Receipt]) -> Index:
+        files, objects_files = check_receipts(self._plan.catalog, receipts)
+        return replace(
+            self._stored.index,
+            attempt=attempt,
+            catalog=self._plan.catalog,
+            files=files,
+            objects=objects_files,
+            attached=attached_of(receipts),
+            saved_by={**self._stored.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
+            saved_at=time.time(),
+        )

@@ -1,0 +1,271 @@
+"""`dc.strip`: drop components from a checkpoint, such as an old one's optimizer, without torch.
+
+A committed attempt is never modified: what stays is linked into a new one, which then takes the
+place of the old one, as a save that overwrites does.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dist_ckpt import __version__
+from dist_ckpt.config import Config
+from dist_ckpt.core.commit import attempts, commit_protocol, removal
+from dist_ckpt.core.commit.commit_protocol import Claim
+from dist_ckpt.core.commit.records import leases
+from dist_ckpt.core.commit.records.leases import Subject, kept_at
+from dist_ckpt.core.commit.records.protections import PIN, Where, guards_of
+from dist_ckpt.core.commit.records.record_store import read_facts
+from dist_ckpt.core.commit.removal import now_at
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
+from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.shard_io.read.open_files import read_objects
+from dist_ckpt.core.shard_io.write.copied_files import FileRecord, carry_files
+from dist_ckpt.core.shard_io.write.shard_writer import write_objects
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
+from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
+from dist_ckpt.runs.annotations import keeps_records, known_of, put_metrics
+from dist_ckpt.runs.lease_renewal import held_source
+from dist_ckpt.runs.selectors import open_resolved
+from dist_ckpt.tools.rewrite.drop_components import (
+    Stripped,
+    owner_of,
+    strip_index,
+    strip_tree,
+    top_level_keys,
+)
+from dist_ckpt.tools.rewrite.rewriting import CopyProgress, new_attempt, report_of
+
+# In `saved_by`: the attempt that this one has taken the place of.
+_STRIPPED_FROM = "stripped_from"
+
+
+def strip(
+    path: str | os.PathLike[str],
+    *components: str,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Drop components, top-level keys of the state, from the checkpoint at `path`, for good.
+
+    What is left is a new attempt with an id of its own, for it holds less than the save did. Its
+    shard files are hard links where the storage makes them, else checked copies. What was measured
+    of the checkpoint, its pin and its tags are the new attempt's as well; that it was checked, and
+    who holds it, are not. On return it is durable, and the old attempt removed; if this raises, the
+    checkpoint is what it was, unless the error says otherwise. One process calls it. If it was
+    interrupted, or its process died, call it again: that also moves pin and tags that were left.
+    `progress` is told of what is copied, maybe by other threads, by one at a time.
+
+    Raises ConflictError if the checkpoint is pinned, tagged or held, unless `force`: what is held
+    then stays, beside what takes its place, until it is not, and `dist-ckpt gc` removes it. Raises
+    ValueError for a component that is not there, shares its files with others, or has the data of a
+    tied tensor that would stay; NotFoundError, CorruptError and StorageError as `dc.reshard` does.
+    """
+    if type(force) is not bool:
+        raise TypeError(f"force={force!r}: give True or False")
+    if not components or not all(isinstance(name, str) for name in components):
+        raise TypeError('give the components to drop, such as strip(path, "optim")')
+    storage, folder = open_resolved(path)
+    return strip_at(storage, folder, frozenset(components), force=force, progress=progress)
+
+
+def strip_at(
+    storage: Storage,
+    path: str,
+    names: frozenset[str],
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Do so for a checkpoint at a storage's path, in which no link leads elsewhere."""
+    counting = CountingStorage(storage)
+    phases = Phases("strip", path, quiet=False)
+    found = attempts.find(counting, path)
+    _finish_former(counting, path, *found)
+    with attempts.while_it_is_there(counting, path, found[0]):
+        part = _Part.of(counting, f"{path}/{found[0]}", found[1], names)
+    if not force:
+        _check_unkept(kept_at(counting, path, [found[0]], now_at), path)
+    with (
+        new_attempt(counting, path, "strip", overwrite=True, force=force) as claim,
+        # Only now: what was committed before the claim is what it will replace.
+        held_source(counting, path) as source,
+    ):
+        if source != found:
+            raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
+        with phases.phase("write"):
+            records, linked = part.write(counting, f"{path}/{source[0]}", claim.folder, progress)
+        with phases.phase("commit"):
+            index = part.index(claim, records)
+            _commit(counting, claim, index, source[1])
+        try:
+            # At once: if this dies before, only the next strip moves them.
+            _move_guards(counting, path, source[1], claim.attempt)
+        except CheckpointError as error:
+            raise StorageError(
+                f"{path} is stripped, but tags may be on {source[0]} still, which stays beside "
+                f"it: {error}. Strip it again, which moves them"
+            ) from error
+    report = report_of(path, index, phases.seconds, counting.reads, counting.writes, linked)
+    phases.done(report)
+    return report
+
+
+def left_after(
+    storage: Storage, path: str, names: frozenset[str], *, force: bool = False
+) -> tuple[int, int]:
+    """Return how many tensors a strip would leave, and the bytes of their files; change nothing.
+
+    Raises what the strip would before it writes.
+    """
+    attempt, index = attempts.find(storage, path)
+    with attempts.while_it_is_there(storage, path, attempt):
+        left = _Part.of(storage, f"{path}/{attempt}", index, names).left
+    if not force:  # by our own clock: to ask the storage's, a strip writes
+        _check_unkept(kept_at(storage, path, [attempt], lambda *_: time.time()), path)
+    return len(left.catalog.tensors), sum(one.nbytes for one in left.files)
+
+
+def _check_unkept(told: Mapping[Attempt, Sequence[str]], path: str) -> None:
+    for why in told.values():
+        raise ConflictError(
+            f"{path} is kept: {'; '.join(why)}. Take that away first, or strip it with "
+            f"force=True (on the command line --force)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is left of a checkpoint: `files` are its objects files that still hold something."""
+
+    source: Index
+    left: Stripped
+    files: Mapping[str, ObjectsFile]
+
+    @staticmethod
+    def of(storage: Storage, folder: str, index: Index, names: frozenset[str]) -> _Part:
+        """Read the objects files, and see what is left. ValueError if that makes no sense."""
+        files = {one.name: read_objects(storage, folder, one) for one in index.objects}
+        keys = top_level_keys(node for file in files.values() for node in file.tree)
+        left = strip_index(index, names, keys)
+        stripped = {name: _without(file, names, keys) for name, file in files.items()}
+        kept = {
+            name: file
+            for name, file in stripped.items()
+            if name == filenames.OBJECTS or file.values or file.per_rank
+        }
+        return _Part(index, left, kept)
+
+    def write(
+        self, storage: Storage, source: str, target: str, progress: Progress | None
+    ) -> tuple[tuple[ObjectsFileRecord, ...], Tally]:
+        """Write the objects files, link all others; return the former, and what was linked."""
+        records = []
+        for name, file in sorted(self.files.items()):
+            _, nbytes, _, digest = write_objects(storage, target, name, objects_file.encode(file))
+            records.append(ObjectsFileRecord(name, nbytes, digest))
+        kept = {
+            filenames.shard_file(self.left.catalog.components[one.component].stem, one.rank)
+            for one in self.left.files
+        }
+        shards = {self.source.file_name(one): one for one in self.source.files}
+        carried: dict[str, FileRecord] = {
+            **{name: record for name, record in shards.items() if name in kept},
+            **{one.file_name: one for one in self.source.attached},
+        }
+        linked = carry_files(
+            storage,
+            self.source,
+            source,
+            target,
+            carried,
+            threads=Config.from_environment().threads,
+            tell=CopyProgress(sum(one.nbytes for one in carried.values()), progress),
+        )
+        return tuple(records), linked
+
+    def index(self, claim: Claim, objects: tuple[ObjectsFileRecord, ...]) -> Index:
+        """Return the index of what is left, of a save with an id of its own."""
+        return replace(
+            self.source,
+            attempt=claim.attempt.name,
+            save=secrets.token_hex(16),
+            catalog=self.left.catalog,
+            files=self.left.files,
+            objects=objects,
+            saved_by={
+                **self.source.saved_by,
+                "stripped_by": f"dist_ckpt {__version__}",
+                _STRIPPED_FROM: self.source.attempt,
+            },
+        )
+
+
+def _without(file: ObjectsFile, names: frozenset[str], keys: Mapping[str, None]) -> ObjectsFile:
+    def stays(fqn: str) -> bool:
+        return owner_of(fqn, keys) not in names
+
+    return replace(
+        file,
+        tree=tuple(strip_tree(file.tree, names, keys)),
+        values={fqn: value for fqn, value in file.values.items() if stays(fqn)},
+        per_rank={fqn: values for fqn, values in file.per_rank.items() if stays(fqn)},
+        numpy=tuple(fqn for fqn in file.numpy if stays(fqn)),
+    )
+
+
+def _commit(storage: Storage, claim: Claim, index: Index, source: Index) -> None:
+    """Commit, with what was measured, and the pin, put down before: so it is never without."""
+    sizes = {index.file_name(one): one.nbytes for one in index.files}
+    sizes |= {one.name: one.nbytes for one in index.objects}
+    sizes |= {one.file_name: one.nbytes for one in index.attached}
+    commit_protocol.check_files(storage, claim.folder, sizes)
+    if (places := _places(storage, claim.path, source, claim.attempt)) is not None:
+        old, new = places
+        facts = read_facts(storage, new.root)
+        if measured := known_of(facts, 0.0).metrics.get(old):
+            put_metrics(storage, new.root, new.where, measured)
+        if (why := guards_of(facts, 0.0).pins.get(old)) is not None:
+            new.put(PIN, {"pinned": True, "why": why})
+    commit_protocol.commit(storage, claim, index)
+
+
+def _finish_former(storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
+    """Do what a strip that died right after its commit has left to do."""
+    former = filenames.parse_attempt(index.saved_by.get(_STRIPPED_FROM, ""))
+    if former is not None and attempts.is_there(storage, path, former):
+        _move_guards(storage, path, replace(index, attempt=former.name), attempt)
+        removal.supersede(storage, path, attempt)
+
+
+def _move_guards(storage: Storage, path: str, source: Index, target: Attempt) -> None:
+    """Have the new attempt kept for what the old one was kept for, and the old one no more."""
+    if (places := _places(storage, path, source, target)) is None:
+        return
+    old, new = places
+    guards = guards_of(read_facts(storage, new.root), 0.0)
+    for name in guards.tags.get(old, ()):
+        leases.tag(new, name)
+    if old in guards.pins:
+        leases.unpin(Subject(storage, new.root, path, old))
+
+
+def _places(
+    storage: Storage, path: str, source: Index, target: Attempt
+) -> tuple[Where, Subject] | None:
+    """Return what facts are about: the source, and the new attempt. None if there are no facts."""
+    root = path.rpartition("/")[0] or "/"
+    attempt = filenames.parse_attempt(source.attempt)
+    if source.step is None or attempt is None or not keeps_records(storage, root):
+        return None
+    new = Subject(storage, root, path, (source.step, target))
+    return (source.step, attempt), new

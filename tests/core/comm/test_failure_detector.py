@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dist_ckpt.config import Config
+from dist_ckpt.core.comm.liveness import failure_detector
+from dist_ckpt.core.comm.liveness.failure_detector import Peers
+from dist_ckpt.core.comm.liveness.heartbeat import Heart
+
+SILENCE_S = 20
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Line:
+    """A line to a store in which all keys have one value."""
+
+    def __init__(self) -> None:
+        self.beat: bytes | None = None
+
+    def call(self, function: Any, keys: Any) -> list[bytes | None]:
+        return [self.beat]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(failure_detector, "time", clock)
+    return clock
+
+
+def watch_of(line: Any) -> Peers:
+    return Peers(line, str, Config(silence_s=SILENCE_S))
+
+
+def loss_of(watch: Peers) -> str | None:
+    watch.look([1])
+    return watch.loss(1, 0, was_in=False)
+
+
+def test_a_rank_that_was_never_seen_is_not_silent(clock):
+    watch = watch_of(Line())
+    for clock.now in range(0, 1000, 4):
+        assert loss_of(watch) is None
+    assert not watch.is_known(1)
+
+
+def test_silence_counts_from_the_last_change_that_was_seen(clock):
+    line, heart = Line(), Heart("a", inside=True)
+    watch = watch_of(line)
+    for start in (0, 1000):
+        line.beat = heart.beat()
+        for clock.now in range(start, start + SILENCE_S, 4):
+            assert loss_of(watch) is None
+    clock.now += 4
+    assert loss_of(watch) == "is dead or frozen: no heartbeat for 20 s"
+
+
+def test_a_pause_of_the_observer_is_not_silence_of_the_others(clock):
+    line = Line()
+    watch = watch_of(line)
+    line.beat = Heart("a", inside=True).beat()
+    for clock.now in range(0, 4 * 3600, 3600):  # each look counts for a quarter of a silence
+        assert loss_of(watch) is None
+    clock.now += 3600
+    assert loss_of(watch) is not None
+
+
+def test_what_is_no_heartbeat_of_ours_is_strange_and_nobody_is_known_by_it(clock):
+    line = Line()
+    watch = watch_of(line)
+    assert not watch.is_strange(1)
+    line.beat = b"nonsense"
+    assert loss_of(watch) is None
+    assert watch.is_strange(1)
+    assert not watch.is_known(1)

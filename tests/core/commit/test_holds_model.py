@@ -1,0 +1,359 @@
+"""Hold against prune: the order of steps, in every interleaving, with deaths and clocks.
+
+First the protocol by itself, with two who hold and two who remove, of whom any may die and be
+replaced, and with marks and holds that expire. Then the real code, one storage call at a time.
+Each planted mistake is found.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from commit_cases import PATH, save
+from dist_ckpt.core.commit import attempts, removal
+from dist_ckpt.core.commit.attempts import list_attempts
+from dist_ckpt.core.commit.records import leases as holds
+from dist_ckpt.core.commit.records import record_store
+from dist_ckpt.core.commit.records.leases import Hold, Subject, forget, remove_unless_kept
+from dist_ckpt.core.commit.records.record_store import StoredFact, read_facts
+from dist_ckpt.core.format.filenames import Attempt, FactName
+from dist_ckpt.core.format.run_records import Fact, decode_fact
+from dist_ckpt.core.format.strict_json import Scalar
+from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CheckpointError, NotFoundError
+from dist_ckpt.testing.memory_storage import MemoryStorage
+from model import Call, Model, Outcome, Program, Replay, State
+
+# --- the protocol ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """What is stored, and where everybody is. Marks: "", "new", "old"; holds: there or not."""
+
+    there: bool = True
+    marks: tuple[str, str] = ("", "")
+    holds: tuple[bool, bool] = (False, False)
+    holders: tuple[str, str] = ("begin", "begin")
+    removers: tuple[str, str] = ("begin", "begin")
+    replaced: int = 0
+
+
+def put(values: tuple[Any, Any], who: int, value: object) -> tuple[Any, Any]:
+    return (value, values[1]) if who == 0 else (values[0], value)
+
+
+def holder_steps(w: World, who: int, fault: str) -> Iterator[tuple[str, World]]:
+    """Put the hold, look for marks, look for the checkpoint; then hold, and release."""
+
+    def at(place: str, world: World = w) -> World:
+        return replace(world, holders=put(world.holders, who, place))
+
+    place, seen = w.holders[who], "new" in w.marks
+    if place == "begin":
+        if fault == "the holder does not look again":
+            yield "looks", at("held" if w.there else "refused", put_hold(w, who, on=w.there))
+        else:
+            yield "puts its hold", at("put", put_hold(w, who, on=True))
+    elif place == "put":
+        first = w.there if fault == "the checkpoint before the marks" else not seen
+        if fault == "no look for marks":
+            first = True
+        yield "looks once", at("looked" if first else "refused")
+    elif place == "looked":
+        second = not seen if fault == "the checkpoint before the marks" else w.there
+        yield "looks twice", at("held" if second else "refused")
+    elif place == "held":
+        yield "releases", at("done", put_hold(w, who, on=False))
+    elif place == "refused":
+        yield "takes it back", at("done", put_hold(w, who, on=False))
+    if w.holds[who] and place != "done":
+        # Who waits for longer than the hold lasts does not take it for one: it looks at its clock.
+        yield "'s hold expires", at("done", put_hold(w, who, on=False))
+
+
+def put_hold(w: World, who: int, *, on: bool) -> World:
+    return replace(w, holds=put(w.holds, who, on))
+
+
+def remover_steps(w: World, who: int, fault: str) -> Iterator[tuple[str, World]]:
+    """Put a mark, look for holds, rename; then the facts, and the marks last."""
+
+    def at(place: str, world: World = w) -> World:
+        return replace(world, removers=put(world.removers, who, place))
+
+    def mark(value: str, world: World = w) -> World:
+        return replace(world, marks=put(world.marks, who, value))
+
+    place = w.removers[who]
+    marked = at("marked", mark("new"))
+    looked = at("kept" if any(w.holds) else "free")
+    if place == "begin":
+        begins = {"the removal looks before it marks": looked, "no mark": at("marked")}
+        yield "begins", begins.get(fault, marked)
+    elif place == "marked":
+        yield "looks for holds", looked
+    elif place == "kept":
+        takes_all = fault == "the marks of others are taken back"
+        left = replace(w, marks=("", "")) if takes_all else mark("")
+        yield "takes its mark back", at("done", left)
+    elif place == "free":
+        if fault == "marks go before the rename":
+            yield "takes its mark away", at("bare", mark(""))
+        elif w.marks[who] != "old" or fault == "who stood still goes on":
+            yield "renames", at("renamed", replace(w, there=False))
+        else:
+            yield "sees that it stood still", at("kept")
+    elif place == "bare":
+        yield "renames", at("renamed", replace(w, there=False))
+    elif place == "renamed":
+        yield "removes the holds", replace(w, holds=(False, False))
+        yield "removes the marks", at("done", replace(w, holds=(False, False), marks=("", "")))
+    yield from accidents(w, who, at, mark)
+
+
+def accidents(
+    w: World, who: int, at: Callable[..., World], mark: Callable[..., World]
+) -> Iterator[tuple[str, World]]:
+    """Let a remover die, or another take its place, or its mark grow old."""
+    place = w.removers[who]
+    if place not in ("done", "dead"):
+        yield "dies", at("dead")
+    if place == "dead" and w.replaced < 2:
+        yield "is replaced", at("begin", replace(w, replaced=w.replaced + 1))
+    if w.marks[who] == "new":
+        yield "'s mark grows old", mark("old")
+
+
+def search(fault: str = "") -> tuple[int, list[str]]:
+    """Return how many states there are, and the shortest way to a held one that is gone."""
+    came: dict[World, tuple[World, str] | None] = {World(): None}
+    queue = deque([World()])
+    while queue:
+        world = queue.popleft()
+        if "held" in world.holders and not world.there:
+            return len(came), way_to(world, came)
+        for who in (0, 1):
+            for name, steps in (("holder", holder_steps), ("remover", remover_steps)):
+                for label, after in steps(world, who, fault):
+                    if after not in came:
+                        came[after] = world, f"{name} {who} {label}"
+                        queue.append(after)
+    return len(came), []
+
+
+def way_to(world: World, came: dict[World, tuple[World, str] | None]) -> list[str]:
+    steps = []
+    while (step := came[world]) is not None:
+        world, label = step
+        steps.append(label)
+    return steps[::-1]
+
+
+def test_the_protocol_never_loses_what_is_held() -> None:
+    num_states, way = search()
+    assert way == []
+    assert num_states > 20_000
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "the holder does not look again",
+        "no look for marks",
+        "the checkpoint before the marks",
+        "the removal looks before it marks",
+        "no mark",
+        "the marks of others are taken back",
+        "marks go before the rename",
+        "who stood still goes on",
+    ],
+)
+def test_each_mistake_in_the_protocol_is_found(fault: str) -> None:
+    assert search(fault)[1]
+
+
+# --- the real code ---------------------------------------------------------------------------
+
+kept_by = holds._kept_by
+
+STEP = 7
+ATTEMPT = Attempt(1, "a" * 16)
+FACTS = f"/runs/.facts/{STEP}/{ATTEMPT}"
+
+
+def subject(storage: Storage) -> Subject:
+    return Subject(storage, "/runs", PATH, (STEP, ATTEMPT))
+
+
+def holder(*, releases: bool = False) -> Program:
+    def take(storage: Storage, _: None) -> str | Outcome:
+        try:
+            Hold(subject(storage), 60.0, "h" * 16).take()
+        except NotFoundError:
+            return Outcome("refused")
+        return "held" if releases else Outcome("held")
+
+    def release(storage: Storage, _: str) -> Outcome:
+        Hold(subject(storage), 60.0, "h" * 16).release()
+        return Outcome("released")
+
+    return (take, release) if releases else (take,)
+
+
+def remover() -> Program:
+    def run(storage: Storage, _: None) -> Outcome:
+        try:
+            told = remove_unless_kept(
+                subject(storage), lambda: removal.remove(storage, PATH, ATTEMPT)
+            )
+            if told:
+                return Outcome("kept")
+            forget(storage, "/runs", (STEP, ATTEMPT), ())
+        except CheckpointError:
+            return Outcome("failed")
+        return Outcome("removed")
+
+    return (run,)
+
+
+class _Names:
+    """Ids that are the same whenever a program is run again from its start."""
+
+    def __init__(self) -> None:
+        self._name, self._count = "", 0
+
+    def begin(self, name: str, number: int) -> None:
+        self._name, self._count = name, 1000 * number
+
+    def new(self) -> str:
+        self._count += 1
+        return f"{ord(self._name[-1]):02x}{self._count:014x}"
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> _Names:
+    made = _Names()
+    for module in (attempts, holds, record_store):
+        monkeypatch.setattr(module, "new_id", made.new)
+    monkeypatch.setattr(holds, "fact_about", _fact)
+    monkeypatch.setattr(holds, "put_fact", _put_fact)
+    monkeypatch.setattr(holds, "_kept_by", _kept_by)
+    decode = functools.cache(decode_fact)
+    monkeypatch.setattr(record_store, "decode_fact", decode)
+    return made
+
+
+def _fact(step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]) -> Fact:
+    return Fact(step, attempt, kind, values, "a test", 1.0)
+
+
+def _put_fact(storage: Storage, root: str, fact: Fact, *, above: int = 0) -> FactName:
+    name = record_store.put_fact(storage, root, fact, above=above)
+    if isinstance(storage, Replay):
+        storage.forget_answers(name)  # nothing else of what it has seen counts any more
+    return name
+
+
+def _kept_by(subject: Subject, others: Iterable[StoredFact], mark: FactName) -> tuple[str, ...]:
+    told = kept_by(subject, others, mark)
+    if isinstance(subject.storage, Replay):
+        subject.storage.forget_answers((mark, told))
+    return told
+
+
+def begun(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | None]:
+    """Return the files of a checkpoint, without data, and a folder for its facts."""
+    storage = MemoryStorage({"/runs": None, "/runs/.facts": None, f"/runs/.facts/{STEP}": None})
+    with monkeypatch.context() as patch:
+        patch.setattr("dist_ckpt.core.commit.commit_protocol.new_id", lambda: "a" * 16)
+        made = save(storage, STEP)
+    assert made == ATTEMPT
+    files = {p: d for p, d in storage.tree().items() if "safetensors" not in p}
+    return {path: data for path, data in files.items() if "msgpack" not in path}
+
+
+def wrong(state: State) -> str | None:
+    """Say whether somebody holds what is gone."""
+    held = any(one is not None and one.what == "held" for one in state.outcomes.values())
+    if held and f"{PATH}/{ATTEMPT}" not in state.files:
+        return "what is held is gone"
+    done = [one and one.what for name, one in state.outcomes.items() if name.startswith("remover")]
+    if "removed" in done and f"{PATH}/{ATTEMPT}" in state.files:
+        return "what was removed is there"
+    return None
+
+
+def explore(
+    programs: dict[str, Program], files: dict[str, bytes | None], names: _Names
+) -> tuple[int, list[tuple[str, list[str]]]]:
+    model = Model(
+        programs,
+        files,
+        prepare=names.begin,
+        private=is_private if len(programs) == 2 else is_private_of_three,
+    )
+    with paused_collector():
+        found = list(model.search(wrong))
+    return model.num_states, found
+
+
+def is_private(call: Call) -> bool:
+    """Say whether nobody can see a call, or see it apart from the one before."""
+    return call[0] in ("make_folder", "create") or (call[0] == "open" and ".record-" in call[1])
+
+
+def is_private_of_three(call: Call) -> bool:
+    """Take facts as read when they are listed, and what lies in the trash as gone at once."""
+    return is_private(call) or call[0] == "open" or ".trash-" in call[1]
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [
+        {"holder 1": holder(), "remover 2": remover()},
+        {"holder 1": holder(releases=True), "remover 2": remover()},
+        pytest.param(
+            {"holder 1": holder(), "remover 2": remover(), "remover 3": remover()},
+            marks=pytest.mark.slow,
+        ),
+        {"holder 1": holder(), "holder 2": holder(), "remover 3": remover()},
+    ],
+    ids=" ".join,
+)
+def test_in_no_order_of_the_real_steps_what_is_held_is_gone(programs, names, monkeypatch):
+    num_states, found = explore(programs, begun(monkeypatch), names)
+    assert found == []
+    assert num_states > 100
+
+
+def check_backwards(subject: Subject, name: object) -> None:
+    """Look for the checkpoint first, as the real code must not."""
+    if not subject.is_there():
+        raise NotFoundError("gone")
+    if any(fact.name.kind == "mark" for fact in subject.facts()):
+        raise NotFoundError("marked")
+
+
+def test_a_mistake_in_the_real_steps_is_found(names, monkeypatch):
+    files = begun(monkeypatch)
+    monkeypatch.setattr(holds, "_check_kept", check_backwards)
+    programs = {"holder 1": holder(), "remover 2": remover()}
+    assert explore(programs, files, names)[1]
+    monkeypatch.undo()
+
+
+def test_the_files_of_the_search_are_those_of_the_real_code(monkeypatch) -> None:
+    storage = MemoryStorage(begun(monkeypatch))
+    Hold(subject(storage), 60.0).take()
+    assert [fact.name.kind for fact in read_facts(storage, "/runs")] == ["hold"]
+    assert remove_unless_kept(subject(storage), lambda: None)[0].startswith("held by process")
+    assert list_attempts(storage, PATH) == [ATTEMPT]
+    assert FACTS in storage.tree()

@@ -1,0 +1,57 @@
+"""A tree of boxes finds what looking at every box would find."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.core.planning.box_tree import BoxTree
+from tilings import randoms, split
+
+
+def random_box(random: Random, ndim: int) -> Region:
+    offset = tuple(random.randint(0, 9) for _ in range(ndim))
+    return Region(offset, tuple(random.randint(0, 4) for _ in range(ndim)))
+
+
+def looked_for(boxes: list[Region], wanted: Region) -> list[int]:
+    return [number for number, box in enumerate(boxes) if box.intersect(wanted) is not None]
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(random=randoms, ndim=st.integers(0, 3), count=st.integers(0, 60))
+def test_it_finds_the_boxes_that_have_common_elements(
+    random: Random, ndim: int, count: int
+) -> None:
+    boxes = [random_box(random, ndim) for _ in range(count)]
+    tree = BoxTree(boxes)
+    for wanted in (random_box(random, ndim), Region.whole((14,) * ndim), *boxes[:3]):
+        expected = looked_for(boxes, wanted) if wanted.numel else []
+        assert tree.meeting(wanted) == expected
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(random=randoms)
+def test_it_finds_what_meets_in_irregular_tilings(random: Random) -> None:
+    tilings = []
+    for _ in range(2):
+        boxes = [Region.whole((40, 30))]
+        for _ in range(80):
+            at = random.randrange(len(boxes))
+            boxes[at : at + 1] = split(random, boxes[at])
+        tilings.append(boxes)
+    tree = BoxTree(tilings[0])
+    for wanted in tilings[1]:
+        assert tree.meeting(wanted) == looked_for(tilings[0], wanted)
+
+
+def test_boxes_at_the_same_place_are_all_found() -> None:
+    boxes = [Region((1, 1), (2, 2))] * 50
+    assert BoxTree(boxes).meeting(Region((2, 2), (1, 1))) == list(range(50))
+    assert BoxTree(boxes).meeting(Region((3, 3), (1, 1))) == []
