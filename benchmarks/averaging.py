@@ -27,7 +27,7 @@ import torch
 
 import dist_ckpt as dc
 
-SLOT_NBYTES = 8 << 20
+BUFFER_NBYTES = 8 << 20
 THREADS = 4
 TENSORS = 8
 
@@ -87,9 +87,9 @@ def _slots() -> SimpleQueue[mmap.mmap]:
     """Return memory to read into that has been touched before, as ours has."""
     free: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(THREADS):
-        memory = mmap.mmap(-1, SLOT_NBYTES)
+        memory = mmap.mmap(-1, BUFFER_NBYTES)
         memory.madvise(mmap.MADV_HUGEPAGE)
-        memory[:] = bytes(SLOT_NBYTES)
+        memory[:] = bytes(BUFFER_NBYTES)
         free.put(memory)
     return free
 
@@ -104,7 +104,7 @@ def _read(files: Sequence[Path], free: SimpleQueue[mmap.mmap]) -> None:
             os.close(fd)
             free.put(memory)
 
-    places = [(f, start) for f in files for start in range(0, f.stat().st_size, SLOT_NBYTES)]
+    places = [(f, start) for f in files for start in range(0, f.stat().st_size, BUFFER_NBYTES)]
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(read, places))
 

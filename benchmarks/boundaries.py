@@ -20,10 +20,15 @@ from torch.distributed import PrefixStore, TCPStore
 
 import dist_ckpt as dc
 from benchmarks.scenario import OURS, Figure, Measure, Scenario, Settings
-from dist_ckpt.checkpointer.coordination.barrier_rounds import Ask, Member, Pacing, Rounds
+from dist_ckpt.checkpointer.coordination.barrier_rounds import (
+    BarrierMember,
+    BarrierProposal,
+    BarrierRounds,
+    PollPolicy,
+)
 from dist_ckpt.core.comm.exchange.store_channel import StoreNotes
-from dist_ckpt.core.comm.key_value.client_thread import StoreLine
-from dist_ckpt.core.comm.liveness.heartbeat import Heart
+from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
+from dist_ckpt.core.comm.liveness.heartbeat import HeartbeatSender
 
 STEP_S = 0.01
 SLOW_S = 0.1
@@ -149,23 +154,26 @@ class _Job:
         """Train until all requests are met; send how long each held this rank, and took."""
         client = TCPStore("127.0.0.1", link.recv(), timeout=timedelta(seconds=60))
         store = PrefixStore("boundaries", client)
-        line = StoreLine(
+        line = StoreClientThread(
             _SlowStore(store, self.slow_s) if self.slow_s else store,  # type: ignore[arg-type]
-            Heart("here"),
+            HeartbeatSender("here"),
             period_s=600.0,
-            patience_s=60.0,
+            stall_timeout_s=60.0,
         )
         store.check(["connected"])
         link.send(None)
         link.recv()
         is_asker = self.rank == self.world_size - 1
-        ask_at, wanted = [time.perf_counter() + 1.0], Ask(self.rank, "USR1")
+        ask_at, wanted = [time.perf_counter() + 1.0], BarrierProposal(self.rank, "USR1")
 
-        def wants() -> Ask | None:
+        def wants() -> BarrierProposal | None:
             return wanted if is_asker and time.perf_counter() >= ask_at[0] else None
 
-        member, pacing = Member("start", self.rank, self.world_size), Pacing.of(self.world_size)
-        rounds = Rounds(StoreNotes(line), member, wants, lambda _: None, pacing)
+        member, pacing = (
+            BarrierMember("start", self.rank, self.world_size),
+            PollPolicy.of(self.world_size),
+        )
+        rounds = BarrierRounds(StoreNotes(line), member, wants, lambda _: None, pacing)
         held: list[float] = []
         met: list[float] = []
         longest = 0.0

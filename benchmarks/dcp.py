@@ -30,7 +30,7 @@ from benchmarks.checkpoints import large_tensors
 from benchmarks.contenders import Contender
 from benchmarks.peers import Dcp, DcpOnOurs, dcp_state
 from benchmarks.pool import Pools
-from benchmarks.rank import Place, Rank, Sample
+from benchmarks.rank import Rank, Sample, StorageLocation
 from benchmarks.scenario import turns
 from benchmarks.workload import Spec
 
@@ -76,9 +76,9 @@ class Timed:
 class DcpRank(Rank):
     """A rank that tells the phases of its calls as well."""
 
-    def __init__(self, place: Place, contenders: tuple[Any, ...]) -> None:
+    def __init__(self, place: StorageLocation, contenders: tuple[Any, ...]) -> None:
         self._phases: dict[str, float] = {}
-        told = [_Told(side, self._phases) for side in contenders]
+        told = [_HostReport(side, self._phases) for side in contenders]
         super().__init__(place, cast("tuple[Contender, ...]", tuple(told)))
 
     def timed(self, method: str, *args: Any, **options: Any) -> Timed:
@@ -90,7 +90,7 @@ class DcpRank(Rank):
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _HostReport:
     """A side whose storage writer and reader are watched."""
 
     side: Dcp

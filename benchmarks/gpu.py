@@ -19,16 +19,16 @@ from benchmarks import limits
 from benchmarks.background import Trainers
 from benchmarks.checkpoints import large_tensors
 from benchmarks.contenders import DistCkpt
-from benchmarks.rank import Place
+from benchmarks.rank import StorageLocation
 from benchmarks.savers import Kind, Ours, Pending
 from benchmarks.scenario import (
     OURS,
     Absent,
     Figure,
     Measure,
-    Row,
     Scenario,
     Settings,
+    SmallShardRun,
 )
 from benchmarks.trainer import Stall, Trainer
 from benchmarks.workload import Spec, Workload, make
@@ -98,7 +98,7 @@ def _stage(settings: Settings, trainers: Trainers, kinds: Mapping[str, Kind]) ->
 
     taken = trainers.take_turns(take)
 
-    def row(name: str) -> Row:
+    def row(name: str) -> SmallShardRun:
         seconds = tuple(stall.staged_s for stall in taken[name])
         if name in raw:
             return Figure(name, seconds)
@@ -204,7 +204,7 @@ class Layers(nn.Module):
 class DeviceTrainer(Trainer):
     """The operations of a trainer whose state is on the device."""
 
-    def __init__(self, place: Place, kinds: tuple[Kind, ...]) -> None:
+    def __init__(self, place: StorageLocation, kinds: tuple[Kind, ...]) -> None:
         super().__init__(place, kinds)
         self._hosts: dict[bool, list[Tensor]] = {}
 

@@ -20,7 +20,7 @@ import torch
 Action = Literal["save", "warm", "cold"]
 T = TypeVar("T")
 
-SLOT_NBYTES = 8 << 20
+BUFFER_NBYTES = 8 << 20
 ALIGNMENT = 4096
 
 # A disk wants several requests at once; the page cache one copying thread a core.
@@ -29,7 +29,7 @@ MEMORY_THREADS = max(1, min(4, len(os.sched_getaffinity(0))))
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankView:
     """What one rank moves: `nbytes`; `everything` if the other ranks move the same bytes."""
 
     rank: int
@@ -46,11 +46,11 @@ class Limits:
         self._from = _Memory(0)
         self._lengths: Sequence[int] = ()
 
-    def write(self, share: Share, folder: Path) -> Callable[[], None]:
+    def write(self, share: RankView, folder: Path) -> Callable[[], None]:
         """Write one file a rank past the page cache, then fsync."""
         nbytes = -(-share.nbytes // ALIGNMENT) * ALIGNMENT
         memory = self._from = self._from.of(nbytes)
-        _fill(memory, [(start, SLOT_NBYTES) for start in range(0, memory.nbytes, SLOT_NBYTES)])
+        _fill(memory, [(start, BUFFER_NBYTES) for start in range(0, memory.nbytes, BUFFER_NBYTES)])
         folder.mkdir(exist_ok=True)
 
         def run() -> None:
@@ -71,7 +71,9 @@ class Limits:
 
         return run
 
-    def read(self, share: Share, folder: Path, *, direct: bool, threads: int) -> Callable[[], None]:
+    def read(
+        self, share: RankView, folder: Path, *, direct: bool, threads: int
+    ) -> Callable[[], None]:
         """Read this rank's share of the files by parallel preadv; direct: past the page cache."""
         paths = sorted(folder.iterdir())
         parts = [(path, slot) for path in paths for slot in _slots(path.stat().st_size)]
@@ -80,7 +82,7 @@ class Limits:
         mine = [*parts[first:], *parts[:first]]
         if not share.everything:
             mine = parts[share.rank :: share.world_size]
-        memory = self._into = self._into.of(len(mine) * SLOT_NBYTES)
+        memory = self._into = self._into.of(len(mine) * BUFFER_NBYTES)
         memory.bytes.zero_()
         self._lengths = [slot[1] for _, slot in mine]
 
@@ -90,7 +92,7 @@ class Limits:
 
             def fetch(number: int) -> None:
                 path, slot = mine[number]
-                into = memory.view[number * SLOT_NBYTES :][: slot[1]]
+                into = memory.view[number * BUFFER_NBYTES :][: slot[1]]
                 _whole(os.preadv(fds[path], [into], slot[0]), slot)
 
             try:
@@ -101,7 +103,7 @@ class Limits:
 
         return run
 
-    def copy(self, share: Share) -> Callable[[], None]:
+    def copy(self, share: RankView) -> Callable[[], None]:
         """Copy from memory to memory, by a thread a core."""
         source = self._from = self._from.of(share.nbytes)
         target = self._into = self._into.of(share.nbytes)
@@ -119,7 +121,7 @@ class Limits:
     def difference(self) -> str | None:
         """Return which of the last read or copied slots is wrong, or None."""
         for number, length in enumerate(self._lengths):
-            found = self._into.bytes[number * SLOT_NBYTES :][:length]
+            found = self._into.bytes[number * BUFFER_NBYTES :][:length]
             if not torch.equal(found, _PATTERN[:length]):
                 return f"slot {number}"
         return None
@@ -141,7 +143,7 @@ class _Memory:
         return self if self.nbytes >= nbytes else _Memory(nbytes)
 
 
-_PATTERN = torch.arange(1, 1 + SLOT_NBYTES // 8, dtype=torch.int64).view(torch.uint8)
+_PATTERN = torch.arange(1, 1 + BUFFER_NBYTES // 8, dtype=torch.int64).view(torch.uint8)
 
 
 def _fill(memory: _Memory, slots: Iterable[tuple[int, int]]) -> None:
@@ -151,7 +153,9 @@ def _fill(memory: _Memory, slots: Iterable[tuple[int, int]]) -> None:
 
 
 def _slots(nbytes: int) -> list[tuple[int, int]]:
-    return [(start, min(SLOT_NBYTES, nbytes - start)) for start in range(0, nbytes, SLOT_NBYTES)]
+    return [
+        (start, min(BUFFER_NBYTES, nbytes - start)) for start in range(0, nbytes, BUFFER_NBYTES)
+    ]
 
 
 def _whole(moved: int, slot: tuple[int, int]) -> None:
@@ -189,7 +193,7 @@ def sync_tree(folder: Path) -> None:
 
 def warm(folder: Path) -> None:
     """Have all files of a folder in the page cache."""
-    buffer = bytearray(SLOT_NBYTES)
+    buffer = bytearray(BUFFER_NBYTES)
     for path in files_in(folder):
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):

@@ -21,12 +21,12 @@ from typing import TypeVar
 from benchmarks import planning_dcp
 from benchmarks import simulated_ranks as simulated
 from benchmarks.planning_growth import AXES, growth
-from benchmarks.scenario import OURS, Figure, Measure, Row, Scenario, Settings
+from benchmarks.scenario import OURS, Figure, Measure, Scenario, Settings, SmallShardRun
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
 from dist_ckpt.core.planning.mesh import cells_of
-from dist_ckpt.core.planning.plan import Inventory, Wanted
+from dist_ckpt.core.planning.plan import Inventory, TensorRequest
 from dist_ckpt.core.planning.save.save_planner import held_cells, items_of, replica_groups_of
 from dist_ckpt.core.runtime import typed_msgpack
 
@@ -95,7 +95,7 @@ def _save(settings: Settings) -> Measure:
     )
 
 
-def _ours(world_size: int, count: int, rounds: int) -> Row:
+def _ours(world_size: int, count: int, rounds: int) -> SmallShardRun:
     row = _coordinator(OURS, "FSDP2", world_size, count, rounds)
     assert isinstance(row, Figure)
     facts = {name: row.facts[name] for name in ("peak MiB", "index kB")}
@@ -103,7 +103,7 @@ def _ours(world_size: int, count: int, rounds: int) -> Row:
     return Figure(row.contender, row.seconds, facts, note)
 
 
-def _dcp(name: str, world_size: int, count: int) -> Row:
+def _dcp(name: str, world_size: int, count: int) -> SmallShardRun:
     def coordinate(world_size: int) -> dict[str, float]:
         inventory = typed_msgpack.decode(simulated.fsdp(world_size, count).bodies[0][0], Inventory)
         return planning_dcp.coordinate(inventory, world_size)
@@ -114,7 +114,9 @@ def _dcp(name: str, world_size: int, count: int) -> Row:
     return Figure(name, (sum(steps.values()),), {"peak MiB": _peak_mib()}, note)
 
 
-def _extrapolated(rows: Sequence[Row], sizes: Sequence[int], world_size: int) -> Iterator[Row]:
+def _extrapolated(
+    rows: Sequence[SmallShardRun], sizes: Sequence[int], world_size: int
+) -> Iterator[SmallShardRun]:
     seconds = [row.median_s for row in rows if isinstance(row, Figure)]
     name, note = f"DCP, {world_size:,} ranks", "extrapolated, not measured"
     linear = seconds[-1] * world_size / sizes[-1]
@@ -143,7 +145,7 @@ def _curves(settings: Settings) -> Measure:
     )
 
 
-def _coordinator(name: str, kind: str, world_size: int, count: int, rounds: int) -> Row:
+def _coordinator(name: str, kind: str, world_size: int, count: int, rounds: int) -> SmallShardRun:
     job = JOBS[kind](world_size, count)
     seconds: list[Mapping[str, float]] = []
     for _ in range(rounds + 1):
@@ -193,7 +195,7 @@ def _steady(settings: Settings) -> Measure:
     )
 
 
-def _same_again(name: str, world_size: int, count: int, rounds: int) -> Row:
+def _same_again(name: str, world_size: int, count: int, rounds: int) -> SmallShardRun:
     save = simulated.SimulatedSave(simulated.fsdp(world_size, count))
     save.run()
     seconds = []
@@ -234,7 +236,7 @@ def _load(settings: Settings) -> Measure:
     )
 
 
-def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -> Row:
+def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -> SmallShardRun:
     stored, wanting, count = sizes
     save = simulated.SimulatedSave(JOBS[kind](stored, count))
     save.run()
@@ -247,7 +249,7 @@ def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -
     for _ in range(rounds):
         start = time.process_time()
         wanted = [
-            Wanted(e.fqn, e.dtype, e.shape, cells_of(inventory.views[e.view], rank, e.shape))
+            TensorRequest(e.fqn, e.dtype, e.shape, cells_of(inventory.views[e.view], rank, e.shape))
             for e in inventory.tensors
         ]
         assert not problems_of(index.catalog, wanted)
@@ -275,5 +277,5 @@ def _grow(settings: Settings) -> Measure:
     )
 
 
-def _doublings(quick: bool) -> tuple[Row, ...]:  # noqa: FBT001  (called by position)
+def _doublings(quick: bool) -> tuple[SmallShardRun, ...]:  # noqa: FBT001  (called by position)
     return tuple(growth(name, quick=quick) for name in AXES)

@@ -11,10 +11,10 @@ from math import log2
 from random import Random
 
 from benchmarks import simulated_ranks as simulated
-from benchmarks.scenario import Figure, Row
+from benchmarks.scenario import Figure, SmallShardRun
 from dist_ckpt.core.comm.collectives.collective import distinct
-from dist_ckpt.core.commit.receipts import check_receipts, differing_groups, sizes_of
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.core.commit.receipts import check_receipts, mismatched_groups, sizes_of
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import (
     Catalog,
@@ -33,11 +33,11 @@ from dist_ckpt.core.planning.plan import (
     Parts,
     Receipt,
     TensorEntry,
+    TensorRequest,
     View,
-    Wanted,
     Whole,
 )
-from dist_ckpt.core.planning.save.ownership import Share, held_by
+from dist_ckpt.core.planning.save.ownership import RankView, merge_ownership
 from dist_ckpt.core.planning.save.save_planner import (
     items_of,
     items_of_ranks,
@@ -51,7 +51,7 @@ Work = Callable[[], object]
 _DIGEST = "0" * 32
 
 
-def growth(name: str, *, quick: bool) -> Row:
+def growth(name: str, *, quick: bool) -> SmallShardRun:
     """Measure one axis at n, 2 n and 4 n."""
     prepare, size = AXES[name]
     sizes = [max(8, size // 16 if quick else size) * factor for factor in (1, 2, 4)]
@@ -195,18 +195,18 @@ def bands(count: int, seed: int) -> tuple[Shape, list[Region]]:
 def _held(count: int, num_ranks: int | None = None) -> Work:
     shape, regions = bands(count, 0)
     ranks = num_ranks or len(regions)
-    shares = [Share((rank,), Parts(tuple(regions[rank::ranks])), shape) for rank in range(ranks)]
-    return lambda: held_by(shares)
+    shares = [RankView((rank,), Parts(tuple(regions[rank::ranks])), shape) for rank in range(ranks)]
+    return lambda: merge_ownership(shares)
 
 
 def _hole(count: int) -> Work:
     regions = [Region((0, 2 * n), (100, 2)) for n in range(count) if n != count // 2]
     shape = (100, 2 * count)
-    shares = [Share((rank,), Parts((region,)), shape) for rank, region in enumerate(regions)]
+    shares = [RankView((rank,), Parts((region,)), shape) for rank, region in enumerate(regions)]
 
     def refuse() -> None:
         with suppress(ValueError):
-            held_by(shares)
+            merge_ownership(shares)
 
     return refuse
 
@@ -217,7 +217,7 @@ def _load(cut: Cut, shape: Shape, cells: Sequence[Cell]) -> Work:
     catalog = Catalog(1, (), (Component("model", "model"),), (layout,), tensors, {}, {}, {})
     files = (ShardFileRecord(0, 0, 1, 0, _DIGEST),)
     index = Index("a1-0123456789abcdef", None, catalog, files, (), {}, {}, 0.0)
-    wanted = [Wanted("w", "float32", shape, tuple(cells))]
+    wanted = [TensorRequest("w", "float32", shape, tuple(cells))]
     return lambda: plan_load(index, wanted)
 
 
@@ -233,7 +233,7 @@ def _load_whole(count: int) -> Work:
 
 def _load_flat(count: int) -> Work:
     cuts = tuple(range(0, 1000 * count + 1, 1000))
-    wanted = [Elements(777 * n, 777 * (n + 1)) for n in range(count)]
+    wanted = [ElementRange(777 * n, 777 * (n + 1)) for n in range(count)]
     return _load(Flat(cuts), (20 * count, 50), wanted)
 
 
@@ -251,7 +251,7 @@ def _receipts(num_ranks: int, num_files: int, num_groups: int) -> Work:
     ]
     return lambda: (
         check_receipts(catalog, receipts),
-        differing_groups(receipts),
+        mismatched_groups(receipts),
         sizes_of(receipts),
     )
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rank import Operations, Place, Rank, serve
+from benchmarks.rank import Operations, Rank, StorageLocation, serve
 
 # What takes seconds to import is imported once, in the process that ranks are forked from.
 PRELOADED = (
@@ -95,7 +95,7 @@ class Pools:
         pool = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            place = Place(
+            place = StorageLocation(
                 rank=rank,
                 world_size=world_size,
                 store=str(folder / "store"),

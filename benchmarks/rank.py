@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks import limits
 from benchmarks.contenders import Contender
-from benchmarks.limits import Limits, Share
+from benchmarks.limits import Limits, RankView
 from benchmarks.workload import Spec, Workload, make
 
 
@@ -40,7 +40,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StorageLocation:
     """Where a rank is: which one, of how many, where they meet and where it may print."""
 
     rank: int
@@ -50,11 +50,11 @@ class Place:
     timeout_s: float
 
 
-Operations = Callable[[Place, tuple[Any, ...]], object]
+Operations = Callable[[StorageLocation, tuple[Any, ...]], object]
 
 
 def serve(
-    operations: Operations, place: Place, contenders: Sequence[object], pipe: Connection
+    operations: Operations, place: StorageLocation, contenders: Sequence[object], pipe: Connection
 ) -> None:
     """Answer calls of methods of `operations(place, contenders)` until the pipe is closed.
 
@@ -76,7 +76,7 @@ def serve(
         pipe.send(answer)
 
 
-def _settle(place: Place) -> None:
+def _settle(place: StorageLocation) -> None:
     # A group of its own: whatever it starts is ended with it.
     os.setpgid(0, 0)
     # An interrupt at the keyboard is for the parent; when it ends, so does the pipe.
@@ -100,7 +100,7 @@ def _settle(place: Place) -> None:
 class Rank:
     """The operations. Those that take a folder are collective: every rank of the pool runs them."""
 
-    def __init__(self, place: Place, contenders: tuple[Contender, ...]) -> None:
+    def __init__(self, place: StorageLocation, contenders: tuple[Contender, ...]) -> None:
         self._place = place
         self._contenders = {contender.name: contender for contender in contenders}
         self._states: dict[Spec, tuple[Workload, Workload]] = {}
@@ -151,7 +151,7 @@ class Rank:
         everything, nbytes = spec.placement == "replicated", source.local_nbytes()
         if everything and name == "write":
             nbytes = -(-nbytes // place.world_size)
-        share = Share(place.rank, place.world_size, nbytes, everything)
+        share = RankView(place.rank, place.world_size, nbytes, everything)
         if name == "write":
             return self._limits.write(share, folder)
         if name == "copy":

@@ -39,7 +39,7 @@ class Pending(Protocol):
         """Wait until it is durable, or raise what it failed of."""
 
 
-class Saver(Protocol):
+class SaverInfo(Protocol):
     """Saves one state again and again; the last save has ended before the next begins."""
 
     def save(self, workload: Workload, folder: Path) -> Pending: ...
@@ -57,7 +57,7 @@ class Kind(Protocol):
     def reason_against(self) -> str | None:
         """Return why it cannot take part, or None."""
 
-    def start(self, job: str) -> Saver:
+    def start(self, job: str) -> SaverInfo:
         """Start a saver, in the process that trains. `job` names the run that it belongs to."""
 
     def load(self, workload: Workload, folder: Path) -> None:

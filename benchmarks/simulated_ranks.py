@@ -13,8 +13,17 @@ from functools import cache
 from math import prod
 from types import TracebackType
 
-from dist_ckpt.core.comm.collectives.collective import AloneCollective, Bodies, distinct, name_of
-from dist_ckpt.core.comm.exchange.channel import Alone, AloneExchange, Exchange
+from dist_ckpt.core.comm.collectives.collective import (
+    Bodies,
+    SingleProcessCollective,
+    distinct,
+    name_of,
+)
+from dist_ckpt.core.comm.exchange.channel import (
+    Exchange,
+    SingleProcessChannel,
+    SingleProcessExchange,
+)
 from dist_ckpt.core.comm.messages import Envelope, new_nonce, pack, unpack
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
@@ -28,9 +37,9 @@ from dist_ckpt.core.planning.plan import (
     Flattened,
     Inventory,
     Mesh,
+    MeshPlaced,
     NameList,
     Parts,
-    Placed,
     Placement,
     Replicate,
     SavePlan,
@@ -43,14 +52,14 @@ from dist_ckpt.core.planning.plan import (
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import (
-    Agreed,
-    Planned,
-    is_plan_good,
-    last_plan,
+    CachedPlan,
+    SaveAgreement,
+    cached_plan,
+    check_proposals,
     plan_together,
 )
 from dist_ckpt.core.saving.replica_samples import receipt_of
-from dist_ckpt.core.saving.save_transaction import AttemptRun, PartWritten, SaveRequest
+from dist_ckpt.core.saving.save_transaction import RankWriteResult, SaveRequest, SaveTransaction
 from dist_ckpt.core.storage import Entry
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
@@ -69,7 +78,7 @@ _LAYER: Mapping[str, Shape] = {
 _CUT_BY_COLUMNS = ("wo.weight", "w2.weight")
 
 # The view of a parameter, given its name and shape; its moments lie as it does.
-Place = Callable[[str, Shape], View]
+StorageLocation = Callable[[str, Shape], View]
 
 
 def parameters(count: int) -> dict[str, Shape]:
@@ -82,7 +91,7 @@ def parameters(count: int) -> dict[str, Shape]:
     return found
 
 
-def training_state(shapes: Mapping[str, Shape], place: Place) -> Inventory:
+def training_state(shapes: Mapping[str, Shape], place: StorageLocation) -> Inventory:
     """Return what a rank says of {"model": ..., "optim": AdamW, "rng": dc.RNG(), "step": ...}.
 
     That is three tensors a parameter that lie as `place` says, and one that every rank has.
@@ -109,7 +118,7 @@ def training_state(shapes: Mapping[str, Shape], place: Place) -> Inventory:
         "optim.state": parameters,
         **{f"optim.state.{name}": ("step", "exp_avg", "exp_avg_sq") for name in parameters},
     }
-    meshes = [view.mesh for view in views if isinstance(view, Placed)]
+    meshes = [view.mesh for view in views if isinstance(view, MeshPlaced)]
     return Inventory(
         mesh=tuple(zip(meshes[0].names, meshes[0].shape, strict=True)) if meshes else (),
         components=("model", "optim"),
@@ -158,14 +167,14 @@ def on_mesh(names: str, shape: Shape, first: int = 0) -> Mesh:
 
 def fsdp(world_size: int, count: int) -> Job:
     """FSDP2: every tensor is cut along dimension 0 over all ranks."""
-    view = Placed(on_mesh("dp", (world_size,)), (Shard(0),))
+    view = MeshPlaced(on_mesh("dp", (world_size,)), (Shard(0),))
     return alike(world_size, training_state(parameters(count), lambda *_: view))
 
 
 def hsdp(world_size: int, count: int) -> Job:
     """HSDP: replicas of groups of up to 256 ranks that cut every tensor."""
     group = min(256, world_size // 2)
-    view = Placed(on_mesh("rep dp", (world_size // group, group)), (Replicate(), Shard(0)))
+    view = MeshPlaced(on_mesh("rep dp", (world_size // group, group)), (Replicate(), Shard(0)))
     return alike(world_size, training_state(parameters(count), lambda *_: view))
 
 
@@ -175,10 +184,10 @@ def fsdp_tp(world_size: int, count: int, tp: int = 8) -> Job:
     return alike(world_size, training_state(parameters(count), _over_tp(mesh)))
 
 
-def _over_tp(mesh: Mesh) -> Place:
+def _over_tp(mesh: Mesh) -> StorageLocation:
     @cache
     def view(placements: tuple[Placement, ...]) -> View:
-        return Placed(mesh, placements)
+        return MeshPlaced(mesh, placements)
 
     def place(name: str, shape: Shape) -> View:
         if len(shape) == 1:
@@ -218,7 +227,7 @@ def parts(world_size: int, count: int, *, flat: bool) -> Job:
     shapes = parameters(count)
     mesh = on_mesh("dp", (world_size,))
     cuts = {
-        shape: layout_of(Flattened(mesh) if flat else Placed(mesh, (Shard(0),)), shape)
+        shape: layout_of(Flattened(mesh) if flat else MeshPlaced(mesh, (Shard(0),)), shape)
         for shape in set(shapes.values())
     }
 
@@ -235,7 +244,7 @@ def parts(world_size: int, count: int, *, flat: bool) -> Job:
 # --- the coordinator's surroundings ----------------------------------------------------------
 
 
-class SimulatedChannel(Alone):
+class SimulatedChannel(SingleProcessChannel):
     """The channel of rank 0; what the other ranks put into a phase is given beforehand.
 
     `seconds` is the CPU time of rank 0 in each phase: its work, decoding what all sent, deciding,
@@ -265,7 +274,7 @@ class SimulatedChannel(Alone):
         return typed_msgpack.encode(envelope)
 
 
-class _SimulatedExchange(AloneExchange):
+class _SimulatedExchange(SingleProcessExchange):
     def __init__(self, phase: str, channel: SimulatedChannel) -> None:
         super().__init__(phase)
         self._channel = channel
@@ -294,7 +303,7 @@ class _SimulatedExchange(AloneExchange):
         channel.exchanges = channel.exchanges.plus(len(self._answer))
 
 
-class SimulatedCollective(AloneCollective):
+class SimulatedCollective(SingleProcessCollective):
     """The collectives of rank 0 of a job."""
 
     def __init__(self, job: Job) -> None:
@@ -354,7 +363,7 @@ class SimulatedSave:
             mirrored={},
             saved_by={},
         )
-        run = AttemptRun(self.channel, self.session.config, request)
+        run = SaveTransaction(self.channel, self.session.config, request)
         with self.session.operation(f"save to {self.path}"):
             attempt, planned = self._agree(request, run)
             plan = planned.plan
@@ -365,14 +374,14 @@ class SimulatedSave:
             run.write_and_commit(planned.text, attempt, lambda: parts[0])
         return plan
 
-    def _agree(self, request: SaveRequest, run: AttemptRun) -> tuple[Attempt, Planned]:
+    def _agree(self, request: SaveRequest, run: SaveTransaction) -> tuple[Attempt, CachedPlan]:
         """Do what `saving.save` does in its first exchanges."""
         session = self.session
         with session.channel.exchange("agree") as agreeing:
-            last = last_plan(session, self._own)
+            last = cached_plan(session, self._own)
             offers = agreeing.gather(request.offer(last, 0))
-            agreeing.decide(Agreed(run.claim() if is_plan_good(offers) else "", 0))
-        name = agreeing.result(Agreed).name
+            agreeing.decide(SaveAgreement(run.claim() if check_proposals(offers) else "", 0))
+        name = agreeing.result(SaveAgreement).name
         if name and last is not None:
             return attempt_of(name), last
         with session.channel.exchange("plan") as planning:
@@ -398,7 +407,7 @@ def attempt_of(name: str) -> Attempt:
     return attempt
 
 
-def parts_of(plan: SavePlan) -> list[PartWritten]:
+def parts_of(plan: SavePlan) -> list[RankWriteResult]:
     """Return what all ranks would have written, with two replica groups and headers of one size."""
     catalog = plan.catalog
     digest, header_nbytes = "0123456789abcdef" * 2, 1 << 17
@@ -410,4 +419,4 @@ def parts_of(plan: SavePlan) -> list[PartWritten]:
     for rank in sorted({rank for keys in catalog.per_rank.values() for _, rank in keys}):
         files[rank].append((filenames.objects_file(rank), 6000, 0, digest))
     groups = tuple((f"{n:032x}", (("w", digest),)) for n in range(2))
-    return [PartWritten(tuple(written), groups, 1.0) for written in files]
+    return [RankWriteResult(tuple(written), groups, 1.0) for written in files]

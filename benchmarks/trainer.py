@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks import limits
 from benchmarks.contenders import DistCkpt
-from benchmarks.rank import Place
-from benchmarks.savers import STEP, Kind, OurSaver, Pending, Saver
+from benchmarks.rank import StorageLocation
+from benchmarks.savers import STEP, Kind, OurSaver, Pending, SaverInfo
 from benchmarks.scenario import DifferentError
 from benchmarks.workload import WIPED, Spec, Workload, example, make
 
@@ -46,10 +46,10 @@ class Steps:
 class Trainer:
     """The operations. `kinds` is the one way to save, or empty for a training without saves."""
 
-    def __init__(self, place: Place, kinds: tuple[Kind, ...]) -> None:
+    def __init__(self, place: StorageLocation, kinds: tuple[Kind, ...]) -> None:
         self._timeout_s = place.timeout_s
         self._kind = kinds[0] if kinds else None
-        self._saver: Saver | None = None
+        self._saver: SaverInfo | None = None
         self._workload = Workload({})
         self._num_samples = 0
 
@@ -178,7 +178,7 @@ class Trainer:
 class Copier:
     """The operations of the reference: copies of a state into memory that was touched before."""
 
-    def __init__(self, place: Place, nothing: tuple[object, ...]) -> None:
+    def __init__(self, place: StorageLocation, nothing: tuple[object, ...]) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def hold(self, spec: Spec) -> int:

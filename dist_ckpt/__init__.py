@@ -51,14 +51,19 @@ if TYPE_CHECKING:
     from dist_ckpt.tools.inspect.diff import Difference, ValueDifference, diff
     from dist_ckpt.tools.inspect.estimate import Estimate, estimate
     from dist_ckpt.tools.inspect.run import Run
-    from dist_ckpt.tools.inspect.shard_layout import CheckpointLayout, FileLayout, HeldShard, layout
+    from dist_ckpt.tools.inspect.shard_layout import (
+        CheckpointLayout,
+        FileContents,
+        ShardPlacement,
+        layout,
+    )
     from dist_ckpt.tools.inspect.tensor_stats import TensorStats, stats
     from dist_ckpt.tools.rewrite.backup import backup
     from dist_ckpt.tools.rewrite.copying import copy
     from dist_ckpt.tools.rewrite.reshard import reshard
     from dist_ckpt.tools.rewrite.strip import strip
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # Public name -> module, but for the errors, which need nothing. Each is imported when it is first
 # used, so that reading and listing checkpoints needs no torch.
@@ -93,8 +98,8 @@ _MODULES = {
     "TensorStats": "tools.inspect.tensor_stats",
     "layout": "tools.inspect.shard_layout",
     "CheckpointLayout": "tools.inspect.shard_layout",
-    "FileLayout": "tools.inspect.shard_layout",
-    "HeldShard": "tools.inspect.shard_layout",
+    "FileContents": "tools.inspect.shard_layout",
+    "ShardPlacement": "tools.inspect.shard_layout",
     "estimate": "tools.inspect.estimate",
     "Estimate": "tools.inspect.estimate",
     "copy": "tools.rewrite.copying",
@@ -136,9 +141,8 @@ __all__ = [
     "ElasticSampler",
     "Estimate",
     "ExistsError",
-    "FileLayout",
+    "FileContents",
     "FlatShard",
-    "HeldShard",
     "IncompatibleError",
     "LoadReport",
     "LoadedSource",
@@ -152,6 +156,7 @@ __all__ = [
     "RunSummary",
     "SaveHandle",
     "SaveReport",
+    "ShardPlacement",
     "ShardingConfig",
     "Source",
     "Stopped",

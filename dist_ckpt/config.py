@@ -9,7 +9,7 @@ from math import isfinite
 
 # A call that takes this long is not slow: the storage under it hangs. Far above what the fullest
 # disk needs for a few MiB, and what a network file system needs to fail over.
-STALL_S = 600.0
+STALL_TIMEOUT_S = 600.0
 
 # Each has a scratch buffer of 10 MiB, and one of 2 MiB for what it reads past the page cache; a
 # save has five besides (`shard_io/write/shard_writer.py`). So each takes 256 MiB at most.
@@ -19,7 +19,7 @@ MAX_THREADS = 20
 SLOWEST_NBYTES_PER_S = 10 << 20
 
 
-def patience_s(nbytes: int, *, stall_s: float = STALL_S) -> float:
+def stall_timeout_s(nbytes: int, *, stall_s: float = STALL_TIMEOUT_S) -> float:
     """Return how long to wait for the storage when it may have this much to move."""
     return stall_s + nbytes / SLOWEST_NBYTES_PER_S
 
@@ -28,17 +28,17 @@ def patience_s(nbytes: int, *, stall_s: float = STALL_S) -> float:
 class Config:
     """Deadlines and sizes. Raises ValueError when built with a value that makes no sense.
 
-    `silence_s`: a rank whose heartbeat stops for this long is dead. `arrive_s`: how long the
-    first rank in a save or load waits for the others to enter; after `warn_s` it logs a warning
-    that names them. `appear_s`: how long a rank waits to see the coordinator's claim on shared
-    storage. `threads`: how many reads or writes a rank has in flight. `host`: what this rank's host
-    is called; "" is what the system calls it.
+    `heartbeat_timeout_s`: a rank whose heartbeat stops for this long is dead. `join_timeout_s`: how
+    long the first rank in a save or load waits for the others to enter; after `warn_s` it logs a
+    warning that names them. `visibility_timeout_s`: how long a rank waits to see the coordinator's
+    claim on shared storage. `threads`: how many reads or writes a rank has in flight. `host`: what
+    this rank's host is called; "" is what the system calls it.
     """
 
-    silence_s: float = 20.0
-    arrive_s: float = 300.0
+    heartbeat_timeout_s: float = 20.0
+    join_timeout_s: float = 300.0
     warn_s: float = 30.0
-    appear_s: float = 60.0
+    visibility_timeout_s: float = 60.0
     threads: int = 4
     host: str = ""
 
@@ -56,7 +56,7 @@ class Config:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
-        """Return the defaults, changed by DIST_CKPT_SILENCE_S and so on."""
+        """Return the defaults, changed by DIST_CKPT_HEARTBEAT_TIMEOUT_S and so on."""
         options: dict[str, float | str] = {}
         for field in fields(Config):
             text = environ.get(_variable(field.name))

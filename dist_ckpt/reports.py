@@ -6,9 +6,9 @@ add up to the call of a `dc.save` or `dc.load`. Four tallies say what the call h
 `collectives` with what it gave in them, and `storage_reads` and `storage_writes`, of every kind of
 file, headers, values and index included. Of a background save `seconds` are the trainer's phases
 and its writer's, without what lies between: `async_save/trainer/background_save.py` makes its
-report of the writer's message `Done`, and the writer logs the `Verdict`. A rate is the bytes of the
-whole job by the seconds of the rank that took longest, or of the call; it is 0.0 where nothing was
-measured.
+report of the writer's message `Done`, and the writer logs the `CommitDecision`. A rate is the bytes
+of the whole job by the seconds of the rank that took longest, or of the call; it is 0.0 where
+nothing was measured.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class IoCount:
     """How many calls of one kind there were on this rank, and how many bytes went with them."""
 
     num: int = 0
     nbytes: int = 0
 
-    def plus(self, nbytes: int) -> Tally:
+    def plus(self, nbytes: int) -> IoCount:
         """Return this with one more call."""
-        return Tally(self.num + 1, self.nbytes + nbytes)
+        return IoCount(self.num + 1, self.nbytes + nbytes)
 
-    def plus_all(self, more: Tally) -> Tally:
+    def plus_all(self, more: IoCount) -> IoCount:
         """Return this with more calls."""
-        return Tally(self.num + more.num, self.nbytes + more.nbytes)
+        return IoCount(self.num + more.num, self.nbytes + more.nbytes)
 
-    def since(self, earlier: Tally) -> Tally:
+    def since(self, earlier: IoCount) -> IoCount:
         """Return what was added after `earlier`, when this was that."""
-        return Tally(self.num - earlier.num, self.nbytes - earlier.nbytes)
+        return IoCount(self.num - earlier.num, self.nbytes - earlier.nbytes)
 
 
 def slowest_of(seconds: Sequence[float]) -> tuple[int, float]:
@@ -73,11 +73,11 @@ class SaveReport:
     seconds: Mapping[str, float]
     slowest_rank: int
     slowest_s: float
-    exchanges: Tally
-    collectives: Tally
+    exchanges: IoCount
+    collectives: IoCount
     nbytes_receipt: int
-    storage_reads: Tally
-    storage_writes: Tally
+    storage_reads: IoCount
+    storage_writes: IoCount
     num_linked: int = 0
     nbytes_linked: int = 0
 
@@ -156,9 +156,9 @@ class LoadReport:
     seconds: Mapping[str, float]
     slowest_rank: int
     slowest_s: float
-    exchanges: Tally
-    collectives: Tally
-    storage_reads: Tally
+    exchanges: IoCount
+    collectives: IoCount
+    storage_reads: IoCount
     sources: tuple[LoadedSource, ...] = ()
     as_saved: bool = True
 

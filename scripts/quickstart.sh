@@ -13,7 +13,7 @@ limit_s=400                   # for each of the two trainings; half a minute whe
 
 export OMP_NUM_THREADS=1      # four ranks on few cores
 export PYTHONWARNINGS=ignore  # of torch about itself
-export DIST_CKPT_SILENCE_S=5  # after which a process that says nothing is dead; 20 without this
+export DIST_CKPT_HEARTBEAT_TIMEOUT_S=5  # after which a process that says nothing is dead; 20 without this
 job=                          # process id of torchrun while it runs
 frozen=                       # process id of the writer that is about to be killed
 viewer=

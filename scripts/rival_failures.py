@@ -360,7 +360,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     threading.excepthook = lambda _: None  # DCP's helper thread; what came of it is in the table
     logging.disable(logging.WARNING)
-    os.environ.setdefault("DIST_CKPT_SILENCE_S", "3")
+    os.environ.setdefault("DIST_CKPT_HEARTBEAT_TIMEOUT_S", "3")
     for number, accident in enumerate(ACCIDENTS, start=1):
         print(f"{number}. {accident.name}")
         for who, run in (("DCP", accident.with_dcp), ("dist_ckpt", accident.with_dist_ckpt)):

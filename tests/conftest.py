@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 
 
@@ -53,8 +53,8 @@ def rank_folder(tmp_path: Path) -> RankFolder:
 
 
 @pytest.fixture
-def arenas(rank_folder: RankFolder) -> Iterator[Arenas]:
+def arenas(rank_folder: RankFolder) -> Iterator[ArenaPool]:
     """Return the arenas of that rank."""
-    made = Arenas(rank_folder)
+    made = ArenaPool(rank_folder)
     yield made
     made.close()

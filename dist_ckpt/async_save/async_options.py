@@ -10,7 +10,7 @@ from typing import get_args
 
 from dist_ckpt.async_save.snapshots.job_folder import check_job
 from dist_ckpt.async_save.snapshots.root_id import job_id, make_root_id
-from dist_ckpt.async_save.trainer.start_handshake import Saver, WhenBusy
+from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, WhenBusy
 from dist_ckpt.core.storage import Storage, open_storage
 
 # Slower, a block would take so long that the storage seems to hang.
@@ -40,11 +40,11 @@ class SaverOptions:
             least = f"a number, {MIN_BYTES_PER_S} at least, or None"
             _check_number("max_bytes_per_s", self.max_bytes_per_s, MIN_BYTES_PER_S, least)
 
-    def asked(self) -> Saver:
+    def asked(self) -> SaverInfo:
         """Return what all ranks must ask for alike."""
         # Not the id of a job that the root makes: a file system has other numbers on other hosts.
         root = None if self.root is None or self.job is not None else self._absolute_root()
-        return Saver(self.job, root, self.when_busy)
+        return SaverInfo(self.job, root, self.when_busy)
 
     def root_id(self) -> str | None:
         """Return the id of the root, which gets one if need be; None if no job is made of it."""

@@ -23,10 +23,10 @@ from dist_ckpt.async_save.trainer.start_handshake import WhenBusy, check_savers
 from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.records.incarnations import History
+from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.saving.attachments import Attached
+from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.saving.save import SaveOptions
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import open_storage
@@ -104,7 +104,7 @@ class AsyncSaver:
         frozen: bool = True,
         config: Mapping[str, object] | None = None,
         kind: str | None = None,
-        attach: Attached | None = None,
+        attach: Attachments | None = None,
         reuse: str | Sequence[str] = (),
         carry: LoadReport | None = None,
     ) -> SaveHandle:
@@ -189,7 +189,7 @@ class AsyncSaver:
         return self.restore_with(state, options)
 
     def restore_with(
-        self, state: MutableState, options: LoadOptions, history: History | None = None
+        self, state: MutableState, options: LoadOptions, history: IncarnationHistory | None = None
     ) -> int | None:
         """Restore as `restore` does; `history` is what rank 0 knows of the run. Not public."""
         with self._alone():

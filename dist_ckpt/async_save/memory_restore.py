@@ -11,24 +11,33 @@ from dataclasses import dataclass
 from dist_ckpt import __version__
 from dist_ckpt.async_save.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.async_save.snapshots.memory_source import KeptFiles, kept_committed, kept_uncommitted
+from dist_ckpt.async_save.snapshots.memory_source import (
+    MemorySource,
+    committed_in_memory,
+    uncommitted_in_memory,
+)
 from dist_ckpt.async_save.snapshots.recovered_snapshots import (
-    KeptSave,
-    KeptSaves,
+    RecoveredSave,
+    RecoveredSaves,
     SaveIdentity,
     kept_saves,
 )
-from dist_ckpt.async_save.trainer.start_handshake import Saver, check_savers
+from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.receipts import attached_of, check_receipts, differing_groups
-from dist_ckpt.core.commit.records.incarnations import History, read_history
-from dist_ckpt.core.format.filenames import ATTEMPTS_OF_START, ID_LENGTH, Attempt, parse_attempt
+from dist_ckpt.core.commit.receipts import attached_of, check_receipts, mismatched_groups
+from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
+from dist_ckpt.core.format.filenames import (
+    ATTEMPTS_PER_INCARNATION,
+    ID_LENGTH,
+    Attempt,
+    parse_attempt,
+)
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import MAX_STEP, Index
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.agreement import plan_of
 from dist_ckpt.core.saving.replica_samples import receipt_of
@@ -52,8 +61,8 @@ def restore_together(
     state: MutableState,
     options: LoadOptions,
     *,
-    saver: Saver,
-    history: History | None = None,
+    saver: SaverInfo,
+    history: IncarnationHistory | None = None,
 ) -> tuple[str, LoadReport] | None:
     """Fill a state from the newest save of a job that memory has. Collective: every rank calls it.
 
@@ -93,7 +102,7 @@ def restore_together(
 
 
 class _Seen(Message, frozen=True):
-    """What one host has of a save: see `KeptSave`."""
+    """What one host has of a save: see `RecoveredSave`."""
 
     save: SaveIdentity
     attempt: str | None
@@ -101,14 +110,14 @@ class _Seen(Message, frozen=True):
     sealed: frozenset[int]
 
 
-class _Look(Message, frozen=True):
+class _HostSnapshots(Message, frozen=True):
     """What one rank has seen on its host, and what is wrong there."""
 
     seen: tuple[_Seen, ...]
     problems: tuple[str, ...]
 
 
-class _Choice(Message, frozen=True):
+class _RestoreChoice(Message, frozen=True):
     """The save to restore, "" if there is none; the attempt of its index, "" if it is committed."""
 
     id: str
@@ -117,7 +126,7 @@ class _Choice(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _HostReport:
     """What the ranks say about one save; `sealed` are for each the ranks that its host has.
 
     `attempts` are those that it was claimed as, by what the writers have sealed: one or none.
@@ -141,7 +150,7 @@ class _Told:
         for claimed in map(parse_attempt, self.attempts):
             if claimed is not None:
                 return claimed
-        first = ATTEMPTS_OF_START * self.save.start
+        first = ATTEMPTS_PER_INCARNATION * self.save.start
         return Attempt(max(first, number + 1), self.save.id[:ID_LENGTH])
 
 
@@ -153,18 +162,18 @@ class _Restoring:
         ranks: Session,
         folder: JobFolder,
         stack: ExitStack,
-        saver: Saver,
-        history: History | None,
+        saver: SaverInfo,
+        history: IncarnationHistory | None,
     ) -> None:
         self._ranks = ranks
         self._saver = saver
         self._folder = folder
         self._stack = stack
         self._given = history
-        self._kept: KeptSaves | None = None
+        self._kept: RecoveredSaves | None = None
         self._index: bytes | None = None
 
-    def choose(self, passed_over: set[str]) -> tuple[_Choice, KeptFiles] | None:
+    def choose(self, passed_over: set[str]) -> tuple[_RestoreChoice, MemorySource] | None:
         """Agree on the newest save that can be used, but for some. Collective."""
         channel = self._ranks.channel
         with self._ranks.operation(f"restore of job {self._folder.job}"):
@@ -176,16 +185,16 @@ class _Restoring:
                 kept, look = self._look()
                 if looks := choosing.gather(look):
                     choosing.decide(self._choice(looks, passed_over))
-        choice = choosing.result(_Choice)
+        choice = choosing.result(_RestoreChoice)
         if not choice.id:
             return None
         save = kept.saves.get(choice.id)
         if choice.attempt:
             assert save is not None, "every host has it"
-            return choice, kept_uncommitted(save, choice.attempt, self._index)
-        return choice, kept_committed(save)
+            return choice, uncommitted_in_memory(save, choice.attempt, self._index)
+        return choice, committed_in_memory(save)
 
-    def _choice(self, looks: Sequence[_Look], passed_over: set[str]) -> _Choice:
+    def _choice(self, looks: Sequence[_HostSnapshots], passed_over: set[str]) -> _RestoreChoice:
         """Choose the newest save that can be used. Coordinator only."""
         for problem in sorted({problem for look in looks for problem in look.problems}):
             _log.warning("not restored from memory: %s", problem)
@@ -197,10 +206,10 @@ class _Restoring:
             except _UnusableError as error:
                 _log.warning("%s is not restored from memory: %s", told.save.name, error)
                 continue
-            return _Choice(told.save.id, told.save.path, attempt or "")
-        return _Choice("", "", "")
+            return _RestoreChoice(told.save.id, told.save.path, attempt or "")
+        return _RestoreChoice("", "", "")
 
-    def _look(self) -> tuple[KeptSaves, _Look]:
+    def _look(self) -> tuple[RecoveredSaves, _HostSnapshots]:
         """See which saves this host has."""
         problems: tuple[str, ...] = ()
         if self._kept is None:
@@ -210,7 +219,7 @@ class _Restoring:
             _Seen(save.identity, save.attempt, save.was_committed, frozenset(save.sealed))
             for save in self._kept.saves.values()
         )
-        return self._kept, _Look(seen, problems)
+        return self._kept, _HostSnapshots(seen, problems)
 
     def _folders(self) -> Iterator[RankFolder]:
         """Yield the folders of this run's ranks, and of those whose trainer is gone."""
@@ -221,7 +230,7 @@ class _Restoring:
             else:
                 _log.warning("%s is not looked at: its trainer lives", one.path)
 
-    def _attempt_of(self, told: _Told) -> str | None:
+    def _attempt_of(self, told: _HostReport) -> str | None:
         """Return None if a save was committed; else the attempt that its index, made here, is of.
 
         _UnusableError says why it cannot be used, StorageError if the storage cannot tell what is
@@ -245,7 +254,7 @@ class _Restoring:
         self._index = self._rebuilt(told, attempt)
         return attempt
 
-    def _rebuilt(self, told: _Told, attempt: str) -> bytes:
+    def _rebuilt(self, told: _HostReport, attempt: str) -> bytes:
         if not told.is_everywhere:
             raise _UnusableError("it was not committed, and not every host has all of it")
         assert self._kept is not None
@@ -255,7 +264,9 @@ class _Restoring:
             raise _UnusableError(str(error)) from error
 
 
-def _uncommitted_attempt(storage: Storage, told: _Told, history: History) -> str | None:
+def _uncommitted_attempt(
+    storage: Storage, told: _HostReport, history: IncarnationHistory
+) -> str | None:
     """Return None if a save was committed; else the attempt that would be the checkpoint now."""
     try:
         found, index = attempts.find(storage, told.save.path)
@@ -277,12 +288,14 @@ def _uncommitted_attempt(storage: Storage, told: _Told, history: History) -> str
     return own.name
 
 
-def _is_left_behind(history: History, step: int | None, attempt: Attempt) -> bool:
+def _is_left_behind(history: IncarnationHistory, step: int | None, attempt: Attempt) -> bool:
     # Without a step nothing tells whether it lies below one that somebody went back to.
     return history.is_left_behind(MAX_STEP if step is None else step, attempt)
 
 
-def _newer_beside(storage: Storage, told: _Told, history: History, threads: int) -> str | None:
+def _newer_beside(
+    storage: Storage, told: _HostReport, history: IncarnationHistory, threads: int
+) -> str | None:
     """Return a checkpoint in the same folder of a later step, if one was committed since.
 
     Later in both: a save that began earlier may be committed later, and who has gone back to an
@@ -304,7 +317,7 @@ def _newer_beside(storage: Storage, told: _Told, history: History, threads: int)
     names = (entry.name for entry in entries if entry.kind == "folder")
     paths = [f"{folder}/{name}" for name in names if name != own]
     # Several at once: a run may keep many checkpoints, on a storage that takes its time.
-    newer = each(is_newer, paths, threads=threads)
+    newer = parallel_for(is_newer, paths, threads=threads)
     return next((path for path, is_one in zip(paths, newer, strict=True) if is_one), None)
 
 
@@ -312,7 +325,7 @@ class _UnusableError(Exception):
     """A save cannot be restored: why."""
 
 
-def _merged(looks: Sequence[Sequence[_Seen]]) -> list[_Told]:
+def _merged(looks: Sequence[Sequence[_Seen]]) -> list[_HostReport]:
     """Return what the ranks tell about saves, the newest first."""
     told: dict[SaveIdentity, dict[int, _Seen]] = {}
     for rank, seen in enumerate(looks):
@@ -324,11 +337,11 @@ def _merged(looks: Sequence[Sequence[_Seen]]) -> list[_Told]:
         there = (by_rank.get(rank) for rank in range(len(looks)))
         sealed = tuple(frozenset() if one is None else one.sealed for one in there)
         was_committed = any(one.was_committed for one in by_rank.values())
-        found.append(_Told(save, frozenset(attempts - {UNCLAIMED}), was_committed, sealed))
+        found.append(_HostReport(save, frozenset(attempts - {UNCLAIMED}), was_committed, sealed))
     return sorted(found, key=lambda one: (one.save.began_at, one.save.id), reverse=True)
 
 
-def rebuilt_index(save: KeptSave, attempt: str) -> bytes:
+def rebuilt_index(save: RecoveredSave, attempt: str) -> bytes:
     """Return the index that a save would have, had it been committed. It is complete here.
 
     StorageError or ValueError if it could not have been committed, or another version planned it.
@@ -342,7 +355,7 @@ def rebuilt_index(save: KeptSave, attempt: str) -> bytes:
         seal = save.sealed[rank].seal
         assert seal is not None, "it is sealed"
         receipts.append(receipt_of(seal.files, one.replicas, 0.0))
-    if differing_groups(receipts):
+    if mismatched_groups(receipts):
         raise StorageError("its ranks hold different values under the same name")
     catalog = plan_of(first.bodies, save.identity.world_size).catalog
     files, objects = check_receipts(catalog, receipts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dist_ckpt.async_save.trainer.writer_handle import Order, OwnWriter
+from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
 from dist_ckpt.async_save.writer.messages import Done
 from dist_ckpt.reports import SaveReport
 
@@ -16,8 +16,8 @@ class SaveHandle:
         self,
         path: str,
         step: int | None,
-        writer: OwnWriter | None = None,
-        order: Order | None = None,
+        writer: WriterHandle | None = None,
+        order: WriteJob | None = None,
         report: Callable[[Done], SaveReport] | None = None,
     ) -> None:
         self.path = path

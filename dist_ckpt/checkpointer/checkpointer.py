@@ -17,15 +17,15 @@ from dist_ckpt.checkpointer import save_policy
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.checkpointer.maintenance import Hooks, OnFailure
 from dist_ckpt.checkpointer.resume import ResumeOptions
-from dist_ckpt.checkpointer.run_session import OpenRun, Stopped, open_run
-from dist_ckpt.checkpointer.save_policy import When
+from dist_ckpt.checkpointer.run_session import RunSession, Stopped, open_run
+from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.loading.sources import Sources
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.saving.attachments import Attached
+from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.runs.annotations import checked_metrics
-from dist_ckpt.runs.retention.retention_policy import Keep
+from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
 
 DEFAULT_SAVE = save_policy.every(minutes=30) | save_policy.at_end | save_policy.on_signal("TERM")
 
@@ -79,8 +79,8 @@ class Checkpointer:
         self,
         root: str | os.PathLike[str] | None,
         *,
-        save: When = DEFAULT_SAVE,
-        keep: Keep | None = None,
+        save: SavePolicy = DEFAULT_SAVE,
+        keep: RetentionPolicy | None = None,
         init: Sources | None = None,
         init_strict: bool = True,
         must_exist: bool = False,
@@ -88,7 +88,7 @@ class Checkpointer:
         config: Mapping[str, object] | None = None,
         kind: str | None = None,
         same: Sequence[str] = (),
-        attach: Callable[[int], Attached | None] | None = None,
+        attach: Callable[[int], Attachments | None] | None = None,
         sharding: ShardingConfig | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
@@ -102,7 +102,7 @@ class Checkpointer:
         background: bool = True,
         group: ProcessGroup | None = None,
     ) -> None:
-        self._run: OpenRun | None = None
+        self._run: RunSession | None = None
         self._state: StateOrMaker | None = None
         self._step = self._last_asked = 0
         self._is_closed = self._is_in_loop = False
@@ -302,7 +302,7 @@ class Checkpointer:
         if state is not None:
             self._state = state
 
-    def _open_run(self) -> OpenRun | None:
+    def _open_run(self) -> RunSession | None:
         if self._is_closed:
             raise ValueError("this Checkpointer is closed: make another one")
         if os.getpid() != self._pid:

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 from dist_ckpt.checkpointer.maintenance import Hooks
 from dist_ckpt.checkpointer.resume import ResumeOptions
-from dist_ckpt.checkpointer.save_policy import When
+from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.format.index.model_description import check_description
 from dist_ckpt.core.loading.sources import text_of, uses_of
 from dist_ckpt.core.planning.selection import patterns
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.saving.attachments import Attached
+from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.runs.retention.retention_policy import Keep
+from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
 
 # A lock takes no wait that is much longer: it would be known only when the run is to stop.
 _MOST_STOP_S = 1e9
 
 
-class AskedRun(Message, frozen=True):
+class RunArguments(Message, frozen=True):
     """What all ranks must ask for alike, as text where a value has one."""
 
     root: str
@@ -44,23 +44,23 @@ class RunOptions:
     """What a run is to do; see `Checkpointer`."""
 
     root: str | os.PathLike[str]
-    save: When
-    keep: Keep | None
+    save: SavePolicy
+    keep: RetentionPolicy | None
     resume: ResumeOptions
     hooks: Hooks
     background: bool
     stop_within_s: float
-    attach: Callable[[int], Attached | None] | None = None
+    attach: Callable[[int], Attachments | None] | None = None
     reuse: str | Sequence[str] = ()
     carry: object = None
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""
-        if not isinstance(self.save, When):
+        if not isinstance(self.save, SavePolicy):
             raise TypeError(f"save={self.save!r}: give policies such as dc.every(steps=500)")
-        if self.save == When():
+        if self.save == SavePolicy():
             raise ValueError("save= never fires: give a policy such as dc.every(minutes=30)")
-        if self.keep is not None and not isinstance(self.keep, Keep):
+        if self.keep is not None and not isinstance(self.keep, RetentionPolicy):
             raise TypeError(f"keep={self.keep!r}: give policies such as dc.keep.last(3), or None")
         self._check_flags()
         self._check_config()
@@ -126,10 +126,10 @@ class RunOptions:
         except (TypeError, ValueError) as error:
             raise type(error)(f"root={self.root!r}: {error}") from None
 
-    def asked(self) -> AskedRun:
+    def asked(self) -> RunArguments:
         """Return what all ranks must ask for alike."""
         init, hook = self.resume.init, self.hooks.on_failure
-        return AskedRun(
+        return RunArguments(
             root=self.opened_root(),
             save=str(self.save),
             keep="" if self.keep is None else str(self.keep),

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Literal
 
 from dist_ckpt.async_save.save_handle import SaveHandle
-from dist_ckpt.checkpointer.coordination.barrier_rounds import Ask
+from dist_ckpt.checkpointer.coordination.barrier_rounds import BarrierProposal
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.messages import failure_of
-from dist_ckpt.core.commit.records.incarnations import OfRun
+from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.format.filenames import parse_attempt
 from dist_ckpt.core.storage import Storage
@@ -28,8 +28,8 @@ from dist_ckpt.reports import SaveReport
 from dist_ckpt.runs.annotations import put_metrics, put_saved
 from dist_ckpt.runs.listing import RunCheckpoint, list_run
 from dist_ckpt.runs.retention.prune import metrics_of, prune
-from dist_ckpt.runs.retention.retention_policy import Keep
-from dist_ckpt.tools.inspect.run import is_whole
+from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
+from dist_ckpt.tools.inspect.run import is_complete
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -55,7 +55,7 @@ class Hooks:
 
 
 @dataclass
-class SavesSoFar:
+class SaveCounts:
     """What is known of this run's saves: the newest that is durable, and failures in a row.
 
     `given_up` is the last step whose save has failed for good, and how.
@@ -67,7 +67,7 @@ class SavesSoFar:
 
 
 @dataclass
-class _Todo:
+class _MaintenanceQueue:
     """What the thread still has to do; under its lock."""
 
     handles: list[SaveHandle] = field(default_factory=list)
@@ -77,20 +77,25 @@ class _Todo:
     is_closed: bool = False
 
 
-class Keeper:
+class MaintenanceThread:
     """Rank 0's thread for a run; it runs until `close`. Threads may share it."""
 
     def __init__(
-        self, storage: Storage, run: OfRun, restored: int | None, keep: Keep | None, hooks: Hooks
+        self,
+        storage: Storage,
+        run: Incarnation,
+        restored: int | None,
+        keep: RetentionPolicy | None,
+        hooks: Hooks,
     ) -> None:
-        self.told = SavesSoFar()
+        self.told = SaveCounts()
         self._storage = storage
         self._root = run.root
         self._run = run
         self._keep = keep
         self._hooks = hooks
-        self._asks: list[Ask] = []
-        self._todo = _Todo()
+        self._asks: list[BarrierProposal] = []
+        self._todo = _MaintenanceQueue()
         self._changed = threading.Condition()
         self._saved: dict[int, Where] = {}
         # Metrics of what earlier starts have saved may come as well.
@@ -121,11 +126,11 @@ class Keeper:
                 del unsaved[min(unsaved)]
             self._changed.notify()
 
-    def wants(self) -> Ask | None:
+    def wants(self) -> BarrierProposal | None:
         """Return what is to be asked of all ranks: to save again, or to raise."""
         return self._asks[0] if self._asks else None
 
-    def served(self, ask: Ask) -> None:
+    def served(self, ask: BarrierProposal) -> None:
         """Take an ask as done."""
         if ask in self._asks:
             self._asks.remove(ask)
@@ -208,9 +213,9 @@ class Keeper:
         # No other try mends it if a newer start has taken over.
         if hooks.on_failure == "raise" or is_enough or isinstance(error, ConflictError):
             kind = failure_of(error, "background save").kind
-            self._asks.append(Ask(COORDINATOR, text, raises=kind))
+            self._asks.append(BarrierProposal(COORDINATOR, text, raises=kind))
         else:
-            self._asks.append(Ask(COORDINATOR, text, again=True))
+            self._asks.append(BarrierProposal(COORDINATOR, text, again=True))
 
     def tell_failure(self, step: int | None, error: Exception, *, again: bool = False) -> str:
         """Tell that a save has failed, and what is safe; return it. `again`: another is coming."""
@@ -284,7 +289,7 @@ class Keeper:
             return
         try:
             decisions = prune(
-                self._storage, self._root, self._keep, is_whole=is_whole, run=self._run
+                self._storage, self._root, self._keep, is_whole=is_complete, run=self._run
             )
         except ConflictError as error:
             self._warn_once("a newer start", str(error))

@@ -17,16 +17,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from dist_ckpt.async_save.async_saver import AsyncSaver
-from dist_ckpt.async_save.snapshots.memory_source import KeptFiles, kept_on_host
-from dist_ckpt.checkpointer.run_config import check_same
+from dist_ckpt.async_save.snapshots.memory_source import MemorySource, snapshots_on_host
+from dist_ckpt.checkpointer.run_config import check_config_matches
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.records.incarnations import OfRun, begin, newest_start, secure
-from dist_ckpt.core.commit.records.leases import Subject
-from dist_ckpt.core.commit.records.liveness import told_sign
+from dist_ckpt.core.commit.records.incarnations import (
+    Incarnation,
+    begin_incarnation,
+    newest_incarnation,
+    secure_incarnation,
+)
+from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.core.commit.records.liveness import describe_liveness
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
-from dist_ckpt.core.format.run_records import RunStart
+from dist_ckpt.core.format.run_records import IncarnationRecord
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.loading.sources import Sources
@@ -36,7 +41,7 @@ from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.local.page_cache import drop_cached
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.runs.lease_renewal import holding
+from dist_ckpt.runs.lease_renewal import renewed_lease
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import select
 
@@ -96,7 +101,7 @@ class _RestorePoint(Message, frozen=True):
     attempt: str
 
 
-class _RunLook(Message, frozen=True):
+class _RunListing(Message, frozen=True):
     """What rank 0 sees in the root: candidates, the newest first, and what is stepped over."""
 
     candidates: tuple[_RestorePoint, ...]
@@ -143,13 +148,13 @@ class Resume:
 
     # --- what there is ---------------------------------------------------------------------------
 
-    def _look(self, at: str | None) -> _RunLook:
+    def _look(self, at: str | None) -> _RunListing:
         with self._exchange("run") as looking:
             if asked := looking.gather(at or ""):
                 if any(one != asked[0] for one in asked):
                     raise ValueError(f"restore(at=...) differs between ranks: {asked}")
                 looking.decide(self._seen(at))
-        return looking.result(_RunLook)
+        return looking.result(_RunListing)
 
     @contextmanager
     def _exchange(self, phase: str) -> Iterator[Exchange]:
@@ -158,16 +163,16 @@ class Resume:
         with self.ranks.operation(what), channel.exchange(phase) as exchange:
             yield exchange
 
-    def _seen(self, at: str | None) -> _RunLook:
+    def _seen(self, at: str | None) -> _RunListing:
         """Look into the root. Rank 0 only."""
-        newest = newest_start(self.storage, self.root)
+        newest = newest_incarnation(self.storage, self.root)
         self._after = 0 if newest is None else newest.number
         try:
             listing = list_run(self.storage, self.root, now=time.time())
         except NotFoundError:
             if at is not None:
                 raise
-            return _RunLook((), ())
+            return _RunListing((), ())
         if any(one.state == "damaged" for one in listing.checkpoints):
             for one in listing.checkpoints:
                 drop_cached(f"{one.path}/{_newest_attempt(self.storage, one.path)}")
@@ -185,7 +190,7 @@ class Resume:
         )
         if found:
             self._check_config(found[0])
-        return _RunLook(found, skipped)
+        return _RunListing(found, skipped)
 
     def _unreadable(self, listing: Listing, alive: Sequence[RunCheckpoint]) -> tuple[str, ...]:
         """Return what is damaged above the newest. IncompatibleError for a newer version's."""
@@ -212,7 +217,7 @@ class Resume:
             )
         if then is None or config is None:
             return
-        differs = check_same(then, config, self.options.same, newest.path)
+        differs = check_config_matches(then, config, self.options.same, newest.path)
         if differs:
             _log.warning("%s was saved with another configuration: %s", newest.path, differs)
 
@@ -232,7 +237,7 @@ class Resume:
         return _RestorePoint(step, report.path, report.attempt), "the newest, from memory"
 
     def _from_storage(
-        self, state: MutableState, look: _RunLook, at: str | None
+        self, state: MutableState, look: _RunListing, at: str | None
     ) -> tuple[_RestorePoint | None, str]:
         over = [*look.skipped]
         for one in look.candidates:
@@ -266,11 +271,13 @@ class Resume:
                 if self.ranks.channel.rank == COORDINATOR:
                     self._held.close()
                     where = one.step, _parsed(one.attempt)
-                    subject = Subject(self.storage, self.root, one.path, where)
-                    self._held.enter_context(holding(subject))
+                    subject = CheckpointRef(self.storage, self.root, one.path, where)
+                    self._held.enter_context(renewed_lease(subject))
         options = self.options.load_options(notes=not self.options.read_only)
         try:
-            load_together(self.ranks, state, one.path, options, kept=KeptFiles(kept_on_host))
+            load_together(
+                self.ranks, state, one.path, options, kept=MemorySource(snapshots_on_host)
+            )
         except IncompatibleError as error:
             raise IncompatibleError(
                 f"{error}\nA run goes on with the state that it has saved. To begin another with "
@@ -279,7 +286,7 @@ class Resume:
                 phase=error.phase,
             ) from error
 
-    def _fresh(self, state: MutableState, look: _RunLook) -> str:
+    def _fresh(self, state: MutableState, look: _RunListing) -> str:
         """Fill the state with what a fresh run begins with; raise if this is to be no fresh one."""
         init = self.options.init
         if self.options.must_exist or look.skipped:
@@ -296,7 +303,9 @@ class Resume:
             strict=self.options.init_strict,
             notes=not self.options.read_only,
         )
-        report = load_together(self.ranks, state, init, options, kept=KeptFiles(kept_on_host))
+        report = load_together(
+            self.ranks, state, init, options, kept=MemorySource(snapshots_on_host)
+        )
         taken = " and ".join(source.path for source in report.sources)
         return f"there was nothing to go on from; it begins with {taken}"
 
@@ -306,10 +315,10 @@ class Resume:
                 starting.decide(self._begun(restored, why, at).number)
         return starting.result(int)
 
-    def _begun(self, restored: _RestorePoint | None, why: str, at: str | None) -> RunStart:
+    def _begun(self, restored: _RestorePoint | None, why: str, at: str | None) -> IncarnationRecord:
         """Record the start. Rank 0 only."""
         by = f"process {os.getpid()} on {self.ranks.channel.host}"
-        if alive := told_sign(self.storage, self.root, self._after):
+        if alive := describe_liveness(self.storage, self.root, self._after):
             _log.info(
                 "%s: start %d has not ended by itself%s. If it still runs, it saves nothing more",
                 self.root,
@@ -317,11 +326,13 @@ class Resume:
                 alive,
             )
         where = None if restored is None else (restored.step, _parsed(restored.attempt))
-        start = begin(
+        start = begin_incarnation(
             self.storage, self.root, restored=where, why=why[:1000], by=by, after=self._after
         )
         if at is not None and restored is not None and where is not None:
-            secure(self.storage, restored.path, where[1], OfRun(self.root, start.number), by=by)
+            secure_incarnation(
+                self.storage, restored.path, where[1], Incarnation(self.root, start.number), by=by
+            )
         return start
 
 

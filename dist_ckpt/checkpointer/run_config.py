@@ -9,7 +9,7 @@ from dist_ckpt.core.format.index.model_description import differences
 from dist_ckpt.errors import IncompatibleError, listed
 
 
-def check_same(then: object, now: object, same: Sequence[str], path: str) -> str:
+def check_config_matches(then: object, now: object, same: Sequence[str], path: str) -> str:
     """Return what differs from the checkpoint's configuration, in one line; "" if nothing does.
 
     IncompatibleError if something does that matches a pattern of `same`.

@@ -11,12 +11,12 @@ from math import inf
 from dist_ckpt.async_save.async_saver import AsyncSaver
 from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
-from dist_ckpt.checkpointer.maintenance import Keeper
+from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.resume import FOLDER
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.records.incarnations import OfRun
-from dist_ckpt.core.saving.attachments import AttachedNow
+from dist_ckpt.core.commit.records.incarnations import Incarnation
+from dist_ckpt.core.saving.attachments import ReadAttachments
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError
@@ -39,9 +39,9 @@ class RunSaves:
     """
 
     ranks: Session
-    run: OfRun
+    run: Incarnation
     saver: AsyncSaver | None
-    keeper: Keeper | None
+    keeper: MaintenanceThread | None
     options: RunOptions
     last: int = 0
     in_memory_only: bool = False
@@ -62,11 +62,11 @@ class RunSaves:
         return step != self.last or self.in_memory_only
 
     def save(
-        self, step: int, state: State, boundary: int, hurries: Callable[[], bool] = bool
+        self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool] = bool
     ) -> None:
         """Save a step. Collective.
 
-        `hurries` says, also while it waits for an older save, whether there is no time for that:
+        `is_urgent` says, also while it waits for an older save, whether there is no time for that:
         then it takes the place of one that no writer has begun.
         What fails is tried again at once; then it counts as failed, which is told as `on_failure`
         says. Raises what no other try can mend: a state that cannot be saved, a lost rank, a newer
@@ -75,22 +75,22 @@ class RunSaves:
         self.last = step
         self.num_begun += 1
         try:
-            self._try(step, state, boundary, hurries)
+            self._try(step, state, boundary, is_urgent)
         except (RankError, ConflictError):
             raise
         except CheckpointError as error:
             # In the background: maybe of an earlier save, which rank 0's keeper tells as well.
             if self.ranks.channel.rank == COORDINATOR:
                 _log.warning("step %d: %s. It is saved again", step, error)
-            self._try_again(step, state, boundary, hurries)
+            self._try_again(step, state, boundary, is_urgent)
         else:
             self._num_failures = 0
 
     def _try_again(
-        self, step: int, state: State, boundary: int, hurries: Callable[[], bool]
+        self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]
     ) -> None:
         try:
-            self._try(step, state, boundary, hurries)
+            self._try(step, state, boundary, is_urgent)
             self._num_failures = 0
         except (RankError, ConflictError):
             raise
@@ -102,7 +102,7 @@ class RunSaves:
             if hooks.on_failure == "raise" or self._num_failures > hooks.max_failures:
                 raise
 
-    def _try(self, step: int, state: State, boundary: int, hurries: Callable[[], bool]) -> None:
+    def _try(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
         resume = self.options.resume
         options = SaveOptions(
             step,
@@ -117,7 +117,7 @@ class RunSaves:
             reuse=self.options.reuse,
             run=self.run,
             boundary=boundary,
-            hurries=hurries,
+            is_urgent=is_urgent,
         )
         path = f"{self.run.root.rstrip('/')}/{FOLDER.format(step)}"
         self._begun, self.in_memory_only = {step}, False
@@ -135,7 +135,7 @@ class RunSaves:
         if self.keeper is not None:
             self.keeper.committed(report)
 
-    def _attach_of(self, step: int) -> AttachedNow | None:
+    def _attach_of(self, step: int) -> ReadAttachments | None:
         """Return what rank 0 asks, once the ranks agree on the save, for what is attached to it."""
         attach = self.options.attach
         if attach is None or self.ranks.channel.rank != COORDINATOR:

@@ -15,19 +15,24 @@ from math import inf
 from torch.distributed import ProcessGroup
 
 from dist_ckpt.async_save.async_saver import AsyncSaver
-from dist_ckpt.checkpointer.checkpointer_options import AskedRun, RunOptions
-from dist_ckpt.checkpointer.coordination.barrier_rounds import Ask, Boundary, Member, Rounds
-from dist_ckpt.checkpointer.coordination.external_requests import OutsideRequests
-from dist_ckpt.checkpointer.coordination.rank_requests import SaveRequests
+from dist_ckpt.checkpointer.checkpointer_options import RunArguments, RunOptions
+from dist_ckpt.checkpointer.coordination.barrier_rounds import (
+    BarrierMember,
+    BarrierProposal,
+    BarrierRounds,
+    Boundary,
+)
+from dist_ckpt.checkpointer.coordination.external_requests import ExternalRequests
+from dist_ckpt.checkpointer.coordination.rank_requests import RankRequests
 from dist_ckpt.checkpointer.coordination.signals import Signals
-from dist_ckpt.checkpointer.maintenance import Keeper
+from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.resume import Resume, Resumed
 from dist_ckpt.checkpointer.run_saves import DURABLE, FAILED, RunSaves
-from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_alike
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
 from dist_ckpt.core.comm.messages import Failure, error_of
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.records.incarnations import OfRun
+from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import open_storage, real_path
 from dist_ckpt.errors import CheckpointError, RankError
@@ -70,14 +75,14 @@ class Stopped:
 
 
 @dataclass
-class OpenRun:
+class RunSession:
     """One rank's side of a run; `saves` from its restore on. All ranks call each method alike."""
 
     ranks: Session
     root: str
     options: RunOptions
-    rounds: Rounds
-    requests: SaveRequests
+    rounds: BarrierRounds
+    requests: RankRequests
     saver: AsyncSaver | None
     saves: RunSaves | None = None
     stopped: Stopped | None = None
@@ -99,13 +104,13 @@ class OpenRun:
 
     def _begin_saves(self, resumed: Resumed) -> None:
         options, requests = self.options, self.requests
-        run = OfRun(self.root, resumed.start)
+        run = Incarnation(self.root, resumed.start)
         if self.ranks.channel.rank == COORDINATOR:
             storage, _ = open_storage(self.root)
-            keeper = Keeper(storage, run, resumed.step, options.keep, options.hooks)
+            keeper = MaintenanceThread(storage, run, resumed.step, options.keep, options.hooks)
             keeper.told.durable = resumed.where or keeper.told.durable
             requests.keeper = keeper
-            requests.outside = OutsideRequests(storage, run, keeper)
+            requests.outside = ExternalRequests(storage, run, keeper)
         last, kept = resumed.step or 0, resumed.in_memory_only
         self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, options, last, kept)
 
@@ -147,7 +152,7 @@ class OpenRun:
         signals = self.requests.signals
         self.saves.save(step, make(), turn.number, lambda: stops or signals.got is not None)
 
-    def _stop(self, turn: Boundary, ask: Ask, step: int, make: MakeState) -> None:
+    def _stop(self, turn: Boundary, ask: BarrierProposal, step: int, make: MakeState) -> None:
         """Have what is saved made durable in time."""
         status, until = DURABLE, turn.asked_at + self.options.stop_within_s
         if (saves := self.saves) is not None:
@@ -221,8 +226,8 @@ class OpenRun:
             if (outside := self.requests.outside) is not None:  # once all saves are settled
                 stack.callback(outside.close, self._end_of(error), ANSWERS_END_S)
             if keeper is not None:
-                hurries = is_pressed or error is not None
-                stack.callback(keeper.close, HURRIED_END_S if hurries else END_S)
+                is_urgent = is_pressed or error is not None
+                stack.callback(keeper.close, HURRIED_END_S if is_urgent else END_S)
             if self.saver is not None:
                 if is_pressed:
                     stack.callback(self.saver.leave)
@@ -258,7 +263,7 @@ class OpenRun:
 
 def open_run(
     options: RunOptions, group: ProcessGroup | None, check_alone: Callable[[], None]
-) -> OpenRun:
+) -> RunSession:
     """Compare the options with the other ranks', and take part in rounds. Collective."""
     ranks = session_of(group)
     channel = ranks.channel
@@ -270,15 +275,15 @@ def open_run(
             root = options.opened_root()
             signals = Signals(() if options.resume.read_only else options.save.signals)
             if told := opening.gather(options.asked()):
-                check_alike("Checkpointer", told, AskedRun.__struct_fields__)
+                check_equal_on_all_ranks("Checkpointer", told, RunArguments.__struct_fields__)
                 opening.decide(secrets.token_hex(8))
         saves_beside = options.background and not options.resume.read_only
         saver = AsyncSaver(root, group=group) if saves_beside else None
-        member = Member(opening.result(str), channel.rank, channel.world_size)
-        requests = SaveRequests(channel.rank, options.save, signals)
-        rounds = Rounds(channel.notes, member, requests, channel.expect_nobody)
+        member = BarrierMember(opening.result(str), channel.rank, channel.world_size)
+        requests = RankRequests(channel.rank, options.save, signals)
+        rounds = BarrierRounds(channel.notes, member, requests, channel.expect_nobody)
     except BaseException:
         if signals is not None:
             signals.close()
         raise
-    return OpenRun(ranks, root, options, rounds, requests, saver)
+    return RunSession(ranks, root, options, rounds, requests, saver)

@@ -16,7 +16,7 @@ _MOST_MINUTES = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class When:
+class SavePolicy:
     """When a run saves; `|` joins two, and it saves when either says so.
 
     `steps` are intervals in optimizer steps, `seconds` intervals of time, `at` single steps.
@@ -28,10 +28,10 @@ class When:
     at_end: bool = False
     signals: frozenset[str] = frozenset()
 
-    def __or__(self, other: object) -> When:
-        if not isinstance(other, When):
+    def __or__(self, other: object) -> SavePolicy:
+        if not isinstance(other, SavePolicy):
             return NotImplemented
-        return When(
+        return SavePolicy(
             self.steps | other.steps,
             self.seconds | other.seconds,
             self.at | other.at,
@@ -62,7 +62,7 @@ class When:
         return " | ".join(rules)
 
 
-def every(*, steps: int | None = None, minutes: float | None = None) -> When:
+def every(*, steps: int | None = None, minutes: float | None = None) -> SavePolicy:
     """Save every so many optimizer steps, or minutes of rank 0's clock.
 
     By steps: when a multiple of `steps` was reached or passed since the last save or restore.
@@ -70,26 +70,26 @@ def every(*, steps: int | None = None, minutes: float | None = None) -> When:
     if (steps is None) == (minutes is None):
         raise TypeError("every(): give steps= or minutes=, and for both every(...) | every(...)")
     if steps is not None:
-        return When(steps=frozenset({_count(steps, "steps")}))
+        return SavePolicy(steps=frozenset({_count(steps, "steps")}))
     if not isinstance(minutes, int | float) or isinstance(minutes, bool):
         raise TypeError(f"minutes={minutes!r}: give a number")
     if not 0 < minutes <= _MOST_MINUTES:
         raise ValueError(f"minutes={minutes}: give a number above 0, up to {_MOST_MINUTES:g}")
-    return When(seconds=frozenset({60 * float(minutes)}))
+    return SavePolicy(seconds=frozenset({60 * float(minutes)}))
 
 
-def at(*steps: int) -> When:
+def at(*steps: int) -> SavePolicy:
     """Save at these steps."""
     if not steps:
         raise TypeError("at(): give the steps at which to save")
-    return When(at=frozenset(_count(step, "at") for step in steps))
+    return SavePolicy(at=frozenset(_count(step, "at") for step in steps))
 
 
-at_end = When(at_end=True)
+at_end = SavePolicy(at_end=True)
 """Save when the run has come to its end."""
 
 
-def on_signal(*names: str) -> When:
+def on_signal(*names: str) -> SavePolicy:
     """Save, and stop in time, when any rank gets one of these signals: "TERM", "USR1"."""
     if not names:
         raise TypeError('on_signal(): give the signals, such as "TERM"')
@@ -103,7 +103,7 @@ def on_signal(*names: str) -> When:
         if short in _NOT_FOR_US:
             raise ValueError(f"{name}: this signal cannot be a request to save; take TERM or USR1")
         found.add(short)
-    return When(signals=frozenset(found))
+    return SavePolicy(signals=frozenset(found))
 
 
 _MAKERS: Mapping[str, Callable[..., object]] = {
@@ -114,11 +114,11 @@ _MAKERS: Mapping[str, Callable[..., object]] = {
 }
 
 
-def parse(text: str) -> When:
+def parse(text: str) -> SavePolicy:
     """Return the policy that a text says, such as `every(steps=500) | at_end`."""
-    found = When()
+    found = SavePolicy()
     for one in made_of(text, _MAKERS):
-        assert isinstance(one, When)
+        assert isinstance(one, SavePolicy)
         found |= one
     return found
 

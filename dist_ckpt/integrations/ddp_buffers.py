@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed import ProcessGroup, broadcast
 
 
-def hand_out_buffers(model: object) -> None:
+def broadcast_module_buffers(model: object) -> None:
     """Give all ranks rank 0's buffers where DDP does so at each forward. Collective with DDP."""
     if isinstance(model, nn.parallel.DistributedDataParallel) and model.broadcast_buffers:
-        hand_out_inner(model.module, model.parameters_to_ignore, group=model.process_group)
+        broadcast_inner_buffers(model.module, model.parameters_to_ignore, group=model.process_group)
 
 
-def hand_out_inner(
+def broadcast_inner_buffers(
     module: nn.Module, ignored: Collection[str] = (), *, group: ProcessGroup | None = None
 ) -> None:
     """Give all ranks of a group the first's buffers of a module that DDP holds. Collective."""

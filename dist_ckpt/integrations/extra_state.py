@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 
-def more_state(state: Mapping[str, Any] | None, own: Collection[str]) -> dict[str, Any]:
+def extra_state_of(state: Mapping[str, Any] | None, own: Collection[str]) -> dict[str, Any]:
     """Return what is to be saved besides an adapter's `own` keys; ValueError if it has one."""
     if taken := sorted({*(state or {})} & {*own}):
         raise ValueError(f"the state has {', '.join(taken)}, which is saved anyway: rename it")

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from mlflow import MlflowClient
 
-from dist_ckpt.integrations.references import Reference, ReferenceLog, as_record
+from dist_ckpt.integrations.references import Reference, TrackerThread, as_record
 
 
-def log_to_mlflow(run_id: str, *, client: MlflowClient | None = None) -> ReferenceLog:
-    """Return an `on_commit` that puts references down in a run of MLflow's; see `ReferenceLog`.
+def log_to_mlflow(run_id: str, *, client: MlflowClient | None = None) -> TrackerThread:
+    """Return an `on_commit` that puts references down in a run of MLflow's; see `TrackerThread`.
 
     Each is an artifact `checkpoints/step-00000500.json`; the newest is in the tags
     `checkpoint.path`, `checkpoint.step` and `checkpoint.digest` as well, for searches. No weights
     are uploaded. `client` is None for MLflow's tracking URI of now. `run_id` is that of rank 0's
     run.
     """
-    return ReferenceLog(_MlflowRun(run_id, MlflowClient() if client is None else client))
+    return TrackerThread(_MlflowRun(run_id, MlflowClient() if client is None else client))
 
 
 class _MlflowRun:

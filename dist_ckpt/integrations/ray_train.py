@@ -1,6 +1,6 @@
 """Ray Train: tells it which checkpoint is the newest, by its path, and uploads nothing.
 
-told = CommitsForRay(run_folder("train"))
+told = RayCheckpointReporter(run_folder("train"))
 with dc.Checkpointer(told.root, on_commit=told.on_commit) as ck:
     for step in ck.steps(state, until=1000):
         told.report({"loss": train(state)})
@@ -36,7 +36,7 @@ def run_folder(name: str = "checkpoints") -> str:
     return os.path.join(path, name)
 
 
-class CommitsForRay:
+class RayCheckpointReporter:
     """Reports to Ray Train by reference: each commit once, from rank 0, with a later report.
 
     Give `on_commit` to `dc.Checkpointer`, and call `report` in place of `ray.train.report`, on

@@ -68,7 +68,7 @@ class Tracker(Protocol):
         ...
 
 
-class ReferenceLog:
+class TrackerThread:
     """An `on_commit` of `dc.Checkpointer` that tells a tracker of each checkpoint.
 
     It runs on rank 0, as `on_commit` does, and only notes the reference: a daemon thread hands it

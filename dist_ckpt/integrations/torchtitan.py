@@ -24,7 +24,7 @@ from dist_ckpt.checkpointer.run_session import Stopped
 from dist_ckpt.core.loading.sources import Source
 from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.extra_state import more_state
+from dist_ckpt.integrations.extra_state import extra_state_of
 from dist_ckpt.runs.retention import retention_policy as keep
 
 # Keys of a torchtitan trainer's own states that are held in another form here.
@@ -92,7 +92,7 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
         self._first = config.enable_first_step_checkpoint
         self._interval = config.interval
         self._held = {
-            **more_state(states, _OWN),
+            **extra_state_of(states, _OWN),
             "model": [*model_parts],
             "optim": _one_or_more([*optimizers]),
             "lr_scheduler": lr_schedulers,

@@ -25,8 +25,8 @@ from dist_ckpt.checkpointer.run_session import Stopped
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.errors import IncompatibleError, NotFoundError
-from dist_ckpt.integrations.ddp_buffers import hand_out_buffers
-from dist_ckpt.integrations.extra_state import more_state
+from dist_ckpt.integrations.ddp_buffers import broadcast_module_buffers
+from dist_ckpt.integrations.extra_state import extra_state_of
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -64,7 +64,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
     ) -> None:
         self.stopped: Stopped | None = None
         self._root = root
-        self._more = more_state(state, _OWN)
+        self._more = extra_state_of(state, _OWN)
         self._options = {"background": False, **options}
         self._trainer: Any = None
         self._checkpointer: Checkpointer | None = None
@@ -288,7 +288,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
 
     def _state(self, held: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is saved, and filled: read anew for each save. Every rank calls it."""
-        hand_out_buffers(self._trainer.model_wrapped)
+        broadcast_module_buffers(self._trainer.model_wrapped)
         found: dict[str, Any] = {
             "model": held["model"],
             "optim": held["optimizer"],

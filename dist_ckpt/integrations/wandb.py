@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import wandb
 
-from dist_ckpt.integrations.references import Reference, ReferenceLog, as_record
+from dist_ckpt.integrations.references import Reference, TrackerThread, as_record
 
 
-def log_to_wandb(run: wandb.Run, *, name: str | None = None) -> ReferenceLog:
-    """Return an `on_commit` that logs references as versions of one artifact; see `ReferenceLog`.
+def log_to_wandb(run: wandb.Run, *, name: str | None = None) -> TrackerThread:
+    """Return an `on_commit` that logs references as versions of one artifact; see `TrackerThread`.
 
     A version refers to the checkpoint's index alone, which W&B reads for its own checksum: one file
     however many ranks there are, and no weights are read or uploaded. The path, the step, the size
     and the digest are its metadata, the step is its alias as well. `name` is None for
     "checkpoint-" and the id of `run`, which is rank 0's. Close it before the run is finished.
     """
-    return ReferenceLog(_Artifacts(run, name or f"checkpoint-{run.id}"))
+    return TrackerThread(_Artifacts(run, name or f"checkpoint-{run.id}"))
 
 
 class _Artifacts:

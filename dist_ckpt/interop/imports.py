@@ -26,7 +26,7 @@ from typing import TypedDict, Unpack
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.interop.readers.import_filter import Interest
+from dist_ckpt.interop.readers.import_filter import ImportFilter
 from dist_ckpt.interop.registry import open_pickled, open_safetensors
 from dist_ckpt.reports import Progress, SaveReport
 from dist_ckpt.tools.rewrite.reshard import even, rewrite, would_rewrite
@@ -178,7 +178,7 @@ def _opened(
 ) -> tuple[tuple[Storage, str], Selection]:
     """Return the files as a checkpoint, without what is excluded, and what is chosen of it."""
     chosen = selection_of(options.get("include"), None)
-    interest = Interest(selection_of(None, options.get("exclude")), chosen.__contains__)
+    interest = ImportFilter(selection_of(None, options.get("exclude")), chosen.__contains__)
     return open_pickled(kind, source, interest), chosen
 
 

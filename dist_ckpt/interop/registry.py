@@ -13,7 +13,7 @@ from dist_ckpt.errors import CheckpointError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.frameworks import accelerate, deepspeed, deepspeed_names, lightning, megatron
 from dist_ckpt.interop.hf import read as safetensors_files
-from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState, checkpoint_of
 from dist_ckpt.interop.torch_save import read as torch_files
 
@@ -31,8 +31,8 @@ def open_source(path: str | os.PathLike[str], *, direct_reads: bool = False) -> 
 
 
 def opener_of_dcp(needs: Callable[[str], bool]) -> Opener:
-    """Return what opens folders of torch.distributed.checkpoint; see `Interest.needs`."""
-    return lambda path: open_pickled("dcp", path, Interest(needs=needs))
+    """Return what opens folders of torch.distributed.checkpoint; see `ImportFilter.needs`."""
+    return lambda path: open_pickled("dcp", path, ImportFilter(needs=needs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Format:
     """What another system pickles: what it is called, and what reads it where it lies."""
 
     name: str
-    read: Callable[[Storage, str, Interest], ForeignState]
+    read: Callable[[Storage, str, ImportFilter], ForeignState]
 
 
 # By what `dist-ckpt import --from` takes.
@@ -55,7 +55,7 @@ _FORMATS: Mapping[str, _Format] = {
 
 
 def open_pickled(
-    kind: str, path: str | os.PathLike[str], interest: Interest = ALL
+    kind: str, path: str | os.PathLike[str], interest: ImportFilter = ALL
 ) -> tuple[Storage, str]:
     """Return what reads the files of a format as a checkpoint, and its path."""
     storage, text = open_storage(path)

@@ -16,8 +16,17 @@ from dataclasses import dataclass
 from math import isfinite
 
 from dist_ckpt.core.commit.attempts import entries_at
-from dist_ckpt.core.commit.records.protections import Guards, Where, guards_of, newest_values
-from dist_ckpt.core.commit.records.record_store import StoredFact, fact_about, put_fact
+from dist_ckpt.core.commit.records.protections import (
+    Protections,
+    Where,
+    newest_values,
+    protections_of,
+)
+from dist_ckpt.core.commit.records.record_store import (
+    StoredAnnotation,
+    new_annotation,
+    put_annotation,
+)
 from dist_ckpt.core.format.filenames import FACTS, STARTS
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage
@@ -35,12 +44,12 @@ _AS_TEXT = ("nan", "inf", "-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class KnownFacts:
+class KnownAnnotations:
     """What the facts of a root say of its checkpoints; `problems`: those that cannot be read."""
 
     metrics: Mapping[Where, Mapping[str, float]]
     verified: frozenset[Where]
-    guards: Guards
+    guards: Protections
     problems: tuple[str, ...]
 
 
@@ -58,7 +67,7 @@ class SaveTimes:
     slowest_s: float | None
 
 
-def known_of(facts: Iterable[StoredFact], now: float) -> KnownFacts:
+def annotations_of(facts: Iterable[StoredAnnotation], now: float) -> KnownAnnotations:
     """Return what facts say at a time of the storage's clock. Pure."""
     facts = tuple(facts)
     metrics: dict[Where, dict[str, float]] = defaultdict(dict)
@@ -67,7 +76,7 @@ def known_of(facts: Iterable[StoredFact], now: float) -> KnownFacts:
             metrics[where][name] = number
     verified = {where for (where, _), (value, _) in newest_values(facts, VERIFIED).items() if value}
     problems = tuple(fact.problem for fact in facts if fact.problem)
-    return KnownFacts(metrics, frozenset(verified), guards_of(facts, now), problems)
+    return KnownAnnotations(metrics, frozenset(verified), protections_of(facts, now), problems)
 
 
 def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, float]) -> None:
@@ -77,12 +86,12 @@ def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, 
     """
     numbers = checked_metrics(values)
     told = {name: of if isfinite(of) else str(of) for name, of in numbers.items()}
-    put_fact(storage, root, fact_about(*where, METRICS, told))
+    put_annotation(storage, root, new_annotation(*where, METRICS, told))
 
 
 def put_verified(storage: Storage, root: str, where: Where, level: str) -> None:
     """Note that every byte of a checkpoint was read and is right; durable on return."""
-    put_fact(storage, root, fact_about(*where, VERIFIED, {"level": level}))
+    put_annotation(storage, root, new_annotation(*where, VERIFIED, {"level": level}))
 
 
 def put_saved(storage: Storage, root: str, where: Where, report: SaveReport) -> None:
@@ -95,13 +104,13 @@ def put_saved(storage: Storage, root: str, where: Where, report: SaveReport) -> 
     values[_STALLED] = round(sum(report.seconds[phase] for phase in own & report.seconds.keys()), 4)
     values[_SLOWEST] = round(report.slowest_s, 4)
     values[_SLOWEST_RANK] = report.slowest_rank
-    put_fact(storage, root, fact_about(*where, SAVED, values))
+    put_annotation(storage, root, new_annotation(*where, SAVED, values))
 
 
 _STALLED, _SLOWEST, _SLOWEST_RANK = "stalled_s", "slowest_s", "slowest_rank"
 
 
-def save_times(facts: Iterable[StoredFact]) -> dict[Where, SaveTimes]:
+def save_times(facts: Iterable[StoredAnnotation]) -> dict[Where, SaveTimes]:
     """Return how long the saves of the checkpoints took of which it is known. Pure."""
     values: dict[Where, dict[str, float]] = defaultdict(dict)
     for (where, name), (value, _) in newest_values(facts, SAVED).items():
@@ -129,13 +138,13 @@ def note_verified(storage: Storage, path: str, where: Where, level: str) -> None
     """
     root = path.rpartition("/")[0] or "/"
     try:
-        if keeps_records(storage, root):
+        if can_keep_records(storage, root):
             put_verified(storage, root, where, level)
     except (CheckpointError, OSError) as error:
         _log.debug("%s: that it was checked is not put down: %s", path, error)
 
 
-def keeps_records(storage: Storage, root: str) -> bool:
+def can_keep_records(storage: Storage, root: str) -> bool:
     """Say whether a run has left records in a folder: facts, or its starts."""
     return any(entry.name in (FACTS, STARTS) for entry in entries_at(storage, root))
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.leases import Hold, Subject, checked_ttl
+from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, checked_ttl
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import NotFoundError, StorageError
-from dist_ckpt.runs.annotations import keeps_records
+from dist_ckpt.runs.annotations import can_keep_records
 from dist_ckpt.runs.listing import RunCheckpoint
 from dist_ckpt.runs.selectors import resolve_at
 
@@ -27,14 +27,14 @@ _ROUNDS = 16
 
 
 @contextmanager
-def holding(subject: Subject, ttl_s: float = TTL_S) -> Iterator[None]:
+def renewed_lease(subject: CheckpointRef, ttl_s: float = TTL_S) -> Iterator[None]:
     """Hold a checkpoint inside the `with`, however long that takes; released at its end.
 
     It is held when this begins, and by the storage's clock for `ttl_s` after the last renewal: a
     process that dies, or stands still for longer, holds it no more. NotFoundError if it is gone, or
     about to be.
     """
-    hold = Hold(subject, checked_ttl(ttl_s))
+    hold = Lease(subject, checked_ttl(ttl_s))
     hold.take()
     ended = threading.Event()
     thread = threading.Thread(target=_renew, args=(hold, ended), name="dist_ckpt hold", daemon=True)
@@ -48,7 +48,7 @@ def holding(subject: Subject, ttl_s: float = TTL_S) -> Iterator[None]:
         hold.release()
 
 
-def _renew(hold: Hold, ended: threading.Event) -> None:
+def _renew(hold: Lease, ended: threading.Event) -> None:
     while not ended.wait(hold.ttl_s / 3):
         try:
             hold.take()
@@ -59,14 +59,14 @@ def _renew(hold: Hold, ended: threading.Event) -> None:
                 return
 
 
-def _is_gone(subject: Subject) -> bool:
+def _is_gone(subject: CheckpointRef) -> bool:
     try:
         return not subject.is_there()
     except StorageError:
         return False
 
 
-def hold_chosen(
+def lease_selected(
     storage: Storage, choose: Callable[[], RunCheckpoint], ttl_s: float, stack: ExitStack
 ) -> RunCheckpoint:
     """Choose a checkpoint, and hold it until the stack ends; another if it is removed in between.
@@ -77,7 +77,7 @@ def hold_chosen(
     for left in reversed(range(_ROUNDS)):
         one = choose()
         try:
-            stack.enter_context(holding(subject_of(storage, one), ttl_s))
+            stack.enter_context(renewed_lease(checkpoint_ref_of(storage, one), ttl_s))
             return one
         except NotFoundError:
             if not left:
@@ -85,7 +85,7 @@ def hold_chosen(
     raise AssertionError
 
 
-def resolve_and_hold(storage: Storage, path: str, stack: ExitStack) -> str:
+def resolve_with_lease(storage: Storage, path: str, stack: ExitStack) -> str:
     """Return what `resolve` does, held until the stack ends: where a run keeps records, if it can.
 
     Without a selector nothing is held, and nothing asked of the storage.
@@ -93,17 +93,19 @@ def resolve_and_hold(storage: Storage, path: str, stack: ExitStack) -> str:
     if (first := resolve_at(storage, path)) is None:
         return path
     root = first.path.rpartition("/")[0]
-    if first.where is None or not keeps_records(storage, root):
+    if first.where is None or not can_keep_records(storage, root):
         return first.path
     try:
-        return hold_chosen(storage, lambda: resolve_at(storage, path) or first, TTL_S, stack).path
+        return lease_selected(
+            storage, lambda: resolve_at(storage, path) or first, TTL_S, stack
+        ).path
     except StorageError as error:
         _log.debug("%s is not held: %s", first.path, error)
         return first.path
 
 
 @contextmanager
-def held_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
+def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
     """Yield the checkpoint at `path`, which nobody prunes or deletes meanwhile.
 
     It is held where a run keeps records. Where none does, what is deleted under the block becomes
@@ -112,18 +114,18 @@ def held_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
     attempt, index = attempts.find(storage, path)
     root = path.rpartition("/")[0] or "/"
     with ExitStack() as stack:
-        if index.step is not None and keeps_records(storage, root):
-            subject = Subject(storage, root, path, (index.step, attempt))
-            stack.enter_context(holding(subject))
-        stack.enter_context(attempts.while_it_is_there(storage, path, attempt))
+        if index.step is not None and can_keep_records(storage, root):
+            subject = CheckpointRef(storage, root, path, (index.step, attempt))
+            stack.enter_context(renewed_lease(subject))
+        stack.enter_context(attempts.not_found_if_removed(storage, path, attempt))
         yield attempt, index
 
 
-def subject_of(storage: Storage, one: RunCheckpoint) -> Subject:
+def checkpoint_ref_of(storage: Storage, one: RunCheckpoint) -> CheckpointRef:
     """Return a checkpoint of a run as facts are about it. ValueError if it has no step."""
     if one.where is None:
         raise ValueError(
             f"{one.path} is {one.state} and of step {one.step}: facts are kept about what is "
             f"committed with a step"
         )
-    return Subject(storage, one.path.rpartition("/")[0] or "/", one.path, one.where)
+    return CheckpointRef(storage, one.path.rpartition("/")[0] or "/", one.path, one.where)

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.incarnations import History, read_history
+from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
 from dist_ckpt.core.commit.records.protections import Where
-from dist_ckpt.core.commit.records.record_store import StoredFact, read_facts
+from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import kind_of
 from dist_ckpt.core.format.strict_json import Json
-from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.runs.annotations import KnownFacts, known_of
+from dist_ckpt.runs.annotations import KnownAnnotations, annotations_of
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -78,16 +78,16 @@ class RunCheckpoint:
 class Listing:
     """A run's checkpoints by step, and the facts about them.
 
-    `problems` are facts that cannot be read. `newest_start` is the number of the run's newest
+    `problems` are facts that cannot be read. `newest_incarnation` is the number of the run's newest
     start, 0 if none is recorded. `history_problem` says why it is not known what is left behind; ""
     if it is.
     """
 
     root: str
     checkpoints: tuple[RunCheckpoint, ...]
-    facts: tuple[StoredFact, ...]
+    facts: tuple[StoredAnnotation, ...]
     problems: tuple[str, ...] = ()
-    newest_start: int = 0
+    newest_incarnation: int = 0
     history_problem: str = ""
 
     @property
@@ -117,8 +117,8 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
     one = _look(storage, folder)
     root = folder if one is None else folder.rpartition("/")[0] or "/"
     found = _all_in(storage, root) if one is None else [one]
-    facts = read_facts(storage, root)
-    known = known_of(facts, now)
+    facts = read_annotations(storage, root)
+    known = annotations_of(facts, now)
     history, problem = _history(storage, root)
     told = [_with_facts(one, known, history) for one in found]
     by_step = tuple(sorted(told, key=_by_step))
@@ -140,7 +140,7 @@ def _all_in(storage: Storage, root: str) -> Sequence[RunCheckpoint]:
     names = [one.name for one in entries if one.kind == "folder"]
     paths = [f"{root.rstrip('/')}/{name}" for name in names if name not in NO_CHECKPOINTS]
     threads = Config.from_environment().threads
-    found = each(lambda path: _look(storage, path), paths, threads=threads)
+    found = parallel_for(lambda path: _look(storage, path), paths, threads=threads)
     return [one for one in found if one is not None]
 
 
@@ -177,14 +177,16 @@ def _look(storage: Storage, path: str) -> RunCheckpoint | None:
     )
 
 
-def _history(storage: Storage, root: str) -> tuple[History, str]:
+def _history(storage: Storage, root: str) -> tuple[IncarnationHistory, str]:
     try:
         return read_history(storage, root), ""
     except (CorruptError, IncompatibleError) as error:
-        return History({}), str(error)
+        return IncarnationHistory({}), str(error)
 
 
-def _with_facts(one: RunCheckpoint, known: KnownFacts, history: History) -> RunCheckpoint:
+def _with_facts(
+    one: RunCheckpoint, known: KnownAnnotations, history: IncarnationHistory
+) -> RunCheckpoint:
     where = one.where
     if where is None:
         return one

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dist_ckpt.core.commit.attempts import ROUNDS, entries_at, new_id, read_document
-from dist_ckpt.core.commit.records.incarnations import newest_start
-from dist_ckpt.core.commit.records.liveness import last_sign
+from dist_ckpt.core.commit.records.incarnations import newest_incarnation
+from dist_ckpt.core.commit.records.liveness import last_liveness
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.commit.records.record_store import make_record_folders, put_record, this_process
 from dist_ckpt.core.format.filenames import (
@@ -43,7 +43,7 @@ from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 POLL_S = 0.5
 
 # A start that shows no sign of life for so long has ended by itself, or died before its first one.
-GONE_S = 15.0
+LIVENESS_EXPIRED_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class RequestNames:
 # --- who asks --------------------------------------------------------------------------------
 
 
-def start_to_ask(storage: Storage, root: str) -> int:
+def incarnation_to_ask(storage: Storage, root: str) -> int:
     """Return the number of the newest start of a run, which is who is asked.
 
     NotFoundError if no job has begun to write there. CorruptError or IncompatibleError if the
     record of the newest start cannot be read.
     """
-    newest = newest_start(storage, root)
+    newest = newest_incarnation(storage, root)
     if newest is None:
         raise NotFoundError(
             f"{root}: no job is writing here, as no start of a run is recorded: give the root of a "
@@ -80,9 +80,9 @@ def request_save(storage: Storage, root: str, *, stops: bool) -> RequestRecord:
     """Ask the job that writes into a root to save now, and then to end if it `stops`.
 
     The request is durable on return; whether a job is alive to see it is not known. Raises what
-    `start_to_ask` does, StorageError if it is not certain that the request is there.
+    `incarnation_to_ask` does, StorageError if it is not certain that the request is there.
     """
-    start = start_to_ask(storage, root)
+    start = incarnation_to_ask(storage, root)
     request = RequestRecord(new_id(), start, stops, this_process(), time.time())
     folder = f"{root}/{REQUESTS}"
     for _ in range(ROUNDS):
@@ -105,9 +105,9 @@ def wait_for_answer(
     began = seen_alive = time.monotonic()
     while (answer := read_answer(storage, root, request.id)) is None:
         now = time.monotonic()
-        if last_sign(storage, root, request.start) is not None:
+        if last_liveness(storage, root, request.start) is not None:
             seen_alive = now
-        if (left_s := min(began + timeout_s, seen_alive + GONE_S) - now) <= 0:
+        if (left_s := min(began + timeout_s, seen_alive + LIVENESS_EXPIRED_S) - now) <= 0:
             remove_file(storage, root, request_file(request.id))
             return read_answer(storage, root, request.id)
         time.sleep(min(poll_s, left_s))

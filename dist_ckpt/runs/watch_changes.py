@@ -7,32 +7,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dist_ckpt.core.commit.attempts import Status, statuses
-from dist_ckpt.core.commit.records.incarnations import newest_start
-from dist_ckpt.core.commit.records.liveness import last_sign
+from dist_ckpt.core.commit.records.incarnations import newest_incarnation
+from dist_ckpt.core.commit.records.liveness import last_liveness
 from dist_ckpt.core.commit.records.protections import MARK
-from dist_ckpt.core.format.run_records import RunStart
+from dist_ckpt.core.format.run_records import IncarnationRecord
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.reports import size
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.retention.prune import plan_prune
-from dist_ckpt.runs.retention.retention_policy import Keep
+from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
 
 
 @dataclass(frozen=True, slots=True)
-class SeenRun:
+class RunObservation:
     """A run as it was at a time of this host's clock.
 
-    `start` is the newest, None if there is none or it cannot be read; `last_sign` when it was last
-    alive, by the storage's clock, None once it has ended. `writing` are the attempts that are being
-    written, or were left by a crash, by the path of their checkpoint.
+    `start` is the newest, None if there is none or it cannot be read; `last_liveness` when it was
+    last alive, by the storage's clock, None once it has ended. `writing` are the attempts that are
+    being written, or were left by a crash, by the path of their checkpoint.
     """
 
     at: float
     listing: Listing
-    start: RunStart | None = None
+    start: IncarnationRecord | None = None
     writing: Mapping[str, Status] = field(default_factory=dict)
-    last_sign: float | None = None
+    last_liveness: float | None = None
 
     @property
     def newest(self) -> RunCheckpoint | None:
@@ -41,14 +41,14 @@ class SeenRun:
         return there[-1] if there else None
 
 
-def look_at(storage: Storage, root: str) -> SeenRun:
+def observe_run(storage: Storage, root: str) -> RunObservation:
     """Look at a run. NotFoundError if there is no such folder, ValueError if it is a checkpoint."""
     now = time.time()
     listing = list_run(storage, root, now=now)
     if listing.root != root:
         raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
     try:
-        start = newest_start(storage, root)
+        start = newest_incarnation(storage, root)
     except (CorruptError, IncompatibleError):  # the listing says so
         start = None
     writing: dict[str, Status] = {}
@@ -57,26 +57,28 @@ def look_at(storage: Storage, root: str) -> SeenRun:
             for status in statuses(storage, one.path):
                 if status.state == "open":  # the last counts
                     writing[one.path] = status
-    alive_at = None if start is None else last_sign(storage, root, start.number)
-    return SeenRun(now, listing, start, writing, alive_at)
+    alive_at = None if start is None else last_liveness(storage, root, start.number)
+    return RunObservation(now, listing, start, writing, alive_at)
 
 
-def kept_by(look: SeenRun, keep: Keep | None) -> dict[str, tuple[str, ...]]:
+def kept_by(look: RunObservation, keep: RetentionPolicy | None) -> dict[str, tuple[str, ...]]:
     """Return what keeps each checkpoint, by its path; without `keep` only what no rule says. Pure.
 
     Nothing while it is not known what is left behind.
     """
     if look.listing.history_problem:
         return {}
-    return {one.path: told for one, told in plan_prune(look.listing, keep or Keep({}))}
+    return {one.path: told for one, told in plan_prune(look.listing, keep or RetentionPolicy({}))}
 
 
-def changes(before: SeenRun | None, after: SeenRun, keep: Keep | None = None) -> Iterator[str]:
+def changes(
+    before: RunObservation | None, after: RunObservation, keep: RetentionPolicy | None = None
+) -> Iterator[str]:
     """Yield what has changed between two looks, in words; `keep` is what prunes the run. Pure."""
     old = {one.path: one for one in before.listing.checkpoints} if before else {}
     if after.start and (not before or before.start != after.start):
-        yield told_start(after.start)
-    elif after.start and before and before.last_sign and not after.last_sign:
+        yield describe_incarnation(after.start)
+    elif after.start and before and before.last_liveness and not after.last_liveness:
         yield f"start {after.start.number} has ended"
     if before is None:
         yield _told_first(after)
@@ -93,13 +95,13 @@ def changes(before: SeenRun | None, after: SeenRun, keep: Keep | None = None) ->
         yield f"what is left behind is not known: {problem}"
 
 
-def told_start(start: RunStart) -> str:
+def describe_incarnation(start: IncarnationRecord) -> str:
     """Return who has begun to write, and with what."""
     done = "begins anew" if start.restored is None else f"goes on from step {start.restored[0]}"
     return f"start {start.number}, {start.by}, {done}: {start.why}"
 
 
-def _told_first(look: SeenRun) -> str:
+def _told_first(look: RunObservation) -> str:
     count = sum(one.state == "committed" for one in look.listing.checkpoints)
     if not count:
         return "no checkpoints yet"
@@ -137,7 +139,9 @@ def _told_metrics(one: RunCheckpoint) -> list[str]:
     return [f"{name}={value:g}" for name, value in one.metrics.items()]
 
 
-def _why_gone(one: RunCheckpoint, before: SeenRun, after: SeenRun, keep: Keep | None) -> str:
+def _why_gone(
+    one: RunCheckpoint, before: RunObservation, after: RunObservation, keep: RetentionPolicy | None
+) -> str:
     told = []
     if one.state != "committed":
         told.append("what was left of a save was removed")
@@ -153,7 +157,7 @@ def _why_gone(one: RunCheckpoint, before: SeenRun, after: SeenRun, keep: Keep | 
     return "; ".join(filter(None, told)) or "it was pruned or deleted"
 
 
-def _why_not_kept(one: RunCheckpoint, after: SeenRun, keep: Keep) -> str:
+def _why_not_kept(one: RunCheckpoint, after: RunObservation, keep: RetentionPolicy) -> str:
     """Say whether the rules would keep it beside what there is now."""
     there: Sequence[RunCheckpoint] = (*after.listing.checkpoints, one)
     listing = replace(after.listing, checkpoints=tuple(sorted(there, key=lambda x: x.step or 0)))

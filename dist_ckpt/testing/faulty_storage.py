@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.wrappers.forwarding import T, WrappedStorage
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage, T
 from dist_ckpt.errors import CheckpointError, StorageError
 
 
-class FaultyStorage(WrappedStorage):
+class FaultyStorage(ForwardingStorage):
     """Hands calls to `inner`, and fails the n-th (from 1): loop over n to fail everywhere.
 
     Every method of storage and files counts, but `discard` and `close`, which never fail; `calls`

@@ -18,14 +18,16 @@ from dist_ckpt.core.comm.collectives.collective import (
 )
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import Store
-from dist_ckpt.core.comm.messages import FalloutError
+from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.errors import RankError
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
 # Shorter than in a job, but no busy machine stops a rank for so long.
-TEST_CONFIG = Config(silence_s=5.0, arrive_s=20.0, warn_s=10.0, appear_s=5.0)
+TEST_CONFIG = Config(
+    heartbeat_timeout_s=5.0, join_timeout_s=20.0, warn_s=10.0, visibility_timeout_s=5.0
+)
 
 # No rank that is alive takes longer to send or take bytes.
 MAX_TRANSFER_S = 60.0
@@ -125,7 +127,7 @@ class Meeting:
             bodies = [self._given[rank] for rank in range(self.world_size)]
             barrier.wait(self._timeout_s)
         except threading.BrokenBarrierError:
-            raise FalloutError("the thread ranks did not all meet: one has failed") from None
+            raise SecondaryError("the thread ranks did not all meet: one has failed") from None
         return bodies
 
     def give(self, way: _Way, data: bytes) -> None:
@@ -135,7 +137,7 @@ class Meeting:
             self._changed.notify_all()
 
     def take(self, way: _Way) -> bytes:
-        """Return the bytes that were given for a way; FalloutError if the epoch is broken."""
+        """Return the bytes that were given for a way; SecondaryError if the epoch is broken."""
         with self._changed:
             self._wait(way, lambda: way in self._sent)
             data = self._sent.pop(way)
@@ -143,7 +145,7 @@ class Meeting:
             return data
 
     def wait_until_taken(self, way: _Way) -> None:
-        """Wait until bytes that were given are taken; FalloutError if the epoch is broken."""
+        """Wait until bytes that were given are taken; SecondaryError if the epoch is broken."""
         with self._changed:
             self._wait(way, lambda: way not in self._sent)
 
@@ -158,7 +160,7 @@ class Meeting:
             lambda: way[0] in self._broken or condition(), MAX_TRANSFER_S
         )
         if way[0] in self._broken or not is_in_time:
-            raise FalloutError("the thread ranks' connections were broken off")
+            raise SecondaryError("the thread ranks' connections were broken off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ class ThreadCollective:
         self.rank = rank
         self.world_size = meeting.world_size
         self.epoch = 0
-        self.calls = Tally()
+        self.calls = IoCount()
         self._meeting = meeting
 
     def renew(self, epoch: int) -> None:
@@ -248,7 +250,7 @@ def try_ranks(
     A rank's channel is closed when its function ends, as at the end of a process. Raises
     TimeoutError, naming the ranks, if some have not ended after `timeout_s`.
     """
-    store, meeting = ThreadStore(), Meeting(world_size, config.silence_s)
+    store, meeting = ThreadStore(), Meeting(world_size, config.heartbeat_timeout_s)
     outcomes: list[Outcome[T] | None] = [None] * world_size
 
     def run(rank: int) -> None:

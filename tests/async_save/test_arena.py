@@ -16,9 +16,9 @@ from arena_processes import program
 from dist_ckpt.async_save.snapshots import arena_layout as layout
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.async_save.snapshots.recovered_snapshots import KeptSnapshot, open_kept
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_recovered
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError
 from kept_arenas import kept_in
@@ -38,7 +38,7 @@ def rank_folder(tmp_path: Path) -> RankFolder:
     return JobFolder("job", roots=[str(tmp_path)]).rank(1)
 
 
-def arena_for(arenas: Arenas, what: Snapshot, number: int = 0) -> Arena:
+def arena_for(arenas: ArenaPool, what: Snapshot, number: int = 0) -> Arena:
     return arenas.fitting(number, arena_nbytes(what))
 
 
@@ -48,7 +48,7 @@ def stage(arena: Arena, what: Snapshot) -> None:
     arena.complete()
 
 
-def bytes_of(kept: KeptSnapshot) -> list[bytes]:
+def bytes_of(kept: RecoveredSnapshot) -> list[bytes]:
     found = []
     for number, image in enumerate(kept.snapshot.images):
         target = bytearray(image.nbytes)
@@ -167,7 +167,7 @@ def test_an_arena_that_is_large_enough_is_used_again(arenas, rank_folder):
     assert arena_for(arenas, snapshot(2, 10)) is arena
     assert arena.nbytes == arena_nbytes(snapshot(1, 50_000))
     arenas.close()
-    again = Arenas(rank_folder)
+    again = ArenaPool(rank_folder)
     again.fitting(0, 10)
     assert os.stat(rank_folder.arena_path(0)).st_ino == before
     again.close()
@@ -176,7 +176,7 @@ def test_an_arena_that_is_large_enough_is_used_again(arenas, rank_folder):
 def test_what_an_earlier_run_left_stays_until_it_is_staged_into(arenas, rank_folder):
     stage(arena_for(arenas, SNAPSHOT), SNAPSHOT)
     arenas.close()
-    later = Arenas(rank_folder)
+    later = ArenaPool(rank_folder)
     arena = later.fitting(0, 1 << 20)
     assert steps_in(rank_folder) == [(7, True)]
     stage(arena, snapshot(9, 5))
@@ -197,7 +197,7 @@ def test_all_memory_of_an_arena_is_there_before_it_is_used(arenas, rank_folder):
 TEAR = """
 rank = JobFolder("job", roots=[args[0]]).rank(1)
 lock = rank.lock("trainer")
-arenas = Arenas(rank)
+arenas = ArenaPool(rank)
 for step, number in ((6, 0), (7, 1), (8, 0)):
     images = tuple(Image(f"f{n}", 1 << 20) for n in range(3))
     what = Snapshot(f"{step:032x}", "/run", step, 0, 1, images)
@@ -223,7 +223,7 @@ def test_a_kill_while_staging_leaves_what_is_torn_and_the_older_one(tmp_path, ra
     with kept_in(rank_folder) as ((_, kept), problems):
         assert problems == []
         assert bytes_of(kept) == [b"\7" * (1 << 20)] * 3
-    arenas = Arenas(rank_folder)
+    arenas = ArenaPool(rank_folder)
     stage(arenas.fitting(0, 5 << 20), snapshot(9, 100))
     assert steps_in(rank_folder) == [(9, True), (7, True)]
     arenas.close()
@@ -232,7 +232,7 @@ def test_a_kill_while_staging_leaves_what_is_torn_and_the_older_one(tmp_path, ra
 RACE = """
 rank = JobFolder("job", roots=[args[0]]).rank(1)
 lock = rank.lock("trainer")
-arenas = Arenas(rank)
+arenas = ArenaPool(rank)
 sizes = (100_000, 5, 300_000)
 step = 0
 while True:
@@ -268,7 +268,7 @@ def test_a_kill_at_any_moment_leaves_at_least_one_whole_snapshot(tmp_path, rank_
         assert steps[-1] - steps[0] == len(steps) - 1
 
 
-def check_whole(kept: KeptSnapshot) -> None:
+def check_whole(kept: RecoveredSnapshot) -> None:
     byte = ((kept.snapshot.step or 0) % 251).to_bytes(1, "big")
     assert bytes_of(kept) == [byte * image.nbytes for image in kept.snapshot.images]
 
@@ -319,7 +319,7 @@ def test_a_writer_that_follows_never_sees_a_byte_before_it_is_staged(arenas, ran
 def sealed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     """Return the path of a sealed arena, and its bytes."""
     folder = JobFolder("job", roots=[str(tmp_path_factory.mktemp("sealed"))]).rank(0)
-    arenas = Arenas(folder)
+    arenas = ArenaPool(folder)
     arena = arena_for(arenas, SNAPSHOT)
     stage(arena, SNAPSHOT)
     writer = ArenaReader(arena.place, "job")
@@ -339,7 +339,7 @@ def damaged(sealed: tuple[Path, bytes], data: bytes | bytearray) -> str:
 def check_that_nothing_else_is_believed(path: str) -> None:
     """Whatever the bytes are: the snapshot that was staged, or a clear error, by all readers."""
     try:
-        kept = open_kept(path, "job")
+        kept = open_recovered(path, "job")
     except (CorruptError, IncompatibleError):
         pass
     else:
@@ -389,13 +389,13 @@ def test_no_bytes_written_over_the_header_crash_a_reader(sealed, start, data):
 def test_an_arena_that_was_cut_short_is_not_read_beyond_its_end(sealed, nbytes):
     path = damaged(sealed, sealed[1][:nbytes])
     with pytest.raises(CorruptError):
-        open_kept(path, "job")
+        open_recovered(path, "job")
     check_that_nothing_else_is_believed(path)
 
 
 def test_an_arena_that_is_cut_short_while_it_is_read_is_an_error(sealed):
     path = damaged(sealed, sealed[1])
-    kept = open_kept(path, "job")
+    kept = open_recovered(path, "job")
     assert kept is not None
     os.truncate(path, 16384)
     with pytest.raises(CorruptError, match="cut short"):
@@ -417,7 +417,7 @@ def test_sizes_that_nobody_can_have_are_refused(sealed, nbytes, images):
     record = record._replace(nbytes=nbytes or record.nbytes)
     raw[128 : 128 + layout.RECORD_NBYTES] = layout.encode_record(record)
     with pytest.raises(CorruptError):
-        open_kept(damaged(sealed, raw), "job")
+        open_recovered(damaged(sealed, raw), "job")
 
 
 def test_a_document_that_is_nonsense_but_has_its_digest_is_refused(sealed):
@@ -427,14 +427,14 @@ def test_a_document_that_is_nonsense_but_has_its_digest_is_refused(sealed):
         record = layout.encode_record(layout.record_of(2, document))
         raw[128 : 128 + len(record)] = record
         with pytest.raises(CorruptError):
-            open_kept(damaged(sealed, raw), "job")
+            open_recovered(damaged(sealed, raw), "job")
 
 
 def test_a_kill_before_the_first_byte_leaves_a_torn_arena(sealed):
     raw = bytearray(sealed[1])
     raw[64] += 1
     with pytest.raises(CorruptError, match="left half staged"):
-        open_kept(damaged(sealed, raw), "job")
+        open_recovered(damaged(sealed, raw), "job")
 
 
 @given(st.binary())
@@ -446,14 +446,14 @@ def test_no_bytes_crash_who_decodes_a_document(data):
 
 def test_a_link_to_an_arena_is_not_followed(sealed, rank_folder):
     os.symlink(sealed[0], rank_folder.arena_path(0))
-    for reader in (open_kept, ArenaReader):
+    for reader in (open_recovered, ArenaReader):
         with pytest.raises(CorruptError, match="cannot be opened"):
             reader(rank_folder.arena_path(0), "job")
 
 
 def test_another_jobs_arena_is_not_read_and_not_staged_into(sealed):
     path = str(sealed[0])
-    for reader in (open_kept, ArenaReader):
+    for reader in (open_recovered, ArenaReader):
         with pytest.raises(CorruptError, match="of another job than 'other'"):
             reader(path, "other")
     with pytest.raises(CorruptError, match="of another job"):
@@ -464,15 +464,15 @@ def test_another_jobs_arena_is_not_read_and_not_staged_into(sealed):
 def test_another_versions_arena_is_not_read(sealed):
     raw = bytearray(sealed[1])
     raw[16] += 1
-    with pytest.raises(IncompatibleError, match="arena version 3, and this dist_ckpt knows 2"):
-        open_kept(damaged(sealed, raw), "job")
+    with pytest.raises(IncompatibleError, match="arena version 4, and this dist_ckpt knows 3"):
+        open_recovered(damaged(sealed, raw), "job")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p)])
 def test_what_is_no_file_is_not_opened_and_not_waited_for(rank_folder, make):
     make(rank_folder.arena_path(0))
     with pytest.raises(CorruptError):
-        open_kept(rank_folder.arena_path(0), "job")
+        open_recovered(rank_folder.arena_path(0), "job")
     with kept_in(rank_folder) as (found, problems):
         assert (found, len(problems)) == ([], 1)
 
@@ -496,7 +496,7 @@ def test_a_sequence_at_its_end_is_not_counted_on_from(sealed, rank_folder):
     raw = bytearray(sealed[1])
     raw[64:72] = b"\xff" * 8
     Path(rank_folder.arena_path(0)).write_bytes(raw)
-    arenas = Arenas(rank_folder)
+    arenas = ArenaPool(rank_folder)
     stage(arena_for(arenas, SNAPSHOT), SNAPSHOT)
     assert steps_in(rank_folder) == [(7, True)]
     arenas.close()
@@ -504,7 +504,7 @@ def test_a_sequence_at_its_end_is_not_counted_on_from(sealed, rank_folder):
 
 def test_an_arena_in_which_nothing_was_staged_yet_is_empty(arenas, rank_folder):
     arena = arenas.fitting(0, 10_000)
-    assert open_kept(arena.place, "job") is None
+    assert open_recovered(arena.place, "job") is None
     assert steps_in(rank_folder) == []
     writer = ArenaReader(arena.place, "job")
     with pytest.raises(CorruptError, match="holds no snapshot"):
@@ -606,8 +606,8 @@ def test_closing_lets_go_of_all(arenas, rank_folder):
 
 
 FORKED = """
-Arenas._memory = lambda arenas, number, nbytes: ("here", create_nameless(nbytes))
-arena = Arenas(JobFolder("job", roots=[args[0]]).rank(1)).fitting(0, 1 << 20)
+ArenaPool._memory = lambda arenas, number, nbytes: ("here", create_anonymous(nbytes))
+arena = ArenaPool(JobFolder("job", roots=[args[0]]).rank(1)).fitting(0, 1 << 20)
 arena.memory[5000] = 7
 def held():
     return [n for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")]
@@ -631,7 +631,7 @@ say(shares(), arena.memory[5000])
 @pytest.mark.multi_process
 def test_a_forked_child_keeps_none_of_an_arena_and_what_it_does_to_it_is_its_own(tmp_path):
     with program(
-        "from dist_ckpt.core.runtime.shared_memory import create_nameless\n" + FORKED, tmp_path
+        "from dist_ckpt.core.runtime.shared_memory import create_anonymous\n" + FORKED, tmp_path
     ) as one:
         assert one.hear() == "False 0 True"
         assert one.hear() == "True 7"

@@ -16,7 +16,7 @@ import pytest
 from arena_processes import START, program
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.core.runtime import shared_memory
 from dist_ckpt.errors import StorageError
@@ -95,7 +95,7 @@ def test_an_arena_that_outgrows_shared_memory_moves(arenas, rank_folder, monkeyp
 
 def test_where_there_is_no_shared_memory_the_folder_says_where_the_memory_is(elsewhere, caplog):
     caplog.clear()
-    arenas = Arenas(elsewhere)
+    arenas = ArenaPool(elsewhere)
     arena = arenas.fitting(0, arena_nbytes(SNAPSHOT))
     assert caplog.records == []  # the folder has said it
     assert list(elsewhere.places(0)) == [arena.place]
@@ -108,7 +108,7 @@ TRAIN = """
 rank = JobFolder("job", roots=[args[0] + "/none", args[0]]).rank(0)
 lock = rank.lock("trainer")
 what = Snapshot("0" * 32, "/run/step-7", 7, 0, 1, (Image("a", 3 << 20),))
-arena = Arenas(rank).fitting(0, arena_nbytes(what))
+arena = ArenaPool(rank).fitting(0, arena_nbytes(what))
 for image in arena.begin(what):
     image[:] = b"s" * len(image)
 arena.complete()
@@ -126,7 +126,7 @@ def test_memory_without_a_name_lives_as_long_as_its_writer(tmp_path, elsewhere):
     assert kept_steps(elsewhere) == [7]
     writer.follow(SNAPSHOT.id).seal(Seal("a1", ()))
 
-    later = Arenas(elsewhere)
+    later = ArenaPool(elsewhere)
     arena = later.fitting(0, 100)  # a later trainer takes it over
     assert arena.nbytes == arena_nbytes(SNAPSHOT)
     writer.close()
@@ -169,7 +169,7 @@ def test_a_limit_that_stops_an_arena_from_growing_leaves_it_as_it_was(tmp_path, 
             shared_memory.reserve(fd, 3 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert shared_memory.lacks_room(found.value)
+    assert shared_memory.is_out_of_space(found.value)
     assert os.fstat(fd).st_size == 1 << 20
     os.close(fd)
 
@@ -187,7 +187,7 @@ def test_memory_that_could_not_be_reserved_is_given_back(tmp_path):
 
 IN_A_SMALL_MOUNT = """
 rank = JobFolder("job", roots=[args[0]]).rank(0)
-arenas = Arenas(rank)
+arenas = ArenaPool(rank)
 what = Snapshot("0" * 32, "/run", 7, 0, 1, (Image("a", 1 << 20),))
 for number in (0, 1):  # two do not fit
     arena = arenas.fitting(number, arena_nbytes(what))
@@ -262,5 +262,5 @@ def test_a_folder_where_the_place_of_memory_is_told_is_named_and_left(elsewhere)
     path = f"{elsewhere.arena_path(0)}.trainer"
     os.mkdir(path)
     with pytest.raises(StorageError, match=f"{path} is a folder, .* remove it, or"):
-        Arenas(elsewhere).fitting(0, 4096)
+        ArenaPool(elsewhere).fitting(0, 4096)
     assert os.path.isdir(path)

@@ -17,9 +17,9 @@ from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.async_save.snapshots.arena import ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.async_save.trainer import writer_handle
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.writer.messages import Close, Hello
@@ -76,11 +76,11 @@ def leave(
 ) -> None:
     """Leave a snapshot in memory, as an earlier run does."""
     folder = JobFolder("job").rank(rank)
-    details = Details(False, {}, {}, float(step), (), ())
+    details = SnapshotMetadata(False, {}, {}, float(step), (), ())
     images = (Image("model.safetensors", 100),)
     told = typed_msgpack.encode(details)
     what = Snapshot(f"{step:032x}", f"/ck/{step}", step, rank, 2, images, told)
-    arenas = Arenas(folder)
+    arenas = ArenaPool(folder)
     memory = arenas.fitting(arena, arena_nbytes(what))
     memory.begin(what)
     memory.complete()

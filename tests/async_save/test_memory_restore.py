@@ -21,9 +21,9 @@ from arena_processes import program
 from dist_ckpt.async_save.memory_restore import rebuilt_index
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.recovered_snapshots import KeptSnapshot, kept_saves
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, kept_saves
 from dist_ckpt.async_save.snapshots.root_id import job_id, make_root_id
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format.filenames import ROOT_ID, parse_attempt
@@ -422,7 +422,7 @@ def test_a_half_staged_newer_snapshot_is_ignored(root, folder):
     kept.keep(folder, kept.save(root / "ck-8", 2, 8), arena=0)
     newer = kept.save(root / "ck-9", 2, 9)
     kept.keep(folder, newer, arena=1, ranks=[0], seal=[])
-    arenas = Arenas(folder.rank(1))
+    arenas = ArenaPool(folder.rank(1))
     arenas.fitting(1, 1 << 20).begin(kept.snapshot_of(newer, 1))
     arenas.close()
     remove(newer)
@@ -434,7 +434,7 @@ def test_what_was_restored_is_overwritten_last(root, folder):
     newer = kept.save(root / "ck-9", 1, 9)
     kept.keep(folder, older, arena=1)
     kept.keep(folder, newer, arena=0)  # complete here, which it need not be on other ranks
-    arenas = Arenas(folder.rank(0))
+    arenas = ArenaPool(folder.rank(0))
     assert (arenas.newest, arenas.newest_at) == (0, 1e9 + 9)
     arenas.spare(f"{8:032x}")
     assert arenas.oldest(()) == 0
@@ -499,10 +499,10 @@ def test_a_storage_that_does_not_tell_what_is_committed_is_an_error(root, folder
 
 def overwrite_on_read(monkeypatch: pytest.MonkeyPatch, folder: JobFolder, when: str) -> None:
     """Have a trainer stage something else just before data is first read, or just after."""
-    real = KeptSnapshot.read_into
+    real = RecoveredSnapshot.read_into
     left = ["once"]
 
-    def read_into(self: KeptSnapshot, image: int, start: int, target: memoryview) -> None:
+    def read_into(self: RecoveredSnapshot, image: int, start: int, target: memoryview) -> None:
         is_time = len(target) > 10_000 and bool(left) and bool(left.pop())
         if is_time and when == "before":
             stage_over(self)
@@ -510,9 +510,9 @@ def overwrite_on_read(monkeypatch: pytest.MonkeyPatch, folder: JobFolder, when: 
         if is_time and when == "after":
             stage_over(self)
 
-    def stage_over(there: KeptSnapshot) -> None:
+    def stage_over(there: RecoveredSnapshot) -> None:
         rank = there.snapshot.rank
-        arenas = Arenas(folder.rank(rank))
+        arenas = ArenaPool(folder.rank(rank))
         what = Snapshot("f" * 32, "/else", 99, rank, 9, there.snapshot.images)
         arena = arenas.fitting(0, 1)
         for data in arena.begin(what):
@@ -520,7 +520,7 @@ def overwrite_on_read(monkeypatch: pytest.MonkeyPatch, folder: JobFolder, when: 
         arena.complete()
         arenas.close()
 
-    monkeypatch.setattr(KeptSnapshot, "read_into", read_into)
+    monkeypatch.setattr(RecoveredSnapshot, "read_into", read_into)
 
 
 @pytest.mark.parametrize("verify", [True, False])

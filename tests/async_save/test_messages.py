@@ -23,11 +23,11 @@ from dist_ckpt.async_save.writer.messages import (
     Hello,
     Link,
     LinkClosedError,
-    NonsenseError,
     Pause,
     Paused,
     Ping,
     Pong,
+    ProtocolError,
     Ready,
     Refused,
     Serve,
@@ -37,13 +37,13 @@ from dist_ckpt.async_save.writer.messages import (
 )
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.saving.save_transaction import Verdict
-from dist_ckpt.reports import Tally
+from dist_ckpt.core.saving.save_transaction import CommitDecision
+from dist_ckpt.reports import IoCount
 
 FAILURE = Failure("RankError", "x", 1, "write", ("a",))
-VERDICT = Verdict("a", 1, 2, 3, 0.5)
+VERDICT = CommitDecision("a", 1, 2, 3, 0.5)
 MESSAGES: list[WriterMessage] = [
-    Hello("job", 1, 4, Config(silence_s=7.5, host="a"), None),
+    Hello("job", 1, 4, Config(heartbeat_timeout_s=7.5, host="a"), None),
     Hello("job", 1, 4, Config(), 1e6),
     Serve(b"t" * 32, "node0"),
     Write("0" * 32, "/ck", "/dev/shm/a", 1, "127.0.0.1", 1234, b"t"),
@@ -57,8 +57,8 @@ MESSAGES: list[WriterMessage] = [
     Serving("127.0.0.1", 1234),
     Paused("0" * 32, is_paused=False),
     Pong(),
-    Done("0" * 32, VERDICT, None, {"write": 0.5}, Tally(1, 2), Tally(3, 4), Tally(5, 6), 7),
-    Done("0" * 32, None, FAILURE, {}, Tally(), Tally(), Tally(), 0),
+    Done("0" * 32, VERDICT, None, {"write": 0.5}, IoCount(1, 2), IoCount(3, 4), IoCount(5, 6), 7),
+    Done("0" * 32, None, FAILURE, {}, IoCount(), IoCount(), IoCount(), 0),
 ]
 
 
@@ -130,7 +130,7 @@ def test_nothing_in_time_is_none_and_the_end_is_an_error(ends):
         framed(msgpack.packb(["Go", "a", 1])),
         framed(msgpack.packb(["Ready", True])),
         framed(msgpack.packb(["Hello", "job", 0, 1, [], None])),
-        framed(msgpack.packb(["Hello", "job", 0, 1, {"silence_s": -1.0}, None])),
+        framed(msgpack.packb(["Hello", "job", 0, 1, {"heartbeat_timeout_s": -1.0}, None])),
         framed(msgpack.packb(["Pause", "a"]) + b"more"),
         framed(b"\x92" + msgpack.packb("Pause") + b"\xa1\xff"),
     ],
@@ -138,7 +138,7 @@ def test_nothing_in_time_is_none_and_the_end_is_an_error(ends):
 def test_nonsense_ends_the_link(ends, data):
     link, theirs = ends
     theirs.sendall(data)
-    with pytest.raises(NonsenseError, match="talks nonsense"):
+    with pytest.raises(ProtocolError, match="talks nonsense"):
         link.receive(10)
 
 

@@ -14,7 +14,7 @@ import pytest
 from arena_processes import ROOT, Program, program
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer import orphan_writers
-from dist_ckpt.async_save.trainer.orphan_writers import settle_former_writers
+from dist_ckpt.async_save.trainer.orphan_writers import end_orphan_writers
 from dist_ckpt.async_save.trainer.writer_launcher import PROGRAM
 from dist_ckpt.errors import ConflictError, StorageError
 
@@ -76,7 +76,7 @@ def end_when_looked_at(monkeypatch: pytest.MonkeyPatch, one: Program) -> None:
 
 def settled(folder: JobFolder, settle_s: float, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Settle with the writers; return what is said of them."""
-    settle_former_writers(folder, settle_s)
+    end_orphan_writers(folder, settle_s)
     words = [record.message.partition("job job: the writers of ")[2] for record in caplog.records]
     return [one for one in words if one]
 
@@ -134,7 +134,7 @@ def test_a_trainer_settles_with_the_writer_that_its_predecessor_has_left(folder,
 def test_a_process_that_is_no_writer_is_never_ended(folder):
     with writer(folder, 2, "told", name="something_else") as other:
         with pytest.raises(ConflictError, match=r"rank 2 is held by process \d+ on .* stop it"):
-            settle_former_writers(folder, 0)
+            end_orphan_writers(folder, 0)
         assert other.process.poll() is None
 
 
@@ -145,7 +145,7 @@ def test_a_writer_that_only_has_the_number_of_the_owner_is_not_ended(folder):
         words = lock.read_text().replace(str(owner.process.pid), str(other.process.pid), 1)
         lock.write_text(words)
         with pytest.raises(ConflictError, match=f"held by process {other.process.pid} on"):
-            settle_former_writers(folder, 0)
+            end_orphan_writers(folder, 0)
         assert (owner.process.poll(), other.process.poll()) == (None, None)
 
 
@@ -154,4 +154,4 @@ def test_a_writer_that_outlives_its_kill_is_reported(folder, monkeypatch):
     monkeypatch.setattr(orphan_writers, "_KILL_S", 0.1)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as if it hung in a call
     with writer(folder, 4, "told"), pytest.raises(StorageError, match=r"rank 4 .*Mend that"):
-        settle_former_writers(folder, 0)
+        end_orphan_writers(folder, 0)

@@ -10,13 +10,17 @@ import pytest
 
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.overlay_storage import KeptDocument, KeptFile, SnapshotStorage
-from dist_ckpt.async_save.snapshots.recovered_snapshots import KeptSnapshot
+from dist_ckpt.async_save.snapshots.overlay_storage import (
+    MemoryDocument,
+    MemoryFile,
+    OverlayStorage,
+)
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, StorageError
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract
 from kept_arenas import kept_in
@@ -48,7 +52,7 @@ def read(file: ReadableFile, offset: int, nbytes: int) -> bytes:
 @pytest.fixture
 def arena(tmp_path: Path) -> Iterator[Arena]:
     folder = JobFolder("job", roots=[str(tmp_path)]).rank(0)
-    arenas = Arenas(folder)
+    arenas = ArenaPool(folder)
     what = Snapshot("1" * 32, "/runs/ck", 7, 0, 1, (Image("one", len(DATA)),))
     made = arenas.fitting(0, arena_nbytes(what))
     made.begin(what)[0][:] = DATA
@@ -61,7 +65,7 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
 
 
 @pytest.fixture
-def kept(arena: Arena, tmp_path: Path) -> Iterator[KeptSnapshot]:
+def kept(arena: Arena, tmp_path: Path) -> Iterator[RecoveredSnapshot]:
     with kept_in(JobFolder("job", roots=[str(tmp_path)]).rank(0)) as ((found,), _):
         yield found
 
@@ -75,8 +79,8 @@ class TestSnapshotStorage(StorageContract):
 
     @pytest.fixture
     def storage(self) -> Storage:
-        storage = SnapshotStorage(MemoryStorage({"/root": None}))
-        storage.serve({f"{FOLDER}/one": KeptDocument(b"abc")})
+        storage = OverlayStorage(MemoryStorage({"/root": None}))
+        storage.serve({f"{FOLDER}/one": MemoryDocument(b"abc")})
         return storage
 
     @pytest.fixture
@@ -85,39 +89,39 @@ class TestSnapshotStorage(StorageContract):
 
 
 def test_a_file_in_memory_is_read_from_any_byte_and_ends_where_it_ends(kept):
-    storage = SnapshotStorage(stored(None))
-    storage.serve({f"{FOLDER}/one": KeptFile(kept, 0), f"{FOLDER}/two": KeptDocument(b"abc")})
+    storage = OverlayStorage(stored(None))
+    storage.serve({f"{FOLDER}/one": MemoryFile(kept, 0), f"{FOLDER}/two": MemoryDocument(b"abc")})
     file = storage.open(f"{FOLDER}/one")
     assert file.nbytes == len(DATA)
     for offset, nbytes in ((0, 10), (5, 4096), (len(DATA) - 3, 10), (len(DATA), 1), (10**6, 1)):
         assert read(file, offset, nbytes) == DATA[offset : offset + nbytes]
     other = storage.open(f"{FOLDER}/two")
     assert (other.nbytes, read(other, 1, 9), read(other, 3, 9)) == (3, b"bc", b"")
-    assert storage.from_memory == Tally(7, 10 + 4096 + 3 + 2)
+    assert storage.from_memory == IoCount(7, 10 + 4096 + 3 + 2)
     file.close()
     other.close()
 
 
 def test_what_is_not_served_is_the_storages(kept):
     inner = stored(b"disk")
-    storage = SnapshotStorage(inner)
-    storage.serve({f"{FOLDER}/two": KeptFile(kept, 0)})
+    storage = OverlayStorage(inner)
+    storage.serve({f"{FOLDER}/two": MemoryFile(kept, 0)})
     assert read(storage.open(f"{FOLDER}/one"), 0, 9) == b"disk"
     with pytest.raises(FileNotFoundError):
         storage.open(f"{FOLDER}/three")
     put(storage, f"{FOLDER}/three", b"new")  # type: ignore[arg-type]
     assert read(inner.open(f"{FOLDER}/three"), 0, 9) == b"new"
-    assert storage.from_memory == Tally()
+    assert storage.from_memory == IoCount()
 
 
 def test_what_is_served_is_listed_whether_the_storage_has_it_or_not(kept):
-    empty = SnapshotStorage(MemoryStorage())
+    empty = OverlayStorage(MemoryStorage())
     with pytest.raises(FileNotFoundError):
         empty.list("/runs/ck")
-    both = SnapshotStorage(stored(b"disk"))
+    both = OverlayStorage(stored(b"disk"))
     for storage in (empty, both):
         storage.serve(
-            {f"{FOLDER}/one": KeptFile(kept, 0), f"{FOLDER}/index.json": KeptDocument(b"abc")}
+            {f"{FOLDER}/one": MemoryFile(kept, 0), f"{FOLDER}/index.json": MemoryDocument(b"abc")}
         )
         (attempt,) = storage.list("/runs/ck")
         assert (attempt.name, attempt.kind) == ("a1-0123456789abcdef", "folder")
@@ -128,8 +132,8 @@ def test_what_is_served_is_listed_whether_the_storage_has_it_or_not(kept):
 
 
 def test_threads_may_read_at_once(kept):
-    storage = SnapshotStorage(stored(None))
-    storage.serve({f"{FOLDER}/one": KeptFile(kept, 0)})
+    storage = OverlayStorage(stored(None))
+    storage.serve({f"{FOLDER}/one": MemoryFile(kept, 0)})
     file, wrong = storage.open(f"{FOLDER}/one"), []
 
     def run(offset: int) -> None:
@@ -147,31 +151,31 @@ def test_threads_may_read_at_once(kept):
 
 
 def test_a_snapshot_that_is_overwritten_is_read_from_the_storage_from_then_on(kept, arena):
-    storage = SnapshotStorage(stored(b"x" * len(DATA)))
-    storage.serve({f"{FOLDER}/one": KeptFile(kept, 0)})
+    storage = OverlayStorage(stored(b"x" * len(DATA)))
+    storage.serve({f"{FOLDER}/one": MemoryFile(kept, 0)})
     file = storage.open(f"{FOLDER}/one")
     assert read(file, 0, 9) == DATA[:9]
     stage_over(arena)
     assert read(file, 0, 9) == b"x" * 9
     assert read(file, len(DATA) - 1, 9) == b"x"
-    assert storage.from_memory == Tally(1, 9)
+    assert storage.from_memory == IoCount(1, 9)
     file.close()
 
 
 def test_a_snapshot_that_is_overwritten_and_is_nowhere_else_is_an_error(kept, arena):
-    storage = SnapshotStorage(stored(None))
-    storage.serve({f"{FOLDER}/one": KeptFile(kept, 0)})
+    storage = OverlayStorage(stored(None))
+    storage.serve({f"{FOLDER}/one": MemoryFile(kept, 0)})
     file = storage.open(f"{FOLDER}/one")
     stage_over(arena)
     for _ in range(2):
         with pytest.raises(CorruptError, match="was overwritten while it was read"):
             read(file, 0, 9)
-    assert storage.from_memory == Tally()
+    assert storage.from_memory == IoCount()
 
 
 def test_an_arena_that_is_cut_short_is_read_from_the_storage(kept, arena):
-    storage = SnapshotStorage(stored(b"x" * len(DATA)))
-    storage.serve({f"{FOLDER}/one": KeptFile(kept, 0)})
+    storage = OverlayStorage(stored(b"x" * len(DATA)))
+    storage.serve({f"{FOLDER}/one": MemoryFile(kept, 0)})
     file = storage.open(f"{FOLDER}/one")
     with open(arena.place, "r+b") as memory:
         memory.truncate(9000)
@@ -179,8 +183,8 @@ def test_an_arena_that_is_cut_short_is_read_from_the_storage(kept, arena):
 
 
 def test_a_file_whose_snapshot_was_closed_is_not_read(kept):
-    storage = SnapshotStorage(stored(None))
-    storage.serve({f"{FOLDER}/one": KeptFile(kept, 0)})
+    storage = OverlayStorage(stored(None))
+    storage.serve({f"{FOLDER}/one": MemoryFile(kept, 0)})
     file = storage.open(f"{FOLDER}/one")
     kept.close()
     with pytest.raises(StorageError, match="is closed"):

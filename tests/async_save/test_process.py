@@ -22,7 +22,7 @@ from msgspec.structs import replace
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.arena import Arena
 from dist_ckpt.async_save.snapshots.arena_layout import arena_nbytes
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.trainer.writer_launcher import start
 from dist_ckpt.async_save.writer.messages import (
@@ -39,7 +39,7 @@ from dist_ckpt.async_save.writer.messages import (
 )
 from dist_ckpt.async_save.writer.process import MAX_LOG_NBYTES
 from dist_ckpt.core.runtime.lock_files import owner_of
-from dist_ckpt.core.runtime.shared_memory import create_nameless
+from dist_ckpt.core.runtime.shared_memory import create_anonymous
 from dist_ckpt.errors import ConflictError, RankError, StorageError
 from kept_arenas import kept_in
 from staged_saves import (
@@ -69,7 +69,7 @@ class Job:
     def __init__(self, path: Path) -> None:
         self.folder = JobFolder(f"test-{secrets.token_hex(8)}")
         self.path = path
-        self._arenas: dict[int, Arenas] = {}
+        self._arenas: dict[int, ArenaPool] = {}
 
     def ranks(self, world_size: int) -> list[RankFolder]:
         return [self.folder.rank(rank) for rank in range(world_size)]
@@ -77,7 +77,7 @@ class Job:
     def staged(
         self, state: State, rank: int = 0, *, number: int = 0, name: str = "", path: str = "ck"
     ) -> Staged:
-        arenas = self._arenas.setdefault(rank, Arenas(self.folder.rank(rank)))
+        arenas = self._arenas.setdefault(rank, ArenaPool(self.folder.rank(rank)))
         arena = arenas.fitting(number, 1 << 16)
         return Staged(arena, state, self.path / path, name=name or new_id(), rank=rank)
 
@@ -236,7 +236,7 @@ def test_who_still_writes_when_the_trainer_of_rank_0_has_died_is_told_of_it(job)
 @pytest.mark.parametrize("trainer_dies", [True, False])
 def test_a_writer_does_not_wait_long_for_one_that_never_came(job, rank, trainer_dies):
     state = State(2, SHAPES)
-    config = replace_config(CONFIG, arrive_s=10_000.0)
+    config = replace_config(CONFIG, join_timeout_s=10_000.0)
     with writers(job.ranks(2), config=config) as trainers:
         store = store_of(trainers)
         staged = job.staged(state, rank)
@@ -671,7 +671,7 @@ def test_memory_without_a_name_outlives_the_trainer_that_made_it(job):
     state = State(1, SHAPES)
     (folder,) = job.ranks(1)
     with writers([folder]) as (trainer,):
-        fd = create_nameless(1 << 20)
+        fd = create_anonymous(1 << 20)
         arena = Arena(folder.tell("trainer", 0, fd), fd, folder.job)
         staged = Staged(arena, state, job.path / "ck", name=new_id())
         assert arena.nbytes >= arena_nbytes(staged.snapshot)

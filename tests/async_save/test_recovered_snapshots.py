@@ -15,13 +15,13 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     Snapshot,
     arena_nbytes,
 )
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.recovered_snapshots import KeptSaves, kept_saves
-from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSaves, kept_saves
+from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.core.runtime import typed_msgpack
 
-DETAILS = Details(False, {}, {"dist_ckpt": "1"}, 5.0, (), ())
+DETAILS = SnapshotMetadata(False, {}, {"dist_ckpt": "1"}, 5.0, (), ())
 ATTEMPT = "a1-0123456789abcdef"
 
 
@@ -48,7 +48,7 @@ def keep(
     is_complete: bool = True,
     is_sealed: bool = True,
 ) -> None:
-    arenas = Arenas(folder.rank(what.rank if rank is None else rank))
+    arenas = ArenaPool(folder.rank(what.rank if rank is None else rank))
     memory = arenas.fitting(arena, arena_nbytes(what))
     memory.begin(what)
     if is_complete:
@@ -61,7 +61,7 @@ def keep(
     arenas.close()
 
 
-def look(folder: JobFolder) -> KeptSaves:
+def look(folder: JobFolder) -> RecoveredSaves:
     with kept_saves(folder.present()) as kept:
         return kept
 

@@ -17,7 +17,7 @@ import kept_checkpoints as kept
 from dist_ckpt.async_save import memory_restore
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.core.commit.records.incarnations import OfRun, begin, read_history
+from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation, read_history
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 
@@ -38,14 +38,14 @@ def folder(root: Path) -> JobFolder:
     return JobFolder("job")
 
 
-def begin_from(root: Path, step: int | None, start: int = 0) -> OfRun:
+def begin_from(root: Path, step: int | None, start: int = 0) -> Incarnation:
     """Begin a start that goes on from a step of another one."""
     restored = None if step is None else (step, Attempt(1000 * start + 1, ID))
-    made = begin(LocalStorage(), str(root), restored=restored, why="", by="a job")
-    return OfRun(str(root), made.number)
+    made = begin_incarnation(LocalStorage(), str(root), restored=restored, why="", by="a job")
+    return Incarnation(str(root), made.number)
 
 
-def keep(folder: JobFolder, saved: kept.Saved, run: OfRun | None, **options: Any) -> None:
+def keep(folder: JobFolder, saved: kept.Saved, run: Incarnation | None, **options: Any) -> None:
     """Leave a save of a start in memory."""
     details = options.pop("details", {})
     kept.keep(folder, saved, edit=lambda one, _: replace(one, run=run, **details), **options)

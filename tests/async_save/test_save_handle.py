@@ -11,7 +11,7 @@ import pytest
 from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer import writer_handle
-from dist_ckpt.async_save.trainer.writer_handle import OwnWriter
+from dist_ckpt.async_save.trainer.writer_handle import WriterHandle
 from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
@@ -31,16 +31,16 @@ def fake() -> Iterator[FakeWriter]:
 @pytest.fixture
 def writer(
     fake: FakeWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[OwnWriter]:
+) -> Iterator[WriterHandle]:
     monkeypatch.setattr(writer_handle, "start", fake.start)
     folder = JobFolder("job", roots=[str(tmp_path)]).rank(0)
-    made = OwnWriter(folder, Hello("job", 0, 1, Config(), None))
+    made = WriterHandle(folder, Hello("job", 0, 1, Config(), None))
     made.ensure()
     yield made
     made.kill()
 
 
-def handle_of(writer: OwnWriter, name: str) -> SaveHandle:
+def handle_of(writer: WriterHandle, name: str) -> SaveHandle:
     report: Any = lambda done: f"report of {done.snapshot}"  # noqa: E731
     return SaveHandle(f"/ck/{name}", 1, writer, order(writer, name), report)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
-from dist_ckpt.async_save.writer.messages import Hello, NonsenseError, Write
-from dist_ckpt.async_save.writer.save_queue import MAX_SAVES, KnownArenas, WriterQueue
-from dist_ckpt.async_save.writer.write_jobs import Meetings, WriterSave, WriterSaves
-from dist_ckpt.core.runtime.shared_memory import create_nameless
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
+from dist_ckpt.async_save.writer.messages import Hello, ProtocolError, Write
+from dist_ckpt.async_save.writer.save_queue import MAX_SAVES, OpenArenas, WriterQueue
+from dist_ckpt.async_save.writer.write_jobs import WriterRendezvous, WriterSave, WriterSaves
+from dist_ckpt.core.runtime.shared_memory import create_anonymous
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError
 from staged_saves import CONFIG, Staged, State, new_id, write_of
 
@@ -28,7 +28,7 @@ def save(name: str, arena: ArenaReader | None = None) -> WriterSave:
 
 
 def saved(write: Write, arena: ArenaReader | CheckpointError) -> WriterSave:
-    return WriterSave(WriterSaves(HELLO, Meetings(HELLO), lambda _: None), write, arena)
+    return WriterSave(WriterSaves(HELLO, WriterRendezvous(HELLO), lambda _: None), write, arena)
 
 
 @pytest.fixture
@@ -46,14 +46,14 @@ def test_saves_come_in_order_and_then_the_end(queue):
     queue.end(is_trainer_gone=False)
     assert names(*(queue.take() for _ in range(3))) == ["a", "b", "c"]
     assert queue.take() is None
-    with pytest.raises(NonsenseError):
+    with pytest.raises(ProtocolError):
         queue.put(save("d"))
 
 
 def test_there_are_no_more_saves_than_anybody_has(queue):
     for number in range(MAX_SAVES):
         queue.put(save(str(number)))
-    with pytest.raises(NonsenseError):
+    with pytest.raises(ProtocolError):
         queue.put(save("more"))
 
 
@@ -135,7 +135,7 @@ def open_fds() -> int:
 
 
 def test_an_arena_is_opened_once_and_closed_at_the_end(arenas, rank_folder):
-    known = KnownArenas(rank_folder)
+    known = OpenArenas(rank_folder)
 
     def follow(number: int) -> ArenaReader:
         staged = Staged(arenas.fitting(number, 1 << 16), STATE, Path("/ck"), name=new_id())
@@ -155,12 +155,12 @@ def test_an_arena_is_opened_once_and_closed_at_the_end(arenas, rank_folder):
 
 
 def test_an_arena_that_was_replaced_is_closed_once_no_save_needs_it(arenas, rank_folder):
-    known = KnownArenas(rank_folder)
+    known = OpenArenas(rank_folder)
     first = Staged(arenas.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
     queued = known.open(write_of(first))
     assert isinstance(queued, ArenaReader)
     os.unlink(first.arena.place)
-    again = Arenas(rank_folder)
+    again = ArenaPool(rank_folder)
     second = Staged(again.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
     follower = known.open(write_of(second))
     assert isinstance(follower, ArenaReader)
@@ -175,10 +175,10 @@ def test_an_arena_that_was_replaced_is_closed_once_no_save_needs_it(arenas, rank
 
 
 def test_memory_without_a_name_is_told_and_outlives_who_made_it(rank_folder):
-    known = KnownArenas(rank_folder)
+    known = OpenArenas(rank_folder)
     for turn in range(2):
-        fd = create_nameless(1 << 16)
-        arenas = Arenas(rank_folder)
+        fd = create_anonymous(1 << 16)
+        arenas = ArenaPool(rank_folder)
         place = rank_folder.tell("trainer", 1, fd)
         arena = Arena(place, fd, rank_folder.job)
         staged = Staged(arena, STATE, Path(f"/ck{turn}"), name=new_id())
@@ -192,7 +192,7 @@ def test_memory_without_a_name_is_told_and_outlives_who_made_it(rank_folder):
 
 
 def test_what_is_no_arena_is_an_error_of_its_save(rank_folder):
-    known = KnownArenas(rank_folder)
+    known = OpenArenas(rank_folder)
     path = f"{rank_folder.path}/arena-0"
     write = Write("a", "/ck", path, 0, "", 0, b"")
     for match in ("is gone", "is no arena"):

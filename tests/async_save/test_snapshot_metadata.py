@@ -5,14 +5,16 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.core.runtime import typed_msgpack
 
-DETAILS = Details(True, {"run": "a"}, {"by": "me"}, 1.5, ((b"x", (0, 1, 3)), (b"y", (2,))), ())
+DETAILS = SnapshotMetadata(
+    True, {"run": "a"}, {"by": "me"}, 1.5, ((b"x", (0, 1, 3)), (b"y", (2,))), ()
+)
 
 
 def test_details_come_back() -> None:
-    assert typed_msgpack.decode(typed_msgpack.encode(DETAILS), Details) == DETAILS
+    assert typed_msgpack.decode(typed_msgpack.encode(DETAILS), SnapshotMetadata) == DETAILS
 
 
 @pytest.mark.parametrize(
@@ -23,4 +25,4 @@ def test_details_come_back() -> None:
 def test_what_are_no_details_is_said(bodies: object) -> None:
     data = msgpack.packb((True, {}, {}, 1.5, bodies, ()))
     with pytest.raises(ValueError, match="bytes that are no message"):
-        typed_msgpack.decode(data, Details)
+        typed_msgpack.decode(data, SnapshotMetadata)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from dist_ckpt.async_save.snapshots.arena import ArenaReader
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.writer.staged_files import Staging, files_of
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.save.save_planner import items_of
 from dist_ckpt.core.runtime.buffers import address_of
 from dist_ckpt.core.shard_io.write.shard_writer import WritableStorage, write_all
-from dist_ckpt.core.storage.null_storage import NoStorage
+from dist_ckpt.core.storage.null_storage import NullStorage
 from dist_ckpt.core.storage.protocol import WritableFile
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -51,7 +51,7 @@ class Recording(MemoryStorage):
 class Case:
     """One snapshot, seen from both sides."""
 
-    def __init__(self, arenas: Arenas, state: State = STATE) -> None:
+    def __init__(self, arenas: ArenaPool, state: State = STATE) -> None:
         self.state = state
         self.staged = Staged(arenas.fitting(0, 1 << 16), state, Path("/ck"), name=new_id())
         self.follower = ArenaReader(self.staged.arena.place, "job")
@@ -115,7 +115,7 @@ def test_what_is_written_nowhere_is_digested_and_the_arena_is_the_file_all_the_s
     for image, (_, header, _) in zip(again.staged._images, again.staged._files, strict=True):
         image[:header] = bytes(header)
     assert again.images() != images
-    assert again.write(fail, storage=NoStorage()) == receipts
+    assert again.write(fail, storage=NullStorage()) == receipts
     assert (again.images(), again.written()) == (images, {})
     again.follower.close()
 

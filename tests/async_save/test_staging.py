@@ -16,12 +16,12 @@ import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot, arena_nbytes
 from dist_ckpt.async_save.trainer.staging import images_of, stage
-from dist_ckpt.core.comm.collectives.collective import AloneCollective
-from dist_ckpt.core.comm.exchange.channel import Alone
+from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime.shared_memory import create_named
 from dist_ckpt.core.saving.agreement import plan_together
-from dist_ckpt.core.saving.local_save_state import HeldState
+from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 
 JOB = "a job"
@@ -48,8 +48,8 @@ def state() -> dict[str, Any]:
 
 
 def files_of(state: dict[str, Any]) -> RankFiles:
-    session = Session(Alone(), AloneCollective())
-    held = HeldState.take(session, state, None)
+    session = Session(SingleProcessChannel(), SingleProcessCollective())
+    held = LocalSaveState.take(session, state, None)
     return held.files(plan_together(session, held.inventory).plan, 1, {}, {})
 
 

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.trainer import start_handshake, writer_handle
-from dist_ckpt.async_save.trainer.start_handshake import Saver, Start, WhenBusy, agree_on_start
-from dist_ckpt.async_save.trainer.writer_handle import OwnWriter
+from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, Start, WhenBusy, agree_on_start
+from dist_ckpt.async_save.trainer.writer_handle import WriterHandle
 from dist_ckpt.async_save.writer.messages import Go, Hello, Serve
 from dist_ckpt.core.comm.messages import Failure
 from dist_ckpt.core.comm.session import Session
@@ -31,7 +31,7 @@ OLD_STORE = ("old store", 1, b"t")
 class Rank:
     """One rank: its session, its writer, and who plays that."""
 
-    def __init__(self, session: Session, writer: OwnWriter, fake: FakeWriter) -> None:
+    def __init__(self, session: Session, writer: WriterHandle, fake: FakeWriter) -> None:
         self.number = session.channel.rank
         self.session = session
         self.writer = writer
@@ -39,7 +39,9 @@ class Rank:
 
     def agree(self, when_busy: WhenBusy = "wait") -> Start | None:
         with self.session.operation("background save to /ck"):
-            return agree_on_start(self.session, lambda: self.writer, Saver("job", None, when_busy))
+            return agree_on_start(
+                self.session, lambda: self.writer, SaverInfo("job", None, when_busy)
+            )
 
     def error(self) -> Exception:
         """Return what the exchange raises; it must."""
@@ -67,7 +69,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         rank = channel.rank
         fakes[rank] = FakeWriter()
         folder = JobFolder("job", roots=[str(tmp_path)]).rank(rank)
-        writer = OwnWriter(folder, Hello("job", rank, 2, TEST_CONFIG, None))
+        writer = WriterHandle(folder, Hello("job", rank, 2, TEST_CONFIG, None))
         writer.ensure()
         yield Rank(Session(channel, bulk, TEST_CONFIG), writer, fakes[rank])
         writer.kill()
@@ -290,7 +292,7 @@ def test_one_rank_alone_meets_nobody(run):
 def test_a_place_to_meet_that_is_none_is_refused(run, monkeypatch, place):
     monkeypatch.setattr(start_handshake, "_store", lambda *_: place)
     is_strange = place is None or [type(one) for one in place] != [str, int, bytes]
-    told = "no message" if is_strange else "rank 0 has told no place where the background writers"
+    told = "no message" if is_strange else "rank 0 sent no address at which the background writers"
     for error in run(Rank.error):
         assert isinstance(error, RankError)
         assert told in str(error)

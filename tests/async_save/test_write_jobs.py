@@ -15,17 +15,17 @@ from msgspec.structs import replace
 
 from dist_ckpt.async_save.snapshots.arena import ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import HEADER_NBYTES
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
-from dist_ckpt.async_save.snapshots.recovered_snapshots import KeptSnapshot, open_kept
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_recovered
 from dist_ckpt.async_save.writer import write_jobs as writer_saves
 from dist_ckpt.async_save.writer.messages import Done, Hello, Serve, Write
 from dist_ckpt.async_save.writer.process import Stores
-from dist_ckpt.async_save.writer.write_jobs import Meetings, WriterSave, WriterSaves
+from dist_ckpt.async_save.writer.write_jobs import WriterRendezvous, WriterSave, WriterSaves
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
-from dist_ckpt.core.storage.wrappers.pacing import Allowance
+from dist_ckpt.core.storage.wrappers.pacing import RateLimit
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from staged_saves import CONFIG, Staged, State, failure_of, new_id, verdict_of, write_of
@@ -39,11 +39,11 @@ def nothing(write: Write) -> None:
 
 
 def settled(
-    arenas: Arenas,
+    arenas: ArenaPool,
     where: Path,
     hello: Hello = ALONE,
     state: State = STATE,
-    allowance: Allowance | None = None,
+    allowance: RateLimit | None = None,
     /,
     **said: Any,
 ) -> Done:
@@ -51,7 +51,7 @@ def settled(
     staged.complete()
     follower = ArenaReader(staged.arena.place, "job")
     write = replace(write_of(staged), **said)
-    saves = WriterSaves(hello, Meetings(hello), nothing, allowance)
+    saves = WriterSaves(hello, WriterRendezvous(hello), nothing, allowance)
     done = WriterSave(saves, write, follower).settle()
     follower.close()
     return done
@@ -61,7 +61,7 @@ def test_a_save_that_is_settled_keeps_no_arena(arenas, tmp_path):
     staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "ck", name=new_id())
     staged.complete()
     follower = ArenaReader(staged.arena.place, "job")
-    saves = WriterSaves(ALONE, Meetings(ALONE), nothing)
+    saves = WriterSaves(ALONE, WriterRendezvous(ALONE), nothing)
     save = WriterSave(saves, write_of(staged), follower)
     assert save.settle().failure is None
     arena = weakref.ref(follower)
@@ -77,26 +77,26 @@ def test_a_save_is_reported_with_its_costs(arenas, tmp_path):
     done = settled(arenas, tmp_path / "ck")
     assert done.failure is None
     assert verdict_of(done).num_files == 2
-    assert (done.exchanges, done.nbytes_receipt) == (Tally(2, 0), 0)
+    assert (done.exchanges, done.nbytes_receipt) == (IoCount(2, 0), 0)
     assert done.writes.nbytes > verdict_of(done).nbytes > 4800
     assert done.reads.num == 1
 
 
-def kept(arenas: Arenas) -> KeptSnapshot:
+def kept(arenas: ArenaPool) -> RecoveredSnapshot:
     """Return what a restart would find."""
-    found = open_kept(arenas.fitting(0, 1).place, "job")
+    found = open_recovered(arenas.fitting(0, 1).place, "job")
     assert found is not None
     found.close()
     return found
 
 
-def wipe(arenas: Arenas) -> None:
+def wipe(arenas: ArenaPool) -> None:
     """Forget the headers of what was staged before."""
     memory = arenas.fitting(0, 1 << 16).memory
     memory[HEADER_NBYTES:] = bytes(len(memory) - HEADER_NBYTES)
 
 
-def images_in(arenas: Arenas) -> list[bytes]:
+def images_in(arenas: ArenaPool) -> list[bytes]:
     memory, there = arenas.fitting(0, 1).memory, kept(arenas)
     return [bytes(memory[span.start : span.stop]) for span in there.placement.images]
 
@@ -150,7 +150,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
                 raise CheckpointError("the trainer could not stage it")
             staged.complete()
 
-        saves = WriterSaves(ALONE, Meetings(ALONE), check)
+        saves = WriterSaves(ALONE, WriterRendezvous(ALONE), check)
         done = WriterSave(saves, write_of(staged), follower).settle()
         assert failure_of(done).kind == "ExistsError"
         follower.close()
@@ -168,7 +168,7 @@ def test_what_a_writer_is_interrupted_in_the_sealing_of_can_be_sealed_again(aren
             staged.complete()
             raise SystemExit
 
-    saves = WriterSaves(ALONE, Meetings(ALONE), check)
+    saves = WriterSaves(ALONE, WriterRendezvous(ALONE), check)
     save = WriterSave(saves, write_of(staged), follower)
     with pytest.raises(SystemExit):
         save.settle()
@@ -185,7 +185,7 @@ def test_a_cap_is_kept_by_all_that_is_written_to_files(arenas, tmp_path):
         nonlocal now
         now += seconds
 
-    allowance = Allowance(1000, clock=lambda: now, sleep=sleep)
+    allowance = RateLimit(1000, clock=lambda: now, sleep=sleep)
     done = settled(arenas, tmp_path / "ck", ALONE, STATE, allowance)
     assert done.failure is None
     written = sum(file.stat().st_size for file in (tmp_path / "ck").glob("*/*[ks]"))
@@ -210,7 +210,7 @@ def test_a_snapshot_of_another_save_is_refused(arenas, tmp_path):
 
 
 def test_a_store_that_cannot_be_reached_is_told_at_once(arenas, tmp_path):
-    config = replace_config(CONFIG, silence_s=0.1)
+    config = replace_config(CONFIG, heartbeat_timeout_s=0.1)
     hello = Hello("job", 0, 2, config, None)
     state = State(2, {"w": (30, 40)})
     done = settled(arenas, tmp_path / "ck", hello, state, host="127.0.0.1", port=9, token=b"t" * 32)
@@ -256,16 +256,16 @@ def test_a_store_for_other_hosts_is_reached_from_them():
 def test_a_writer_without_trainer_waits_less_long_for_others(is_early):
     stores = Stores()
     serving = stores.serve(Serve(b"t" * 32, ""))
-    meetings = Meetings(Hello("job", 0, 2, CONFIG, None))
+    meetings = WriterRendezvous(Hello("job", 0, 2, CONFIG, None))
     write = Write("0" * 32, "/ck", "", 0, serving.host, serving.port, b"t" * 32)
     if is_early:
         meetings.hurry()
     channel = meetings.channel(write)
     assert isinstance(channel, StoreChannel)
-    expected = CONFIG.silence_s if is_early else 3 * CONFIG.silence_s
+    expected = CONFIG.heartbeat_timeout_s if is_early else 3 * CONFIG.heartbeat_timeout_s
     assert channel._control.unseen_s == expected
     meetings.hurry()
-    assert channel._control.unseen_s == CONFIG.silence_s
+    assert channel._control.unseen_s == CONFIG.heartbeat_timeout_s
     assert meetings.channel(write) is channel
     meetings.close()
     stores.close()

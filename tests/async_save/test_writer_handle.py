@@ -15,7 +15,7 @@ import pytest
 from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.trainer import writer_handle
-from dist_ckpt.async_save.trainer.writer_handle import Order, OwnWriter
+from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
 from dist_ckpt.async_save.writer.messages import (
     Done,
     Go,
@@ -29,9 +29,9 @@ from dist_ckpt.async_save.writer.messages import (
 )
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.saving.save_transaction import Verdict
+from dist_ckpt.core.saving.save_transaction import CommitDecision
 from dist_ckpt.errors import RankError, StorageError
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 
 SOON_S = 30.0
 FAILURE = Failure("StorageError", "rank 2 (host a): the disk is full", 2, "write")
@@ -67,9 +67,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWriters]:
 
 
 @pytest.fixture
-def writer(fakes: FakeWriters, tmp_path: Path) -> Iterator[OwnWriter]:
+def writer(fakes: FakeWriters, tmp_path: Path) -> Iterator[WriterHandle]:
     folder = JobFolder("job", roots=[str(tmp_path)]).rank(1)
-    made = OwnWriter(folder, Hello("job", 1, 3, Config(), None))
+    made = WriterHandle(folder, Hello("job", 1, 3, Config(), None))
     made.ensure()
     yield made
     made.kill()
@@ -79,15 +79,15 @@ def write(name: str, store: tuple[str, int, bytes] = ("a", 1, b"t")) -> Write:
     return Write(name, f"/ck/{name}", "/dev/shm/none", 0, *store)
 
 
-def order(writer: OwnWriter, name: str, arena: int = 0) -> Order:
-    made = Order(name, arena)
+def order(writer: WriterHandle, name: str, arena: int = 0) -> WriteJob:
+    made = WriteJob(name, arena)
     writer.order(made, write(name))
     return made
 
 
 def done(name: str, failure: Failure | None = None) -> Done:
-    verdict = Verdict("", 0, 0, 0, 0.0) if failure is None else None
-    return Done(name, verdict, failure, {}, Tally(), Tally(), Tally(), 0)
+    verdict = CommitDecision("", 0, 0, 0, 0.0) if failure is None else None
+    return Done(name, verdict, failure, {}, IoCount(), IoCount(), IoCount(), 0)
 
 
 def die(fakes: FakeWriters) -> None:
@@ -143,7 +143,7 @@ def test_a_save_whose_order_is_interrupted_is_lost_and_not_waited_for(writer, fa
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    order = Order("a", 0)
+    order = WriteJob("a", 0)
     monkeypatch.setattr(Link, "send", interrupted)
     with pytest.raises(KeyboardInterrupt):
         writer.order(order, Write("a", "/ck", "/dev/shm/a", 0, "h", 1, b"t"))
@@ -236,7 +236,7 @@ def test_a_forked_child_lets_go_and_is_told_to_ask_its_parent(writer, fakes):
 
 
 def test_a_thread_that_waits_for_the_writer_lets_others_ask(
-    writer: OwnWriter, fakes: FakeWriters
+    writer: WriterHandle, fakes: FakeWriters
 ) -> None:
     late = order(writer, "late")
     begun = threading.Event()

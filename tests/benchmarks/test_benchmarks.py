@@ -25,7 +25,7 @@ from benchmarks import gpu
 from benchmarks.background import NO_SAVE, PLAIN_COPY, Trainers, stall, steps
 from benchmarks.checkpoints import run_cases
 from benchmarks.contenders import DistCkpt
-from benchmarks.limits import SLOT_NBYTES, Limits, Share, cool, warm
+from benchmarks.limits import BUFFER_NBYTES, Limits, RankView, cool, warm
 from benchmarks.pool import Pools, RanksError
 from benchmarks.savers import DcpAsync, DcpSaver
 from benchmarks.scenario import OURS, Absent, Figure, Settings, turns
@@ -277,19 +277,19 @@ def test_a_wiped_state_differs_from_what_it_was_in_every_tensor() -> None:
 
 
 def test_raw_reads_bring_back_every_byte_of_all_ranks(tmp_path: Path) -> None:
-    nbytes = SLOT_NBYTES + 5000
+    nbytes = BUFFER_NBYTES + 5000
     folder = tmp_path / "raw"
     limits = Limits()
     for rank in range(2):
-        limits.write(Share(rank, 2, nbytes), folder)()
+        limits.write(RankView(rank, 2, nbytes), folder)()
     for everything in (False, True):
         for set_cache in (warm, cool):
             set_cache(folder)
-            limits.read(Share(1, 2, nbytes, everything), folder, direct=False, threads=2)()
+            limits.read(RankView(1, 2, nbytes, everything), folder, direct=False, threads=2)()
             assert limits.difference() is None
     path = folder / "raw-1"
     data = bytearray(path.read_bytes())
     data[4321] ^= 1
     path.write_bytes(data)
-    limits.read(Share(1, 2, nbytes, everything=True), folder, direct=False, threads=2)()
+    limits.read(RankView(1, 2, nbytes, everything=True), folder, direct=False, threads=2)()
     assert limits.difference() is not None

@@ -18,11 +18,11 @@ from benchmarks import simulated_ranks as simulated
 from benchmarks.simulated_ranks import Job, SimulatedSave
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.planning.plan import Inventory, Placed
+from dist_ckpt.core.planning.plan import Inventory, MeshPlaced
 from dist_ckpt.core.planning.plan import Shard as PlannedShard
 from dist_ckpt.core.planning.save.save_planner import items_of, items_of_ranks, replica_groups_of
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.state.inventory_builder import take
+from dist_ckpt.core.state.inventory_builder import build_inventory
 
 JOBS: dict[str, Callable[[], Job]] = {
     "fsdp": lambda: simulated.fsdp(32, 12),
@@ -58,9 +58,11 @@ def test_a_simulated_inventory_is_that_of_a_real_state() -> None:
             parameter.grad = torch.zeros_like(parameter)
         optim.step()
         state = {"model": model, "optim": optim, "rng": dc.RNG(), "step": 1}
-        real = take(state, sharding=None, rank=0, world_size=4, group_ranks=range(4)).inventory
+        real = build_inventory(
+            state, sharding=None, rank=0, world_size=4, group_ranks=range(4)
+        ).inventory
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    view = Placed(simulated.on_mesh("dp", (4,)), (PlannedShard(0),))
+    view = MeshPlaced(simulated.on_mesh("dp", (4,)), (PlannedShard(0),))
     assert simulated.training_state(shapes, lambda *_: view) == real
 
 

@@ -10,8 +10,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from dist_ckpt.checkpointer.coordination.barrier_rounds import Ask, Boundary, Member, Pacing, Rounds
-from dist_ckpt.core.comm.exchange.channel import Alone
+from dist_ckpt.checkpointer.coordination.barrier_rounds import (
+    BarrierMember,
+    BarrierProposal,
+    BarrierRounds,
+    Boundary,
+    PollPolicy,
+)
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreNotes
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.errors import RankError
@@ -24,22 +30,22 @@ from dist_ckpt.testing.thread_channel import (
 )
 from exchanges import exchange
 
-FAST = Pacing(poll_s=0.01, answer_s=20.0, ahead=0)
+FAST = PollPolicy(poll_s=0.01, answer_s=20.0, ahead=0)
 
 
 def test_a_rank_that_died_is_waited_for_less_long_than_launchers_give() -> None:
     # torchrun sends SIGTERM to the ranks that live, which is a request to save, and SIGKILL 30 s
     # later. Between these an exception has to come, and to be told.
-    assert Pacing.of(2).answer_s <= 20
+    assert PollPolicy.of(2).answer_s <= 20
 
 
-class Wanted:
+class TensorRequest:
     """What a rank asks for: `ask` until it was served."""
 
-    def __init__(self, *asks: Ask) -> None:
+    def __init__(self, *asks: BarrierProposal) -> None:
         self.asks = list(asks)
 
-    def __call__(self) -> Ask | None:
+    def __call__(self) -> BarrierProposal | None:
         return self.asks[0] if self.asks else None
 
     def take(self, turn: Boundary | None) -> int | None:
@@ -54,17 +60,17 @@ class Wanted:
 @contextmanager
 def rounds_of(
     channel: ThreadChannel,
-    wanted: Callable[[], Ask | None],
-    pacing: Pacing = FAST,
+    wanted: Callable[[], BarrierProposal | None],
+    pacing: PollPolicy = FAST,
     alone: Callable[[str], None] | None = None,
-) -> Iterator[Rounds]:
+) -> Iterator[BarrierRounds]:
     channel.enter("opening")
     try:
         exchange(channel, "open", lambda: b"", lambda told: b"")
     finally:
         channel.leave()
-    member = Member("start", channel.rank, channel.world_size)
-    rounds = Rounds(channel.notes, member, wanted, alone or channel.expect_nobody, pacing)
+    member = BarrierMember("start", channel.rank, channel.world_size)
+    rounds = BarrierRounds(channel.notes, member, wanted, alone or channel.expect_nobody, pacing)
     try:
         yield rounds
     finally:
@@ -72,7 +78,7 @@ def rounds_of(
 
 
 def train(
-    rounds: Rounds, wanted: Wanted, num_steps: int, step: Callable[[int], None]
+    rounds: BarrierRounds, wanted: TensorRequest, num_steps: int, step: Callable[[int], None]
 ) -> list[tuple[int, str]]:
     """Return the turns of a training: boundary, and what for."""
     turns = []
@@ -91,10 +97,10 @@ def train(
 @pytest.mark.parametrize("asking", [0, 2])
 def test_all_take_the_turn_that_one_asks_for_at_the_same_boundary(asking, ahead):
     meeting = threading.Barrier(3)
-    pacing = Pacing(poll_s=0.01, ahead=ahead)
+    pacing = PollPolicy(poll_s=0.01, ahead=ahead)
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> list[tuple[int, str]]:
-        wanted = Wanted(*[Ask(rank, "TERM", stops=True)] * (rank == asking))
+        wanted = TensorRequest(*[BarrierProposal(rank, "TERM", stops=True)] * (rank == asking))
         with rounds_of(channel, wanted, pacing) as rounds:
 
             def step(_: int) -> None:
@@ -113,15 +119,15 @@ def test_all_take_the_turn_that_one_asks_for_at_the_same_boundary(asking, ahead)
 def test_after_many_fast_boundaries_the_turn_is_not_far_ahead(stops):
     """As after an evaluation that polls with every batch: the steps that follow are slow."""
     meeting = threading.Barrier(2)
-    pacing = Pacing(poll_s=0.1)
+    pacing = PollPolicy(poll_s=0.1)
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> int:
-        wanted = Wanted()
+        wanted = TensorRequest()
         with rounds_of(channel, wanted, pacing) as rounds:
             for number in range(1500):
                 time.sleep(0.0002 if number > 10 else 0.05)
                 assert rounds.arrive(f"poll {number}") is None
-            wanted.asks = [Ask(rank, "TERM", stops=stops)] * (rank == 0)
+            wanted.asks = [BarrierProposal(rank, "TERM", stops=stops)] * (rank == 0)
             for number in range(100):
                 time.sleep(0.02)
                 meeting.wait(20)
@@ -140,7 +146,7 @@ def test_what_is_asked_for_is_not_asked_again_while_it_is_done():
     meeting = threading.Barrier(2)
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> int:
-        wanted = Wanted(*[Ask(0, "a request")] * (rank == 0))
+        wanted = TensorRequest(*[BarrierProposal(0, "a request")] * (rank == 0))
         num_turns = 0
         with rounds_of(channel, wanted) as rounds:
             for number in range(120):
@@ -160,7 +166,9 @@ def test_what_several_ask_for_at_once_is_done_one_after_the_other():
     meeting = threading.Barrier(3)
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> list[tuple[int, str]]:
-        wanted = Wanted(Ask(rank, f"of {rank}"), Ask(rank, f"again {rank}"))
+        wanted = TensorRequest(
+            BarrierProposal(rank, f"of {rank}"), BarrierProposal(rank, f"again {rank}")
+        )
         with rounds_of(channel, wanted) as rounds:
 
             def step(_: int) -> None:
@@ -180,7 +188,7 @@ def test_what_several_ask_for_at_once_is_done_one_after_the_other():
 
 def test_a_rank_that_is_far_behind_takes_the_turn_when_it_comes_there():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> list[tuple[int, str]]:
-        wanted = Wanted(*[Ask(1, "USR1")] * (rank == 1))
+        wanted = TensorRequest(*[BarrierProposal(1, "USR1")] * (rank == 1))
         with rounds_of(channel, wanted) as rounds:
             turns = train(rounds, wanted, 300, lambda _: time.sleep(0.004 if rank else 0.0005))
             deadline = time.monotonic() + 20
@@ -196,7 +204,7 @@ def test_turns_that_are_due_by_the_step_need_no_note():
     store = ThreadStore()
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> list[Boundary | None]:
-        with rounds_of(channel, Wanted(), Pacing(poll_s=30.0)) as rounds:
+        with rounds_of(channel, TensorRequest(), PollPolicy(poll_s=30.0)) as rounds:
             turns = []
             for number in range(1, 10):
                 turns.append(rounds.arrive("save", is_due=number % 4 == 0))
@@ -210,11 +218,11 @@ def test_turns_that_are_due_by_the_step_need_no_note():
 
 
 def test_without_an_answer_nobody_waits_for_longer_than_answer_s_and_who_asks_asks_again():
-    pacing = Pacing(poll_s=0.01, answer_s=0.3, ahead=0)
+    pacing = PollPolicy(poll_s=0.01, answer_s=0.3, ahead=0)
     begins = threading.Event()
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
-        wanted = Wanted(*[Ask(0, "TERM")] * (rank == 0))
+        wanted = TensorRequest(*[BarrierProposal(0, "TERM")] * (rank == 0))
         if rank == 1:  # its thread does not run yet
             channel.enter("opening")
             exchange(channel, "open", lambda: b"", lambda told: b"")
@@ -242,17 +250,17 @@ def test_without_an_answer_nobody_waits_for_longer_than_answer_s_and_who_asks_as
 
 @contextmanager
 def rounds_of_member(
-    channel: ThreadChannel, wanted: Callable[[], Ask | None], pacing: Pacing
-) -> Iterator[Rounds]:
-    member = Member("start", channel.rank, channel.world_size)
-    rounds = Rounds(channel.notes, member, wanted, channel.expect_nobody, pacing)
+    channel: ThreadChannel, wanted: Callable[[], BarrierProposal | None], pacing: PollPolicy
+) -> Iterator[BarrierRounds]:
+    member = BarrierMember("start", channel.rank, channel.world_size)
+    rounds = BarrierRounds(channel.notes, member, wanted, channel.expect_nobody, pacing)
     try:
         yield rounds
     finally:
         rounds.close()
 
 
-def until_a_turn(rounds: Rounds, wanted: Wanted) -> int:
+def until_a_turn(rounds: BarrierRounds, wanted: TensorRequest) -> int:
     until = time.monotonic() + 20
     while time.monotonic() < until:
         if turn := rounds.arrive("step"):
@@ -264,7 +272,7 @@ def until_a_turn(rounds: Rounds, wanted: Wanted) -> int:
 
 def test_who_saves_alone_is_told_at_once_and_by_whom():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> None:
-        with rounds_of(channel, Wanted()) as rounds:
+        with rounds_of(channel, TensorRequest()) as rounds:
             if rank == 1:
                 for __ in range(3):
                     rounds.arrive("step")
@@ -295,14 +303,14 @@ def test_once_a_rank_takes_no_part_any_more_requests_come_to_nothing():
     ended = threading.Event()
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> int:
-        wanted = Wanted()
+        wanted = TensorRequest()
         with rounds_of(channel, wanted) as rounds:
             if rank == 1:
                 rounds.close()
                 ended.set()
                 return 0
             ended.wait(20)
-            wanted.asks.append(Ask(rank, "TERM"))
+            wanted.asks.append(BarrierProposal(rank, "TERM"))
             began = time.monotonic()
             while time.monotonic() < began + 2:
                 assert rounds.arrive("step") is None
@@ -320,14 +328,14 @@ def test_who_is_to_stop_after_another_has_left_is_ended_by_an_error():
     ended = threading.Event()
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> None:
-        wanted = Wanted()
+        wanted = TensorRequest()
         with rounds_of(channel, wanted) as rounds:
             if rank == 1:
                 rounds.close()
                 ended.set()
                 return
             ended.wait(20)
-            wanted.asks.append(Ask(rank, "TERM", stops=True))
+            wanted.asks.append(BarrierProposal(rank, "TERM", stops=True))
             until = time.monotonic() + 20
             while time.monotonic() < until:
                 assert rounds.arrive("step") is None
@@ -395,7 +403,7 @@ def test_a_slow_store_only_makes_it_take_longer():
     meeting = threading.Barrier(2)
 
     def run(rank: int) -> object:
-        wanted = Wanted(*[Ask(1, "TERM")] * (rank == 1))
+        wanted = TensorRequest(*[BarrierProposal(1, "TERM")] * (rank == 1))
         with rounds_of(members[rank], wanted) as rounds:
 
             def step(_: int) -> None:
@@ -414,13 +422,13 @@ def test_a_store_that_is_gone_stops_who_waits_at_a_line_and_nobody_else():
     are_open = threading.Barrier(2)
 
     def run(rank: int) -> object:
-        wanted = Wanted()
+        wanted = TensorRequest()
         with rounds_of(members[rank], wanted) as rounds:
             are_open.wait(20)
             for _ in range(5):
                 rounds.arrive("step")
             if rank == 0:
-                wanted.asks.append(Ask(0, "TERM"))
+                wanted.asks.append(BarrierProposal(0, "TERM"))
                 until = time.monotonic() + 20
                 while rounds._line.first is None and time.monotonic() < until:
                     time.sleep(0.001)
@@ -442,7 +450,7 @@ def test_a_note_that_is_none_of_ours_is_told_as_that():
     members = channels(store, 2)
 
     def run(rank: int) -> object:
-        with rounds_of(members[rank], Wanted()) as rounds:
+        with rounds_of(members[rank], TensorRequest()) as rounds:
             if rank == 0:
                 members[0].notes.put("start/1/ask", "?")
             for _ in range(2000):
@@ -456,9 +464,11 @@ def test_a_note_that_is_none_of_ours_is_told_as_that():
 
 
 def test_a_process_alone_asks_itself():
-    alone = Alone()
-    wanted = Wanted(Ask(0, "TERM", stops=True))
-    rounds = Rounds(alone.notes, Member("start", 0, 1), wanted, alone.expect_nobody, FAST)
+    alone = SingleProcessChannel()
+    wanted = TensorRequest(BarrierProposal(0, "TERM", stops=True))
+    rounds = BarrierRounds(
+        alone.notes, BarrierMember("start", 0, 1), wanted, alone.expect_nobody, FAST
+    )
     try:
         assert until_a_turn(rounds, wanted) >= 1
     finally:
@@ -472,7 +482,9 @@ def test_notes_of_rounds_that_are_over_are_removed():
     meeting = threading.Barrier(2)
 
     def run(rank: int) -> None:
-        wanted = Wanted(*(Ask(0, f"{number}") for number in range(6 * (rank == 0))))
+        wanted = TensorRequest(
+            *(BarrierProposal(0, f"{number}") for number in range(6 * (rank == 0)))
+        )
         with rounds_of(members[rank], wanted) as rounds:
 
             def step(_: int) -> None:
@@ -503,8 +515,8 @@ def test_whatever_the_ranks_do_and_ask_their_turns_are_the_same(seed):
     meeting = threading.Barrier(3)
 
     def run(rank: int) -> object:
-        wanted = Wanted()
-        pacing = Pacing(poll_s=0.01, ahead=ahead[rank])
+        wanted = TensorRequest()
+        pacing = PollPolicy(poll_s=0.01, ahead=ahead[rank])
         turns = []
         with rounds_of(members[rank], wanted, pacing) as rounds:
             for number in range(1, 301):
@@ -512,7 +524,7 @@ def test_whatever_the_ranks_do_and_ask_their_turns_are_the_same(seed):
                 if number % 50 == 0:
                     meeting.wait(30)  # no rank is further ahead
                 if (rank, number) in asks:
-                    wanted.asks.append(Ask(rank, f"{rank} at {number}"))
+                    wanted.asks.append(BarrierProposal(rank, f"{rank} at {number}"))
                 if turn := rounds.arrive("step", is_due=number in due):
                     turns.append((turn.number, turn.ask, number))
                     wanted.take(turn)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer.save_policy import When
+from dist_ckpt.checkpointer.save_policy import SavePolicy
 from run_training import fresh, steps_at, steps_in, train
 
 OFTEN = dc.every(steps=1)
@@ -24,14 +24,16 @@ OFTEN = dc.every(steps=1)
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def checkpointer(root: str | Path | None, save: When = OFTEN, **options: Any) -> dc.Checkpointer:
+def checkpointer(
+    root: str | Path | None, save: SavePolicy = OFTEN, **options: Any
+) -> dc.Checkpointer:
     return dc.Checkpointer(root, save=save, **{"background": False, **options})
 
 
 def run(
     root: Path,
     until: int,
-    save: When = OFTEN,
+    save: SavePolicy = OFTEN,
     body: Callable[[int], object] = lambda step: None,
     **options: Any,
 ) -> list[int]:
@@ -72,7 +74,7 @@ def raising(error: BaseException, at: int) -> Callable[[int], None]:
     ],
 )
 def test_a_run_saves_when_its_policies_say_so(
-    save: When, expected: list[int], background: bool, tmp_path: Path
+    save: SavePolicy, expected: list[int], background: bool, tmp_path: Path
 ) -> None:
     run(tmp_path / "run", 7, save, background=background)
     assert (steps_at(tmp_path / "run") if expected else []) == expected
@@ -441,7 +443,7 @@ def test_a_forked_process_may_make_one_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "match"),
     [
-        ({"save": When()}, ValueError, "never fires: give a policy"),
+        ({"save": SavePolicy()}, ValueError, "never fires: give a policy"),
         ({"save": "every(steps=5)"}, TypeError, r"save='every\(steps=5\)': give policies"),
         ({"save": None}, TypeError, "save=None: give policies"),
         ({"keep": "last(3)"}, TypeError, r"keep='last\(3\)': give policies"),

@@ -13,7 +13,7 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
-from dist_ckpt.checkpointer.save_policy import When
+from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.storage import open_storage
 from run_training import fresh, keeper_of, steps_at, train
 
@@ -83,7 +83,7 @@ def test_signals_are_taken_until_the_last_commit_is_put_down(
     [(dc.at(100), 3, True), (dc.at(2), 3, False), (dc.at_end, 3, False), (dc.at(100), 0, False)],
 )
 def test_a_run_that_has_saved_nothing_says_so(
-    save: When, until: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    save: SavePolicy, until: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with dc.Checkpointer(tmp_path, save=save, background=False) as ck:
         for step in ck.steps({"step": 0}, until=until):

@@ -14,10 +14,10 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer.coordination import external_requests
-from dist_ckpt.checkpointer.coordination.external_requests import OutsideRequests
-from dist_ckpt.checkpointer.maintenance import SavesSoFar
-from dist_ckpt.core.commit.records.incarnations import OfRun, begin
-from dist_ckpt.core.commit.records.liveness import SignOfLife, last_sign
+from dist_ckpt.checkpointer.coordination.external_requests import ExternalRequests
+from dist_ckpt.checkpointer.maintenance import SaveCounts
+from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
+from dist_ckpt.core.commit.records.liveness import LivenessFile, last_liveness
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.run_records import AnswerRecord, RequestRecord
@@ -38,7 +38,7 @@ class FakeKeeper:
     """Knows what became of steps."""
 
     became: dict[int, Where | str] = field(default_factory=dict)
-    told: SavesSoFar = field(default_factory=lambda: SavesSoFar("step 3"))
+    told: SaveCounts = field(default_factory=lambda: SaveCounts("step 3"))
 
     def became_of(self, step: int) -> Where | str | None:
         return self.became.get(step)
@@ -50,7 +50,7 @@ class Job:
 
     storage: FlakyStorage
     keeper: FakeKeeper
-    requests: OutsideRequests
+    requests: ExternalRequests
 
     def ask(self, *, stops: bool = False) -> RequestRecord:
         """Put a request, and wait until it is seen."""
@@ -101,9 +101,11 @@ def job(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> It
 
 def make_job(storage: FlakyStorage) -> Job:
     for _ in range(2):
-        number = begin(storage, ROOT, restored=None, why="there was none", by="a job").number
+        number = begin_incarnation(
+            storage, ROOT, restored=None, why="there was none", by="a job"
+        ).number
     keeper: Any = FakeKeeper()
-    return Job(storage, keeper, OutsideRequests(storage, OfRun(ROOT, number), keeper))
+    return Job(storage, keeper, ExternalRequests(storage, Incarnation(ROOT, number), keeper))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -196,7 +198,7 @@ def test_what_comes_after_the_last_step_is_answered_by_that(
 
 def test_what_was_asked_of_an_older_start_is_not_obeyed() -> None:
     storage = FlakyStorage({ROOT: None})
-    begin(storage, ROOT, restored=None, why="there was none", by="a job")
+    begin_incarnation(storage, ROOT, restored=None, why="there was none", by="a job")
     request = request_save(storage, ROOT, stops=True)
     job = make_job(storage)
     answer = job.answer(request)
@@ -210,7 +212,7 @@ def test_what_is_asked_of_a_newer_start_is_left_to_that(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(external_requests, "KEPT_S", 0.0)
-    begin(job.storage, ROOT, restored=None, why="there was none", by="another")
+    begin_incarnation(job.storage, ROOT, restored=None, why="there was none", by="another")
     request = request_save(job.storage, ROOT, stops=True)
     looks(job)
     assert job.requests.wants() is None
@@ -308,13 +310,13 @@ def test_a_folder_that_is_not_there_costs_a_listing(job: Job) -> None:
 
 def test_a_run_shows_that_it_lives_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_requests, "LOOK_S", 0.01)
-    monkeypatch.setattr(external_requests, "SIGN_S", 0.01)
+    monkeypatch.setattr(external_requests, "LIVENESS_INTERVAL_S", 0.01)
     job = make_job(FlakyStorage({ROOT: None}))
-    wait_until(lambda: last_sign(job.storage, ROOT, 2) is not None)
-    first = last_sign(job.storage, ROOT, 2)
-    wait_until(lambda: last_sign(job.storage, ROOT, 2) not in (None, first))
+    wait_until(lambda: last_liveness(job.storage, ROOT, 2) is not None)
+    first = last_liveness(job.storage, ROOT, 2)
+    wait_until(lambda: last_liveness(job.storage, ROOT, 2) not in (None, first))
     job.requests.close(END, 5.0)
-    assert last_sign(job.storage, ROOT, 2) is None
+    assert last_liveness(job.storage, ROOT, 2) is None
 
 
 # --- with a real run of one process -------------------------------------------------------------
@@ -400,7 +402,7 @@ def test_a_start_after_one_that_did_not_end_says_when_that_was_last_alive(
         with open_run(tmp_path, monkeypatch) as ck:
             ck.restore({"x": 1})
     assert "has not ended by itself" not in caplog.text
-    SignOfLife(LocalStorage(), str(tmp_path), 2).renew()
+    LivenessFile(LocalStorage(), str(tmp_path), 2).renew()
     with open_run(tmp_path, monkeypatch) as ck:
         ck.restore({"x": 1})
     assert "start 2 has not ended by itself; its last sign of life was at 2" in caplog.text

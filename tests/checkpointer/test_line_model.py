@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt.checkpointer.coordination.save_barrier import Line
+from dist_ckpt.checkpointer.coordination.save_barrier import SaveBarrier
 from line_model import FAULTS, World, explore, with_fault
 from long_mode import IS_LONG
 
@@ -48,7 +48,7 @@ def test_each_change_of_the_protocol_is_found(fault: str) -> None:
 
 
 def test_a_line_far_ahead_stops_nobody_before_it() -> None:
-    line = Line()
+    line = SaveBarrier()
     assert line.draw(2) == 3
     assert [line.arrive() for _ in range(4)] == ["pass", "pass", "wait", "wait"]
     line.learn(5)
@@ -57,7 +57,7 @@ def test_a_line_far_ahead_stops_nobody_before_it() -> None:
 
 
 def test_a_line_is_drawn_once_in_a_round() -> None:
-    line = Line()
+    line = SaveBarrier()
     assert line.draw(1) == 2
     line.arrive()
     assert line.draw(0) == 2
@@ -67,7 +67,7 @@ def test_a_line_is_drawn_once_in_a_round() -> None:
 
 
 def test_a_verdict_that_no_answer_led_to_is_refused() -> None:
-    line = Line()
+    line = SaveBarrier()
     with pytest.raises(AssertionError, match="the verdict is 3, and the answer was None"):
         line.learn(3)
     line.draw(4)

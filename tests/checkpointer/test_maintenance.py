@@ -16,7 +16,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer import maintenance, run_saves
-from dist_ckpt.core.commit.records.incarnations import OfRun, begin
+from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError, StorageError
@@ -387,7 +387,9 @@ def test_a_keeper_whose_saves_were_left_ends_by_itself_and_uses_no_time(tmp_path
 
     (tmp_path / "run").mkdir()
     left: Any = Left()
-    beside = maintenance.Keeper(*root_of(tmp_path / "run"), None, None, maintenance.Hooks())
+    beside = maintenance.MaintenanceThread(
+        *root_of(tmp_path / "run"), None, None, maintenance.Hooks()
+    )
     beside.follow(left)
     beside.close(0.3)
     assert beside._thread.is_alive()
@@ -397,9 +399,9 @@ def test_a_keeper_whose_saves_were_left_ends_by_itself_and_uses_no_time(tmp_path
     assert not beside._thread.is_alive()
 
 
-def root_of(root: Path) -> tuple[Storage, OfRun]:
+def root_of(root: Path) -> tuple[Storage, Incarnation]:
     storage, path = open_storage(root)
-    return storage, OfRun(path, 1)
+    return storage, Incarnation(path, 1)
 
 
 # --- pruning ------------------------------------------------------------------------------------
@@ -437,7 +439,7 @@ def train_until_another(root: Path, state: Any) -> None:
         for step in ck.steps(state, until=5):
             if step == 3:
                 (newest,) = [one.where for one in dc.checkpoints(root) if one.step == 2]
-                begin(*open_storage(root), restored=newest, why="", by="another job")
+                begin_incarnation(*open_storage(root), restored=newest, why="", by="another job")
             train(state, step)
 
 

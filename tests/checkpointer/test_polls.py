@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer.save_policy import When
+from dist_ckpt.checkpointer.save_policy import SavePolicy
 from run_training import fresh, steps_at, steps_in, train
 
 STOP = dc.on_signal("USR1")
@@ -21,7 +21,7 @@ STOP = dc.on_signal("USR1")
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def body_of(root: Path, step: int, save: When = STOP) -> Iterator[Any]:
+def body_of(root: Path, step: int, save: SavePolicy = STOP) -> Iterator[Any]:
     """Yield the checkpointer and the state in the body of a step, which is not done yet."""
     state = fresh()
     with dc.Checkpointer(root, save=save, background=False) as ck:

@@ -495,9 +495,9 @@ def test_what_is_loaded_is_held_until_the_start_is_recorded(
 
     def begin(*args: Any, **options: Any) -> Any:
         held.extend(one.holds for one in dc.checkpoints(tmp_path))
-        return incarnations.begin(*args, **options)
+        return incarnations.begin_incarnation(*args, **options)
 
-    monkeypatch.setattr(resume, "begin", begin)
+    monkeypatch.setattr(resume, "begin_incarnation", begin)
     assert restored(tmp_path) == 2
     assert [len(one) for one in held] == [0, 1]
     assert [one.holds for one in dc.checkpoints(tmp_path)] == [(), ()]

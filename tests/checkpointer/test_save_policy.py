@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.checkpointer import save_policy
-from dist_ckpt.checkpointer.save_policy import When, at, at_end, every, on_signal
+from dist_ckpt.checkpointer.save_policy import SavePolicy, at, at_end, every, on_signal
 
 counts = st.integers(1, 10_000)
 policies = st.one_of(
@@ -23,7 +23,7 @@ policies = st.one_of(
 
 @given(st.lists(policies, min_size=1, max_size=6))
 def test_a_policy_is_what_its_text_says(rules):
-    joined = When()
+    joined = SavePolicy()
     for rule in rules:
         joined |= rule
     again = save_policy.parse(str(joined))

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer.coordination import rank_requests as requests_module
-from dist_ckpt.checkpointer.coordination.barrier_rounds import Ask
-from dist_ckpt.checkpointer.coordination.rank_requests import SaveRequests
+from dist_ckpt.checkpointer.coordination.barrier_rounds import BarrierProposal
+from dist_ckpt.checkpointer.coordination.rank_requests import RankRequests
 from dist_ckpt.checkpointer.coordination.signals import Signals
 
 
@@ -177,12 +177,12 @@ def test_minutes_are_counted_on_rank_0_from_the_last_save(monkeypatch: pytest.Mo
     clock, signals = Clock(), Signals(())
     monkeypatch.setattr(requests_module, "time", clock)
     first, other = (
-        SaveRequests(rank, dc.every(minutes=10), signals, saved_at=clock.now) for rank in (0, 1)
+        RankRequests(rank, dc.every(minutes=10), signals, saved_at=clock.now) for rank in (0, 1)
     )
     clock.now += 599
     assert first() is None
     clock.now += 1
-    assert first() == Ask(0, "the time")
+    assert first() == BarrierProposal(0, "the time")
     assert other() is None
     first.served(None)  # a save by steps counts as well
     assert first() is None
@@ -192,13 +192,13 @@ def test_minutes_are_counted_on_rank_0_from_the_last_save(monkeypatch: pytest.Mo
 
 def test_a_signal_is_asked_for_until_the_run_has_stopped() -> None:
     signals = Signals(("USR1",))
-    wants = SaveRequests(1, dc.on_signal("USR1"), signals)
+    wants = RankRequests(1, dc.on_signal("USR1"), signals)
     send(signal.SIGUSR1)
     ask = wants()
     assert ask is not None
-    assert replace(ask, waited_s=0.0) == Ask(1, "SIGUSR1 on rank 1", stops=True)
+    assert replace(ask, waited_s=0.0) == BarrierProposal(1, "SIGUSR1 on rank 1", stops=True)
     wants.served(None)
-    wants.served(Ask(0, "the time"))
+    wants.served(BarrierProposal(0, "the time"))
     later = wants()
     assert later is not None
     assert later.waited_s > ask.waited_s >= 0  # the time to stop is counted from the signal on

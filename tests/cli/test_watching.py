@@ -24,11 +24,11 @@ import dist_ckpt as dc
 from dist_ckpt.cli.commands import runs as runs_module
 from dist_ckpt.cli.commands import watching as watching_module
 from dist_ckpt.cli.commands.watching import _looks, lines
-from dist_ckpt.core.commit.records.incarnations import begin
-from dist_ckpt.core.commit.records.liveness import SignOfLife
+from dist_ckpt.core.commit.records.incarnations import begin_incarnation
+from dist_ckpt.core.commit.records.liveness import LivenessFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
-from dist_ckpt.runs.watch_changes import SeenRun, look_at
+from dist_ckpt.runs.watch_changes import RunObservation, observe_run
 
 Result = tuple[int, str, str]
 
@@ -46,7 +46,7 @@ def start(root: Path) -> None:
     """Begin to write into a root, and go on from the newest."""
     there = dc.checkpoints(root) if root.exists() else ()
     restored = there[-1].where if there else None
-    begin(LocalStorage(), str(root), restored=restored, why="a test", by="job 7")
+    begin_incarnation(LocalStorage(), str(root), restored=restored, why="a test", by="job 7")
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def test_once_prints_what_there_is(run: Callable[..., Result], root: Path) -> No
     assert [row.split()[:2] for row in rows] == [[n, "committed"] for n in ("1", "2", "3")]
     assert rows[0].endswith("loss=0.5  best(1, min='loss', unmeasured=0)")
     assert rows[2].endswith("last(1); the newest")
-    SignOfLife(LocalStorage(), str(root), 1).renew()
+    LivenessFile(LocalStorage(), str(root), 1).renew()
     assert re.search(r"(?m)^last sign of life: \d s ago$", run("watch", root, "--once")[1])
     assert run("watch", root / "s1", "--once")[0] == 2
     assert run("watch", root / "nowhere", "--once")[0] == 3
@@ -166,12 +166,12 @@ def test_an_empty_folder_is_shown_and_text_of_others_cannot_steer_the_terminal(
     run: Callable[..., Result], tmp_path: Path
 ) -> None:
     assert run("watch", tmp_path, "--once")[1] == f"{tmp_path}\nno checkpoints\n"
-    begin(LocalStorage(), str(tmp_path), restored=None, why="\x1b[2J", by="\x1b]0;x")
+    begin_incarnation(LocalStorage(), str(tmp_path), restored=None, why="\x1b[2J", by="\x1b]0;x")
     assert "\x1b" not in run("watch", tmp_path, "--once")[1]
 
 
 def test_of_many_the_newest_are_shown(root: Path) -> None:
-    look = look_at(LocalStorage(), str(root))
+    look = observe_run(LocalStorage(), str(root))
     shown = lines(look, None, height=6)
     assert shown[-3] == "... and 1 before these"
     assert [line.split()[0] for line in shown[-2:]] == ["2", "3"]
@@ -182,11 +182,11 @@ def test_a_storage_that_refuses_is_told_once(root: Path, monkeypatch: pytest.Mon
     first, told = next(looks)
     assert len(told) == 1
 
-    def refuse(*_: object) -> SeenRun:
+    def refuse(*_: object) -> RunObservation:
         raise StorageError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(watching_module, "look_at", refuse)
+        patch.setattr(watching_module, "observe_run", refuse)
         look, told = next(looks)
         assert look is first  # what was seen last stays on the terminal
         assert told[0].endswith("it cannot be read now: planted")
@@ -251,8 +251,8 @@ def test_who_asks_is_told_whether_the_job_lives(
     told: str,
 ) -> None:
     start(root)
-    monkeypatch.setattr(runs_module, "SIGN_S", sign_s)
-    sign = SignOfLife(LocalStorage(), str(root), 1)
+    monkeypatch.setattr(runs_module, "LIVENESS_INTERVAL_S", sign_s)
+    sign = LivenessFile(LocalStorage(), str(root), 1)
     sign.renew()
     act = {"nothing": lambda: None, "a sign": sign.renew, "its end": sign.end}[shows]
     later = threading.Timer(0.2, act)

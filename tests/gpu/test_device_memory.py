@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dist_ckpt.core.format.geometry import Elements, Piece, Region, pieces, row_major_strides
+from dist_ckpt.core.format.geometry import (
+    ElementRange,
+    Region,
+    RegionPiece,
+    pieces,
+    row_major_strides,
+)
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource, TensorTarget, synchronize
 from sources import read_all
 
@@ -38,7 +44,7 @@ def test_what_is_on_the_device_is_read_and_placed_bit_for_bit(device, dtype):
         target = torch.zeros_like(tensor)
         strides = row_major_strides(cell.shape)
         data = memoryview(bytearray(expected))
-        TensorTarget(target, cell).place(Piece(cell, 0), cell, data, strides)
+        TensorTarget(target, cell).place(RegionPiece(cell, 0), cell, data, strides)
         synchronize([target])
         assert bytes_of(target) == expected
 
@@ -47,7 +53,7 @@ def test_what_is_on_the_device_is_read_and_placed_bit_for_bit(device, dtype):
 def test_a_flat_shard_on_the_device_takes_its_pieces(device, dtype):
     value = torch.arange(60).view(3, 4, 5).to(dtype)
     flat = torch.zeros(45, dtype=dtype, device=device)
-    cell = Elements(7, 52)
+    cell = ElementRange(7, 52)
     target = TensorTarget(flat, cell)
     assert target.memory() is None
     data = memoryview(bytearray(bytes_of(value)))[7 * dtype.itemsize :]

@@ -63,7 +63,9 @@ class BytesCorpus:
         shards = files.pop("state-00000.safetensors")
         header = min(8 + int.from_bytes(shards[:8], "little"), len(shards))
         try:
-            documents = state_bytes.Documents(files.pop("index.json"), files, shards[:header])
+            documents = state_bytes.EncodedDocuments(
+                files.pop("index.json"), files, shards[:header]
+            )
             return state_bytes.encode_header(documents) + shards[header:]
         except UnicodeDecodeError:
             return mutate_bytes(self.data, rand)

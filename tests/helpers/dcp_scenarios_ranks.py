@@ -269,7 +269,7 @@ def several_pieces_of_one_rank(way: Way, path: str) -> None:
         at += len(piece)
 
 
-class Placed(torch.nn.Module):
+class MeshPlaced(torch.nn.Module):
     """A sharded, a replicated and a parameter of two ranks alone, with a state besides."""
 
     def __init__(self, factor: float) -> None:
@@ -290,7 +290,7 @@ class Placed(torch.nn.Module):
 
 
 def meshes_of_some_ranks(way: Way, path: str) -> None:
-    saved, loaded = Placed(1).state_dict(), Placed(10).state_dict()
+    saved, loaded = MeshPlaced(1).state_dict(), MeshPlaced(10).state_dict()
     way.save(saved, f"{path}/a")
     way.load(loaded, f"{path}/a")
     for name in ("sharded", "replicated", "some", "alone"):

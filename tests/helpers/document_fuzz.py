@@ -24,11 +24,11 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot
-from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.planning.plan import Inventory
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.state.inventory_builder import take
+from dist_ckpt.core.state.inventory_builder import build_inventory
 from dist_ckpt.errors import CheckpointError, CorruptError
 
 # One execution; a mutant has at most some 100 KB.
@@ -109,10 +109,10 @@ class Corpus:
         dc.save(state(), self.root, step=3, metadata={"run": "a", "tags": {"b"}})
         self.files = {file.name: file.read_bytes() for file in self.folder.iterdir()}
         self.saved = flat(state())
-        local = take(state(), sharding=None, rank=0, world_size=1, group_ranks=(0,))
+        local = build_inventory(state(), sharding=None, rank=0, world_size=1, group_ranks=(0,))
         inventory = typed_msgpack.encode(local.inventory)
         self.details = typed_msgpack.encode(
-            Details(False, {"run": "a"}, {"by": "me"}, 1.5, ((inventory, (0, 1, 3)),), ())
+            SnapshotMetadata(False, {"run": "a"}, {"by": "me"}, 1.5, ((inventory, (0, 1, 3)),), ())
         )
         self.inventory = inventory
 
@@ -337,7 +337,7 @@ def _look_into(root: Path, *, is_good: bool) -> None:
 def _decode_messages(corpus: Corpus, rand: random.Random) -> str:
     """Decode what a snapshot in memory says of its save: only ValueErrors come of it."""
     decoders: list[tuple[bytes, Callable[[bytes], object]]] = [
-        (corpus.details, lambda data: typed_msgpack.decode(data, Details)),
+        (corpus.details, lambda data: typed_msgpack.decode(data, SnapshotMetadata)),
         (corpus.details, lambda data: typed_msgpack.decode(data, Snapshot)),
         (corpus.details, lambda data: typed_msgpack.decode(data, Seal)),
         (corpus.inventory, lambda data: typed_msgpack.decode(data, Inventory)),

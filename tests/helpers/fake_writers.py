@@ -8,7 +8,7 @@ from subprocess import Popen
 from threading import Thread
 
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder
-from dist_ckpt.async_save.trainer.writer_handle import Order, OwnWriter
+from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
 from dist_ckpt.async_save.writer.messages import (
     Close,
     Done,
@@ -23,8 +23,8 @@ from dist_ckpt.async_save.writer.messages import (
     WriterMessage,
 )
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.saving.save_transaction import Verdict
-from dist_ckpt.reports import Tally
+from dist_ckpt.core.saving.save_transaction import CommitDecision
+from dist_ckpt.reports import IoCount
 
 SOON_S = 30.0
 
@@ -50,8 +50,8 @@ class FakeWriter:
 
     def settle(self, name: str, failure: Failure | None = None) -> None:
         """Say that a save is committed, or why not."""
-        verdict = Verdict("", 0, 0, 0, 0.0) if failure is None else None
-        self._link.send(Done(name, verdict, failure, {}, Tally(), Tally(), Tally(), 0))
+        verdict = CommitDecision("", 0, 0, 0, 0.0) if failure is None else None
+        self._link.send(Done(name, verdict, failure, {}, IoCount(), IoCount(), IoCount(), 0))
 
     def end(self) -> None:
         """End it as a kill does: the process, and with it its end of the link."""
@@ -78,9 +78,11 @@ class FakeWriter:
             pass
 
 
-def order(writer: OwnWriter, name: str, store: tuple[str, int, bytes] = ("", 0, b"")) -> Order:
+def order(
+    writer: WriterHandle, name: str, store: tuple[str, int, bytes] = ("", 0, b"")
+) -> WriteJob:
     """Order a save that nobody stages, into the arena that is free."""
     taken = {one.arena for one in writer.unsettled}
-    made = Order(name, 1 if 0 in taken else 0)
+    made = WriteJob(name, 1 if 0 in taken else 0)
     writer.order(made, Write(name, f"/ck/{name}", "/dev/shm/none", made.arena, *store))
     return made

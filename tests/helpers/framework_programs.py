@@ -57,7 +57,9 @@ def killed_and_whole(
     return whole, trained(program, folder / "cut", *options, ranks=ranks)
 
 
-def check_same(whole: list[dict[str, Any]], rest: list[dict[str, Any]], *, first: int) -> None:
+def check_config_matches(
+    whole: list[dict[str, Any]], rest: list[dict[str, Any]], *, first: int
+) -> None:
     """Check that a run went on behind its `first` batches, and came to the same, bit for bit."""
     assert len(whole) == len(rest)
     for one, other in zip(whole, rest, strict=True):

@@ -12,8 +12,14 @@ from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.save.save_planner import held_cells, plan_save
 from dist_ckpt.core.planning.selection import selection_of
-from dist_ckpt.core.state.binding.bind import Binding, bind, saved_of, survey, unexpected_problem
-from dist_ckpt.core.state.inventory_builder import LocalState, take
+from dist_ckpt.core.state.binding.bind import (
+    Binding,
+    bind,
+    read_template,
+    saved_tree_of,
+    unexpected_problem,
+)
+from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.errors import IncompatibleError
 
@@ -67,7 +73,7 @@ class InMemory:
         self.read: list[int] = []
 
     def bind(self, state: Any, rank: int = 0, world_size: int = 1, **options: Any) -> Binding:
-        template = survey(
+        template = read_template(
             state,
             sharding=options.get("sharding"),
             rank=rank,
@@ -76,7 +82,7 @@ class InMemory:
         )
         return bind(
             template,
-            saved_of(
+            saved_tree_of(
                 self.catalog,
                 self._decoded(self._main),
                 self._of_rank,
@@ -140,7 +146,7 @@ def save(*states: Mapping[Any, Any], sharding: Any = None) -> InMemory:
     """Save the states of as many ranks."""
     world_size = len(states)
     taken = [
-        take(
+        build_inventory(
             state,
             sharding=sharding,
             rank=rank,

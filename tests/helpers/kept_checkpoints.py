@@ -20,15 +20,15 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     Snapshot,
     arena_nbytes,
 )
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.memory_source import records_of
-from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
-from dist_ckpt.async_save.trainer.start_handshake import Saver
+from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
+from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
 from dist_ckpt.core.comm.collectives.collective import Bodies
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import find
-from dist_ckpt.core.commit.records.incarnations import History
+from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
 from dist_ckpt.core.format.filenames import (
     parse_attached_file,
     parse_objects_file,
@@ -36,7 +36,7 @@ from dist_ckpt.core.format.filenames import (
 )
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.saving.agreement import Planned
+from dist_ckpt.core.saving.agreement import CachedPlan
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.reports import LoadReport
@@ -107,7 +107,7 @@ def save(path: Path, world_size: int, step: int, **options: Any) -> Saved:
         session = Session(channel, bulk, TEST_CONFIG)
         state = state_of(rank, world_size, step)
         save_together(session, state, path, SaveOptions(step=step, **options))
-        last = session.kept(Planned)
+        last = session.kept(CachedPlan)
         assert last is not None
         return last.bodies
 
@@ -128,14 +128,14 @@ def keep(
     seal: Sequence[int] | None = None,
     unclaimed: Sequence[int] = (),
     was_committed: bool = False,
-    edit: Callable[[Details, int], Details] = lambda details, _: details,
+    edit: Callable[[SnapshotMetadata, int], SnapshotMetadata] = lambda details, _: details,
 ) -> None:
     """Leave a save in an arena of its ranks, all of them sealed, as if their processes had died.
 
     The writers of those that are `unclaimed` were told of no attempt.
     """
     for rank in range(saved.world_size) if ranks is None else ranks:
-        arenas = Arenas(folder.rank(rank))
+        arenas = ArenaPool(folder.rank(rank))
         what = snapshot_of(saved, rank, edit)
         memory = arenas.fitting(arena, arena_nbytes(what))
         stage(memory, saved, what)
@@ -151,10 +151,12 @@ def keep(
 
 
 def snapshot_of(
-    saved: Saved, rank: int, edit: Callable[[Details, int], Details] = lambda details, _: details
+    saved: Saved,
+    rank: int,
+    edit: Callable[[SnapshotMetadata, int], SnapshotMetadata] = lambda details, _: details,
 ) -> Snapshot:
     """Return what a rank's snapshot of a save says."""
-    details = Details(
+    details = SnapshotMetadata(
         overwrite=False,
         mirrored={},
         saved_by={"dist_ckpt": dc.__version__, "torch": str(torch.__version__)},
@@ -194,7 +196,7 @@ def try_restore(
     folders: JobFolder | Sequence[JobFolder],
     world_size: int,
     *,
-    history: History | None = None,
+    history: IncarnationHistory | None = None,
     **options: Any,
 ) -> tuple[list[Outcome[LoadReport | None]], list[dict[str, Any]]]:
     """Restore by ranks that are threads; return what each rank's call came to, and the states.
@@ -207,7 +209,7 @@ def try_restore(
     def run(rank: int, channel: Any, bulk: Any) -> LoadReport | None:
         session = Session(channel, bulk, TEST_CONFIG)
         folder = folders if isinstance(folders, JobFolder) else folders[rank]
-        saver = Saver("job", None, "wait")
+        saver = SaverInfo("job", None, "wait")
         found = restore_together(
             session,
             folder,
@@ -235,6 +237,6 @@ def restore(
     return reports or None, states
 
 
-def with_digests(details: Details, *members: tuple[str, str]) -> Details:
+def with_digests(details: SnapshotMetadata, *members: tuple[str, str]) -> SnapshotMetadata:
     """Return details of a rank that has a replica group with these members."""
     return replace(details, replicas=(("group", members),))

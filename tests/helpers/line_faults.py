@@ -35,7 +35,7 @@ from dist_ckpt.testing.thread_channel import Outcome, try_ranks
 from rank_threads import PATH, load, save
 
 RANKS = 3
-CONFIG = Config(silence_s=4.0, arrive_s=2.0, warn_s=1.0, appear_s=2.0)
+CONFIG = Config(heartbeat_timeout_s=4.0, join_timeout_s=2.0, warn_s=1.0, visibility_timeout_s=2.0)
 FOLDERS = tuple(str(Path(dc.__file__).parent / "core" / name) for name in ("saving", "loading"))
 
 # The phases of a load until which nothing of the state may change.
@@ -48,8 +48,8 @@ class InjectedError(Exception):
 
 # From the commit to the answer that tells of it, on rank 0; the commit itself comes first.
 VERDICT = (
-    "AttemptRun._decide",
-    "AttemptRun.write_and_commit",
+    "SaveTransaction._decide",
+    "SaveTransaction.write_and_commit",
     "Exchange.decide",
     "Exchange.__exit__",
     "_StoreExchange._end",
@@ -57,7 +57,7 @@ VERDICT = (
     "Coordinator.settle",
     "Coordinator._answer",
     "Coordinator._put",
-    "Control.put",
+    "ExchangeState.put",
 )
 
 KINDS: tuple[type[BaseException], ...] = (InjectedError, KeyboardInterrupt)

@@ -1,9 +1,9 @@
-"""All that can happen to ranks that agree by `Line`: every interleaving of small worlds.
+"""All that can happen to ranks that agree by `SaveBarrier`: every interleaving of small worlds.
 
 A rank is a training thread and a thread beside it. The training enters its own collective before
 each boundary (as in a step's all-reduce), comes to the boundary, and passes, waits or saves; a save
 ends when all ranks are in it. The thread beside does one thing with the store at a time, after any
-delay. What each decides is `Line`'s; what they do in which order is here, as in
+delay. What each decides is `SaveBarrier`'s; what they do in which order is here, as in
 `checkpointer/coordination/barrier_rounds.py`.
 
 Time is not modelled: what may happen after a while may happen at once. `FAULTS` are changes of the
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dist_ckpt.checkpointer.coordination.save_barrier import Line
+from dist_ckpt.checkpointer.coordination.save_barrier import SaveBarrier
 
 FAULTS = (
     "answer before line",  # the boundary is told, and the line drawn later
@@ -75,7 +75,7 @@ class State(NamedTuple):
 
 
 @dataclass
-class Found:
+class ResolvedSources:
     """What was explored: how many states, how runs end, and what went wrong, with a way there."""
 
     states: int
@@ -88,7 +88,7 @@ _CLOSED = -1
 _ENDED = ("done", "dead", "failed")
 
 
-def explore(world: World) -> Found:
+def explore(world: World) -> ResolvedSources:
     """Go through all states of a world; of one with a fault, until something goes wrong."""
     start = State(tuple(Rank(wants=world.asks[rank]) for rank in range(world.ranks)))
     before: dict[State, tuple[State, str] | None] = {start: None}
@@ -113,7 +113,7 @@ def explore(world: World) -> Found:
             if after not in before:
                 before[after] = (state, what)
                 todo.append(after)
-    return Found(len(before), ends, served, wrong)
+    return ResolvedSources(len(before), ends, served, wrong)
 
 
 def _goes_on(what: str) -> bool:
@@ -182,7 +182,7 @@ _Steps = Iterator[tuple[str, Rank, tuple[_Round, ...]]]
 
 def _trains(state: State, number: int, rank: Rank, world: World) -> _Steps:
     """Yield what a rank's training may do next."""
-    line = Line(*rank.line)
+    line = SaveBarrier(*rank.line)
     match rank.training:
         case "between" if line.passed == world.boundaries:
             yield "ends", rank._replace(training="done"), state.rounds
@@ -219,7 +219,7 @@ def _is_met(state: State, boundary: int, world: World) -> bool:
     return True
 
 
-def _with(rank: Rank, line: Line, **changes: object) -> Rank:
+def _with(rank: Rank, line: SaveBarrier, **changes: object) -> Rank:
     fields = (line.passed, line.round, line.first, line.is_go)
     return rank._replace(line=fields, **changes)  # type: ignore[arg-type]
 
@@ -230,7 +230,7 @@ def _beside(state: State, number: int, rank: Rank, world: World) -> _Steps:
         return
     if number in world.blocked and rank.training == "in a collective":
         return
-    line, rounds = Line(*rank.line), state.rounds
+    line, rounds = SaveBarrier(*rank.line), state.rounds
     place = line.round - 1
     if line.is_go:
         return
@@ -243,7 +243,7 @@ def _beside(state: State, number: int, rank: Rank, world: World) -> _Steps:
 
 def _in_round(state: State, number: int, rank: Rank, world: World) -> _Steps:
     """Yield what it may do in the round that is open."""
-    line, rounds = Line(*rank.line), state.rounds
+    line, rounds = SaveBarrier(*rank.line), state.rounds
     place = line.round - 1
     open_round = rounds[place]
     assert open_round is not None

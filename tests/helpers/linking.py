@@ -11,14 +11,14 @@ import rank_threads
 from dist_ckpt.core.commit.attempts import find
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.wrappers.forwarding import WrappedStorage
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
 
 ROOT = "/runs"
 PATH = f"{ROOT}/s1"
 
 
-class NoLinks(WrappedStorage):
+class NoLinks(ForwardingStorage):
     """Refuses to link, as a storage without links does."""
 
     def link(self, old: str, new: str) -> None:

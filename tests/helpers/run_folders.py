@@ -10,7 +10,7 @@ from commit_cases import index_of, write_rank
 from dist_ckpt.core.commit.commit_protocol import Claim, commit
 from dist_ckpt.core.commit.new_folders import make_folders
 from dist_ckpt.core.commit.records.protections import Where
-from dist_ckpt.core.commit.records.record_store import fact_about, put_fact
+from dist_ckpt.core.commit.records.record_store import new_annotation, put_annotation
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage
@@ -45,5 +45,5 @@ def put(
 ) -> str:
     """Put a fact; return its file."""
     step, attempt = where
-    name = put_fact(storage, ROOT, fact_about(step, attempt, kind, values), above=above)
+    name = put_annotation(storage, ROOT, new_annotation(step, attempt, kind, values), above=above)
     return f"{ROOT}/.facts/{step}/{attempt}/{name}"

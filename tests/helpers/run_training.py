@@ -14,7 +14,7 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
-from dist_ckpt.checkpointer.maintenance import Keeper
+from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.core.format.filenames import ROOT_ID
 from dist_ckpt.core.storage import open_storage
 
@@ -74,7 +74,7 @@ def clear_memory(folder: Path) -> None:
         job.discard()
 
 
-def keeper_of(checkpointer: dc.Checkpointer) -> Keeper:
+def keeper_of(checkpointer: dc.Checkpointer) -> MaintenanceThread:
     """Return rank 0's thread beside the training."""
     assert checkpointer._run is not None
     keeper = checkpointer._run.requests.keeper

@@ -14,7 +14,7 @@ from typing import Any
 from dist_ckpt.async_save.snapshots.arena import Arena
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Snapshot, arena_nbytes
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder
-from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.async_save.trainer.writer_launcher import start
 from dist_ckpt.async_save.writer.messages import (
     Done,
@@ -33,17 +33,17 @@ from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.layout import Grid, Layout
 from dist_ckpt.core.format.objects import objects_file
-from dist_ckpt.core.planning.plan import Inventory, Mesh, Placed, Shard, TensorEntry, Whole
+from dist_ckpt.core.planning.plan import Inventory, Mesh, MeshPlaced, Shard, TensorEntry, Whole
 from dist_ckpt.core.planning.save.save_planner import items_of
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.saving.save_transaction import Verdict
+from dist_ckpt.core.saving.save_transaction import CommitDecision
 from written import Saved
 
 # A writer that says nothing for so long fails the test.
 ANSWER_S = 60.0
 STAGED_AT = 1.0
-CONFIG = Config(silence_s=1.5, arrive_s=20.0, warn_s=5.0, appear_s=10.0)
+CONFIG = Config(heartbeat_timeout_s=1.5, join_timeout_s=20.0, warn_s=5.0, visibility_timeout_s=10.0)
 
 
 class State:
@@ -58,7 +58,7 @@ class State:
         inventory = Inventory(
             mesh=(("dp", world_size),),
             components=("model",),
-            views=(Placed(mesh, (Shard(0),)), Whole()),
+            views=(MeshPlaced(mesh, (Shard(0),)), Whole()),
             tensors=(*entries, TensorEntry("model.b", "float32", (5,), 1, 0)),
             aliases=(),
             values=("step",),
@@ -105,7 +105,7 @@ class Staged:
     ) -> None:
         self.arena = arena
         self._files = state.files(rank, step)
-        details = Details(
+        details = SnapshotMetadata(
             overwrite, {"note": 1}, {"dist_ckpt": "0"}, STAGED_AT, state.bodies, replicas
         )
         self.snapshot = Snapshot(
@@ -168,7 +168,7 @@ def failure_of(done: Done) -> Failure:
     return done.failure
 
 
-def verdict_of(done: Done) -> Verdict:
+def verdict_of(done: Done) -> CommitDecision:
     assert done.verdict is not None
     return done.verdict
 

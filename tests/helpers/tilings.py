@@ -14,7 +14,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape, row_major_strides
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape, row_major_strides
 from dist_ckpt.core.format.index.index import Index, Node, ShardFileRecord
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.mesh import cells_of
@@ -22,17 +22,17 @@ from dist_ckpt.core.planning.plan import (
     Flattened,
     Inventory,
     Mesh,
+    MeshPlaced,
     Parts,
-    Placed,
     Placement,
     Replicate,
-    Ruled,
+    RuleSharded,
     SavePlan,
     Shard,
     StridedShard,
     TensorEntry,
+    TensorRequest,
     View,
-    Wanted,
     Whole,
 )
 from dist_ckpt.core.planning.save.save_planner import held_cells, items_of, plan_save, stored_nbytes
@@ -93,7 +93,7 @@ def of_view(view: View, ranks: Iterable[int], shape: Shape) -> Tiling:
 def placed(random: Random, shape: Shape, world_size: int) -> Tiling:
     mesh = random_mesh(random, world_size)
     placements = tuple(random_placement(random, len(shape)) for _ in mesh.shape)
-    return of_view(Placed(mesh, placements), mesh.ranks, shape)
+    return of_view(MeshPlaced(mesh, placements), mesh.ranks, shape)
 
 
 def whole(random: Random, shape: Shape, world_size: int) -> Tiling:
@@ -121,7 +121,7 @@ def flat_parts(random: Random, shape: Shape, world_size: int) -> Tiling:
     numel = prod(shape)
     inner = random.sample(range(1, numel), random.randint(0, min(6, numel - 1))) if numel else []
     cuts = pairwise([0, *sorted(inner), numel])
-    return of_parts(random, shape, world_size, [Elements(a, b) for a, b in cuts])
+    return of_parts(random, shape, world_size, [ElementRange(a, b) for a, b in cuts])
 
 
 def boxes(random: Random, shape: Shape, world_size: int) -> Tiling:
@@ -158,7 +158,7 @@ def ruled(random: Random, shape: Shape, world_size: int) -> Tiling:
     for size, cutting in zip(shape, axes, strict=True):
         count = prod(mesh.shape[axis] for axis in cutting)
         starts.append([0, *sorted(random.randint(0, size) for _ in range(count - 1)), size])
-    view = Ruled(mesh, tuple(map(tuple, axes)))
+    view = RuleSharded(mesh, tuple(map(tuple, axes)))
     views: dict[int, tuple[View, Shape]] = {}
     cells: dict[int, tuple[Cell, ...]] = {}
     for rank, place in zip(mesh.ranks, product(*map(range, mesh.shape)), strict=True):
@@ -215,7 +215,7 @@ Files = Mapping[tuple[int, int], Mapping[tuple[str, Cell], list[int]]]
 
 def elements_of(cell: Cell, shape: Shape) -> list[int]:
     """Return the elements of a cell in the order of its own row-major memory."""
-    if isinstance(cell, Elements):
+    if isinstance(cell, ElementRange):
         return list(range(cell.start, cell.stop))
     strides = row_major_strides(shape)
     ranges = (range(o, s) for o, s in zip(cell.offset, cell.stop, strict=True))
@@ -257,7 +257,9 @@ def index_of(plan: SavePlan) -> Index:
     return Index("a1-0123456789abcdef", None, plan.catalog, files, (), {}, {}, 0.0)
 
 
-def load(index: Index, files: Files, wanted: Sequence[Wanted]) -> dict[tuple[str, int], list[int]]:
+def load(
+    index: Index, files: Files, wanted: Sequence[TensorRequest]
+) -> dict[tuple[str, int], list[int]]:
     """Plan a load and carry it out; each element is filled exactly once."""
     shapes = {want.fqn: want.shape for want in wanted}
     targets = {

@@ -23,7 +23,7 @@ NAME = os.environ.get("LIGHTNING", "lightning.pytorch")
 pl: Any = importlib.import_module(NAME)
 
 import dist_ckpt as dc  # noqa: E402 - the callback is one of what is imported by then
-from dist_ckpt.integrations.lightning.callback import FitCheckpoint  # noqa: E402
+from dist_ckpt.integrations.lightning.callback import LightningCheckpoint  # noqa: E402
 
 warnings.filterwarnings("ignore")
 
@@ -175,7 +175,7 @@ def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
     module = Module(asked)
-    callback = FitCheckpoint(
+    callback = LightningCheckpoint(
         asked.root,
         save=dc.every(steps=asked.every) | dc.at_end | dc.on_signal("TERM"),
         keep=dc.keep.last(2) | dc.keep.best(1, min="val_loss"),

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dist_ckpt as dc
-from dist_ckpt.integrations.ray_train import CommitsForRay, run_folder
+from dist_ckpt.integrations.ray_train import RayCheckpointReporter, run_folder
 
 
 def train(config: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ def train(config: dict[str, Any]) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters())
     state: dict[str, Any] = {"model": model, "optim": optimizer, "rng": dc.RNG()}
-    told = CommitsForRay(run_folder())
+    told = RayCheckpointReporter(run_folder())
     save = dc.every(steps=3) | dc.at_end
     begun = ray.train.get_checkpoint()
     started_at = None

@@ -1,7 +1,7 @@
 """Small checkpoints for tests, written by the real writer, without planners, torch or numpy.
 
-A `Saved` tensor is its dtype, shape, layout and all its bytes in row-major order; what a cell or
-a slice of it holds is found row by row, in plain Python, as the tests' own truth.
+A `Saved` tensor is its dtype, shape, layout and all its bytes in row-major order; what a cell
+or a slice of it holds is found row by row, in plain Python, as the tests' own truth.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import (
     Cell,
-    Elements,
-    Piece,
+    ElementRange,
     Region,
+    RegionPiece,
     Shape,
     pieces,
     row_major_strides,
@@ -37,12 +37,12 @@ from dist_ckpt.core.format.layout import Grid, Layout
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile, encode
 from dist_ckpt.core.format.shards.shard_file import arrange, header_text
 from dist_ckpt.core.planning.plan import (
+    CellOverlap,
     FilePlan,
     FileReceipt,
     LoadPlan,
-    Match,
     ReadItem,
-    Wanted,
+    TensorRequest,
 )
 from dist_ckpt.core.planning.write_batches import batches_of
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
@@ -79,7 +79,7 @@ def numbers_of(cell: Cell, shape: Shape) -> Iterator[int]:
 
 def _rows(cell: Cell, shape: Shape) -> Iterator[range]:
     """Yield them a row of the last dimension at a time, in which they follow one another."""
-    if isinstance(cell, Elements):
+    if isinstance(cell, ElementRange):
         yield range(cell.start, cell.stop)
         return
     *outer, width = cell.shape or (1,)
@@ -142,7 +142,7 @@ class BytesTarget:
     def memory(self) -> memoryview | None:
         return memoryview(self.data) if self._lends else None
 
-    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+    def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
         assert piece.region.covers(box)
         size = self._itemsize
         for index in itertools.product(*(range(n) for n in box.shape)):
@@ -295,7 +295,7 @@ def save(
     return Path(claimed.folder)
 
 
-def plan_of(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
+def plan_of(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
     """Plan a load by trying every pair of cells: what the real planner must equal."""
     numbers = {(file.component, file.rank): n for n, file in enumerate(index.files)}
     items: dict[int, list[ReadItem]] = {}
@@ -315,7 +315,7 @@ def plan_of(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
                             fqn=want.fqn,
                             tensor=want.fqn,
                             dtype=want.dtype,
-                            match=Match.of(stored, source, part, cell, target, common),
+                            match=CellOverlap.of(stored, source, part, cell, target, common),
                         )
                         items.setdefault(file, []).append(item)
     return {n: tuple(items[n]) for n in sorted(items)}

@@ -11,7 +11,7 @@ import torch
 
 import dist_ckpt as dc
 from framework_programs import (
-    check_same,
+    check_config_matches,
     killed_and_whole,
     programs_of,
     run_python,
@@ -48,7 +48,7 @@ def test_a_loop_that_was_killed_goes_on_bit_for_bit(
     whole, rest = killed_and_whole(
         PROGRAM, tmp_path, "--kind", kind, "--every", str(every), die=die
     )
-    check_same(whole, rest, first=first)
+    check_config_matches(whole, rest, first=first)
     assert rest[0]["batches"] == whole[0]["batches"]
 
 
@@ -61,7 +61,7 @@ def test_an_order_that_no_seed_says_is_in_the_checkpoint(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", ["norm", "fsdp"])
 def test_ranks_go_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     whole, rest = killed_and_whole(PROGRAM, tmp_path, "--kind", kind, die=5, ranks=2)
-    check_same(whole, rest, first=3)
+    check_config_matches(whole, rest, first=3)
 
 
 def test_a_loop_that_is_told_to_stop_goes_on_there(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import dist_ckpt as dc
 from framework_programs import (
-    check_same,
+    check_config_matches,
     killed_and_whole,
     programs_of,
     run_python,
@@ -48,18 +48,18 @@ def test_a_fit_that_was_killed_goes_on_bit_for_bit(
     whole, rest = killed_and_whole(
         PROGRAM, tmp_path, "--kind", kind, "--every", str(every), die=die
     )
-    check_same(whole, rest, first=first)
+    check_config_matches(whole, rest, first=first)
 
 
 def test_a_loader_with_a_state_goes_on_where_it_was(tmp_path: Path) -> None:
     pytest.importorskip("torchdata")
-    check_same(*killed_and_whole(PROGRAM, tmp_path, "--kind", "stateful", die=8), first=6)
+    check_config_matches(*killed_and_whole(PROGRAM, tmp_path, "--kind", "stateful", die=8), first=6)
 
 
 @pytest.mark.parametrize("kind", ["norm", "fsdp"])
 def test_ranks_go_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     whole, rest = killed_and_whole(PROGRAM, tmp_path, "--kind", kind, die=5, ranks=2)
-    check_same(whole, rest, first=3)
+    check_config_matches(whole, rest, first=3)
 
 
 def test_a_fit_that_is_told_to_stop_saves_its_step_and_goes_on_there(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_config_file_of_lightning_cli_can_name_the_callback() -> None:
 
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(pl.Callback, "callback")
-    name = "dist_ckpt.integrations.lightning.FitCheckpoint"
+    name = "dist_ckpt.integrations.lightning.LightningCheckpoint"
     made = parser.parse_args([f"--callback={name}", "--callback.root=runs/fit"])
     assert made.callback.init_args.root == "runs/fit"
 

@@ -60,7 +60,8 @@ def test_a_fit_on_other_ranks_is_refused_in_the_midst_of_an_epoch() -> None:
 
 @pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
 def test_private_names_of_a_framework_are_those_that_are_looked_for_first(framework: str) -> None:
-    files = sorted(Path(integrations.__path__[0]).glob(f"{framework}*.py"))
+    room = Path(integrations.__path__[0])
+    files = sorted({*room.glob(f"{framework}*.py"), *room.glob(f"{framework}/*.py")})
     trees = [ast.parse(path.read_text()) for path in files]
     needed = {name for tree in trees for name in private_names_needed(tree)}
     assert needed

@@ -19,7 +19,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.integrations import references
-from dist_ckpt.integrations.references import Reference, ReferenceLog, reference_of
+from dist_ckpt.integrations.references import Reference, TrackerThread, reference_of
 
 torch = pytest.importorskip("torch")
 
@@ -44,7 +44,7 @@ class Told:
         self.steps.append(reference.step)
 
 
-def train(root: Path, log: ReferenceLog, until: int = 4, *, background: bool = False) -> float:
+def train(root: Path, log: TrackerThread, until: int = 4, *, background: bool = False) -> float:
     """Train some steps, each saved; return how long that took, with its close."""
     state = {"model": torch.nn.Linear(2, 2)}
     begun = time.monotonic()
@@ -72,7 +72,7 @@ def test_a_tracker_that_raises_is_named_once_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = Told(fails=2)
-    with caplog.at_level(logging.WARNING, "dist_ckpt"), ReferenceLog(told) as log:
+    with caplog.at_level(logging.WARNING, "dist_ckpt"), TrackerThread(told) as log:
         train(tmp_path / "run", log)
     assert told.steps == [3, 4]
     (message,) = [one.getMessage() for one in caplog.records]
@@ -86,7 +86,7 @@ def test_a_tracker_that_hangs_delays_nothing(
 ) -> None:
     gate = threading.Event()
     told = Told(hangs=gate)
-    log = ReferenceLog(told)
+    log = TrackerThread(told)
     try:
         assert train(tmp_path / "run", log) < 10
         begun = time.monotonic()
@@ -105,7 +105,7 @@ def test_of_too_many_that_wait_the_oldest_are_left_out(
     monkeypatch.setattr(references, "MAX_WAITING", 2)
     gate = threading.Event()
     told = Told(hangs=gate)
-    with ReferenceLog(told) as log, caplog.at_level(logging.WARNING, "dist_ckpt"):
+    with TrackerThread(told) as log, caplog.at_level(logging.WARNING, "dist_ckpt"):
         train(tmp_path / "run", log)
         gate.set()
     assert told.steps[-2:] == [3, 4]
@@ -114,7 +114,7 @@ def test_of_too_many_that_wait_the_oldest_are_left_out(
 
 def test_a_closed_log_says_so(tmp_path: Path) -> None:
     dc.save({"x": 1}, tmp_path / "a", step=1)
-    log = ReferenceLog(Told())
+    log = TrackerThread(Told())
     log.close()
     with dc.open(tmp_path / "a") as found, pytest.raises(ValueError, match="close it after"):
         log(found)

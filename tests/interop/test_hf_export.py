@@ -197,7 +197,7 @@ def test_a_file_that_holds_nothing_else_is_cloned(
         return copy(*args)
 
     monkeypatch.setattr(os, "copy_file_range", spied)
-    monkeypatch.setattr(export_files.FileWriter, "windows", None)  # nothing is read to be written
+    monkeypatch.setattr(export_files.ExportReader, "windows", None)  # nothing is read to be written
     export.export_folder(source, tmp_path / "hf", reflink=True, max_shard_size=1)
     assert cloned == [(0, 0)]
     assert_same(read(tmp_path / "hf"), tensors())

@@ -25,8 +25,12 @@ from ranks import run_ranks
 pytestmark = pytest.mark.multi_process
 
 ROWS = 1000
-CALM = {"DIST_CKPT_SILENCE_S": "15", "DIST_CKPT_ARRIVE_S": "30", "DIST_CKPT_APPEAR_S": "5"}
-FRAIL = {**CALM, "DIST_CKPT_SILENCE_S": "4"}
+CALM = {
+    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "15",
+    "DIST_CKPT_JOIN_TIMEOUT_S": "30",
+    "DIST_CKPT_VISIBILITY_TIMEOUT_S": "5",
+}
+FRAIL = {**CALM, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "4"}
 RESULT_S = 60.0
 
 
@@ -488,7 +492,7 @@ def test_a_save_is_refused_while_another_is_staged(tmp_path: Path, job: str) -> 
 # --- many --------------------------------------------------------------------------------------
 
 
-def held_by(pid: int, job: str) -> tuple[int, int, int]:
+def merge_ownership(pid: int, job: str) -> tuple[int, int, int]:
     """Return what a process holds: descriptors, threads, and files of the job in shared memory."""
     folder = Path(f"/proc/{pid}")
     num_files = sum(len(names) for path in left_of(job) for _, _, names in os.walk(path))
@@ -534,7 +538,7 @@ def save_often(rank: int, root: str, job: str, rounds: int) -> dict[str, Any]:
             if step in (rounds // 5, rounds):
                 assert handle.result(RESULT_S) is not None
                 pids = os.getpid(), writer_of(job, rank)
-                held.append([held_by(pid, job) for pid in pids])
+                held.append([merge_ownership(pid, job) for pid in pids])
                 nbytes.append([resident_nbytes(pid) for pid in pids])
         assert before is not None
         check(*before)

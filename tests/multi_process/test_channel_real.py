@@ -28,8 +28,12 @@ SILENCE_S = 6
 # From the death to the error: silence, the age of the last beat, a look, and a busy machine.
 NOTICED_S = SILENCE_S + 5
 
-FRAIL = {"DIST_CKPT_SILENCE_S": str(SILENCE_S), "DIST_CKPT_ARRIVE_S": "30"}
-HASTY = {"DIST_CKPT_SILENCE_S": "5", "DIST_CKPT_ARRIVE_S": "0.5", "DIST_CKPT_WARN_S": "0.2"}
+FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "30"}
+HASTY = {
+    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "5",
+    "DIST_CKPT_JOIN_TIMEOUT_S": "0.5",
+    "DIST_CKPT_WARN_S": "0.2",
+}
 
 STORES = ["file", "rank 0", "launcher"]
 
@@ -426,7 +430,7 @@ def lose_the_bulk_connections(rank: int) -> Any:
 
 @pytest.mark.slow
 def test_bulk_connections_that_fail_are_made_anew():
-    environ = {"DIST_CKPT_SILENCE_S": "1"}
+    environ = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "1"}
     for first, failed, second, epoch in run_ranks(3, lose_the_bulk_connections, environ=environ):
         assert first == second == b"data"
         assert "bad index" in failed
@@ -464,4 +468,4 @@ def kind_of_channel(rank: int) -> str:
 
 
 def test_a_process_group_of_one_rank_is_alone():
-    assert run_ranks(1, kind_of_channel, launched=True) == ["Alone"]
+    assert run_ranks(1, kind_of_channel, launched=True) == ["SingleProcessChannel"]

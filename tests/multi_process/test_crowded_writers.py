@@ -14,12 +14,16 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.trainer.writer_handle import OwnWriter
+from dist_ckpt.async_save.trainer.writer_handle import WriterHandle
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
 
-CALM = {"DIST_CKPT_SILENCE_S": "10", "DIST_CKPT_ARRIVE_S": "20", "DIST_CKPT_APPEAR_S": "5"}
+CALM = {
+    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "10",
+    "DIST_CKPT_JOIN_TIMEOUT_S": "20",
+    "DIST_CKPT_VISIBILITY_TIMEOUT_S": "5",
+}
 
 # Opens connections and opens them again where they are closed: silent ones, and some that send a
 # greeting byte by byte, but for its end. Says so when the first of each are there.
@@ -70,9 +74,9 @@ def job() -> Iterator[str]:
 def save_in_a_crowd(rank: int, root: str, job: str, num_strangers: int) -> Any:
     """Have strangers at the store from the moment at which it listens, before any writer comes."""
     crowd: list[subprocess.Popen[bytes]] = []
-    serve = OwnWriter.serve
+    serve = WriterHandle.serve
 
-    def serve_crowded(writer: OwnWriter, towards: str) -> tuple[str, int, bytes]:
+    def serve_crowded(writer: WriterHandle, towards: str) -> tuple[str, int, bytes]:
         host, port, token = serve(writer, towards)
         command = [sys.executable, "-S", "-c", CROWD, host, str(port), str(num_strangers)]
         crowd.append(subprocess.Popen(command, stdout=subprocess.PIPE))
@@ -80,7 +84,7 @@ def save_in_a_crowd(rank: int, root: str, job: str, num_strangers: int) -> Any:
         crowd[-1].stdout.readline()
         return host, port, token
 
-    OwnWriter.serve = serve_crowded  # type: ignore[method-assign, assignment]
+    WriterHandle.serve = serve_crowded  # type: ignore[method-assign, assignment]
     try:
         with dc.AsyncSaver(job=job) as saver:
             for step in (1, 2):

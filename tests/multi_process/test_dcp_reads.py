@@ -33,7 +33,7 @@ SHAPE = (1024, 768)
 STORED_NBYTES = 4 * SHAPE[0] * SHAPE[1]
 # The first in a load waits so long for the others, and they are told by then, and a while later.
 ARRIVE_S = 4
-FRAIL = {"DIST_CKPT_ARRIVE_S": str(ARRIVE_S), "DIST_CKPT_SILENCE_S": "4"}
+FRAIL = {"DIST_CKPT_JOIN_TIMEOUT_S": str(ARRIVE_S), "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "4"}
 NOTICED_S = ARRIVE_S + 15
 
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.waits]
 
 WORLD_SIZE = 4
 VICTIM = 2
-FRAIL = {"DIST_CKPT_SILENCE_S": "3", "DIST_CKPT_ARRIVE_S": "30"}
+FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "3", "DIST_CKPT_JOIN_TIMEOUT_S": "30"}
 NUM_ROUNDS = int(os.environ.get("DIST_CKPT_TEST_ROUNDS", "1"))
 
 

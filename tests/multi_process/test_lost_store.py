@@ -33,7 +33,7 @@ def make_without_store(rank: int, number: int) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_is_gone_is_an_error_in_time(number: int) -> None:
-    environ = {"DIST_CKPT_SILENCE_S": "1"}
+    environ = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "1"}
     found = run_ranks(
         2,
         make_without_store,

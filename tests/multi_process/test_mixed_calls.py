@@ -20,8 +20,12 @@ from ranks import run_ranks
 pytestmark = pytest.mark.multi_process
 
 # Nothing here waits for these: a mixture is found when all ranks are in some call.
-PATIENT = {"DIST_CKPT_SILENCE_S": "30", "DIST_CKPT_ARRIVE_S": "200"}
-HASTY = {"DIST_CKPT_SILENCE_S": "15", "DIST_CKPT_ARRIVE_S": "1", "DIST_CKPT_WARN_S": "0.2"}
+PATIENT = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "30", "DIST_CKPT_JOIN_TIMEOUT_S": "200"}
+HASTY = {
+    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "15",
+    "DIST_CKPT_JOIN_TIMEOUT_S": "1",
+    "DIST_CKPT_WARN_S": "0.2",
+}
 SOON_S = 15.0
 
 

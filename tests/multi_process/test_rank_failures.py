@@ -34,9 +34,17 @@ SILENCE_S = 6
 # From the death to the error: silence, the age of the last beat, a look, and a busy machine.
 NOTICED_S = SILENCE_S + 5
 
-CALM = {"DIST_CKPT_SILENCE_S": "15", "DIST_CKPT_ARRIVE_S": "30", "DIST_CKPT_APPEAR_S": "0.3"}
-FRAIL = {"DIST_CKPT_SILENCE_S": str(SILENCE_S), "DIST_CKPT_ARRIVE_S": "30"}
-HASTY = {"DIST_CKPT_SILENCE_S": "15", "DIST_CKPT_ARRIVE_S": "0.5", "DIST_CKPT_WARN_S": "0.2"}
+CALM = {
+    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "15",
+    "DIST_CKPT_JOIN_TIMEOUT_S": "30",
+    "DIST_CKPT_VISIBILITY_TIMEOUT_S": "0.3",
+}
+FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "30"}
+HASTY = {
+    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "15",
+    "DIST_CKPT_JOIN_TIMEOUT_S": "0.5",
+    "DIST_CKPT_WARN_S": "0.2",
+}
 
 # Each rank holds so many rows of the state that fails.
 ROWS = 3
@@ -862,7 +870,7 @@ def save_until_killed(rank: int, path: str, first: int, folder: str, kill_after_
     if rank == 3:
         kill_all(Path(folder), kill_after_s)
         return
-    os.environ["DIST_CKPT_SILENCE_S"] = "15"
+    os.environ["DIST_CKPT_HEARTBEAT_TIMEOUT_S"] = "15"
     store = dist.FileStore(f"{folder}/store", 3)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     value = first

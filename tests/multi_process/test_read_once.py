@@ -27,7 +27,7 @@ RANKS = 4
 SILENCE_S = 6
 # From the death to the error: silence, the age of the last beat, a look, and a busy machine.
 NOTICED_S = SILENCE_S + 8
-FRAIL = {"DIST_CKPT_SILENCE_S": str(SILENCE_S), "DIST_CKPT_ARRIVE_S": "30"}
+FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "30"}
 
 SHAPE = (1024, 2048)
 NAMES = tuple(f"w{n}" for n in range(5))

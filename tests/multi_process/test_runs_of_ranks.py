@@ -23,7 +23,7 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
 from dist_ckpt.checkpointer import run_session
 from dist_ckpt.checkpointer.coordination.barrier_rounds import Boundary
-from dist_ckpt.core.runtime.lock_files import Owner
+from dist_ckpt.core.runtime.lock_files import LockOwner
 from dist_ckpt.core.storage import open_storage
 from ranks import Options, Outcome, run_ranks, try_ranks
 from run_training import Told, clear_memory, fresh, keeper_of, steps_at, steps_in, train
@@ -194,7 +194,7 @@ def test_all_ranks_save_by_the_time_of_rank_0(root: Path) -> None:
     assert saved[0] == saved[1] == steps_at(root)
 
 
-def save_first(ck: dc.Checkpointer, state: dict[str, Any], root: str) -> Owner:
+def save_first(ck: dc.Checkpointer, state: dict[str, Any], root: str) -> LockOwner:
     """Make step 1 durable; return this rank's writer."""
     train(state, 1)
     ck.step(1)
@@ -516,7 +516,7 @@ def test_who_has_left_with_an_error_and_lives_on_is_waited_for_no_more(root: Pat
     assert seconds < SOON_S
 
 
-def save_alone(rank: int, root: str, what: str) -> tuple[str, str, float]:
+def save_single_process(rank: int, root: str, what: str) -> tuple[str, str, float]:
     state = state_of_rank()
     name, text, began = "", "", 0.0
     try:
@@ -538,7 +538,7 @@ def save_alone(rank: int, root: str, what: str) -> tuple[str, str, float]:
 
 def test_a_rank_that_saves_alone_is_told_at_once_and_by_name(root: Path) -> None:
     """`if rank == 0: ck.save(...)`."""
-    name, text, seconds = run_ranks(2, save_alone, str(root), "save", environ=CALM)[0]
+    name, text, seconds = run_ranks(2, save_single_process, str(root), "save", environ=CALM)[0]
     assert name == "RankError"
     assert "rank 0 is at its boundary" in text
     assert "save (step 2)" in text
@@ -548,7 +548,7 @@ def test_a_rank_that_saves_alone_is_told_at_once_and_by_name(root: Path) -> None
 
 def test_a_rank_that_ends_alone_is_told_by_what_it_does(root: Path) -> None:
     """`stop` would be read as a signal, and there was none."""
-    found = run_ranks(2, save_alone, str(root), "end", environ=CALM)
+    found = run_ranks(2, save_single_process, str(root), "end", environ=CALM)
     assert [name for name, _, _ in found] == ["RankError"] * 2
     assert all(
         "rank 1 (host" in text and "): end of the run, phase" in text for _, text, _ in found
@@ -556,7 +556,7 @@ def test_a_rank_that_ends_alone_is_told_by_what_it_does(root: Path) -> None:
 
 
 def test_steps_that_differ_between_ranks_are_an_error(root: Path) -> None:
-    found = run_ranks(2, save_alone, str(root), "steps", environ=CALM)
+    found = run_ranks(2, save_single_process, str(root), "steps", environ=CALM)
     assert [name for name, _, _ in found] == ["ValueError"] * 2
     assert "with different boundary: rank 0: 3; rank 1: 4." in found[0][1]
     assert max(seconds for _, _, seconds in found) < SOON_S
@@ -632,7 +632,7 @@ def die_in_training(rank: int, root: str, background: bool) -> tuple[str, str]:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_rank_that_dies_is_named_and_the_next_start_goes_on(background: bool, root: Path) -> None:
-    frail = {**CALM, "DIST_CKPT_SILENCE_S": "3"}
+    frail = {**CALM, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "3"}
     args = (str(root), background)
     first, _ = try_ranks(2, die_in_training, *args, options=Options(environ=frail))
     assert first.value[0] == "RankError", first

@@ -14,7 +14,7 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.core.commit.attempts import find
-from dist_ckpt.core.commit.records.incarnations import OfRun, begin
+from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.saving.save import SaveOptions
 from dist_ckpt.core.storage import open_storage
@@ -47,10 +47,12 @@ def job() -> Iterator[str]:
 
 
 def started(root: str, restored: tuple[int, Attempt] | None = None) -> None:
-    begin(*open_storage(root), restored=restored, why="", by="a job")
+    begin_incarnation(*open_storage(root), restored=restored, why="", by="a job")
 
 
-def save(saver: dc.AsyncSaver, state: dict[str, Any], root: str, step: int, run: OfRun) -> Any:
+def save(
+    saver: dc.AsyncSaver, state: dict[str, Any], root: str, step: int, run: Incarnation
+) -> Any:
     assign(state, step)
     options = SaveOptions(step=step, run=run, boundary=step)
     return saver.save_with(state, folder_of(root, step), options)
@@ -59,7 +61,7 @@ def save(saver: dc.AsyncSaver, state: dict[str, Any], root: str, step: int, run:
 def save_as_the_first_start(rank: int, root: str, job: str) -> None:
     """Save a step; then die while a writer stands still with the next one before it."""
     saver = dc.AsyncSaver(job=job)
-    state, run = state_of(rank, WORLD_SIZE, 0), OfRun(root, 1)
+    state, run = state_of(rank, WORLD_SIZE, 0), Incarnation(root, 1)
     report = save(saver, state, root, 1, run).result(RESULT_S)
     assert report.attempt.startswith("a1000-")
     if rank == 0:
@@ -73,7 +75,7 @@ def go_on(rank: int, root: str, job: str) -> tuple[int | None, set[float], str]:
     state = state_of(rank, WORLD_SIZE, -1)
     with dc.AsyncSaver(job=job, settle_s=30) as saver:
         restored, found = saver.restore(state), steps_in(state)
-        report = save(saver, state, root, 2, OfRun(root, 2)).result(RESULT_S)
+        report = save(saver, state, root, 2, Incarnation(root, 2)).result(RESULT_S)
     return restored, found, report.attempt
 
 
@@ -102,10 +104,10 @@ def test_a_writer_of_an_older_start_that_wakes_up_late_commits_nothing(
 def refused(rank: int, root: str, job: str) -> tuple[str, str]:
     state = state_of(rank, WORLD_SIZE, 0)
     saver = dc.AsyncSaver(job=job)
-    save(saver, state, root, 1, OfRun(root, 1)).result(RESULT_S)
+    save(saver, state, root, 1, Incarnation(root, 1)).result(RESULT_S)
     if rank == 0:
         started(root, (1, find(*open_storage(folder_of(root, 1)))[0]))
-    error = save(saver, state, root, 2, OfRun(root, 1)).exception(RESULT_S)
+    error = save(saver, state, root, 2, Incarnation(root, 1)).exception(RESULT_S)
     saver.close()
     return type(error).__name__, str(error)
 

@@ -34,7 +34,7 @@ from tests.multi_process.test_background_saves import (
 
 pytestmark = pytest.mark.multi_process
 
-FRAIL = {**CALM, "DIST_CKPT_SILENCE_S": "3"}
+FRAIL = {**CALM, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "3"}
 
 
 @pytest.fixture

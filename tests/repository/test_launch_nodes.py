@@ -94,7 +94,7 @@ def start(nodes: tuple[str, str], tmp_path: Path) -> Iterator[Start]:
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
-        "DIST_CKPT_SILENCE_S": "5",
+        "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "5",
         "NODES": "2",
         "HEAD": nodes[0],
         "RANKS": "1",

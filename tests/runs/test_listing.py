@@ -9,7 +9,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.core.commit.commit_protocol import claim
-from dist_ckpt.core.commit.records.incarnations import begin
+from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.storage import Entry
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
@@ -134,8 +134,8 @@ def test_a_hold_whose_life_is_no_number_has_no_end(storage: MemoryStorage) -> No
 def test_what_a_later_start_has_gone_back_behind_is_told(storage: MemoryStorage) -> None:
     first = committed(storage, 5, start=1)
     committed(storage, 9, start=1)
-    begin(storage, ROOT, restored=None, why="", by="")
-    begin(storage, ROOT, restored=first, why="", by="")
+    begin_incarnation(storage, ROOT, restored=None, why="", by="")
+    begin_incarnation(storage, ROOT, restored=first, why="", by="")
     assert {step: one.is_left_behind for step, one in by_step(storage).items()} == {
         5: False,
         9: True,
@@ -145,7 +145,7 @@ def test_what_a_later_start_has_gone_back_behind_is_told(storage: MemoryStorage)
 
 def test_a_start_that_cannot_be_read_is_told_and_nothing_counts_as_alive(storage) -> None:
     committed(storage, 5)
-    begin(storage, ROOT, restored=None, why="", by="")
+    begin_incarnation(storage, ROOT, restored=None, why="", by="")
     storage.create(f"{ROOT}/.starts/2.json", 2).write_at(0, b"{}")
     listing = listed(storage)
     assert [one.step for one in listing.checkpoints] == [5]

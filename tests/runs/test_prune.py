@@ -12,10 +12,10 @@ from commit_cases import step_at
 from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records import leases
-from dist_ckpt.core.commit.records.incarnations import OfRun, begin
-from dist_ckpt.core.commit.records.leases import Hold, Subject, pin, tag, unpin
-from dist_ckpt.core.commit.records.protections import MARK_S, Where
-from dist_ckpt.core.commit.records.record_store import read_facts
+from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
+from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, pin, tag, unpin
+from dist_ckpt.core.commit.records.protections import DELETION_INTENT_S, Where
+from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect, supersede
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
@@ -26,7 +26,7 @@ from dist_ckpt.runs.annotations import put_metrics
 from dist_ckpt.runs.listing import RunCheckpoint, list_run
 from dist_ckpt.runs.retention.deletion import ORPHAN_S, delete_at
 from dist_ckpt.runs.retention.prune import NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, prune
-from dist_ckpt.runs.retention.retention_policy import Keep, best, last
+from dist_ckpt.runs.retention.retention_policy import RetentionPolicy, best, last
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -55,11 +55,13 @@ def storage(clock: Clock) -> MemoryStorage:
     return MemoryStorage({ROOT: None}, clock=clock)
 
 
-def subject(storage: Storage, where: Where) -> Subject:
-    return Subject(storage, ROOT, f"{ROOT}/step-{where[0]}", where)
+def subject(storage: Storage, where: Where) -> CheckpointRef:
+    return CheckpointRef(storage, ROOT, f"{ROOT}/step-{where[0]}", where)
 
 
-def pruned(storage: Storage, policy: Keep = LAST, *, dry_run: bool = False) -> dict[int, str]:
+def pruned(
+    storage: Storage, policy: RetentionPolicy = LAST, *, dry_run: bool = False
+) -> dict[int, str]:
     """Prune; return what keeps each step, "" if it is gone."""
     found = prune(storage, ROOT, policy, is_whole=lambda _: True, dry_run=dry_run)
     return {one.step or 0: "; ".join(told) for one, told in found}
@@ -78,7 +80,7 @@ def test_what_no_rule_keeps_is_removed_with_its_folder_and_facts(storage: Memory
     assert told[2] == "best(1, min='loss')"
     assert told[4] == f"last(1); {NEWEST}; {NEWEST_WHOLE}"
     assert steps(storage) == [2, 4]
-    assert {fact.step for fact in read_facts(storage, ROOT)} == {2, 4}
+    assert {fact.step for fact in read_annotations(storage, ROOT)} == {2, 4}
     assert [e.name for e in storage.list(f"{ROOT}/.facts")] == ["2", "4"]
 
 
@@ -96,7 +98,7 @@ def test_pins_tags_and_holds_keep_until_they_are_taken_away(storage, clock) -> N
     wheres = [committed(storage, step) for step in range(1, 6)]
     pin(subject(storage, wheres[0]), "the paper")
     tag(subject(storage, wheres[1]), "release")
-    hold = Hold(subject(storage, wheres[2]), 60.0)
+    hold = Lease(subject(storage, wheres[2]), 60.0)
     hold.take()
     told = pruned(storage)
     assert (told[1], told[2]) == ("pinned: the paper", "tag 'release'")
@@ -129,8 +131,8 @@ def test_what_is_left_behind_is_kept_by_pins_only(storage: MemoryStorage) -> Non
     first = committed(storage, 1, start=1)
     committed(storage, 8, start=1)
     pinned = committed(storage, 9, start=1)
-    begin(storage, ROOT, restored=None, why="", by="")
-    begin(storage, ROOT, restored=first, why="", by="")
+    begin_incarnation(storage, ROOT, restored=None, why="", by="")
+    begin_incarnation(storage, ROOT, restored=first, why="", by="")
     committed(storage, 2, start=2)
     pin(subject(storage, pinned), "")
     told = pruned(storage, last(5))
@@ -139,11 +141,11 @@ def test_what_is_left_behind_is_kept_by_pins_only(storage: MemoryStorage) -> Non
 
 def test_what_was_saved_beside_a_run_is_no_matter_of_its_rules(storage: MemoryStorage) -> None:
     """A save of the final model into the run's folder, for one."""
-    begin(storage, ROOT, restored=None, why="", by="")
+    begin_incarnation(storage, ROOT, restored=None, why="", by="")
     for step in (1, 2):
         committed(storage, step, start=1)
     committed(storage, 3, name="final")
-    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=OfRun(ROOT, 1))
+    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=Incarnation(ROOT, 1))
     told = {one.name: reasons for one, reasons in found}
     assert told["final"] == ("no start of the run has saved it: that is for dist-ckpt rm",)
     assert told["step-1"] == ()
@@ -178,9 +180,9 @@ def test_what_is_not_committed_or_has_no_step_is_left(storage: MemoryStorage) ->
 def test_once_a_newer_start_has_begun_an_older_one_prunes_nothing(storage: MemoryStorage) -> None:
     for step in (1, 2):
         committed(storage, step, start=1)
-    own = begin(storage, ROOT, restored=(0, Attempt(1, "0" * 16)), why="", by="a")
-    begin(storage, ROOT, restored=(2, Attempt(1001, "0" * 16)), why="", by="b")
-    run = OfRun(ROOT, own.number)
+    own = begin_incarnation(storage, ROOT, restored=(0, Attempt(1, "0" * 16)), why="", by="a")
+    begin_incarnation(storage, ROOT, restored=(2, Attempt(1001, "0" * 16)), why="", by="b")
+    run = Incarnation(ROOT, own.number)
     before = storage.tree()
     with pytest.raises(ConflictError, match="start 2 of this run, b, has taken over"):
         prune(storage, ROOT, last(1), is_whole=lambda _: True, run=run)
@@ -191,10 +193,10 @@ def test_what_a_start_goes_back_to_during_a_prune_is_not_removed(storage: Memory
     """Else all that is left would be what that start has left behind."""
     first = committed(storage, 1, start=1)
     committed(storage, 2, start=1)
-    begin(storage, ROOT, restored=None, why="", by="a")
+    begin_incarnation(storage, ROOT, restored=None, why="", by="a")
 
     def goes_back(_: RunCheckpoint) -> bool:
-        begin(storage, ROOT, restored=first, why="", by="b")
+        begin_incarnation(storage, ROOT, restored=first, why="", by="b")
         return True
 
     with pytest.raises(ConflictError, match="start 2 of this run, b, has begun while it was prun"):
@@ -205,7 +207,7 @@ def test_what_a_start_goes_back_to_during_a_prune_is_not_removed(storage: Memory
 def test_what_a_newer_start_has_saved_is_left(storage: MemoryStorage) -> None:
     committed(storage, 1, start=2)
     committed(storage, 2, start=1)
-    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=OfRun(ROOT, 1))
+    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=Incarnation(ROOT, 1))
     assert found[0][1] == ("a newer start saved it",)
 
 
@@ -224,10 +226,10 @@ def test_facts_of_what_is_gone_are_removed_after_a_day(storage, clock) -> None:
     open_one = claim(storage, f"{ROOT}/step-8", overwrite=False, by="a save").attempt
     put(storage, (8, open_one), "metrics", {"loss": 1})
     pruned(storage)
-    assert {fact.step for fact in read_facts(storage, ROOT)} == {1, 8, 9}
+    assert {fact.step for fact in read_annotations(storage, ROOT)} == {1, 8, 9}
     clock.now += ORPHAN_S + 1
     pruned(storage)
-    assert {fact.step for fact in read_facts(storage, ROOT)} == {1, 8}
+    assert {fact.step for fact in read_annotations(storage, ROOT)} == {1, 8}
 
 
 def test_with_a_deleted_checkpoint_its_tag_goes_and_does_not_fall_back(storage) -> None:
@@ -237,7 +239,7 @@ def test_with_a_deleted_checkpoint_its_tag_goes_and_does_not_fall_back(storage) 
     with pytest.raises(ConflictError, match=r"is kept: tag 'release'\. Take that away first"):
         delete_at(storage, f"{ROOT}/step-2", force=False)
     delete_at(storage, f"{ROOT}/step-2", force=True)
-    assert read_facts(storage, ROOT) == ()
+    assert read_annotations(storage, ROOT) == ()
     assert steps(storage) == [1]
 
 
@@ -248,21 +250,21 @@ def test_what_is_known_of_a_checkpoint_outlives_a_copy_of_it(tmp_path: Path, pru
     where = committed(storage, 1, root=root)
     put_metrics(storage, root, where, {"loss": 0.5})
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-1-copy")
-    before = read_facts(storage, root)
+    before = read_annotations(storage, root)
     if prunes:  # the copy is the newest, and no rule keeps the step
         prune(storage, root, best(1, min="accuracy", unmeasured=0), is_whole=lambda _: True)
     else:
         delete_at(storage, f"{root}/step-1-copy", force=False)
     (left,) = list_run(storage, root, now=0.0).checkpoints
     assert left.metrics == {"loss": 0.5}
-    assert read_facts(storage, root) == before
+    assert read_annotations(storage, root) == before
     delete_at(storage, left.path, force=False)
-    assert read_facts(storage, root) == ()
+    assert read_annotations(storage, root) == ()
 
 
 def test_what_is_held_is_not_deleted(storage: MemoryStorage) -> None:
     where = committed(storage, 1)
-    Hold(subject(storage, where), 60.0).take()
+    Lease(subject(storage, where), 60.0).take()
     with pytest.raises(ConflictError, match="held by process"):
         delete_at(storage, f"{ROOT}/step-1", force=False)
     assert step_at(storage, f"{ROOT}/step-1") == 1
@@ -282,9 +284,9 @@ def test_what_somebody_keeps_is_not_overwritten(storage: MemoryStorage, kind: st
 
 def test_what_a_start_replaces_stays_while_it_is_held(storage, clock) -> None:
     old = committed(storage, 1, start=1)
-    begin(storage, ROOT, restored=None, why="", by="")
-    Hold(subject(storage, old), 60.0).take()
-    claim(storage, f"{ROOT}/step-1", overwrite=False, by="a save", run=OfRun(ROOT, 2))
+    begin_incarnation(storage, ROOT, restored=None, why="", by="")
+    Lease(subject(storage, old), 60.0).take()
+    claim(storage, f"{ROOT}/step-1", overwrite=False, by="a save", run=Incarnation(ROOT, 2))
     new = committed(storage, 1, start=2)
     supersede(storage, f"{ROOT}/step-1", new[1])
     collect(storage, f"{ROOT}/step-1", grace_s=60)
@@ -303,26 +305,26 @@ def test_a_damaged_checkpoint_that_is_pinned_is_not_deleted(storage: MemoryStora
     with pytest.raises(ConflictError, match="pinned"):
         delete_at(storage, f"{ROOT}/step-1", force=False)
     delete_at(storage, f"{ROOT}/step-1", force=True)
-    assert read_facts(storage, ROOT) == ()
+    assert read_annotations(storage, ROOT) == ()
 
 
 def test_a_hold_on_what_is_gone_or_about_to_go_is_refused(storage, clock) -> None:
     where = committed(storage, 1)
-    gone = Subject(storage, ROOT, f"{ROOT}/step-1", (1, Attempt(9, "f" * 16)))
+    gone = CheckpointRef(storage, ROOT, f"{ROOT}/step-1", (1, Attempt(9, "f" * 16)))
     with pytest.raises(NotFoundError, match="was removed"):
-        Hold(gone, 60.0).take()
+        Lease(gone, 60.0).take()
     mark = subject(storage, where).put("mark", {"1" * 16: "step-1"})
     with pytest.raises(NotFoundError, match="is about to be removed by process"):
-        Hold(subject(storage, where), 60.0).take()
-    assert [fact.name for fact in read_facts(storage, ROOT)] == [mark]
-    clock.now += MARK_S + 1
-    Hold(subject(storage, where), 60.0).take()
+        Lease(subject(storage, where), 60.0).take()
+    assert [fact.name for fact in read_annotations(storage, ROOT)] == [mark]
+    clock.now += DELETION_INTENT_S + 1
+    Lease(subject(storage, where), 60.0).take()
 
 
 def test_who_stood_still_for_too_long_removes_nothing(storage, monkeypatch) -> None:
     where = committed(storage, 1)
     committed(storage, 2)
-    times = iter([0.0, MARK_S])
+    times = iter([0.0, DELETION_INTENT_S])
     monkeypatch.setattr(leases, "monotonic", lambda: next(times))
     assert "stood still" in pruned(storage)[1]
     assert list_attempts(storage, f"{ROOT}/step-1") == [where[1]]
@@ -366,7 +368,7 @@ def test_a_prune_that_is_killed_at_any_call_is_finished_by_the_next(done: bool) 
             is_whole_or_gone(inner)
         pruned(inner)
         assert steps(inner) == [3], storage.failed
-        assert {fact.step for fact in read_facts(inner, ROOT)} == {3}, storage.failed
+        assert {fact.step for fact in read_annotations(inner, ROOT)} == {3}, storage.failed
         if not storage.failed:
             break
     assert number > 60
@@ -387,7 +389,7 @@ def test_a_prune_that_fails_at_any_call_says_so_or_has_worked(done: bool) -> Non
             is_whole_or_gone(inner)
         pruned(inner)
         assert steps(inner) == [3], storage.failed
-        assert {fact.step for fact in read_facts(inner, ROOT)} == {3}, storage.failed
+        assert {fact.step for fact in read_annotations(inner, ROOT)} == {3}, storage.failed
         if not storage.failed:
             break
 
@@ -421,7 +423,7 @@ def test_a_hold_at_any_moment_of_a_prune_is_refused_or_kept() -> None:
         inner = MemoryStorage({ROOT: None})
         first = committed(inner, 1)
         committed(inner, 2)
-        storage = _HoldsBefore(inner, len(outcomes) + 1, Hold(subject(inner, first), 60.0))
+        storage = _HoldsBefore(inner, len(outcomes) + 1, Lease(subject(inner, first), 60.0))
         pruned(storage)
         assert (step_at(inner, f"{ROOT}/step-1") == 1) == (storage.outcome == "held")
         outcomes.append(storage.outcome)
@@ -433,7 +435,7 @@ def test_a_hold_at_any_moment_of_a_prune_is_refused_or_kept() -> None:
 class _HoldsBefore(FaultyStorage):
     """Takes a hold before its n-th call."""
 
-    def __init__(self, inner: Storage, number: int, hold: Hold) -> None:
+    def __init__(self, inner: Storage, number: int, hold: Lease) -> None:
         super().__init__(inner)
         self.outcome = ""
         self._number = number

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.runs.retention import retention_policy as keep
-from dist_ckpt.runs.retention.retention_policy import Candidate, Keep, best, every, last, within
+from dist_ckpt.runs.retention.retention_policy import (
+    Candidate,
+    RetentionPolicy,
+    best,
+    every,
+    last,
+    within,
+)
 
 HOUR = 3600.0
 
@@ -21,7 +28,7 @@ def seen(step: int, at: float | None = None, **metrics: float) -> Candidate:
     return Candidate(step, Attempt(1, f"{step:016x}"), step * HOUR if at is None else at, metrics)
 
 
-def steps_kept(policy: Keep, there: Sequence[Candidate]) -> list[int]:
+def steps_kept(policy: RetentionPolicy, there: Sequence[Candidate]) -> list[int]:
     told = zip(there, policy.reasons(there), strict=True)
     return sorted(one.step for one, reasons in told if reasons)
 
@@ -127,7 +134,7 @@ rules = st.one_of(
 
 @given(st.lists(rules, min_size=1, max_size=5))
 def test_a_policy_is_what_its_text_says(some):
-    joined = Keep({})
+    joined = RetentionPolicy({})
     for rule in some:
         joined |= rule
     assert keep.parse(str(joined)) == joined

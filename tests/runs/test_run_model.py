@@ -20,10 +20,10 @@ from hypothesis.stateful import (
 )
 
 from commit_cases import step_at
-from dist_ckpt.core.commit.records.incarnations import begin
-from dist_ckpt.core.commit.records.leases import Hold, Subject, pin, tag, unpin, untag
+from dist_ckpt.core.commit.records.incarnations import begin_incarnation
+from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, pin, tag, unpin, untag
 from dist_ckpt.core.commit.records.protections import Where
-from dist_ckpt.core.commit.records.record_store import read_facts
+from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.errors import ConflictError, NotFoundError
 from dist_ckpt.runs.annotations import put_metrics, put_verified
 from dist_ckpt.runs.listing import Listing, list_run
@@ -53,7 +53,7 @@ class Kept:
     is_verified: bool = False
     is_whole: bool = True
     held_until: float = 0.0
-    holds: list[Hold] = field(default_factory=list)
+    holds: list[Lease] = field(default_factory=list)
 
     @property
     def step(self) -> int:
@@ -89,7 +89,7 @@ class RunMachine(RuleBasedStateMachine):
     def start_again(self, number: int) -> None:
         restored = self.alive[number % len(self.alive)] if self.alive else None
         where = restored.where if restored else None
-        self.start = begin(self.storage, ROOT, restored=where, why="", by="").number
+        self.start = begin_incarnation(self.storage, ROOT, restored=where, why="", by="").number
         self.step = restored.step if restored else 0
         for one in self.there.values():
             one.is_alive = one.is_alive and one.step <= self.step and restored is not None
@@ -131,7 +131,7 @@ class RunMachine(RuleBasedStateMachine):
     @rule(number=numbers, ttl_s=st.sampled_from([10.0, 100.0]))
     def hold(self, number: int, ttl_s: float) -> None:
         one = self.pick(number)
-        hold = Hold(self.subject(one), ttl_s)
+        hold = Lease(self.subject(one), ttl_s)
         hold.take()
         one.holds.append(hold)
         one.held_until = max(one.held_until, self.now + ttl_s)
@@ -183,7 +183,7 @@ class RunMachine(RuleBasedStateMachine):
         assert gone == self.there.keys() - self.wanted(n, top, waiting)
         for name in gone:
             self.forget(self.there[name])
-        facts = read_facts(self.storage, ROOT)
+        facts = read_annotations(self.storage, ROOT)
         assert {(one.step, one.attempt) for one in facts} <= {o.where for o in self.there.values()}
 
     # --- what it is ---
@@ -245,8 +245,8 @@ class RunMachine(RuleBasedStateMachine):
         del self.there[one.name]
         self.tags = {tag: name for tag, name in self.tags.items() if name != one.name}
 
-    def subject(self, one: Kept) -> Subject:
-        return Subject(self.storage, ROOT, f"{ROOT}/{one.name}", one.where)
+    def subject(self, one: Kept) -> CheckpointRef:
+        return CheckpointRef(self.storage, ROOT, f"{ROOT}/{one.name}", one.where)
 
     def listing(self) -> Listing:
         return list_run(self.storage, ROOT, now=self.now)

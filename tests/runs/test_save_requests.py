@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.core.commit.records.incarnations import begin
-from dist_ckpt.core.commit.records.liveness import SignOfLife
+from dist_ckpt.core.commit.records.incarnations import begin_incarnation
+from dist_ckpt.core.commit.records.liveness import LivenessFile
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
@@ -37,7 +37,7 @@ SAVED = (500, Attempt(1000, "0123456789abcdef"))
 
 def run_of(storage: Storage, root: str = ROOT, *, starts: int = 1) -> Storage:
     for number in range(starts):
-        begin(storage, root, restored=None, why="there was none", by=f"job {number}")
+        begin_incarnation(storage, root, restored=None, why="there was none", by=f"job {number}")
     return storage
 
 
@@ -113,9 +113,9 @@ def test_what_nobody_answers_is_taken_back() -> None:
 def test_who_asks_a_start_that_has_ended_does_not_wait_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(save_requests, "GONE_S", 0.2)
+    monkeypatch.setattr(save_requests, "LIVENESS_EXPIRED_S", 0.2)
     storage = run_of(MemoryStorage({ROOT: None}))
-    sign = SignOfLife(storage, ROOT, 1)
+    sign = LivenessFile(storage, ROOT, 1)
     sign.renew()
     ends = threading.Timer(0.5, sign.end)
     ends.start()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.core.commit.records.incarnations import begin
+from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, NotFoundError
@@ -31,7 +31,7 @@ def storage() -> MemoryStorage:
     put(storage, committed(storage, 60, start=1), "metrics", {"val/loss": 0, "acc@5": 99})
     put(storage, committed(storage, 10, start=1, name="old"), "tag", {"release": True})
     for _ in range(2):
-        begin(storage, ROOT, restored=None, why="", by="")
+        begin_incarnation(storage, ROOT, restored=None, why="", by="")
     return storage
 
 

@@ -9,14 +9,14 @@ import pytest
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import abandon
 from dist_ckpt.core.commit.commit_protocol import claim
-from dist_ckpt.core.commit.records.incarnations import begin
-from dist_ckpt.core.commit.records.liveness import SignOfLife
+from dist_ckpt.core.commit.records.incarnations import begin_incarnation
+from dist_ckpt.core.commit.records.liveness import LivenessFile
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.runs.annotations import put_metrics, put_verified
 from dist_ckpt.runs.retention import retention_policy as keep
-from dist_ckpt.runs.retention.retention_policy import Keep
-from dist_ckpt.runs.watch_changes import SeenRun, changes, kept_by, look_at
+from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
+from dist_ckpt.runs.watch_changes import RunObservation, changes, kept_by, observe_run
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from run_folders import ROOT, committed, put
 
@@ -24,21 +24,21 @@ from run_folders import ROOT, committed, put
 class Watched:
     """A run, and who looks at it now and then."""
 
-    def __init__(self, policy: Keep | None = None) -> None:
+    def __init__(self, policy: RetentionPolicy | None = None) -> None:
         self.storage = MemoryStorage({ROOT: None})
         self.policy = policy
-        self.before: SeenRun | None = None
+        self.before: RunObservation | None = None
 
     def told(self) -> list[str]:
         """Return what has changed since the last look."""
-        look = look_at(self.storage, ROOT)
+        look = observe_run(self.storage, ROOT)
         told = [*changes(self.before, look, self.policy)]
-        assert [*changes(look, look_at(self.storage, ROOT), self.policy)] == []
+        assert [*changes(look, observe_run(self.storage, ROOT), self.policy)] == []
         self.before = look
         return told
 
     def start(self, restored: Where | None = None) -> None:
-        begin(self.storage, ROOT, restored=restored, why="a test", by="job 7")
+        begin_incarnation(self.storage, ROOT, restored=restored, why="a test", by="job 7")
 
     def remove(self, step: int) -> None:
         removal.delete(self.storage, f"{ROOT}/step-{step}")
@@ -58,12 +58,12 @@ def test_a_run_is_told_from_its_start() -> None:
         "step 6 is durable: 4.12 kB by 1 rank",
         "step 6 is left behind: the run does not go on from it",
     ]
-    sign = SignOfLife(run.storage, ROOT, 2)
+    sign = LivenessFile(run.storage, ROOT, 2)
     sign.renew()
     assert run.told() == []
     sign.end()
     assert run.told() == ["start 2 has ended"]
-    fresh = [*changes(None, look_at(run.storage, ROOT))]
+    fresh = [*changes(None, observe_run(run.storage, ROOT))]
     assert fresh[1:] == ["2 checkpoints: the newest is of step 5"]
 
 
@@ -72,8 +72,8 @@ def test_what_is_being_written_is_told_and_what_becomes_of_it() -> None:
     run.told()
     claimed = claim(run.storage, f"{ROOT}/step-8", overwrite=False, by="job 7")
     assert run.told() == ["step-8 is being written"]
-    assert [*changes(None, look_at(run.storage, ROOT))][1:] == ["step-8 is being written"]
-    look = look_at(run.storage, ROOT)
+    assert [*changes(None, observe_run(run.storage, ROOT))][1:] == ["step-8 is being written"]
+    look = observe_run(run.storage, ROOT)
     assert look.writing[f"{ROOT}/step-8"].attempt == claimed.attempt
     abandon(run.storage, f"{ROOT}/step-8", claimed.attempt, by="job 7", reason="no space")
     (told,) = run.told()
@@ -109,7 +109,7 @@ def test_metrics_and_what_keeps_a_checkpoint_are_told() -> None:
         (keep.last(2), "although it was kept by last(2)"),
     ],
 )
-def test_what_is_gone_is_told_with_the_reason(policy: Keep | None, why: str) -> None:
+def test_what_is_gone_is_told_with_the_reason(policy: RetentionPolicy | None, why: str) -> None:
     run = Watched(policy)
     for step in (5, 6):
         committed(run.storage, step)
@@ -152,7 +152,7 @@ def test_what_keeps_each_is_told_without_a_policy_as_well() -> None:
     run = Watched()
     for step in (5, 6):
         committed(run.storage, step)
-    look = look_at(run.storage, ROOT)
+    look = observe_run(run.storage, ROOT)
     assert kept_by(look, None) == {f"{ROOT}/step-5": (), f"{ROOT}/step-6": ("the newest",)}
     told = kept_by(look, keep.last(2))
     assert told[f"{ROOT}/step-5"] == ("last(2)",)
@@ -167,7 +167,7 @@ def test_a_start_that_cannot_be_read_is_told_once() -> None:
     run.storage = MemoryStorage(damaged)
     (told,) = run.told()
     assert told.startswith("what is left behind is not known: /runs/.starts/2.json: ")
-    look = look_at(run.storage, ROOT)
+    look = observe_run(run.storage, ROOT)
     assert (look.newest, kept_by(look, None)) == (None, {})
     run.remove(5)
     assert run.told() == ["step 5 is gone: it was pruned or deleted"]
@@ -177,6 +177,6 @@ def test_what_is_no_run_is_refused() -> None:
     run = Watched()
     committed(run.storage, 5)
     with pytest.raises(ValueError, match="is one checkpoint: give the folder that it is in"):
-        look_at(run.storage, f"{ROOT}/step-5")
+        observe_run(run.storage, f"{ROOT}/step-5")
     with pytest.raises(NotFoundError):
-        look_at(run.storage, "/nowhere")
+        observe_run(run.storage, "/nowhere")

@@ -10,7 +10,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.core.commit.attempts import find
-from dist_ckpt.core.commit.records.record_store import read_facts
+from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect, collect_all
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
@@ -81,9 +81,9 @@ def test_the_same_save_is_kept_once_and_what_is_measured_later_is_added(root: Pa
     assert dc.backup(f"{root}/s1") == first
     assert (inodes(first), os.listdir(first)) == before
     assert dc.checkpoints(first)[0].metrics == {"loss": 1.0, "late": 2.0}
-    num_facts = len(read_facts(LocalStorage(), f"{root}/backup"))
+    num_facts = len(read_annotations(LocalStorage(), f"{root}/backup"))
     dc.backup(f"{root}/s1")
-    assert len(read_facts(LocalStorage(), f"{root}/backup")) == num_facts
+    assert len(read_annotations(LocalStorage(), f"{root}/backup")) == num_facts
 
 
 def test_another_save_of_the_step_is_not_replaced_unless_that_is_asked_for(root: Path) -> None:

@@ -46,7 +46,7 @@ def test_sizes_are_those_of_what_is_written_then(path: Path, tmp_path: Path) -> 
     ],
 )
 def test_what_a_policy_keeps_is_gone_through(
-    path: Path, policy: keep.Keep | None, kept: int, at_once: int
+    path: Path, policy: keep.RetentionPolicy | None, kept: int, at_once: int
 ) -> None:
     found = estimate(path, steps=2000, save_every=100, keep=policy)
     assert (found.num_saves, found.num_kept, found.num_at_once) == (20, kept, at_once)

@@ -11,11 +11,11 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.core.commit.records import protections
-from dist_ckpt.core.commit.records.incarnations import begin
-from dist_ckpt.core.commit.records.record_store import read_facts
+from dist_ckpt.core.commit.records.incarnations import begin_incarnation
+from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, NotFoundError
-from dist_ckpt.runs.lease_renewal import subject_of
+from dist_ckpt.runs.lease_renewal import checkpoint_ref_of
 from run_folders import committed
 
 
@@ -55,7 +55,7 @@ def test_what_is_held_cannot_be_removed_until_the_end(run: dc.Run) -> None:
 
 def test_a_hold_is_renewed_as_long_as_it_lasts(run: dc.Run) -> None:
     def num_facts() -> int:
-        return len(read_facts(LocalStorage(), run.root))
+        return len(read_annotations(LocalStorage(), run.root))
 
     with run.hold(2, ttl_s=0.3):
         waited = threading.Event()
@@ -71,7 +71,7 @@ def test_a_hold_outlives_a_prune_that_has_seen_it(
     run: dc.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A renewal finds the mark of who would remove the checkpoint, and who takes it back."""
-    subject, waited = subject_of(LocalStorage(), run.find(2)), threading.Event()
+    subject, waited = checkpoint_ref_of(LocalStorage(), run.find(2)), threading.Event()
 
     def wait_until(is_so: Callable[[], bool]) -> None:
         for _ in range(1000):
@@ -162,7 +162,7 @@ def test_a_hold_has_an_end(run: dc.Run, ttl_s: float) -> None:
         run.hold(1, ttl_s=ttl_s),
     ):
         pass
-    assert protections.guards_of(read_facts(LocalStorage(), run.root), 0.0).holds == {}
+    assert protections.protections_of(read_annotations(LocalStorage(), run.root), 0.0).holds == {}
 
 
 def test_what_has_no_step_has_no_facts(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_best_that_was_replaced_or_left_behind_does_not_count(tmp_path: Path) 
     assert run.best(min="loss") == run.find(1)
     left = committed(storage, 2, start=1, root=root)
     run.metrics(2, {"loss": 0.2})
-    begin(storage, root, restored=run.find(1).where, why="", by="", after=0)
+    begin_incarnation(storage, root, restored=run.find(1).where, why="", by="", after=0)
     assert run.best(min="loss") == run.find(1)
     shutil.rmtree(tmp_path / "run" / "step-2")
     assert run.best(min="loss") == run.find(1), left

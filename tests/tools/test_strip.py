@@ -11,14 +11,14 @@ import pytest
 import dist_ckpt as dc
 import rank_threads
 from dist_ckpt.core.commit.attempts import find, list_attempts
-from dist_ckpt.core.commit.records.leases import Subject, tag
-from dist_ckpt.core.commit.records.protections import HOLD, PIN, guards_of
-from dist_ckpt.core.commit.records.record_store import read_facts
+from dist_ckpt.core.commit.records.leases import CheckpointRef, tag
+from dist_ckpt.core.commit.records.protections import HOLD, PIN, protections_of
+from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect
 from dist_ckpt.core.format.objects.objects_file import decode
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.core.storage.wrappers.forwarding import WrappedStorage
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -33,7 +33,7 @@ from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.tools.rewrite import strip
-from dist_ckpt.tools.rewrite.rewriting import new_attempt
+from dist_ckpt.tools.rewrite.rewriting import begin_rewrite
 from dist_ckpt.tools.rewrite.strip import strip_at
 from linking import PATH, ROOT, NoLinks, inodes, number_at, save, state
 from long_mode import IS_LONG
@@ -263,7 +263,7 @@ def test_where_there_are_no_links_what_stays_is_copied_and_checked(root: Path) -
 # --- others at the same time ------------------------------------------------------------------
 
 
-class Meeting(WrappedStorage):
+class Meeting(ForwardingStorage):
     """Does something once, before the first link."""
 
     def __init__(self, inner: Storage, act: Any) -> None:
@@ -291,7 +291,7 @@ def test_neither_a_prune_nor_a_collector_nor_a_delete_takes_the_source_meanwhile
     strip_at(Meeting(storage, others), PATH, OPTIM)
     assert left_at(storage) == "without"
     assert len(list_attempts(storage, PATH)) == 1
-    held = [fact for fact in read_facts(storage, ROOT) if fact.name.kind == HOLD]
+    held = [fact for fact in read_annotations(storage, ROOT) if fact.name.kind == HOLD]
     assert 0 in held[-1].values.values()
 
 
@@ -315,9 +315,9 @@ def test_a_save_over_it_just_before_the_claim_is_not_stripped_unseen(
 
     def late(*arguments: Any, **options: Any) -> Any:
         rank_threads.save(storage, [state(5)], PATH, step=1, overwrite=True)
-        return new_attempt(*arguments, **options)
+        return begin_rewrite(*arguments, **options)
 
-    monkeypatch.setattr(strip, "new_attempt", late)
+    monkeypatch.setattr(strip, "begin_rewrite", late)
     with pytest.raises(ConflictError, match="replaced meanwhile"):
         strip_at(storage, PATH, OPTIM)
     assert number_at(storage, PATH) == 5
@@ -360,19 +360,19 @@ def test_after_any_crash_the_next_strip_moves_what_keeps_it() -> None:
     disk.make_folder(ROOT)
     disk.sync("/")
     made(disk)
-    subject = Subject(disk, ROOT, PATH, (1, find(disk, PATH)[0]))
+    subject = CheckpointRef(disk, ROOT, PATH, (1, find(disk, PATH)[0]))
     tag(subject, "release")
     subject.put(PIN, {"pinned": True, "why": "the paper"})
     disk.mark("saved")
     strip_at(disk, PATH, OPTIM, force=True)
     were_left = set()
     for point, storage in states(disk.log, since="saved", limit=4):
-        tags = guards_of(read_facts(storage, ROOT), 0.0).tags
+        tags = protections_of(read_annotations(storage, ROOT), 0.0).tags
         were_left.add(left_at(storage) == "without" and subject.where in tags)
         with suppress(ValueError):  # it is stripped already
             strip_at(storage, PATH, OPTIM, force=True)
         assert left_at(storage) == "without"
-        guards = guards_of(read_facts(storage, ROOT), 0.0)
+        guards = protections_of(read_annotations(storage, ROOT), 0.0)
         *lower, newest = ((1, attempt) for attempt in list_attempts(storage, PATH))
         assert guards.tags == {newest: ["release"]}, point
         assert guards.pins[newest] == "the paper"
@@ -390,7 +390,7 @@ def test_an_error_at_any_storage_call_loses_nothing(done: bool) -> None:
         number += 1
         storage = MemoryStorage({ROOT: None})
         made(storage)
-        subject = Subject(storage, ROOT, PATH, (1, find(storage, PATH)[0]))
+        subject = CheckpointRef(storage, ROOT, PATH, (1, find(storage, PATH)[0]))
         tag(subject, "release")
         subject.put(PIN, {"pinned": True, "why": "the paper"})
         faulty = FaultyStorage(storage, fail_at_call=number, done=done)
@@ -402,7 +402,7 @@ def test_an_error_at_any_storage_call_loses_nothing(done: bool) -> None:
         there = left_at(storage)
         (one,) = list_run(storage, ROOT, now=0.0).checkpoints
         assert one.pin == "the paper", faulty.failed
-        tags = guards_of(read_facts(storage, ROOT), 0.0).tags
+        tags = protections_of(read_annotations(storage, ROOT), 0.0).tags
         assert [*tags.values()] == [["release"]], faulty.failed  # of the old one, or of the new
         if error is not None and there == "without":  # it says so
             assert any(text in str(error) for text in TELLS_OF_A_COMMIT), (faulty.failed, error)

@@ -27,7 +27,7 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving import save as saver
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, run_ranks
 from sharded_checkpoints import Counting, rank_state, save_small
@@ -328,7 +328,7 @@ def test_a_reshard_tells_what_it_read_and_wrote(tmp_path):
     files = [file.stat().st_size for file in (tmp_path / "b").rglob("*") if file.is_file()]
     assert report.storage_writes.nbytes == sum(files)
     assert report.storage_reads.nbytes > 4000
-    assert (report.world_size, report.exchanges) == (1, Tally())
+    assert (report.world_size, report.exchanges) == (1, IoCount())
     assert 0 < report.slowest_s == report.seconds["write"]
 
 
@@ -343,11 +343,11 @@ SAVED = dc.SaveReport(
     seconds={"agree": 0.4, "write": 3.7},
     slowest_rank=5,
     slowest_s=3.6,
-    exchanges=Tally(2, 700),
-    collectives=Tally(),
+    exchanges=IoCount(2, 700),
+    collectives=IoCount(),
     nbytes_receipt=200,
-    storage_reads=Tally(),
-    storage_writes=Tally(10, 2_000_000_000),
+    storage_reads=IoCount(),
+    storage_writes=IoCount(10, 2_000_000_000),
 )
 LOADED = dc.LoadReport(
     path="/runs/ck",
@@ -368,9 +368,9 @@ LOADED = dc.LoadReport(
     seconds={"open": 0.5, "read": 3.5},
     slowest_rank=1,
     slowest_s=3.0,
-    exchanges=Tally(7, 900),
-    collectives=Tally(1, 20_000),
-    storage_reads=Tally(400, 1_500_100_000),
+    exchanges=IoCount(7, 900),
+    collectives=IoCount(1, 20_000),
+    storage_reads=IoCount(400, 1_500_100_000),
 )
 
 

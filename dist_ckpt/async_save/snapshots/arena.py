@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from dist_ckpt.async_save.snapshots import arena_layout as layout
 from dist_ckpt.async_save.snapshots.arena_layout import Record, Seal, Snapshot, SnapshotSpans
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.forks import call_in_children
+from dist_ckpt.core.runtime.forks import run_after_fork
 from dist_ckpt.core.runtime.shared_memory import (
-    leave_to_parent,
+    detach_in_child,
     map_writable,
     open_existing,
     reserve,
@@ -106,7 +106,7 @@ class Arena:
             os.close(fd)
             raise
         self._placement: SnapshotSpans | None = None
-        call_in_children(self.leave)
+        run_after_fork(self.leave)
 
     @property
     def nbytes(self) -> int:
@@ -173,11 +173,11 @@ class Arena:
     def leave(self) -> None:
         """In a forked child: let go of the memory, whoever uses it. The child may outlive that."""
         if self._fd >= 0:
-            leave_to_parent(self._mapped.memory, self._fd)
+            detach_in_child(self._mapped.memory, self._fd)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Followed:
+class FollowedArena:
     """One snapshot that is staged, as the writer sees it. Its images may be written from.
 
     They may also be written to where the trainer does not: in the room of the headers.
@@ -246,7 +246,7 @@ class ArenaReader:
             self._close()
             raise
 
-    def follow(self, snapshot_id: str) -> Followed:
+    def follow(self, snapshot_id: str) -> FollowedArena:
         """Return the snapshot that was begun, of which some or all is staged.
 
         ConflictError if another one lies there, CorruptError if what lies there makes no sense.
@@ -261,7 +261,7 @@ class ArenaReader:
             )
         view = self._mapped.view
         images = tuple(view[span.start : span.stop] for span in placement.images)
-        followed = Followed(snapshot, placement, images, record.sequence, self._mapped)
+        followed = FollowedArena(snapshot, placement, images, record.sequence, self._mapped)
         followed.check()
         return followed
 

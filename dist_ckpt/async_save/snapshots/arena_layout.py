@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dist_ckpt.core.format.checksums import Buffer, block_digest, document_digest
-from dist_ckpt.core.format.geometry import Span
+from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import CorruptError, IncompatibleError
 
 # Changes with any change of this module: an arena of another version is never read.
-VERSION = 2
+VERSION = 3
 
 PAGE_NBYTES = 4096
 HEADER_NBYTES = PAGE_NBYTES
@@ -111,21 +111,21 @@ class Record(NamedTuple):
 class SnapshotSpans:
     """Where everything of a snapshot lies in its arena, which has `nbytes` at least."""
 
-    document: Span
-    seal: Span
-    images: tuple[Span, ...]
+    document: ByteRange
+    seal: ByteRange
+    images: tuple[ByteRange, ...]
     nbytes: int
 
 
 def place(snapshot: Snapshot, document_nbytes: int) -> SnapshotSpans:
     """Say where a snapshot's parts lie: it follows from their sizes."""
-    document = Span(HEADER_NBYTES, HEADER_NBYTES + document_nbytes)
+    document = ByteRange(HEADER_NBYTES, HEADER_NBYTES + document_nbytes)
     start = _on_page(document.stop)
-    seal = Span(start, start + _SEALED_FILE_NBYTES * (len(snapshot.images) + 1))
+    seal = ByteRange(start, start + _SEALED_FILE_NBYTES * (len(snapshot.images) + 1))
     start = _on_page(seal.stop)
     images = []
     for image in snapshot.images:
-        images.append(Span(start, start + image.nbytes))
+        images.append(ByteRange(start, start + image.nbytes))
         start = _on_page(start + image.nbytes)
     return SnapshotSpans(document, seal, tuple(images), start)
 
@@ -154,11 +154,11 @@ def decode_record(header: Buffer, offset: int) -> Record | None:
     return None if body is None else Record(*_RECORD.unpack(body))
 
 
-def document_span(record: Record, what: str) -> Span:
+def document_span(record: Record, what: str) -> ByteRange:
     """Return where a snapshot's document lies. CorruptError if nobody makes one of that size."""
     if record.nbytes > MAX_DOCUMENT_NBYTES:
         raise CorruptError(f"{what}: a document of {record.nbytes} bytes")
-    return Span(HEADER_NBYTES, HEADER_NBYTES + record.nbytes)
+    return ByteRange(HEADER_NBYTES, HEADER_NBYTES + record.nbytes)
 
 
 def open_document(

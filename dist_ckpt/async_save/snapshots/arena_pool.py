@@ -12,9 +12,9 @@ from dist_ckpt.async_save.snapshots.arena import Arena
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder, check_file
 from dist_ckpt.async_save.snapshots.recovered_snapshots import SaveIdentity, open_first
 from dist_ckpt.core.runtime.shared_memory import (
+    create_anonymous,
     create_named,
-    create_nameless,
-    lacks_room,
+    is_out_of_space,
     open_existing,
 )
 from dist_ckpt.errors import CheckpointError, IncompatibleError, StorageError
@@ -22,7 +22,7 @@ from dist_ckpt.errors import CheckpointError, IncompatibleError, StorageError
 _log = logging.getLogger("dist_ckpt")
 
 
-class Arenas:
+class ArenaPool:
     """A trainer's arenas, by their numbers. It holds the trainer's lock of the folder.
 
     What an earlier run left in them stays until it is staged into, or until they must be made anew.
@@ -63,7 +63,7 @@ class Arenas:
                 arena.reserve(nbytes)
             except OSError as error:
                 arena.close()
-                if not lacks_room(error):
+                if not is_out_of_space(error):
                     raise self._failed(nbytes, error) from error
                 arena = None
         self._arenas[number] = arena or self._made(number, nbytes)
@@ -100,11 +100,11 @@ class Arenas:
             try:
                 return path, create_named(path, nbytes)
             except OSError as error:
-                if not has_nameless or not lacks_room(error):
+                if not has_nameless or not is_out_of_space(error):
                     raise
                 self._warn(nbytes, error)
         self._forget(number)  # it would be found first, and its room is needed
-        fd = create_nameless(nbytes)
+        fd = create_anonymous(nbytes)
         return self._told(number, fd), fd
 
     def _told(self, number: int, fd: int) -> str:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Literal
 
-from dist_ckpt.core.runtime.lock_files import LockFile, Owner, owner_of, take
+from dist_ckpt.core.runtime.lock_files import LockFile, LockOwner, owner_of, take
 from dist_ckpt.errors import ConflictError, StorageError
 
 _log = logging.getLogger("dist_ckpt")
@@ -211,7 +211,7 @@ class RankFolder:
                 ) from None
         raise StorageError(f"{self.path} is removed again and again: look who does that")
 
-    def owner(self, role: Role) -> Owner | None:
+    def owner(self, role: Role) -> LockOwner | None:
         """Return the living trainer, or writer, of this rank, or None. Nobody is disturbed."""
         return owner_of(self.lock_path(role))
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, has_jobs
-from dist_ckpt.async_save.snapshots.overlay_storage import KeptDocument, KeptFile, Served
-from dist_ckpt.async_save.snapshots.recovered_snapshots import KeptSave, kept_saves
+from dist_ckpt.async_save.snapshots.overlay_storage import MemoryDocument, MemoryFile, Served
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSave, kept_saves
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import INDEX
@@ -23,7 +23,7 @@ _log = logging.getLogger("dist_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class KeptFiles:
+class MemorySource:
     """What a load finds in memory, instead of in the storage: on one rank, which decides by itself.
 
     `found` returns the files, by their paths, of the checkpoint that was found (its path, its
@@ -41,10 +41,10 @@ class KeptFiles:
 
 
 # For a load that reads everything from the storage.
-NONE_KEPT = KeptFiles(lambda path, index, stack: {})
+NOTHING_IN_MEMORY = MemorySource(lambda path, index, stack: {})
 
 
-def kept_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
+def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
     """Return what the job that saves into the checkpoint's folder has left on this host.
 
     If it is dead, or alive in this very process: the arenas of other trainers are theirs. If there
@@ -70,14 +70,14 @@ def kept_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, Serv
     }
 
 
-def kept_committed(save: KeptSave | None) -> KeptFiles:
+def committed_in_memory(save: RecoveredSave | None) -> MemorySource:
     """Return what there is of a save that was committed; None where nothing is on this host."""
     if save is None:
-        return NONE_KEPT
-    return KeptFiles(lambda path, index, stack: files_of(save, path, index))
+        return NOTHING_IN_MEMORY
+    return MemorySource(lambda path, index, stack: files_of(save, path, index))
 
 
-def kept_uncommitted(save: KeptSave, attempt: str, index: bytes | None) -> KeptFiles:
+def uncommitted_in_memory(save: RecoveredSave, attempt: str, index: bytes | None) -> MemorySource:
     """Return a save that is complete here, and was never committed: with the index of `attempt`.
 
     That is the one that it would have. Only the coordinator has it; all others are told. Nothing
@@ -86,13 +86,13 @@ def kept_uncommitted(save: KeptSave, attempt: str, index: bytes | None) -> KeptF
     folder = f"{save.identity.path}/{attempt}"
     files: dict[str, Served] = {f"{folder}/{name}": file for name, file, _ in _sealed_files(save)}
     if index is not None:
-        files[f"{folder}/{INDEX}"] = KeptDocument(index)
-    return KeptFiles(
+        files[f"{folder}/{INDEX}"] = MemoryDocument(index)
+    return MemorySource(
         lambda path, found, stack: files if found.attempt == attempt else {}, unfound=files
     )
 
 
-def files_of(save: KeptSave, path: str, index: Index) -> dict[str, Served]:
+def files_of(save: RecoveredSave, path: str, index: Index) -> dict[str, Served]:
     """Return the files of a checkpoint that a save has in memory, byte for byte.
 
     An attempt's name is random, so that it is no other's; and every block of what is read is
@@ -120,12 +120,12 @@ def _job_of(root: str) -> JobFolder | None:
     return None if root_id is None else JobFolder.find(job_id(root, root_id))
 
 
-def _sealed_files(save: KeptSave) -> Iterator[tuple[str, KeptFile, FileReceipt]]:
+def _sealed_files(save: RecoveredSave) -> Iterator[tuple[str, MemoryFile, FileReceipt]]:
     for _, kept in sorted(save.sealed.items()):
         assert kept.seal is not None, "it is sealed"
         receipts = {receipt[0]: receipt for receipt in kept.seal.files}
         for number, image in enumerate(kept.snapshot.images):
-            yield image.name, KeptFile(kept, number), receipts[image.name]
+            yield image.name, MemoryFile(kept, number), receipts[image.name]
 
 
 def records_of(index: Index) -> Iterator[FileReceipt]:
@@ -138,7 +138,7 @@ def records_of(index: Index) -> Iterator[FileReceipt]:
         yield attached.file_name, attached.nbytes, 0, attached.digest
 
 
-def _problem(file: KeptFile, receipt: FileReceipt) -> str | None:
+def _problem(file: MemoryFile, receipt: FileReceipt) -> str | None:
     """Say what is wrong with what is read before any block is: the header, or all of a small file.
 
     Were that found later, the load could not go back to the storage for this file alone.

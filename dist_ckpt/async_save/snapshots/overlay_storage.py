@@ -8,18 +8,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt.async_save.snapshots.recovered_snapshots import KeptSnapshot
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot
 from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage
-from dist_ckpt.core.storage.wrappers.forwarding import WrappedStorage
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
 from dist_ckpt.errors import CorruptError, StorageError
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptFile:
+class MemoryFile:
     """One file of a snapshot that is kept: the image with this number."""
 
-    kept: KeptSnapshot
+    kept: RecoveredSnapshot
     image: int
 
     @property
@@ -42,7 +42,7 @@ class KeptFile:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptDocument:
+class MemoryDocument:
     """A file whose bytes are here: it was made of what some snapshots say."""
 
     data: bytes
@@ -58,10 +58,10 @@ class KeptDocument:
 
 
 # A file that is served: of a snapshot, or a document that was made from some.
-Served = KeptFile | KeptDocument
+Served = MemoryFile | MemoryDocument
 
 
-class SnapshotStorage(WrappedStorage):
+class OverlayStorage(ForwardingStorage):
     """Hands every call to `inner`, but for reading the files that it was told to `serve`.
 
     Those are listed, too, whether `inner` has them or not. One that is gone from memory meanwhile
@@ -71,7 +71,7 @@ class SnapshotStorage(WrappedStorage):
 
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
-        self.from_memory = Tally()
+        self.from_memory = IoCount()
         self._files: dict[str, Served] = {}
         self._lock = threading.Lock()
 

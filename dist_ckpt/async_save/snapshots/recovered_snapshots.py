@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from dist_ckpt.async_save.snapshots import arena_layout as layout
 from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot, SnapshotSpans
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder
-from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
-from dist_ckpt.core.format.geometry import Span
+from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
+from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.shared_memory import open_existing
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -27,7 +27,7 @@ _WORD_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSnapshot:
+class RecoveredSnapshot:
     """A snapshot in an arena. Its bytes are to be checked by the digests in it.
 
     Not complete: it is being staged, or its trainer died over it. Not sealed: digests and headers
@@ -66,7 +66,7 @@ class KeptSnapshot:
         self.descriptor.release()
 
 
-def open_kept(place: str, job: str) -> KeptSnapshot | None:
+def open_recovered(place: str, job: str) -> RecoveredSnapshot | None:
     """Open the snapshot in an arena; None if there never was one. Nothing in it is believed.
 
     FileNotFoundError if there is no arena; IncompatibleError if it is of another version,
@@ -85,7 +85,7 @@ def open_kept(place: str, job: str) -> KeptSnapshot | None:
 
 def open_first(
     folder: RankFolder, number: int
-) -> tuple[KeptSnapshot | None, list[CheckpointError]]:
+) -> tuple[RecoveredSnapshot | None, list[CheckpointError]]:
     """Open the snapshot in an arena of a rank, wherever that is, if there is one.
 
     Besides returns what is wrong with the places that were looked at before.
@@ -93,7 +93,7 @@ def open_first(
     problems: list[CheckpointError] = []
     for place in folder.places(number):
         try:
-            return open_kept(place, folder.job), problems
+            return open_recovered(place, folder.job), problems
         except OSError:
             continue  # it went with its process
         except CheckpointError as error:
@@ -101,7 +101,7 @@ def open_first(
     return None, problems
 
 
-def _opened(fd: int, place: str, job: str) -> KeptSnapshot | None:
+def _opened(fd: int, place: str, job: str) -> RecoveredSnapshot | None:
     nbytes = os.fstat(fd).st_size
     header = os.pread(fd, layout.HEADER_NBYTES, 0)
     layout.check_identity(header, job, place)
@@ -118,7 +118,7 @@ def _opened(fd: int, place: str, job: str) -> KeptSnapshot | None:
     is_committed = is_complete and _word(fd, layout.COMMITTED_WORD, place) == sequence
     if sequence != _word(fd, layout.SEQUENCE_WORD, place):
         raise CorruptError(f"{place} is being staged into: there is no snapshot in it")
-    return KeptSnapshot(
+    return RecoveredSnapshot(
         place=place,
         snapshot=snapshot,
         placement=placement,
@@ -139,7 +139,7 @@ def _seal(
     room = placement.seal
     if record.nbytes > room.nbytes:
         raise CorruptError(f"{place}: a seal of {record.nbytes} bytes in {room.nbytes}")
-    document = _bytes(fd, Span(room.start, room.start + record.nbytes), place)
+    document = _bytes(fd, ByteRange(room.start, room.start + record.nbytes), place)
     layout.check_document(document, record, place)
     try:
         return typed_msgpack.decode(document, Seal)
@@ -149,10 +149,10 @@ def _seal(
 
 def _word(fd: int, number: int, place: str) -> int:
     start = number * _WORD_NBYTES
-    return int.from_bytes(_bytes(fd, Span(start, start + _WORD_NBYTES), place), sys.byteorder)
+    return int.from_bytes(_bytes(fd, ByteRange(start, start + _WORD_NBYTES), place), sys.byteorder)
 
 
-def _bytes(fd: int, span: Span, place: str) -> bytearray:
+def _bytes(fd: int, span: ByteRange, place: str) -> bytearray:
     data = bytearray(span.nbytes)
     _read(fd, span.start, memoryview(data), place)
     return data
@@ -185,7 +185,7 @@ class SaveIdentity(Message, frozen=True):
     @staticmethod
     def of(snapshot: Snapshot) -> SaveIdentity:
         """Return which save a snapshot is a part of. ValueError if its details make no sense."""
-        details = typed_msgpack.decode(snapshot.details, Details)
+        details = typed_msgpack.decode(snapshot.details, SnapshotMetadata)
         told = snapshot.id, snapshot.path, snapshot.step, snapshot.world_size
         start = 0 if details.run is None else details.run.start
         return SaveIdentity(*told, details.began_at, details.overwrite, start)
@@ -197,7 +197,7 @@ class SaveIdentity(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptSave:
+class RecoveredSave:
     """One save of a job. `sealed` are the ranks whose part is here, with digests and headers.
 
     `attempt` is the one that they were written into, `UNCLAIMED` if the writers here knew of none;
@@ -209,28 +209,28 @@ class KeptSave:
     identity: SaveIdentity
     attempt: str | None = None
     was_committed: bool = False
-    sealed: Mapping[int, KeptSnapshot] = field(default_factory=dict)
+    sealed: Mapping[int, RecoveredSnapshot] = field(default_factory=dict)
 
-    def details(self, rank: int) -> Details:
+    def details(self, rank: int) -> SnapshotMetadata:
         """Return what a rank's snapshot says of the save."""
-        return typed_msgpack.decode(self.sealed[rank].snapshot.details, Details)
+        return typed_msgpack.decode(self.sealed[rank].snapshot.details, SnapshotMetadata)
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSaves:
+class RecoveredSaves:
     """The saves that are kept on this host, by their ids, and what is wrong with other arenas.
 
     What is wrong is left as it is: it may be another's, or a newer version's.
     """
 
-    saves: Mapping[str, KeptSave]
+    saves: Mapping[str, RecoveredSave]
     problems: tuple[str, ...]
 
 
 @contextmanager
-def kept_saves(folders: Iterable[RankFolder]) -> Iterator[KeptSaves]:
+def kept_saves(folders: Iterable[RankFolder]) -> Iterator[RecoveredSaves]:
     """Give the saves that the arenas of some ranks hold; they can be read until the block ends."""
-    saves: dict[str, KeptSave] = {}
+    saves: dict[str, RecoveredSave] = {}
     problems: list[str] = []
     with ExitStack() as stack:
         for folder in folders:
@@ -244,16 +244,16 @@ def kept_saves(folders: Iterable[RankFolder]) -> Iterator[KeptSaves]:
                     _add(saves, kept, folder.rank)
                 except ValueError as error:
                     problems.append(f"{kept.place}: {error}")
-        yield KeptSaves(saves, tuple(problems))
+        yield RecoveredSaves(saves, tuple(problems))
 
 
-def _add(saves: dict[str, KeptSave], kept: KeptSnapshot, rank: int) -> None:
+def _add(saves: dict[str, RecoveredSave], kept: RecoveredSnapshot, rank: int) -> None:
     """Add a rank's part to its save. ValueError if it does not belong there."""
     snapshot, seal = kept.snapshot, kept.seal
     if snapshot.rank != rank:
         raise ValueError(f"a snapshot of rank {snapshot.rank} lies where those of {rank} do")
     identity = SaveIdentity.of(snapshot)
-    there = saves.get(snapshot.id, KeptSave(identity))
+    there = saves.get(snapshot.id, RecoveredSave(identity))
     if there.identity != identity:
         raise ValueError(f"snapshot {snapshot.id} is of another save on another rank")
     if seal is None:

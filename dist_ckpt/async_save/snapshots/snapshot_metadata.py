@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dist_ckpt.core.comm.collectives.collective import Bodies
-from dist_ckpt.core.commit.records.incarnations import OfRun
+from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.planning.plan import ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message
 
 
-class Details(Message, frozen=True):
+class SnapshotMetadata(Message, frozen=True):
     """What is the same on all ranks of a save, but for `replicas`.
 
     `mirrored` and `saved_by` go into the index. `began_at` is the coordinator's wall clock, or
@@ -26,4 +26,4 @@ class Details(Message, frozen=True):
     began_at: float
     bodies: Bodies
     replicas: ReplicaDigests
-    run: OfRun | None = None
+    run: Incarnation | None = None

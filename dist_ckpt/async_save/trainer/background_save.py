@@ -14,24 +14,24 @@ from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots.arena import Arena
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot, arena_nbytes
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
-from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.staging import images_of, stage, stage_beside
-from dist_ckpt.async_save.trainer.start_handshake import Saver, Start, agree_on_start
-from dist_ckpt.async_save.trainer.writer_handle import Order, OwnWriter
+from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, Start, agree_on_start
+from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
 from dist_ckpt.async_save.writer.messages import Done, Write
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import (
-    Agreed,
-    Planned,
-    is_plan_good,
-    last_plan,
+    CachedPlan,
+    SaveAgreement,
+    cached_plan,
+    check_proposals,
     plan_together,
 )
 from dist_ckpt.core.saving.attachments import read_attached
-from dist_ckpt.core.saving.local_save_state import HeldState
+from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.saving.save import SaveOptions, request_of
 from dist_ckpt.core.saving.save_transaction import SaveRequest
 from dist_ckpt.core.shard_io.memory.cuda import check_no_capture
@@ -50,7 +50,7 @@ def save_in_background(
     state: State,
     path: str | os.PathLike[str],
     options: SaveOptions,
-    saver: Saver,
+    saver: SaverInfo,
 ) -> SaveHandle:
     """Return a handle of a save that is staged, or skipped. Collective.
 
@@ -59,13 +59,13 @@ def save_in_background(
     """
     phases = Phases("background save", str(path), quiet=ranks.channel.rank != COORDINATOR)
 
-    def begin() -> OwnWriter:
+    def begin() -> WriterHandle:
         job = job_of()
         job.fence.join()
         return job.writer
 
     with phases.phase("ready"):
-        start = agree_on_start(ranks, begin, saver, options.hurries)
+        start = agree_on_start(ranks, begin, saver, options.is_urgent)
     if start is None:
         return SaveHandle(str(path), options.step)
     job, is_agreed = job_of(), False
@@ -107,7 +107,7 @@ class _Room:
     The snapshot lacks the save's name.
     """
 
-    held: HeldState
+    held: LocalSaveState
     num_tensors: int
     files: RankFiles
     snapshot: Snapshot
@@ -129,13 +129,13 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
         attached = read_attached(options.attach)
         request = request_of(*open_storage(where), options, attached)
         held = options.held(ranks, state)
-        last = last_plan(ranks, held.inventory)
+        last = cached_plan(ranks, held.inventory)
         if last is not None:
             room = _make_room(call, request, held, last, attached)
         if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, held.unmatched)):
-            name = secrets.token_hex(16) if is_plan_good(offers) else ""
-            agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
-    agreed = agreeing.result(Agreed)
+            name = secrets.token_hex(16) if check_proposals(offers) else ""
+            agreeing.decide(SaveAgreement(name, max(offer.bulk for offer in offers)))
+    agreed = agreeing.result(SaveAgreement)
     name = agreed.name
     if not name:
         ranks.bulk.renew(agreed.bulk)
@@ -152,14 +152,14 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
 def _make_room(
     call: _BegunSave,
     request: SaveRequest,
-    held: HeldState,
-    planned: Planned,
+    held: LocalSaveState,
+    planned: CachedPlan,
     attached: Mapping[str, bytes],
 ) -> _Room:
     """Find an arena that nobody writes from, and make it as large as it needs to be."""
     job, options, channel = call.job, call.options, call.ranks.channel
     files = held.files(planned.plan, options.step, options.all_metadata(), attached)
-    details = Details(
+    details = SnapshotMetadata(
         overwrite=options.overwrite,
         mirrored=request.mirrored,
         saved_by=request.saved_by,
@@ -185,10 +185,10 @@ def _make_room(
     return _Room(held, num_tensors, files, snapshot, arena, number)
 
 
-def _stage(job: Job, name: str, room: _Room, start: Start) -> Order:
+def _stage(job: Job, name: str, room: _Room, start: Start) -> WriteJob:
     """Copy, while the writer follows. If that fails here, the save fails on all ranks."""
     arena, held = room.arena, room.held
-    order = Order(name, room.number)
+    order = WriteJob(name, room.number)
     write = Write(name, room.snapshot.path, arena.place, room.number, *start.store)
     try:
         images = arena.begin(structs.replace(room.snapshot, id=name))
@@ -210,7 +210,7 @@ def _stage(job: Job, name: str, room: _Room, start: Start) -> Order:
 def _copy_beside(
     job: Job,
     room: _Room,
-    order: Order,
+    order: WriteJob,
     images: Sequence[memoryview],
     devices: Sequence[torch.device],
 ) -> None:
@@ -229,7 +229,7 @@ def _copy_beside(
         job.fence.run(beside.mark(), copy)
 
 
-def _copy(job: Job, order: Order, stage_it: Callable[[], None]) -> None:
+def _copy(job: Job, order: WriteJob, stage_it: Callable[[], None]) -> None:
     try:
         stage_it()
         job.arenas.newest = order.arena
@@ -237,7 +237,7 @@ def _copy(job: Job, order: Order, stage_it: Callable[[], None]) -> None:
         order.staged.set()
 
 
-def _abort(job: Job, order: Order, error: BaseException) -> None:
+def _abort(job: Job, order: WriteJob, error: BaseException) -> None:
     job.writer.abort(order, f"{type(error).__name__}: {error}"[:500])
 
 

@@ -8,10 +8,10 @@ import warnings
 from contextlib import suppress
 from weakref import finalize
 
-from dist_ckpt.async_save.snapshots.arena_pool import Arenas, only_copy_in
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool, only_copy_in
 from dist_ckpt.async_save.snapshots.job_folder import ROLES, JobFolder, RankFolder
-from dist_ckpt.async_save.trainer.orphan_writers import settle_former_writers
-from dist_ckpt.async_save.trainer.writer_handle import OwnWriter, first_error
+from dist_ckpt.async_save.trainer.orphan_writers import end_orphan_writers
+from dist_ckpt.async_save.trainer.writer_handle import WriterHandle, first_error
 from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.core.runtime.lock_files import LockFile
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas, SideStreams
@@ -36,9 +36,9 @@ class Job:
         self._own = self.folder.rank(hello.rank)
         self._lock = _trainer_lock(self._own)
         try:
-            settle_former_writers(self.folder, settle_s)
-            self.arenas = Arenas(self._own)
-            self.writer = OwnWriter(self._own, hello)
+            end_orphan_writers(self.folder, settle_s)
+            self.arenas = ArenaPool(self._own)
+            self.writer = WriterHandle(self._own, hello)
             self.writer.newest_at = self.arenas.newest_at
             self.writer.ensure()
         except BaseException:
@@ -135,7 +135,7 @@ class Job:
 
 
 def _leave(
-    lock: LockFile, arenas: Arenas, pinned: PinnedArenas, fence: Fence, writer: OwnWriter
+    lock: LockFile, arenas: ArenaPool, pinned: PinnedArenas, fence: Fence, writer: WriterHandle
 ) -> None:
     """Let the writer finish what is staged, and others be trainer. Waits for no storage."""
     try:
@@ -149,10 +149,10 @@ def _leave(
 
 def _let_go(
     lock: LockFile,
-    arenas: Arenas,
+    arenas: ArenaPool,
     pinned: PinnedArenas,
     fence: Fence,
-    writer: OwnWriter,
+    writer: WriterHandle,
     job: str,
 ) -> None:
     """Leave a job that was dropped, and not closed; say what became of its saves."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.trainer.writer_launcher import PROGRAMS
 from dist_ckpt.async_save.writer.messages import WRITER_END_S
-from dist_ckpt.core.runtime.lock_files import Owner
+from dist_ckpt.core.runtime.lock_files import LockOwner
 from dist_ckpt.errors import ConflictError, StorageError, ranks_text
 
 _log = logging.getLogger("dist_ckpt")
@@ -25,7 +25,7 @@ _LOOK_S = 0.02
 _MAX_WORDS_NBYTES = 4096
 
 
-def settle_former_writers(folder: JobFolder, settle_s: float) -> None:
+def end_orphan_writers(folder: JobFolder, settle_s: float) -> None:
     """Wait for the writers on this host whose trainer is gone, `settle_s` at most; then end them.
 
     Those of this process's own rank among them: it holds the trainer's lock, and has not started a
@@ -78,7 +78,7 @@ def _gone(left: dict[int, RankFolder], timeout_s: float) -> list[int]:
         time.sleep(_LOOK_S)
 
 
-def _left_writer(folder: RankFolder) -> Owner | None:
+def _left_writer(folder: RankFolder) -> LockOwner | None:
     """Return the writer of a rank that lives without its trainer."""
     # In this order: a new trainer has its lock before it starts a writer, so that the writer
     # which was seen before its trainer was not is none of a living trainer's.

@@ -20,8 +20,8 @@ from dist_ckpt.async_save.snapshots.arena_layout import Image
 from dist_ckpt.core.planning.plan import FilePlan
 from dist_ckpt.core.planning.write_batches import Batch, BatchPart
 from dist_ckpt.core.runtime.buffers import address_of, copy, move
-from dist_ckpt.core.runtime.threads import each, results_of
-from dist_ckpt.core.shard_io.memory.cuda import BesideCopies
+from dist_ckpt.core.runtime.threads import parallel_for, results_of
+from dist_ckpt.core.shard_io.memory.cuda import SideStreamCopies
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf
 
@@ -61,7 +61,7 @@ def stage_beside(
     arena: Arena,
     images: Sequence[memoryview],
     files: RankFiles,
-    beside: BesideCopies,
+    beside: SideStreamCopies,
     late: Container[str],
 ) -> Callable[[], None]:
     """Do what `stage` does, but for what is on some devices: have these copy it.
@@ -84,7 +84,7 @@ def stage_beside(
             if part.fqn in late:
                 beside.send(part.source, part.start, part.stop, part.room)
         marks.append(beside.mark())
-    each(partial(_CopyUnit.copy, beside=beside), units, threads=_THREADS)
+    parallel_for(partial(_CopyUnit.copy, beside=beside), units, threads=_THREADS)
     _copy_objects(images, files)
 
     def follow() -> None:
@@ -122,7 +122,7 @@ class _CopyUnit:
     memory: memoryview
     stop: int
 
-    def copy(self, beside: BesideCopies | None = None) -> None:
+    def copy(self, beside: SideStreamCopies | None = None) -> None:
         """Copy it, but for what others take."""
         first = self.batches[0].start
         for batch in self.batches:
@@ -148,7 +148,7 @@ class _CopyUnit:
             )
         return source
 
-    def _copy(self, batch: Batch, room: memoryview, beside: BesideCopies | None) -> None:
+    def _copy(self, batch: Batch, room: memoryview, beside: SideStreamCopies | None) -> None:
         to, filled = address_of(room), 0
         for part in batch.parts:
             source, start, stop = self._source(part), part.start, part.stop

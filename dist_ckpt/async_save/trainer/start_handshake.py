@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
-from dist_ckpt.async_save.trainer.writer_handle import Order, OwnWriter, first_error
-from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, check_alike
-from dist_ckpt.core.comm.key_value.client_thread import OF_THE_JOB
+from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle, first_error
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, check_equal_on_all_ranks
+from dist_ckpt.core.comm.key_value.client_thread import JOB_STORE_TEXTS
 from dist_ckpt.core.comm.key_value.key_client import TOKEN_NBYTES
 from dist_ckpt.core.comm.messages import Failure, error_of, failure_of
 from dist_ckpt.core.comm.session import Session
@@ -34,7 +34,7 @@ MAX_HOST_CHARS = 255
 _LATER_S = 0.001
 
 
-class Saver(Message, frozen=True):
+class SaverInfo(Message, frozen=True):
     """The options of a saver that are the same on all ranks, and so tell savers apart."""
 
     job: str | None
@@ -42,9 +42,9 @@ class Saver(Message, frozen=True):
     when_busy: WhenBusy
 
 
-def check_savers(call: str, savers: Sequence[Saver]) -> None:
+def check_savers(call: str, savers: Sequence[SaverInfo]) -> None:
     """Raise ValueError if the ranks call a method of different savers."""
-    check_alike(call, savers, Saver.__struct_fields__)
+    check_equal_on_all_ranks(call, savers, SaverInfo.__struct_fields__)
 
 
 class _WriterState(Message, frozen=True):
@@ -55,7 +55,7 @@ class _WriterState(Message, frozen=True):
     other writers.
     """
 
-    saver: Saver
+    saver: SaverInfo
     failed: dict[str, Failure]
     committed: tuple[str, ...]
     is_busy: bool
@@ -84,28 +84,28 @@ class Start(Message, frozen=True):
 
 def agree_on_start(
     ranks: Session,
-    begin: Callable[[], OwnWriter],
-    saver: Saver,
-    hurries: Callable[[], bool] = bool,
+    begin: Callable[[], WriterHandle],
+    saver: SaverInfo,
+    is_urgent: Callable[[], bool] = bool,
 ) -> Start | None:
     """Return how a save begins, or None if it is skipped. Collective: every rank calls this.
 
-    `begin` returns this rank's writer, which may be dead. `hurries` says, also while it waits,
+    `begin` returns this rank's writer, which may be dead. `is_urgent` says, also while it waits,
     whether this save is to supersede another rather than to wait. Raises, on all ranks, what an
     earlier save has failed of on any of them, once.
     """
     channel = ranks.channel
-    writer: OwnWriter | None = None
+    writer: WriterHandle | None = None
     paused = ""
     start: Start | None = None
     try:
         with channel.exchange("ready") as readying:
             writer = begin()
-            _await_readiness(writer, ranks, saver, hurries)
+            _await_readiness(writer, ranks, saver, is_urgent)
             failed = {order.snapshot: _failure_of(order, channel) for order in writer.failed}
             if not failed:
                 writer.ensure()
-                supersedes = saver.when_busy == "supersede" or (_is_busy(writer) and hurries())
+                supersedes = saver.when_busy == "supersede" or (_is_busy(writer) and is_urgent())
                 paused = _paused(writer) if supersedes else ""
             own = _WriterState(
                 saver=saver,
@@ -127,22 +127,22 @@ def agree_on_start(
 
 
 def _await_readiness(
-    writer: OwnWriter, ranks: Session, saver: Saver, hurries: Callable[[], bool]
+    writer: WriterHandle, ranks: Session, saver: SaverInfo, is_urgent: Callable[[], bool]
 ) -> None:
     # What failed elsewhere is about to fail here: before it has, nobody can go on.
     told = [order for order in writer.unsettled if order.is_told]
-    settled_s = 2 * ranks.config.silence_s + ranks.config.arrive_s
+    settled_s = 2 * ranks.config.heartbeat_timeout_s + ranks.config.join_timeout_s
     writer.wait_for(lambda: all(order.is_settled for order in told), settled_s)
     writer.look()
     if saver.when_busy == "wait":
-        writer.wait_for(lambda: not _is_busy(writer) or bool(writer.failed) or hurries(), None)
+        writer.wait_for(lambda: not _is_busy(writer) or bool(writer.failed) or is_urgent(), None)
 
 
-def _is_busy(writer: OwnWriter) -> bool:
+def _is_busy(writer: WriterHandle) -> bool:
     return len(writer.unsettled) >= NUM_ARENAS
 
 
-def _paused(writer: OwnWriter) -> str:
+def _paused(writer: WriterHandle) -> str:
     """Pause the save that may be superseded; return its name, "" if there is none."""
     unsettled = [order.snapshot for order in writer.unsettled]
     if unsettled and writer.pause(unsettled[-1]):
@@ -150,12 +150,12 @@ def _paused(writer: OwnWriter) -> str:
     return ""
 
 
-def _failure_of(order: Order, channel: Channel) -> Failure:
+def _failure_of(order: WriteJob, channel: Channel) -> Failure:
     assert order.failure is not None
     return failure_of(order.failure, "write", channel.rank, channel.host)
 
 
-def _judge(told: Sequence[_WriterState], writer: OwnWriter) -> Start:
+def _judge(told: Sequence[_WriterState], writer: WriterHandle) -> Start:
     """Decide how the save begins; `writer` is the coordinator's: it may have to serve a store."""
     check_savers("AsyncSaver.save", [one.saver for one in told])
     committed = {snapshot for one in told for snapshot in one.committed}
@@ -178,7 +178,7 @@ def _judge(told: Sequence[_WriterState], writer: OwnWriter) -> Start:
     )
 
 
-def _store(told: Sequence[_WriterState], writer: OwnWriter) -> MeetingPlace:
+def _store(told: Sequence[_WriterState], writer: WriterHandle) -> MeetingPlace:
     """Return where all writers meet: where they have met before, or in a new store."""
     if len(told) == 1:
         return _NOWHERE
@@ -189,7 +189,7 @@ def _store(told: Sequence[_WriterState], writer: OwnWriter) -> MeetingPlace:
     return writer.serve(others[0] if others else "")
 
 
-def _taken_note_of(start: Start, writer: OwnWriter) -> Start | None:
+def _taken_note_of(start: Start, writer: WriterHandle) -> Start | None:
     """Return how the save begins, None if it is skipped: the writer here knows now what all do."""
     # What was committed though the writer here died before it could say so.
     mistaken = [order for order in writer.failed if order.snapshot in start.committed]
@@ -207,7 +207,7 @@ def _taken_note_of(start: Start, writer: OwnWriter) -> Start | None:
     return start
 
 
-def _raise(failed: Mapping[str, Failure], writer: OwnWriter) -> None:
+def _raise(failed: Mapping[str, Failure], writer: WriterHandle) -> None:
     """Raise the failures; here too they count as told, if they are known yet or not."""
     for order in writer.orders:
         if order.snapshot in failed:
@@ -225,7 +225,8 @@ def _check_store(store: MeetingPlace) -> None:
     if (is_place and len(token) == TOKEN_NBYTES) or store == _NOWHERE:
         return
     raise RankError(
-        f"rank 0 has told no place where the background writers can meet. {OF_THE_JOB.strange}",
+        f"rank 0 sent no address at which the background writers can meet. "
+        f"{JOB_STORE_TEXTS.strange}",
         rank=COORDINATOR,
     )
 

@@ -33,7 +33,7 @@ from dist_ckpt.async_save.writer.messages import (
     WriterMessage,
 )
 from dist_ckpt.core.comm.messages import Failure, error_of
-from dist_ckpt.core.runtime.forks import call_in_children
+from dist_ckpt.core.runtime.forks import run_after_fork
 from dist_ckpt.errors import RankError
 
 _log = logging.getLogger("dist_ckpt")
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Order:
+class WriteJob:
     """A save that the writer was told to write: `done`, or `lost` and why, or neither yet."""
 
     snapshot: str
@@ -83,7 +83,7 @@ class Order:
         return error_of(self.done.failure)
 
 
-class OwnWriter:
+class WriterHandle:
     """One rank's writer; a new process takes the place of one that has died. Threads share it."""
 
     def __init__(self, folder: RankFolder, hello: Hello) -> None:
@@ -92,7 +92,7 @@ class OwnWriter:
         self._lock = threading.RLock()
         self._link: Link | None = None
         self._process: Popen[bytes] | None = None
-        self._orders: dict[str, Order] = {}
+        self._orders: dict[str, WriteJob] = {}
         self._answer: WriterMessage | None = None
         self.num_restarts = 0
         self.num_dropped = 0
@@ -104,7 +104,7 @@ class OwnWriter:
         self.newest_at = 0.0
         # The store in which it meets the other writers; None until it was told one.
         self.joined: tuple[str, int, bytes] | None = None
-        call_in_children(self._forget)
+        run_after_fork(self._forget)
 
     def ensure(self) -> None:
         """See that there is a living writer: start one, or another. Raises what `start` raises."""
@@ -155,18 +155,18 @@ class OwnWriter:
     # --- saves -------------------------------------------------------------------------------
 
     @property
-    def orders(self) -> list[Order]:
+    def orders(self) -> list[WriteJob]:
         """The saves that something may still be said of, the oldest first."""
         with self._lock:
             return [*self._orders.values()]
 
     @property
-    def unsettled(self) -> list[Order]:
+    def unsettled(self) -> list[WriteJob]:
         """The saves that are not settled, the oldest first."""
         return [order for order in self.orders if not order.is_settled]
 
     @property
-    def failed(self) -> list[Order]:
+    def failed(self) -> list[WriteJob]:
         """The saves whose failure nobody was told of."""
         return [order for order in self.orders if not order.is_told and order.failure]
 
@@ -177,7 +177,7 @@ class OwnWriter:
                 if order.is_settled and (order.is_told or not order.failure):
                     del self._orders[order.snapshot]
 
-    def order(self, order: Order, write: Write) -> None:
+    def order(self, order: WriteJob, write: Write) -> None:
         """Have a snapshot written; if the writer is gone, the save is lost, which is no error here.
 
         So it is with the writer if this is interrupted. What was settled, and told, is forgotten.
@@ -195,7 +195,7 @@ class OwnWriter:
             if self._link is None:  # since before: nobody else would say so
                 self._lose_orders()
 
-    def abort(self, order: Order, reason: str) -> None:
+    def abort(self, order: WriteJob, reason: str) -> None:
         """Have a save fail that could not be staged."""
         self._send(Abort(order.snapshot, reason))
 

@@ -19,10 +19,10 @@ from msgspec import Struct, msgpack
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.runtime.forks import call_in_children
-from dist_ckpt.core.saving.save_transaction import Verdict
+from dist_ckpt.core.runtime.forks import run_after_fork
+from dist_ckpt.core.saving.save_transaction import CommitDecision
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 
 # A writer that is told to stop abandons its save, and seals what is staged, which it digests for
 # that at a low priority. One that has not ended by then ends itself.
@@ -158,12 +158,12 @@ class Done(_Kind, frozen=True):
     """
 
     snapshot: str
-    verdict: Verdict | None
+    verdict: CommitDecision | None
     failure: Failure | None
     seconds: Mapping[str, float]
-    reads: Tally
-    writes: Tally
-    exchanges: Tally
+    reads: IoCount
+    writes: IoCount
+    exchanges: IoCount
     nbytes_receipt: int
 
 
@@ -190,7 +190,7 @@ class LinkClosedError(CheckpointError):
     """The process at the other end is gone."""
 
 
-class NonsenseError(LinkClosedError):
+class ProtocolError(LinkClosedError):
     """The process at the other end says what none of ours does."""
 
 
@@ -206,7 +206,7 @@ class Link:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         weakref.finalize(self, end.close).atexit = False
         # Else a data loader would keep a dead trainer looking alive.
-        call_in_children(self.close)
+        run_after_fork(self.close)
 
     def send(self, message: WriterMessage) -> None:
         """Send a message. LinkClosedError if nobody is there to read it."""
@@ -255,7 +255,7 @@ class Link:
             return None
         (nbytes,) = _LENGTH.unpack_from(self._data)
         if nbytes > MAX_MESSAGE_NBYTES:
-            raise NonsenseError(f"the other process talks nonsense: a message of {nbytes} bytes")
+            raise ProtocolError(f"the other process talks nonsense: a message of {nbytes} bytes")
         stop = _LENGTH.size + nbytes
         if len(self._data) < stop:
             return None
@@ -264,4 +264,4 @@ class Link:
         try:
             return _DECODER.decode(body)
         except (ValueError, RecursionError) as error:
-            raise NonsenseError(f"the other process talks nonsense: {error}") from error
+            raise ProtocolError(f"the other process talks nonsense: {error}") from error

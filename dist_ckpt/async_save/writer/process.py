@@ -32,11 +32,11 @@ from dist_ckpt.async_save.writer.messages import (
     Hello,
     Link,
     LinkClosedError,
-    NonsenseError,
     Pause,
     Paused,
     Ping,
     Pong,
+    ProtocolError,
     Ready,
     Refused,
     Serve,
@@ -44,12 +44,17 @@ from dist_ckpt.async_save.writer.messages import (
     Write,
     WriterMessage,
 )
-from dist_ckpt.async_save.writer.save_queue import KnownArenas, WriterQueue
-from dist_ckpt.async_save.writer.write_jobs import Meetings, WriterSave, WriterSaves, host_of
+from dist_ckpt.async_save.writer.save_queue import OpenArenas, WriterQueue
+from dist_ckpt.async_save.writer.write_jobs import (
+    WriterRendezvous,
+    WriterSave,
+    WriterSaves,
+    host_of,
+)
 from dist_ckpt.core.comm.key_value.host_address import reachable_host
 from dist_ckpt.core.comm.key_value.key_server import KeyServer
 from dist_ckpt.core.comm.messages import failure_of
-from dist_ckpt.core.storage.wrappers.pacing import Allowance
+from dist_ckpt.core.storage.wrappers.pacing import RateLimit
 from dist_ckpt.errors import CheckpointError
 
 _log = logging.getLogger("dist_ckpt")
@@ -192,8 +197,8 @@ class BackgroundWriter:
         self,
         link: Link,
         hello: Hello,
-        allowance: Allowance | None,
-        arenas: KnownArenas,
+        allowance: RateLimit | None,
+        arenas: OpenArenas,
         termination: Termination,
     ) -> None:
         self._link = link
@@ -201,7 +206,7 @@ class BackgroundWriter:
         self._arenas = arenas
         self._queue = WriterQueue(hello.rank)
         self._stores = Stores()
-        self._meetings = Meetings(hello)
+        self._meetings = WriterRendezvous(hello)
         self._saves = WriterSaves(hello, self._meetings, self._check, allowance)
         self._hello = hello
         self._problem = ""
@@ -250,7 +255,7 @@ class BackgroundWriter:
         try:
             while (message := self._link.receive(None)) is not None:
                 self._take(message)
-        except NonsenseError as error:
+        except ProtocolError as error:
             _log.error("%s", error)
             self._problem = str(error)
         except LinkClosedError as error:
@@ -280,7 +285,7 @@ class BackgroundWriter:
             case Close():
                 queue.end(is_trainer_gone=False)
             case _:
-                raise NonsenseError(f"the trainer sent a {type(message).__name__}")
+                raise ProtocolError(f"the trainer sent a {type(message).__name__}")
 
     def _served(self, message: Serve) -> Serving | Refused:
         _allow_many_connections()
@@ -377,7 +382,7 @@ def _serve_trainer(link: Link, termination: Termination) -> str:
     try:
         hello.check()
         cap = hello.max_bytes_per_s
-        allowance = None if cap is None else Allowance(cap, termination.check)
+        allowance = None if cap is None else RateLimit(cap, termination.check)
         folder = JobFolder(hello.job).rank(hello.rank)
         lock = folder.lock("writer")
     except (CheckpointError, ValueError, TypeError) as error:
@@ -385,7 +390,7 @@ def _serve_trainer(link: Link, termination: Termination) -> str:
         failure = failure_of(error, "start of a writer", hello.rank, host)
         link.send(Refused(failure))
         return f"it cannot begin: {error}"
-    arenas = KnownArenas(folder)
+    arenas = OpenArenas(folder)
     try:
         link.send(Ready(os.getpid()))
         _log.info("the writer of rank %d of %d has started", hello.rank, hello.world_size)

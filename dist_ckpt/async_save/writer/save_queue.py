@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from dist_ckpt.async_save.snapshots.arena import ArenaReader
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder
-from dist_ckpt.async_save.writer.messages import NonsenseError, Write
+from dist_ckpt.async_save.writer.messages import ProtocolError, Write
 from dist_ckpt.async_save.writer.write_jobs import WriterSave
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
 
@@ -38,7 +38,7 @@ class WriterQueue:
         """Add a save."""
         with self._changed:
             if self._is_ended or len(self._saves) >= MAX_SAVES:
-                raise NonsenseError("more saves than there may be are to be written")
+                raise ProtocolError("more saves than there may be are to be written")
             self._saves.append(save)
             self._changed.notify_all()
 
@@ -114,7 +114,7 @@ def _names(saves: Iterable[WriterSave]) -> list[str]:
     return [save.write.snapshot for save in saves]
 
 
-class KnownArenas:
+class OpenArenas:
     """The arenas of a rank, opened once, so that they outlive the trainer.
 
     One that another has replaced is closed as soon as no save needs it.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from dist_ckpt.async_save.snapshots.arena import Followed
+from dist_ckpt.async_save.snapshots.arena import FollowedArena
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.planning.plan import FilePlan
 from dist_ckpt.core.runtime.buffers import address_of
@@ -36,7 +36,7 @@ class Staging:
     something is waited for.
     """
 
-    def __init__(self, followed: Followed, check: Callable[[], None]) -> None:
+    def __init__(self, followed: FollowedArena, check: Callable[[], None]) -> None:
         self._followed = followed
         self._check = check
         self._ready = 0
@@ -79,7 +79,7 @@ class Staging:
             time.sleep(min(max(_LEAST_S, _SHARE * waited_s), _MOST_S))
 
 
-def files_of(followed: Followed, staging: Staging, plans: Sequence[FilePlan]) -> RankFiles:
+def files_of(followed: FollowedArena, staging: Staging, plans: Sequence[FilePlan]) -> RankFiles:
     """Return what the rank of a snapshot writes by its plans, out of the arena.
 
     CorruptError unless the images are the files of the plans, and objects files and attached ones

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dist_ckpt.async_save.snapshots.arena import Followed
+from dist_ckpt.async_save.snapshots.arena import FollowedArena
 from dist_ckpt.async_save.snapshots.arena_layout import Seal
-from dist_ckpt.async_save.snapshots.snapshot_metadata import Details
+from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.async_save.writer.staged_files import Staging, files_of
 from dist_ckpt.core.comm.collectives.collective import Bodies
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import items_of
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.buffers import Slots
-from dist_ckpt.core.shard_io.write.link_unchanged import EarlierSaves, PartOfSave, write_or_link
+from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedPart, write_or_link
 from dist_ckpt.core.shard_io.write.shard_writer import WritableStorage, write_all
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.null_storage import NoStorage
+from dist_ckpt.core.storage.null_storage import NullStorage
 from dist_ckpt.errors import CorruptError
 
 
@@ -29,9 +29,9 @@ class StagedSave:
 
     def __init__(
         self,
-        followed: Followed,
+        followed: FollowedArena,
         check: Callable[[], None],
-        plan: Callable[[Bodies], tuple[SavePlan, CatalogText]],
+        plan: Callable[[Bodies], tuple[SavePlan, EncodedCatalog]],
     ) -> None:
         """Read what the arena says of it, by the `plan` of all ranks' inventories.
 
@@ -40,7 +40,7 @@ class StagedSave:
         """
         self.snapshot = snapshot = followed.snapshot
         try:
-            self.details = typed_msgpack.decode(snapshot.details, Details)
+            self.details = typed_msgpack.decode(snapshot.details, SnapshotMetadata)
         except ValueError as error:
             raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
         self.plan, self.text = plan(self.details.bodies)
@@ -51,7 +51,13 @@ class StagedSave:
         self._is_sealed = False
 
     def write(
-        self, storage: WritableStorage, folder: str, attempt: str, *, threads: int, slots: Slots
+        self,
+        storage: WritableStorage,
+        folder: str,
+        attempt: str,
+        *,
+        threads: int,
+        slots: BufferPool,
     ) -> tuple[FileReceipt, ...]:
         """Write its files as they are staged, as `write_all` does; seal it as this attempt.
 
@@ -66,11 +72,11 @@ class StagedSave:
         storage: Storage,
         folder: str,
         attempt: str,
-        earlier: EarlierSaves,
+        earlier: LinkableSaves,
         *,
         threads: int,
-        slots: Slots,
-    ) -> PartOfSave:
+        slots: BufferPool,
+    ) -> SavedPart:
         """Do so, but link what an earlier save has, as `write_or_link` does."""
         part = write_or_link(storage, folder, self._files, earlier, threads=threads, slots=slots)
         self._seal_as(attempt, part.receipts)
@@ -81,7 +87,7 @@ class StagedSave:
         self.followed.seal(Seal(attempt, written))
         self._is_sealed = True
 
-    def seal(self, attempt: str, *, threads: int, slots: Slots) -> None:
+    def seal(self, attempt: str, *, threads: int, slots: BufferPool) -> None:
         """Seal it once it is complete, though it was not written.
 
         Only its bytes are digested: what is in memory is as good as before, and who restores it
@@ -89,4 +95,4 @@ class StagedSave:
         """
         if not self._is_sealed:
             self.staging.await_complete()
-            self.write(NoStorage(), "", attempt, threads=threads, slots=slots)
+            self.write(NullStorage(), "", attempt, threads=threads, slots=slots)

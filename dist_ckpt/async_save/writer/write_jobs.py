@@ -18,30 +18,35 @@ from dist_ckpt.async_save.writer.messages import Done, Hello, Write
 from dist_ckpt.async_save.writer.staged_save import StagedSave
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import Bodies
-from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Alone, Channel
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
-from dist_ckpt.core.comm.key_value.client_thread import Wording
+from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
 from dist_ckpt.core.comm.messages import Failure, NoAnswerError, failure_of
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
-from dist_ckpt.core.runtime.buffers import Slots
+from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.saving.save_transaction import AttemptRun, PartWritten, SaveRequest, Verdict
-from dist_ckpt.core.shard_io.write.link_unchanged import EarlierSaves, SavedFiles
+from dist_ckpt.core.saving.save_transaction import (
+    CommitDecision,
+    RankWriteResult,
+    SaveRequest,
+    SaveTransaction,
+)
+from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
-from dist_ckpt.core.storage.wrappers.pacing import Allowance, PacedStorage
+from dist_ckpt.core.storage.wrappers.pacing import RateLimit, RateLimitedStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
-from dist_ckpt.reports import Phases, Tally
+from dist_ckpt.reports import IoCount, Phases
 
 _log = logging.getLogger("dist_ckpt")
 
 # How many silences to wait for a writer that was never seen, as long as the trainer lives.
 _PATIENCE = 3
 
-OF_WRITERS = Wording(
+WRITER_STORE_TEXTS = StoreErrorTexts(
     gone="the store that the background writer of rank 0 serves is gone or cut off ({}). Look "
     "into that writer's log, then save again",
     lost="This is about background writers: look into that one's log, then save again. Training "
@@ -52,7 +57,7 @@ OF_WRITERS = Wording(
 )
 
 
-class Meetings:
+class WriterRendezvous:
     """The channel to the other writers, for as long as saves name one and the same store."""
 
     def __init__(self, hello: Hello) -> None:
@@ -70,7 +75,7 @@ class Meetings:
     def _set_patience(self) -> None:
         # All trainers tell their writers at once: one that was never seen was not told, or is dead.
         if isinstance(channel := self._channel, StoreChannel):
-            channel.hurry(self._patience * self._hello.config.silence_s)
+            channel.hurry(self._patience * self._hello.config.heartbeat_timeout_s)
 
     def linger(self) -> None:
         """Keep the store that this writer may serve until the others know how the last save ended.
@@ -78,7 +83,7 @@ class Meetings:
         They may still be writing, and nobody is kept waiting: the trainer is gone.
         """
         if isinstance(channel := self._channel, StoreChannel):
-            channel.linger(self._hello.config.arrive_s)
+            channel.linger(self._hello.config.join_timeout_s)
 
     @property
     def token(self) -> bytes | None:
@@ -106,22 +111,25 @@ class Meetings:
     def _connected(self, write: Write) -> Channel:
         hello = self._hello
         if hello.world_size == 1:
-            return Alone()
+            return SingleProcessChannel()
         config = hello.config
         address = write.host, write.port
         try:
             self._client = KeyClient(
-                address, write.token, connect_s=config.silence_s, timeout_s=config.silence_s
+                address,
+                write.token,
+                connect_s=config.heartbeat_timeout_s,
+                timeout_s=config.heartbeat_timeout_s,
             )
         except OSError as error:
-            raise NoAnswerError(OF_WRITERS.gone.format(error)) from error
+            raise NoAnswerError(WRITER_STORE_TEXTS.gone.format(error)) from error
         return StoreChannel(
             self._client,
             hello.rank,
             hello.world_size,
             host=host_of(config),
             config=config,
-            wording=OF_WRITERS,
+            wording=WRITER_STORE_TEXTS,
         )
 
 
@@ -140,25 +148,25 @@ class WriterSaves:
     def __init__(
         self,
         hello: Hello,
-        meetings: Meetings,
+        meetings: WriterRendezvous,
         check: Callable[[Write], None],
-        allowance: Allowance | None = None,
+        allowance: RateLimit | None = None,
     ) -> None:
         self.hello = hello
         self.meetings = meetings
         self.check = check
         self.allowance = allowance
-        self.slots = Slots()  # scratch memory that is used again
-        self.earlier = EarlierSaves()
+        self.slots = BufferPool()  # scratch memory that is used again
+        self.earlier = LinkableSaves()
         # In one, for who seals may ask while another thread finds out.
-        self._planned: tuple[Bodies, tuple[SavePlan, CatalogText]] | None = None
+        self._planned: tuple[Bodies, tuple[SavePlan, EncodedCatalog]] | None = None
 
-    def plan(self, bodies: Bodies) -> tuple[SavePlan, CatalogText]:
+    def plan(self, bodies: Bodies) -> tuple[SavePlan, EncodedCatalog]:
         """Return the plan of a save, which is kept for as long as the inventories are the same."""
         planned = self._planned
         if planned is None or planned[0] != bodies:
             plan = plan_of(bodies, self.hello.world_size)
-            self._planned = planned = bodies, (plan, CatalogText(plan.catalog))
+            self._planned = planned = bodies, (plan, EncodedCatalog(plan.catalog))
         return planned[1]
 
 
@@ -179,9 +187,9 @@ class WriterSave:
         self._staged: StagedSave | None = None
         self._attempt = UNCLAIMED
         self._storage: CountingStorage | None = None
-        self._run: AttemptRun | None = None
+        self._run: SaveTransaction | None = None
         self._saved: SavedFiles | None = None
-        self._exchanges = Tally()
+        self._exchanges = IoCount()
 
     def settle(self) -> Done:
         """Write it and settle with the others whether it is committed.
@@ -200,7 +208,7 @@ class WriterSave:
         _log.info("background save to %s is committed: %s", path, verdict)
         return self._done(verdict, None)
 
-    def _commit(self, channel: Channel) -> Verdict:
+    def _commit(self, channel: Channel) -> CommitDecision:
         phases, began = self._phases, channel.exchanges
         channel.enter(f"background save to {self.write.path}")
         try:
@@ -234,7 +242,7 @@ class WriterSave:
         else:
             _log.info("what was staged for %s is sealed, and stays in memory", path)
 
-    def _done(self, verdict: Verdict | None, failure: Failure | None) -> Done:
+    def _done(self, verdict: CommitDecision | None, failure: Failure | None) -> Done:
         """Return what the trainer is told."""
         storage, run = self._storage, self._run
         return Done(
@@ -242,13 +250,13 @@ class WriterSave:
             verdict=verdict,
             failure=failure,
             seconds=self._phases.seconds,
-            reads=Tally() if storage is None else storage.reads,
-            writes=Tally() if storage is None else storage.writes,
+            reads=IoCount() if storage is None else storage.reads,
+            writes=IoCount() if storage is None else storage.writes,
             exchanges=self._exchanges,
             nbytes_receipt=0 if run is None else run.nbytes_receipt,
         )
 
-    def _claim(self, channel: Channel) -> tuple[AttemptRun, StagedSave, Attempt]:
+    def _claim(self, channel: Channel) -> tuple[SaveTransaction, StagedSave, Attempt]:
         """Agree with the other writers that all write the same, and claim an attempt."""
         try:
             with channel.exchange("claim") as claiming:
@@ -278,7 +286,7 @@ class WriterSave:
         # Without `self`: what is settled lets go of its arena, and no cycle keeps that.
         return StagedSave(followed, partial(saves.check, self.write), saves.plan)
 
-    def _attempt_run(self, channel: Channel, staged: StagedSave) -> AttemptRun:
+    def _attempt_run(self, channel: Channel, staged: StagedSave) -> SaveTransaction:
         snapshot, details = staged.snapshot, staged.details
         own, path = open_storage(snapshot.path)
         self._storage = CountingStorage(own)
@@ -295,15 +303,15 @@ class WriterSave:
             run=details.run,
             save=snapshot.id,
         )
-        return AttemptRun(channel, self._saves.hello.config, request)
+        return SaveTransaction(channel, self._saves.hello.config, request)
 
-    def _write(self, staged: StagedSave) -> PartWritten:
+    def _write(self, staged: StagedSave) -> RankWriteResult:
         start = time.monotonic()
         allowance = self._saves.allowance
         assert self._storage is not None
         staged.staging.give_way()
         part = staged.write_or_link(
-            PacedStorage(self._storage, allowance) if allowance else self._storage,
+            RateLimitedStorage(self._storage, allowance) if allowance else self._storage,
             f"{self.write.path}/{self._attempt}",
             self._attempt,
             self._saves.earlier,
@@ -312,7 +320,7 @@ class WriterSave:
         )
         self._saved = part.saved
         seconds = time.monotonic() - start
-        return PartWritten(part.receipts, staged.details.replicas, seconds, part.linked)
+        return RankWriteResult(part.receipts, staged.details.replicas, seconds, part.linked)
 
 
 def _check_same_save(snapshots: Sequence[str]) -> None:

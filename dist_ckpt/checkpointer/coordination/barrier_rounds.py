@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dist_ckpt.checkpointer.coordination.save_barrier import Line
-from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Notes
+from dist_ckpt.checkpointer.coordination.save_barrier import SaveBarrier
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, SharedNotes
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.errors import RankError
 
@@ -52,7 +52,7 @@ AGAIN_S = 1.0
 _VERDICT = re.compile(r"go ([1-9][0-9]{0,18})|(void|closed): .*", re.DOTALL)
 
 
-class Ask(msgspec.Struct, frozen=True):
+class BarrierProposal(msgspec.Struct, frozen=True):
     """What a round is opened for: a save; `why` is for people.
 
     `stops`: then the run ends. `again`: also if this step was begun to be saved before. `raises`:
@@ -77,12 +77,12 @@ class Boundary:
     """
 
     number: int
-    ask: Ask | None
+    ask: BarrierProposal | None
     asked_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pacing:
+class PollPolicy:
     """How often to look, how long to wait for an answer, and how many boundaries to draw ahead.
 
     `ahead`: None for as many as come in `AHEAD_ROUNDS` rounds.
@@ -93,13 +93,13 @@ class Pacing:
     ahead: int | None = None
 
     @staticmethod
-    def of(world_size: int) -> Pacing:
+    def of(world_size: int) -> PollPolicy:
         """Return what suits so many ranks."""
-        return Pacing(poll_s=max(POLL_S, world_size / MAX_POLLS_PER_S))
+        return PollPolicy(poll_s=max(POLL_S, world_size / MAX_POLLS_PER_S))
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class BarrierMember:
     """A rank of a start of a job; `start` is a name that no other start has."""
 
     start: str
@@ -107,7 +107,7 @@ class Member:
     world_size: int
 
 
-class Rounds:
+class BarrierRounds:
     """One rank's part in the rounds of a job; its thread runs until `close`.
 
     `wants` says, without waiting for anything, what this rank asks for now, if anything: again and
@@ -117,21 +117,21 @@ class Rounds:
 
     def __init__(
         self,
-        notes: Notes,
-        member: Member,
-        wants: Callable[[], Ask | None],
+        notes: SharedNotes,
+        member: BarrierMember,
+        wants: Callable[[], BarrierProposal | None],
         alone: Callable[[str], None],
-        pacing: Pacing | None = None,
+        pacing: PollPolicy | None = None,
     ) -> None:
         self._notes = notes
         self._start, self._rank = member.start, member.rank
         self._world_size = member.world_size
         self._wants = wants
         self._alone = alone
-        self._pacing = pacing or Pacing.of(member.world_size)
+        self._pacing = pacing or PollPolicy.of(member.world_size)
         self._changed = threading.Condition(threading.Lock())
-        self._line = Line()
-        self._ask: Ask | None = None
+        self._line = SaveBarrier()
+        self._ask: BarrierProposal | None = None
         self._failure: Exception | None = None
         # How many turns this rank has taken, and the boundary of the one that it is in, with what
         # it does there.
@@ -304,9 +304,9 @@ class Rounds:
     def _has_answered(self, rank: int) -> bool:
         return self._notes.read([self._of_round(f"answer/{rank}")]) is not None
 
-    def _decoded(self, text: str) -> Ask:
+    def _decoded(self, text: str) -> BarrierProposal:
         try:
-            return msgspec.json.decode(text, type=Ask)
+            return msgspec.json.decode(text, type=BarrierProposal)
         except (msgspec.DecodeError, UnicodeError):
             raise RankError(f"a round has the ask {text[:200]!r}: none of ours") from None
 
@@ -373,7 +373,7 @@ class Rounds:
         self._pace = min(pace, known)
         self._paced_at, self._passed_then = now, passed
 
-    def _ahead(self, ask: Ask) -> int:
+    def _ahead(self, ask: BarrierProposal) -> int:
         """Return how many boundaries ahead to draw the line: none to stop, as time is short."""
         if self._pacing.ahead is not None:
             return self._pacing.ahead

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dist_ckpt.checkpointer.coordination.barrier_rounds import Ask
-from dist_ckpt.checkpointer.maintenance import Keeper
+from dist_ckpt.checkpointer.coordination.barrier_rounds import BarrierProposal
+from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
-from dist_ckpt.core.commit.records.incarnations import OfRun
-from dist_ckpt.core.commit.records.liveness import SIGN_S, SignOfLife
+from dist_ckpt.core.commit.records.incarnations import Incarnation
+from dist_ckpt.core.commit.records.liveness import LIVENESS_INTERVAL_S, LivenessFile
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.format.filenames import answer_file, request_file
 from dist_ckpt.core.format.run_records import Outcome, RequestRecord
@@ -46,7 +46,7 @@ MAX_BY = 200
 
 
 @dataclass
-class _AskedSoFar:
+class _SeenRequests:
     """What the threads share, under a lock.
 
     `open` wait for a boundary, `taken` for the save of a step. `last` is the run's last step, `end`
@@ -59,18 +59,18 @@ class _AskedSoFar:
     end: str | None = None
 
 
-class OutsideRequests:
+class ExternalRequests:
     """Rank 0's thread for requests of other processes; it runs until `close`.
 
     All but `close` waits for nothing. Threads may share it.
     """
 
-    def __init__(self, storage: Storage, run: OfRun, keeper: Keeper) -> None:
+    def __init__(self, storage: Storage, run: Incarnation, keeper: MaintenanceThread) -> None:
         self._storage = storage
         self._run = run
         self._keeper = keeper
         self._changed = threading.Condition()
-        self._asked = _AskedSoFar()
+        self._asked = _SeenRequests()
         # Of the thread alone: what needs no second look, what cannot be read, and when files were
         # seen first.
         self._done: set[str] = set()
@@ -80,14 +80,16 @@ class OutsideRequests:
         self._thread = threading.Thread(target=self._work, name="dist_ckpt requests", daemon=True)
         self._thread.start()
 
-    def wants(self) -> Ask | None:
+    def wants(self) -> BarrierProposal | None:
         """Return what is to be asked of all ranks."""
         with self._changed:
             asked = [*self._asked.open.values()]
         if not asked:
             return None
         who = ", ".join(sorted({one.by[:MAX_BY] for one in asked}))
-        return Ask(COORDINATOR, f"a request of {who}"[:MAX_BY], stops=any(r.stops for r in asked))
+        return BarrierProposal(
+            COORDINATOR, f"a request of {who}"[:MAX_BY], stops=any(r.stops for r in asked)
+        )
 
     def taken(self, step: int, *, is_last: bool) -> None:
         """Say that all ranks have begun to save this step, or had saved it, at a boundary.
@@ -119,12 +121,12 @@ class OutsideRequests:
 
     def _work(self) -> None:
         next_look, next_sign = 0.0, 0.0
-        sign = SignOfLife(self._storage, self._run.root, self._run.start)
+        sign = LivenessFile(self._storage, self._run.root, self._run.start)
         while self._asked.end is None:
             is_fine = True
             if time.monotonic() >= next_sign:
                 self._tried(sign.renew)
-                next_sign = time.monotonic() + SIGN_S
+                next_sign = time.monotonic() + LIVENESS_INTERVAL_S
             if time.monotonic() >= next_look:
                 is_fine = self._tried(self._look)
                 next_look = time.monotonic() + LOOK_S

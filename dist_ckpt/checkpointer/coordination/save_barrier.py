@@ -25,7 +25,7 @@ Arrival = Literal["pass", "wait", "save"]
 
 
 @dataclass(slots=True)
-class Line:
+class SaveBarrier:
     """One rank's side, to be used under a lock.
 
     Boundaries and rounds are counted from 1. `passed` is how many boundaries this rank has passed;

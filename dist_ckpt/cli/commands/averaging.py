@@ -58,7 +58,7 @@ def average(  # noqa: PLR0913  (one for each option)
         )
     try:
         from dist_ckpt.tools.average.average import (  # noqa: PLC0415  (it needs torch)
-            average_alone,
+            average_single_process,
             would_average,
         )
         from dist_ckpt.tools.average.average_options import AverageOptions  # noqa: PLC0415  (it goes with that)
@@ -85,7 +85,7 @@ def average(  # noqa: PLR0913  (one for each option)
         output.print_dry_run(found, as_json=as_json, reads=reads)
         return
     with output.progress("average") as update:
-        report = average_alone(chosen, target, given, update)
+        report = average_single_process(chosen, target, given, update)
     with open_checkpoint(target) as checkpoint:
         averaged = checkpoint.index.saved_by["averaged"]
     if not as_json:

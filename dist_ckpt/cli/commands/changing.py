@@ -16,7 +16,7 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.completion import components_in
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import list_attempts
-from dist_ckpt.core.commit.records.leases import check_unkept
+from dist_ckpt.core.commit.records.leases import check_unprotected
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.errors import StorageError
@@ -28,7 +28,7 @@ from dist_ckpt.tools.rewrite.backup import would_back_up
 from dist_ckpt.tools.rewrite.copying import copy, would_copy
 from dist_ckpt.tools.rewrite.reshard import ReshardOptions, would_reshard
 from dist_ckpt.tools.rewrite.reshard import reshard as rewrite
-from dist_ckpt.tools.rewrite.strip import left_after, strip_at
+from dist_ckpt.tools.rewrite.strip import remaining_after, strip_at
 
 
 @click.command()
@@ -164,7 +164,7 @@ def strip(
     storage, where = open_resolved(path)
     removal.check_deletable(storage, where)
     if dry_run:
-        num, nbytes = left_after(storage, where, frozenset(components), force=force)
+        num, nbytes = remaining_after(storage, where, frozenset(components), force=force)
         _print_left((where, num, nbytes), None, as_json=as_json)
         return
     if not yes:
@@ -205,7 +205,7 @@ def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> No
     removal.check_deletable(storage, where)
     if dry_run:
         if not force:
-            check_unkept(storage, where, list_attempts(storage, where), lambda *_: time.time())
+            check_unprotected(storage, where, list_attempts(storage, where), lambda *_: time.time())
     else:
         if not yes:
             output.confirm(f"Delete {where}?", f"{where} is not deleted")
@@ -243,7 +243,7 @@ def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
         now = time.time()
         removed = removal.collectable_in_all(storage, root, grace_s=grace_s, now=now)
     else:
-        with only_collector(root):
+        with exclusive_gc(root):
             removed = removal.collect_all(storage, root, grace_s=grace_s)
     if as_json:
         output.print_json("gc", {"path": root, "dry_run": dry_run, "removed": list(removed)})
@@ -255,7 +255,7 @@ def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
 
 
 @contextmanager
-def only_collector(root: str) -> Iterator[None]:
+def exclusive_gc(root: str) -> Iterator[None]:
     """Keep other collectors of this user and host out of a root; StorageError if one is in it.
 
     It spares two of them each other's errors. That nothing is lost rests on the commit order.

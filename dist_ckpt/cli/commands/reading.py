@@ -18,7 +18,7 @@ from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint import verify as verifier
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.commit.attempts import attempts_in, entries_at
-from dist_ckpt.core.format.filenames import is_taken
+from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.format.index.model_description import KIND, as_json, leaves_of
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, listed
@@ -92,7 +92,7 @@ def _runs_in(path: str) -> list[str]:
     """Return the folders in a folder that have checkpoints: it may be that of several runs."""
     storage, where = open_storage(path)
     folders = [one.name for one in entries_at(storage, where) if one.kind == "folder"]
-    names = [name for name in folders if not is_taken(name)]
+    names = [name for name in folders if not is_reserved_name(name)]
     return [os.path.join(path, name) for name in names if _is_run(storage, f"{where}/{name}")]
 
 

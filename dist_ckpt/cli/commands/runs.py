@@ -10,14 +10,19 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.core.commit.records import leases
-from dist_ckpt.core.commit.records.leases import Subject
-from dist_ckpt.core.commit.records.liveness import NO_SIGN, SIGN_S, last_sign, utc
+from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.core.commit.records.liveness import (
+    LIVENESS_INTERVAL_S,
+    NO_LIVENESS,
+    last_liveness,
+    utc,
+)
 from dist_ckpt.core.format.run_records import AnswerRecord, RequestRecord
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.reports import size
 from dist_ckpt.runs import save_requests as asking
-from dist_ckpt.runs.lease_renewal import subject_of
+from dist_ckpt.runs.lease_renewal import checkpoint_ref_of
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.retention import retention_policy as policies
 from dist_ckpt.runs.retention.prune import Decision
@@ -147,7 +152,11 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
 
 
 def _print_kept(
-    name: str, subject: Subject, facts: Mapping[str, object], told: str, how: tuple[bool, bool]
+    name: str,
+    subject: CheckpointRef,
+    facts: Mapping[str, object],
+    told: str,
+    how: tuple[bool, bool],
 ) -> None:
     """Print what keeps a checkpoint now or does no longer, as a text or a document of that name."""
     dry_run, as_json = how
@@ -158,20 +167,20 @@ def _print_kept(
         click.echo(f"{'would be: ' * dry_run}{output.printable(told)}")
 
 
-def _check_tagged(subject: Subject, name: str) -> None:
+def _check_tagged(subject: CheckpointRef, name: str) -> None:
     listing = list_run(subject.storage, subject.path, now=time.time())
     if not any(name in one.tags for one in listing.checkpoints):
         raise NotFoundError(f"{subject.path} does not have the tag {name!r}; see dist-ckpt ls")
 
 
-def _subject(path: str) -> Subject:
+def _subject(path: str) -> CheckpointRef:
     """Return the one checkpoint at a path, or that a selector names. NotFoundError."""
     storage, where = open_resolved(path)
     for one in list_run(storage, where, now=time.time()).checkpoints:
         if one.path == where:
             if one.state != "committed":
                 raise NotFoundError(f"{path} is {one.state}: only what is committed is kept")
-            return subject_of(storage, one)
+            return checkpoint_ref_of(storage, one)
     root = os.path.basename(where)
     raise NotFoundError(f"{path} is no checkpoint: name one, such as {root}@latest")
 
@@ -204,15 +213,15 @@ def request_save(
     if timeout_s is not None and not wait:
         raise click.UsageError("--timeout says how long to wait: give --wait as well")
     storage, where = open_storage(root)
-    start = asking.start_to_ask(storage, where)
+    start = asking.incarnation_to_ask(storage, where)
     request = None if dry_run else asking.request_save(storage, where, stops=stops)
     start = start if request is None else request.start
-    before = last_sign(storage, where, start)
+    before = last_liveness(storage, where, start)
     what = f"start {start} of the run in {where} to save{' and to end' * stops}"
     if not as_json:
         click.echo(f"{'would ask' if dry_run else 'asked'} {output.printable(what)}")
     if before is None and not as_json:
-        click.echo(NO_SIGN, err=True)
+        click.echo(NO_LIVENESS, err=True)
     answer, why = None, ""
     if wait and request is not None:
         waits_s = ANSWER_S if timeout_s is None else timeout_s
@@ -237,7 +246,7 @@ def _wait_for_answer(
     if answer is not None:
         return answer, "" if answer.saved else f"not saved, {answer.outcome}: {answer.why}"
     waited_s = min(timeout_s, round(time.monotonic() - began, 1))
-    after = last_sign(*place, request.start)
+    after = last_liveness(*place, request.start)
     return None, (
         f"nobody has answered in {waited_s:g} s, and the request is taken back: "
         f"{_told_life(before, after, waited_s)}"
@@ -261,7 +270,7 @@ def _told_life(before: float | None, after: float | None, waited_s: float) -> st
         return "the job has ended, or has died as it began"
     if after != before:
         return "the job is alive, but has come to no step and no poll() in that time"
-    if waited_s > 2 * SIGN_S:
+    if waited_s > 2 * LIVENESS_INTERVAL_S:
         return (
             f"the job has shown no sign of life since {utc(after)}: it was killed, stands still, "
             f"or cannot write into the root"

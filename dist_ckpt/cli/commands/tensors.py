@@ -20,7 +20,7 @@ from dist_ckpt.core.format.index.model_description import as_json as told
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.reports import size
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.inspect.shard_layout import CheckpointLayout, HeldShard
+from dist_ckpt.tools.inspect.shard_layout import CheckpointLayout, ShardPlacement
 from dist_ckpt.tools.inspect.shard_layout import layout as layout_of
 from dist_ckpt.tools.inspect.tensor_stats import TensorStats
 from dist_ckpt.tools.inspect.tensor_stats import stats as stats_of
@@ -217,7 +217,7 @@ def layout(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_
     )
 
 
-def _cell_text(one: HeldShard) -> str:
+def _cell_text(one: ShardPlacement) -> str:
     cell = one.cell
     return str(cell) if isinstance(cell, Region) else f"elements {cell}"
 
@@ -244,7 +244,7 @@ def _layout_facts(found: CheckpointLayout) -> dict[str, object]:
     }
 
 
-def _cell_facts(one: HeldShard) -> dict[str, object]:
+def _cell_facts(one: ShardPlacement) -> dict[str, object]:
     cell = one.cell
     if isinstance(cell, Region):
         return {"offset": list(cell.offset), "shape": list(cell.shape)}

@@ -15,14 +15,20 @@ from rich.live import Live
 from rich.text import Text
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.core.commit.records.liveness import NO_SIGN
+from dist_ckpt.core.commit.records.liveness import NO_LIVENESS
 from dist_ckpt.core.format.index.model_description import as_json as as_plain_json
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.reports import size
 from dist_ckpt.runs.retention import retention_policy as policies
-from dist_ckpt.runs.retention.retention_policy import Keep
-from dist_ckpt.runs.watch_changes import SeenRun, changes, kept_by, look_at, told_start
+from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
+from dist_ckpt.runs.watch_changes import (
+    RunObservation,
+    changes,
+    describe_incarnation,
+    kept_by,
+    observe_run,
+)
 
 # What changed last, below what there is: so many lines, and no more than this part of a terminal.
 NUM_EVENTS = 8
@@ -59,7 +65,7 @@ def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_js
     storage, where = open_storage(root)
     keep = None if policy is None else policies.parse(policy)
     if once:
-        look = look_at(storage, where)
+        look = observe_run(storage, where)
         if as_json:
             output.print_json_line("watch", _facts(look, where, [], keep))
         else:
@@ -79,7 +85,9 @@ def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_js
                     click.echo(line)
 
 
-def _show(looks: Iterator[tuple[SeenRun | None, list[str]]], keep: Keep | None) -> None:
+def _show(
+    looks: Iterator[tuple[RunObservation | None, list[str]]], keep: RetentionPolicy | None
+) -> None:
     """Show the run on the terminal, and below it what changed last."""
     console, last = Console(), deque[str](maxlen=NUM_EVENTS)
     with Live(console=console, auto_refresh=False) as live:
@@ -92,15 +100,15 @@ def _show(looks: Iterator[tuple[SeenRun | None, list[str]]], keep: Keep | None) 
 
 
 def _looks(
-    storage: Storage, root: str, interval_s: float, keep: Keep | None
-) -> Iterator[tuple[SeenRun | None, list[str]]]:
+    storage: Storage, root: str, interval_s: float, keep: RetentionPolicy | None
+) -> Iterator[tuple[RunObservation | None, list[str]]]:
     """Look again and again; yield what was seen last, if anything was, and what has changed."""
-    before: SeenRun | None = None
+    before: RunObservation | None = None
     problem = ""
     while True:
         began = time.monotonic()
         try:
-            look = look_at(storage, root)
+            look = observe_run(storage, root)
             told, problem = [*changes(before, look, keep)], ""
             before = look
         except CheckpointError as error:
@@ -118,7 +126,7 @@ def _timed(told: Sequence[str]) -> list[str]:
 
 
 def _facts(
-    look: SeenRun | None, root: str, told: Sequence[str], keep: Keep | None
+    look: RunObservation | None, root: str, told: Sequence[str], keep: RetentionPolicy | None
 ) -> dict[str, object]:
     """Return what there is, if the folder is there, and what has changed."""
     if look is None:
@@ -132,7 +140,7 @@ def _facts(
         "at": look.at,
         "changes": list(told),
         "start": None if look.start is None else look.start.number,
-        "last_sign": look.last_sign,
+        "last_sign": look.last_liveness,
         "step": None if newest is None else newest.step,
         "problem": look.listing.history_problem,
         "checkpoints": [
@@ -152,15 +160,17 @@ def _facts(
     }
 
 
-def lines(look: SeenRun, keep: Keep | None, height: int | None = None) -> list[str]:
+def lines(
+    look: RunObservation, keep: RetentionPolicy | None, height: int | None = None
+) -> list[str]:
     """Return what is to be shown of a run, in so many lines: of its checkpoints the newest."""
     told = [output.printable(look.listing.root)]
     if look.start is not None:
         began = output.age(look.at - look.start.at)
-        told.append(output.printable(f"{told_start(look.start)} ({began} ago)"))
-        sign = NO_SIGN
-        if look.last_sign is not None:
-            sign = f"last sign of life: {output.age(look.at - look.last_sign)} ago"
+        told.append(output.printable(f"{describe_incarnation(look.start)} ({began} ago)"))
+        sign = NO_LIVENESS
+        if look.last_liveness is not None:
+            sign = f"last sign of life: {output.age(look.at - look.last_liveness)} ago"
         told.append(sign)
     if (newest := look.newest) is not None:
         saved = output.age(look.at - (newest.saved_at or 0.0))
@@ -176,7 +186,7 @@ def lines(look: SeenRun, keep: Keep | None, height: int | None = None) -> list[s
     return [*told, *_table(look, keep, most)]
 
 
-def _table(look: SeenRun, keep: Keep | None, most: int | None) -> Sequence[str]:
+def _table(look: RunObservation, keep: RetentionPolicy | None, most: int | None) -> Sequence[str]:
     there = look.listing.checkpoints
     if not there:
         return ["no checkpoints"]

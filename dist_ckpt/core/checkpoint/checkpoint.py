@@ -28,12 +28,12 @@ from dist_ckpt.core.format.index.model_description import (
     problems_of_report,
 )
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.format.objects.plain_types import ArrayValue, StandIn
+from dist_ckpt.core.format.objects.plain_types import ArrayValue, Placeholder
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.planning.load.load_planner import plan_load
-from dist_ckpt.core.planning.plan import LoadPlan, Wanted
+from dist_ckpt.core.planning.plan import LoadPlan, TensorRequest
 from dist_ckpt.core.shard_io.memory.host_array import Array, ArrayTarget
-from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import (
     OpenFile,
     open_files,
@@ -211,7 +211,7 @@ class Checkpoint:
         """
         for record in self.index.attached:
             if record.name == name:
-                with attempts.while_it_is_there(self._storage, self.path, self._attempt):
+                with attempts.not_found_if_removed(self._storage, self.path, self._attempt):
                     return read_attached_file(self._storage, self._folder, record)
         there = f"there are {listed(list(self.attached))}" if self.attached else "there is nothing"
         raise KeyError(f"{self.path} has no attached {name!r}; {there}")
@@ -292,8 +292,8 @@ class Checkpoint:
         info = self._info(fqn)
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
-        plan = plan_load(self.index, (Wanted(fqn, info.dtype, info.shape, (region,)),))
-        with self._turn, attempts.while_it_is_there(self._storage, self.path, self._attempt):
+        plan = plan_load(self.index, (TensorRequest(fqn, info.dtype, info.shape, (region,)),))
+        with self._turn, attempts.not_found_if_removed(self._storage, self.path, self._attempt):
             self._read(plan, {(fqn, 0): ArrayTarget(data, itemsize)})
         return Array(info.dtype, region.shape, data)
 
@@ -307,7 +307,7 @@ class Checkpoint:
             files[number] = opened.files[number]
             files.move_to_end(number)
         try:
-            Reading(opened, targets, verify=True).run(self._threads)
+            BlockReader(opened, targets, verify=True).run(self._threads)
         finally:
             while len(files) > MAX_KEPT:
                 files.popitem(last=False)[1].close()
@@ -325,7 +325,7 @@ class Checkpoint:
     def _objects_file(self, name: str) -> ObjectsFile | None:
         if (record := self._objects_records.get(name)) is None:
             return None
-        with attempts.while_it_is_there(self._storage, self.path, self._attempt):
+        with attempts.not_found_if_removed(self._storage, self.path, self._attempt):
             return read_objects(self._storage, self._folder, record, make=_made)
 
 
@@ -352,7 +352,7 @@ class StoredTensor:
         return f"StoredTensor({self.fqn!r}, {self.dtype}, {self.shape})"
 
 
-def _made(stand_in: StandIn) -> object:
+def _made(stand_in: Placeholder) -> object:
     """Return what we have ourselves for a stand-in."""
     if isinstance(stand_in, ArrayValue):
         return Array(stand_in.dtype, stand_in.shape, memoryview(stand_in.data))

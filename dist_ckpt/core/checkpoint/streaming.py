@@ -12,7 +12,7 @@ from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.index.index import Catalog, Index
-from dist_ckpt.core.planning.plan import FilePlan, Wanted
+from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.planning.save.save_planner import items_of_ranks
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.shard_io.read.read_windows import StoredTensors, Window, windows_of
@@ -25,7 +25,7 @@ WINDOW_NBYTES = 16 * BLOCK_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedTensors:
+class TensorStream:
     """A checkpoint whose tensors are read in windows."""
 
     storage: Storage
@@ -40,14 +40,14 @@ class OpenedTensors:
 
 
 @contextmanager
-def opened_tensors(path: str | os.PathLike[str]) -> Iterator[OpenedTensors]:
+def open_tensor_stream(path: str | os.PathLike[str]) -> Iterator[TensorStream]:
     """Open what `dc.open` takes. What is deleted meanwhile becomes NotFoundError."""
     storage, where = open_source(resolve(path), direct_reads=True)
     attempt, index = attempts.find(storage, where)
-    with attempts.while_it_is_there(storage, where, attempt):
+    with attempts.not_found_if_removed(storage, where, attempt):
         tensors = StoredTensors(storage, f"{where}/{attempt.name}", index)
         with closing(tensors):
-            yield OpenedTensors(storage, where, index, tensors)
+            yield TensorStream(storage, where, index, tensors)
 
 
 def chosen_names(catalog: Catalog, selection: Selection) -> dict[str, str]:
@@ -78,7 +78,9 @@ def _only(file: FilePlan, names: set[str]) -> FilePlan:
     return replace(file, items=tuple(item for item in file.items if item.fqn in names))
 
 
-def parts_of(wanted: Sequence[Wanted], memory: memoryview) -> Iterator[tuple[Wanted, memoryview]]:
+def parts_of(
+    wanted: Sequence[TensorRequest], memory: memoryview
+) -> Iterator[tuple[TensorRequest, memoryview]]:
     """Yield what was fetched into memory, each with its bytes there."""
     start = 0
     for want in wanted:

@@ -16,7 +16,7 @@ from dist_ckpt.core.commit.attempts import ROUNDS, find, is_there, read_document
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Cell, Elements, Shape, Span
+from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Shape
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import (
     AttachedFileRecord,
@@ -27,13 +27,13 @@ from dist_ckpt.core.format.index.index import (
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.shards.shard_file import ShardFile
 from dist_ckpt.core.planning.save.save_planner import cells_of_ranks
-from dist_ckpt.core.runtime.buffers import Slots
-from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import READ_NBYTES, BlockRead, every_block, reads_of
 from dist_ckpt.core.shard_io.read.open_files import (
     MAX_BLOCK_NBYTES,
     OpenFile,
-    damage,
+    damage_error,
     digest_problem,
     open_readable,
     read_attached_file,
@@ -60,7 +60,7 @@ class Problem:
     file: str
     rank: int | None
     tensor: str | None
-    rows: Span | None
+    rows: ByteRange | None
     what: str
 
     def __str__(self) -> str:
@@ -146,15 +146,15 @@ def _silent(nbytes_checked: int, nbytes: int) -> None:
     pass
 
 
-def _order(problem: Problem) -> tuple[str, str, Span, str]:
-    return problem.file, problem.tensor or "", problem.rows or Span(-1, -1), problem.what
+def _order(problem: Problem) -> tuple[str, str, ByteRange, str]:
+    return problem.file, problem.tensor or "", problem.rows or ByteRange(-1, -1), problem.what
 
 
 # The shards of a file: tensor and cell, to dtype and the tensor's shape.
 _Shards = Mapping[tuple[str, Cell], tuple[str, Shape]]
 
 # What of a tensor is lost.
-_Lost = tuple[str, Span | None]
+_Lost = tuple[str, ByteRange | None]
 
 
 class _Verifying:
@@ -170,7 +170,7 @@ class _Verifying:
         self._index = index
         self._contents = objects_file.contents_of(index.catalog)
         self._progress = progress
-        self._slots = Slots(max(READ_NBYTES, MAX_BLOCK_NBYTES))
+        self._slots = BufferPool(max(READ_NBYTES, MAX_BLOCK_NBYTES))
 
     def run(self, level: Level, *, threads: int) -> None:
         """Check the listing, then the files, several at once."""
@@ -185,7 +185,7 @@ class _Verifying:
             (partial(self._check_attached, record) for record in index.attached),
             self._blocks() if level == "full" else self._headers(),
         )
-        each(lambda one: one(), self._watched(work, nbytes), threads=threads)
+        parallel_for(lambda one: one(), self._watched(work, nbytes), threads=threads)
         self._progress(self.nbytes_checked, nbytes)
 
     def _watched(
@@ -237,7 +237,7 @@ class _Verifying:
             return
         self._count(record.nbytes)
         catalog, contents = self._index.catalog, self._contents
-        for what in objects_file.lacking(file, record.name, catalog, contents):
+        for what in objects_file.missing_error(file, record.name, catalog, contents):
             text = f"{path} lacks {what}, which the checkpoint should hold"
             self.problems.append(Problem(record.name, rank, None, None, text))
 
@@ -315,7 +315,7 @@ class _Verifying:
                     what = digest_problem(need, block_digest(data[start:stop]))
                 if what is not None:
                     name, rank = self._index.file_name(file.record), file.record.rank
-                    rows, text = rows_of_block(need), damage(file, need, what)
+                    rows, text = rows_of_block(need), damage_error(file, need, what)
                     self.problems.append(Problem(name, rank, need.shard.fqn, rows, text))
 
     def _add(self, record: ShardFileRecord, what: str, lost: Iterable[_Lost]) -> None:
@@ -333,7 +333,7 @@ def _text(found: tuple[str, Shape] | None) -> str:
 
 def _all_of(expected: _Shards) -> Iterator[_Lost]:
     for (fqn, cell), (_, shape) in expected.items():
-        yield fqn, rows_of(cell, shape, Elements(0, cell.numel))
+        yield fqn, rows_of(cell, shape, ElementRange(0, cell.numel))
 
 
 def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
@@ -342,7 +342,7 @@ def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
         if shard.span.stop > end:
             itemsize = DTYPES[shard.dtype].itemsize
             left = max(end - shard.span.start, 0) // header.block_nbytes * header.block_nbytes
-            part = Elements(left // itemsize, shard.cell.numel)
+            part = ElementRange(left // itemsize, shard.cell.numel)
             yield shard.fqn, rows_of(shard.cell, shard.shape, part)
 
 

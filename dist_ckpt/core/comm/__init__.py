@@ -5,8 +5,8 @@
   `comm/exchange/roles.py`.
 - Who is dead or silent: `comm/liveness/failure_detector.py` decides it, from what
   `comm/liveness/heartbeat.py` tells. Who never came: `comm/exchange/exchange_state.py`, which also
-  makes the sentence; the remedy in it is a `Wording`, of the job's store or of the writers'. The
-  deadlines are options, in `dist_ckpt.config`.
+  makes the sentence; the remedy in it is a `StoreErrorTexts`, of the job's store or of the
+  writers'. The deadlines are options, in `dist_ckpt.config`.
 - `comm/key_value/client_thread.py` talks to a store; `comm/key_value/key_server.py` and
   `comm/key_value/key_client.py` are one of our own, for writers, whose trainers' store may be gone.
 - `comm/collectives/collective.py` and `comm/collectives/gloo.py` move what is too long for that,

@@ -32,7 +32,7 @@ class NoAnswerError(RankError):
     """This rank does not know what was decided: the coordinator, or the store, went silent."""
 
 
-class FalloutError(RankError):
+class SecondaryError(RankError):
     """An error that another rank's error or death has brought about, such as a broken connection.
 
     Of several errors, one that is no fallout is told first.
@@ -98,7 +98,7 @@ def failure_of(
         rank=rank if own_rank is None else own_rank,
         phase=own_phase or phase,
         touched=error.touched if isinstance(error, CorruptError) else (),
-        fallout=isinstance(error, FalloutError),
+        fallout=isinstance(error, SecondaryError),
     )
 
 

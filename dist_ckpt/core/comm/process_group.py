@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dist_ckpt.config import Config, launched_world_size
-from dist_ckpt.core.comm.collectives.collective import AloneCollective
+from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
 from dist_ckpt.core.comm.collectives.gloo import GlooCollective
-from dist_ckpt.core.comm.exchange.channel import Alone
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.messages import NoAnswerError
@@ -25,7 +25,7 @@ from dist_ckpt.core.runtime import torch_private
 from dist_ckpt.core.runtime.threads import DaemonThreads
 
 # A bulk collective begins when all ranks have just met in an exchange: one that is not there after
-# `silence_s` is dead. To connect on a busy host takes a moment longer.
+# `heartbeat_timeout_s` is dead. To connect on a busy host takes a moment longer.
 CONNECT_S = 5.0
 
 # Connections and a cached plan are costly, so a group's are kept; they must not outlive it.
@@ -78,7 +78,9 @@ def _alone(group: object, environ: Mapping[str, str]) -> Session:
     config = Config.from_environment()
     session: Session | None = getattr(_of_thread, "session", None)
     if session is None or session.config != config:
-        session = _of_thread.session = Session(Alone(), AloneCollective(), config)
+        session = _of_thread.session = Session(
+            SingleProcessChannel(), SingleProcessCollective(), config
+        )
     return session
 
 
@@ -86,9 +88,9 @@ def _connect(group: ProcessGroup, config: Config) -> Session:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     ranks = tuple(dist.get_process_group_ranks(group))
     if world_size == 1:
-        return Session(Alone(), AloneCollective(), config, ranks)
+        return Session(SingleProcessChannel(), SingleProcessCollective(), config, ranks)
     name = group.group_name
-    timeout_s = config.silence_s + CONNECT_S
+    timeout_s = config.heartbeat_timeout_s + CONNECT_S
 
     def open_store(part: str) -> Store:
         return PrefixStore(f"dist_ckpt/{name}/{part}", _own_connection(timeout_s))
@@ -124,17 +126,17 @@ def _own_connection(timeout_s: float) -> Store:
     except TimeoutError:
         fact = f"no answer for {timeout_s:g} s"
     except (RuntimeError, OSError) as error:
-        fact = client_thread.first_line(error)
-    raise NoAnswerError(client_thread.OF_THE_JOB.gone.format(fact))
+        fact = client_thread.first_reached(error)
+    raise NoAnswerError(client_thread.JOB_STORE_TEXTS.gone.format(fact))
 
 
-def session_alone() -> Session:
+def single_process_session() -> Session:
     """Return a session of this rank without the others of the job, if it is in one."""
     config = Config.from_environment()
-    return Session(Alone(), AloneCollective(), config, ranks_from_here())
+    return Session(SingleProcessChannel(), SingleProcessCollective(), config, ranks_on_this_host())
 
 
-def ranks_from_here() -> tuple[int, ...]:
+def ranks_on_this_host() -> tuple[int, ...]:
     """Return the ranks of the job, this one first, as if it was number 0 of a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return (0,)

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import Collective
-from dist_ckpt.core.comm.collectives.host_links import CommonMemory
+from dist_ckpt.core.comm.collectives.host_links import SharedScratch
 from dist_ckpt.core.comm.exchange.channel import Channel
-from dist_ckpt.core.runtime.buffers import Slots
-from dist_ckpt.reports import Tally
+from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
@@ -35,8 +35,8 @@ class Session:
         self.config = config or Config()
         self.group_ranks = group_ranks or tuple(range(channel.world_size))
         self._kept: dict[type, object] = {}
-        self.slots = Slots()
-        self._common: CommonMemory | None = None
+        self.slots = BufferPool()
+        self._common: SharedScratch | None = None
         self.bulk = collective
         self._began = channel.exchanges, collective.calls
 
@@ -58,12 +58,12 @@ class Session:
                 raise
 
     @property
-    def exchanges(self) -> Tally:
+    def exchanges(self) -> IoCount:
         """The exchanges of the operation so far, and what this rank has put into them."""
         return self.channel.exchanges.since(self._began[0])
 
     @property
-    def collectives(self) -> Tally:
+    def collectives(self) -> IoCount:
         """The bulk collectives of the operation so far, and what this rank has given in them."""
         return self.bulk.calls.since(self._began[1])
 
@@ -77,14 +77,14 @@ class Session:
         return value if isinstance(value, cls) else None
 
     @contextmanager
-    def common_memory(self, nbytes: int) -> Iterator[CommonMemory]:
+    def shared_scratch(self, nbytes: int) -> Iterator[SharedScratch]:
         """Lend memory of at least this size, for the host, and keep it for the next time.
 
         To touch new memory would cost more than what is handed on in it.
         """
         memory, self._common = self._common, None
         if memory is None or memory.view.nbytes < nbytes:
-            memory = CommonMemory(nbytes)
+            memory = SharedScratch(nbytes)
         yield memory
         # Not after an error: a call that hangs may still be at it.
         self._common = memory

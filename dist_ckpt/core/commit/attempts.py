@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from dist_ckpt.core.commit.foreign_hints import advice_on
+from dist_ckpt.core.commit.foreign_hints import hint_for
 from dist_ckpt.core.format.filenames import (
     CLAIM,
     FACTS,
@@ -59,7 +59,7 @@ class Status:
 
 
 # Of a folder that is no checkpoint, so many names are looked into for a message.
-LOOKED_INTO = 16
+MAX_ATTEMPTS_READ = 16
 
 
 def new_id() -> str:
@@ -87,7 +87,7 @@ def find(storage: Storage, path: str) -> tuple[Attempt, Index]:
         # One that was open when it was read may have been committed since, and an older one
         # removed before it was read: then the attempts are others now.
         if there == seen:
-            raise nothing_found(storage, path)
+            raise not_found_error(storage, path)
         seen = there
     raise StorageError(f"{path}: its attempts change faster than they can be read: try again")
 
@@ -159,7 +159,7 @@ def is_there(storage: Storage, path: str, attempt: Attempt) -> bool:
 
 
 @contextmanager
-def while_it_is_there(storage: Storage, path: str, attempt: Attempt) -> Iterator[None]:
+def not_found_if_removed(storage: Storage, path: str, attempt: Attempt) -> Iterator[None]:
     """Tell a committed attempt that was removed under its reader from one that is damaged.
 
     An overwrite or a delete removes what somebody may still be reading. What that reader takes
@@ -219,7 +219,7 @@ def claimed_by(storage: Storage, path: str, attempt: Attempt) -> str:
     return f"by {document.by if isinstance(document, Abandoned) else 'somebody who is not known'}"
 
 
-def nothing_found(storage: Storage, path: str) -> NotFoundError:
+def not_found_error(storage: Storage, path: str) -> NotFoundError:
     """Return the error that says what is at a path where no checkpoint is."""
     return NotFoundError(f"{path}: no checkpoint is here: {_what_is_at(storage, path)}")
 
@@ -245,10 +245,12 @@ def _what_is_at(storage: Storage, path: str) -> str:
         return f"its attempts are {', '.join(told)}. Use another checkpoint, or save again"
     if not entries:
         return "the folder is empty. Check the path"
-    if any(_is_checkpoint(storage, f"{path}/{entry.name}") for entry in entries[:LOOKED_INTO]):
+    if any(
+        _is_checkpoint(storage, f"{path}/{entry.name}") for entry in entries[:MAX_ATTEMPTS_READ]
+    ):
         return f"it is the folder of a run. Name one of its checkpoints, such as {path}@latest"
     names = ", ".join(entry.name for entry in entries[:5]) + ", ..." * (len(entries) > 5)
-    return f"the folder holds {names}. {advice_on({entry.name for entry in entries})}"
+    return f"the folder holds {names}. {hint_for({entry.name for entry in entries})}"
 
 
 def _is_checkpoint(storage: Storage, path: str) -> bool:

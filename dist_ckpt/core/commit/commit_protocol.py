@@ -39,9 +39,15 @@ from dist_ckpt.core.commit.attempts import (
 )
 from dist_ckpt.core.commit.new_folders import make_folders
 from dist_ckpt.core.commit.outcome import check_abandoned
-from dist_ckpt.core.commit.preflight import Says, check_free, check_new_name, check_place, in_a_file
-from dist_ckpt.core.commit.records.incarnations import OfRun
-from dist_ckpt.core.commit.records.leases import check_unkept
+from dist_ckpt.core.commit.preflight import (
+    Says,
+    check_new_name,
+    check_not_taken,
+    check_target_path,
+    is_below_file,
+)
+from dist_ckpt.core.commit.records.incarnations import Incarnation
+from dist_ckpt.core.commit.records.leases import check_unprotected
 from dist_ckpt.core.commit.removal import now_at, remove
 from dist_ckpt.core.format.filenames import (
     CLAIM,
@@ -53,7 +59,7 @@ from dist_ckpt.core.format.filenames import (
     temporary_index,
 )
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Abandoned, Index
 from dist_ckpt.core.storage import Entry, Storage
 from dist_ckpt.errors import (
@@ -79,7 +85,7 @@ class Claim:
     folder: str
     by: str
     made: tuple[str, ...]
-    run: OfRun | None = None
+    run: Incarnation | None = None
 
 
 # --- claim -----------------------------------------------------------------------------------
@@ -91,7 +97,7 @@ def claim(
     *,
     overwrite: bool,
     by: str,
-    run: OfRun | None = None,
+    run: Incarnation | None = None,
     force: bool = False,
 ) -> Claim:
     """Begin an attempt at `path`. Coordinator only.
@@ -114,7 +120,7 @@ def claim(
         for _ in range(ROUNDS):
             entries = _survey(storage, path, made, may_replace=may_replace)
             if run is None and not force:  # what a start replaces stays while somebody keeps it
-                check_unkept(storage, path, list(attempts_in(entries)), now_at)
+                check_unprotected(storage, path, list(attempts_in(entries)), now_at)
             attempt = _next_attempt(entries, path, run)
             try:
                 storage.make_folder(f"{path}/{attempt}")
@@ -149,7 +155,7 @@ def claim(
     return Claim(path, attempt, f"{path}/{attempt}", by, tuple(made), run)
 
 
-def _may_replace(attempt: Attempt, *, overwrite: bool, run: OfRun | None) -> bool:
+def _may_replace(attempt: Attempt, *, overwrite: bool, run: Incarnation | None) -> bool:
     return overwrite or (run is not None and attempt.number < run.first)
 
 
@@ -162,12 +168,12 @@ def _survey(storage: Storage, path: str, made: list[str], *, may_replace: Says) 
         make_folders(storage, path, made)
         return []
     except NotADirectoryError:
-        raise in_a_file(path) from None
-    check_place(storage, path, entries, may_replace)
+        raise is_below_file(path) from None
+    check_target_path(storage, path, entries, may_replace)
     return entries
 
 
-def _next_attempt(entries: Sequence[Entry], path: str, run: OfRun | None) -> Attempt:
+def _next_attempt(entries: Sequence[Entry], path: str, run: Incarnation | None) -> Attempt:
     seen = [attempt.number for attempt in attempts_in(entries)]
     seen += [old.number for entry in entries if (old := parse_trash(entry.name)) is not None]
     highest = max(seen, default=0)
@@ -196,7 +202,7 @@ def _fence(storage: Storage, path: str, attempt: Attempt, *, may_replace: Says, 
             with suppress(StorageError):
                 remove(storage, path, other)
         elif not may_replace(other):
-            check_free(storage, path, other)
+            check_not_taken(storage, path, other)
 
 
 def _store_claim(storage: Storage, path: str, attempt: Attempt, by: str) -> None:
@@ -300,7 +306,9 @@ def _compare(storage: Storage, folder: str, expected: Mapping[str, int]) -> list
     return problems
 
 
-def commit(storage: Storage, claim: Claim, index: Index, text: CatalogText | None = None) -> None:
+def commit(
+    storage: Storage, claim: Claim, index: Index, text: EncodedCatalog | None = None
+) -> None:
     """Make the checkpoint exist. Coordinator only, after `check_files`, once.
 
     `text` is that of the index's catalog, if a save of the same plan has left it. On return the
@@ -311,7 +319,7 @@ def commit(storage: Storage, claim: Claim, index: Index, text: CatalogText | Non
     """
     temporary = f"{claim.folder}/{temporary_index(new_id())}"
     try:
-        text = text or CatalogText(index.catalog)
+        text = text or EncodedCatalog(index.catalog)
         data = index_json.encode(index, text)
         store(storage, temporary, data)
         _check_readable(data, text, temporary)
@@ -332,7 +340,7 @@ def commit(storage: Storage, claim: Claim, index: Index, text: CatalogText | Non
         raise _conflict(storage, claim.path, claim.attempt, there)
 
 
-def _check_readable(data: bytes, text: CatalogText, file: str) -> None:
+def _check_readable(data: bytes, text: EncodedCatalog, file: str) -> None:
     """Never commit what we would refuse to load. What is wrong here was planned so by us."""
     try:
         index_json.read_back(data, text, what=file)
@@ -361,7 +369,7 @@ def _conflict(
     )
 
 
-def give_up(storage: Storage, claim: Claim) -> None:
+def discard_attempt(storage: Storage, claim: Claim) -> None:
     """Remove an attempt that will not be committed, and the folders made for it.
 
     Coordinator only, after `abandon`; or without it if `commit` was not called: then nobody

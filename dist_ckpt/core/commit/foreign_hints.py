@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 
-def advice_on(names: Set[str]) -> str:
+def hint_for(names: Set[str]) -> str:
     """Say what to do with files that no save of ours has written."""
     if {"model.safetensors", "model.safetensors.index.json"} & names:
         return (

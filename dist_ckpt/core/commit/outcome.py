@@ -15,13 +15,15 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, StorageError
 
 # "in place": it shows, but nothing has made it durable.
-Fate = Literal["committed", "in place", "abandoned", "unknown"]
+CommitOutcome = Literal["committed", "in place", "abandoned", "unknown"]
 
 # Of these something can be left to read, or to mend.
-KEEPS_DATA = ("committed", "damaged", "incompatible")
+DATA_IS_KEPT = ("committed", "damaged", "incompatible")
 
 
-def settle(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str) -> Fate:
+def resolve_outcome(
+    storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str
+) -> CommitOutcome:
     """Give up an attempt that may have been committed, and return what became of it.
 
     Raises no error of the storage: where that does not let us abandon it, it may let us look.
@@ -44,12 +46,12 @@ def check_abandoned(
 ) -> None:
     """Give up an attempt whose commit met `error`; raise StorageError unless that is certain."""
     reason = f"the commit failed: {error}"[:500]
-    fate = settle(storage, path, attempt, by=by, reason=reason)
+    fate = resolve_outcome(storage, path, attempt, by=by, reason=reason)
     if fate != "abandoned":
-        raise unsettled(fate, path, str(error)) from error
+        raise unknown_outcome_error(fate, path, str(error)) from error
 
 
-def unsettled(fate: Fate, path: str, reason: str) -> StorageError:
+def unknown_outcome_error(fate: CommitOutcome, path: str, reason: str) -> StorageError:
     """Return the error of a commit that was stopped, as `reason` says, and was not abandoned."""
     if fate == "unknown":
         return StorageError(
@@ -64,12 +66,12 @@ def unsettled(fate: Fate, path: str, reason: str) -> StorageError:
     )
 
 
-def half_deleted(storage: Storage, path: str, error: BaseException) -> StorageError:
+def partial_delete_error(storage: Storage, path: str, error: BaseException) -> StorageError:
     """Return the error of a delete that met `error` on its way."""
     again = ", then delete it again"
     try:
         found = statuses(storage, path)
-        is_there = any(status.state in KEEPS_DATA for status in found)
+        is_there = any(status.state in DATA_IS_KEPT for status in found)
         is_gone = not found and not trash_at(storage, path)
     except (CheckpointError, OSError):
         told = (

@@ -7,8 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from dist_ckpt.core.commit.attempts import attempts_in, entries_at, read_index
-from dist_ckpt.core.commit.records.leases import check_unkept
-from dist_ckpt.core.format.filenames import Attempt, is_beside_attempts, is_taken, selections
+from dist_ckpt.core.commit.records.leases import check_unprotected
+from dist_ckpt.core.format.filenames import (
+    Attempt,
+    is_beside_attempts,
+    is_reserved_name,
+    selections,
+)
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Entry, Storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError
@@ -18,7 +23,7 @@ _REPLACE = "replace it (overwrite=True, on the command line --overwrite)"
 Says = Callable[[Attempt], bool]
 
 
-def would_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Attempt, ...]:
+def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Attempt, ...]:
     """Return which attempts at `path` a new checkpoint would take the place of; change nothing.
 
     Raises what a claim there would, by what lies there: whether it can be written is not known.
@@ -29,17 +34,17 @@ def would_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Atte
         check_new_name(storage, path)
         return ()
     except NotADirectoryError:
-        raise in_a_file(path) from None
-    check_place(storage, path, entries, lambda _: overwrite)
+        raise is_below_file(path) from None
+    check_target_path(storage, path, entries, lambda _: overwrite)
     there = tuple(attempts_in(entries))
     # By our own clock: to ask the storage's, a claim writes.
-    check_unkept(storage, path, there, lambda *_: time.time())
+    check_unprotected(storage, path, there, lambda *_: time.time())
     return there
 
 
 def check_new_name(storage: Storage, path: str) -> None:
     """Raise ValueError if a new checkpoint at `path` would be taken for something else."""
-    if is_taken(name := posixpath.basename(path)):
+    if is_reserved_name(name := posixpath.basename(path)):
         raise ValueError(f"{path}: {name} is never a checkpoint's name here: choose another")
     for folder, selector in selections(path):
         if entries_at(storage, folder):
@@ -49,7 +54,9 @@ def check_new_name(storage: Storage, path: str) -> None:
             )
 
 
-def check_place(storage: Storage, path: str, entries: Sequence[Entry], may_replace: Says) -> None:
+def check_target_path(
+    storage: Storage, path: str, entries: Sequence[Entry], may_replace: Says
+) -> None:
     """Raise ExistsError if what is at `path` is not ours, or not to be replaced."""
     ours = [*attempts_in(entries), *(one for one in entries if is_beside_attempts(one.name))]
     if entries and not ours:
@@ -59,10 +66,10 @@ def check_place(storage: Storage, path: str, entries: Sequence[Entry], may_repla
         )
     for attempt in attempts_in(entries):
         if not may_replace(attempt):
-            check_free(storage, path, attempt)
+            check_not_taken(storage, path, attempt)
 
 
-def check_free(storage: Storage, path: str, attempt: Attempt) -> None:
+def check_not_taken(storage: Storage, path: str, attempt: Attempt) -> None:
     """Raise ExistsError if an attempt is, or may be, a checkpoint."""
     try:
         document = read_index(storage, path, attempt)
@@ -78,6 +85,6 @@ def check_free(storage: Storage, path: str, attempt: Attempt) -> None:
         )
 
 
-def in_a_file(path: str) -> ExistsError:
+def is_below_file(path: str) -> ExistsError:
     """Return the error of a path at or below a file."""
     return ExistsError(f"{path} is a file, or below one: choose another path")

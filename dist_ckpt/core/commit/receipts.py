@@ -65,7 +65,7 @@ def sizes_of(receipts: Sequence[Receipt]) -> dict[str, int]:
     return {name: nbytes for receipt in receipts for name, nbytes, _, _ in receipt.files}
 
 
-def differing_groups(receipts: Sequence[Receipt]) -> list[str]:
+def mismatched_groups(receipts: Sequence[Receipt]) -> list[str]:
     """Return the replica groups whose members do not hold the same."""
     digests: dict[str, set[str]] = defaultdict(set)
     for receipt in receipts:

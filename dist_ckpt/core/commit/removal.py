@@ -18,13 +18,13 @@ from dist_ckpt.core.commit.attempts import (
     has_index,
     list_attempts,
     new_id,
-    nothing_found,
+    not_found_error,
     statuses,
     trash_at,
 )
-from dist_ckpt.core.commit.outcome import KEEPS_DATA, half_deleted
-from dist_ckpt.core.commit.records.incarnations import OfRun
-from dist_ckpt.core.commit.records.leases import kept_at
+from dist_ckpt.core.commit.outcome import DATA_IS_KEPT, partial_delete_error
+from dist_ckpt.core.commit.records.incarnations import Incarnation
+from dist_ckpt.core.commit.records.leases import protections_at
 from dist_ckpt.core.format.filenames import (
     Attempt,
     is_in_attempt,
@@ -52,7 +52,9 @@ def remove(storage: Storage, path: str, attempt: Attempt) -> None:
         raise StorageError(f"{trash} exists while {attempt} does: remove it by hand") from error
 
 
-def supersede(storage: Storage, path: str, attempt: Attempt, run: OfRun | None = None) -> None:
+def supersede(
+    storage: Storage, path: str, attempt: Attempt, run: Incarnation | None = None
+) -> None:
     """Remove what is lower than the attempt that was just committed, and all trash.
 
     Raises no error of the storage, but logs it: the save has succeeded, and the next one, or a
@@ -62,7 +64,7 @@ def supersede(storage: Storage, path: str, attempt: Attempt, run: OfRun | None =
     by = f"the saver of {attempt}"
     try:
         below = [other for other in list_attempts(storage, path) if other < attempt]
-        kept = kept_at(storage, path, below, now_at)
+        kept = protections_at(storage, path, below, now_at)
         for lower in below:
             if lower in kept:
                 _log.info("%s/%s is left for now: %s", path, lower, "; ".join(kept[lower]))
@@ -97,7 +99,7 @@ def delete(storage: Storage, path: str) -> None:
             remove(storage, path, attempt)
         _empty_all(storage, path)
     except CheckpointError as error:
-        raise half_deleted(storage, path, error) from error
+        raise partial_delete_error(storage, path, error) from error
     # Somebody else's files, or a new attempt, or a link beside which a link leads here.
     with suppress(StorageError, FileNotFoundError, NotADirectoryError):
         storage.remove(path)
@@ -109,12 +111,12 @@ def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
     Raises NotFoundError otherwise: what is open, and alone, may be somebody's first save.
     """
     found = statuses(storage, path)
-    if any(status.state in KEEPS_DATA for status in found):
+    if any(status.state in DATA_IS_KEPT for status in found):
         return found
     is_stopped = all(status.state == "abandoned" for status in found)
     if is_stopped and any(entry.kind == "folder" for entry in trash_at(storage, path)):
         return found
-    raise nothing_found(storage, path)
+    raise not_found_error(storage, path)
 
 
 def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
@@ -204,7 +206,7 @@ def _superseded(
         storage.sync(f"{path}/{committed[-1]}")  # its saver may have died before it did so
     except FileNotFoundError:  # deleted, or overwritten, since it was listed
         return ()
-    kept = kept_at(storage, path, committed[:-1], now)
+    kept = protections_at(storage, path, committed[:-1], now)
     return [attempt for attempt in committed[:-1] if attempt not in kept]
 
 

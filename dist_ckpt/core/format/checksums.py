@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import xxhash
 
-from dist_ckpt.core.format.geometry import Span
+from dist_ckpt.core.format.geometry import ByteRange
 
 # What one block digest covers. Partial reads are checked block by block, so a block is what the
 # smallest checked read costs; at 4 MiB xxh3 runs at memory speed and without the GIL.
@@ -37,7 +37,7 @@ def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
     return -(-nbytes // block_nbytes)
 
 
-def blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> Iterator[Span]:
+def blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> Iterator[ByteRange]:
     """Cut a shard of `nbytes` into its blocks; the last may be short."""
     for start in range(0, nbytes, block_nbytes):
-        yield Span(start, min(start + block_nbytes, nbytes))
+        yield ByteRange(start, min(start + block_nbytes, nbytes))

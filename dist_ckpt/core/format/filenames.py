@@ -30,8 +30,8 @@ BACKUP = "backup"
 NO_CHECKPOINTS = frozenset({FACTS, STARTS, REQUESTS, "lost+found"})
 
 # A start's attempts have the numbers from 1000 times its own on.
-MAX_START = 999_999
-ATTEMPTS_OF_START = 1000
+MAX_INCARNATION = 999_999
+ATTEMPTS_PER_INCARNATION = 1000
 
 # The number of a fact has at most 18 digits.
 MAX_FACT = 10**18 - 1
@@ -76,7 +76,7 @@ class Attempt:
     @property
     def start(self) -> int:
         """The start of a run that it is of, by its number; 0 if it is of none."""
-        return self.number // ATTEMPTS_OF_START
+        return self.number // ATTEMPTS_PER_INCARNATION
 
     def __str__(self) -> str:
         return self.name
@@ -107,7 +107,7 @@ def is_beside_attempts(name: str) -> bool:
     return parse_trash(name) is not None or name == ROOT_ID
 
 
-def is_taken(name: str) -> bool:
+def is_reserved_name(name: str) -> bool:
     """Say whether the name of a folder means something else than a checkpoint."""
     is_attempt = parse_attempt(name) is not None or parse_trash(name) is not None
     return is_attempt or name in NO_CHECKPOINTS
@@ -152,7 +152,7 @@ def is_temporary_root_id(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class FactName:
+class AnnotationName:
     """The name of a fact's file: of a kind, the highest number and then the highest id wins."""
 
     kind: str
@@ -163,10 +163,10 @@ class FactName:
         return f"{self.kind}-{self.number}-{self.id}.json"
 
 
-def parse_fact(name: str) -> FactName | None:
+def parse_annotation_name(name: str) -> AnnotationName | None:
     """Return what the name of a fact's file says, or None if the name is not ours."""
     match = _FACT.fullmatch(name)
-    return FactName(match[1], int(match[2]), match[3]) if match else None
+    return AnnotationName(match[1], int(match[2]), match[3]) if match else None
 
 
 def parse_step(name: str) -> int | None:
@@ -174,23 +174,23 @@ def parse_step(name: str) -> int | None:
     return int(name) if _STEP.fullmatch(name) else None
 
 
-def start_file(number: int) -> str:
+def incarnation_file(number: int) -> str:
     """Return the name of a start's record."""
     return f"{number}.json"
 
 
-def parse_start(name: str) -> int | None:
+def parse_incarnation(name: str) -> int | None:
     """Return the number of a start, or None if the name is not that of its record."""
     match = _START.fullmatch(name)
     return int(match[1]) if match else None
 
 
-def sign_file(number: int, nonce: str) -> str:
+def liveness_file(number: int, nonce: str) -> str:
     """Return the name of a start's sign of life."""
     return f"{number}.alive-{nonce}"
 
 
-def parse_sign(name: str) -> int | None:
+def parse_liveness(name: str) -> int | None:
     """Return the number of the start that is alive, or None if the name is not that of a sign."""
     match = _SIGN.fullmatch(name)
     return int(match[1]) if match else None

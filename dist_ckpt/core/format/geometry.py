@@ -1,7 +1,7 @@
 """Geometry: boxes of elements, runs of elements, ranges of bytes.
 
 A tensor is cut into cells. A cell is a `Region` (a box in global coordinates) or, for
-flattened layouts such as ZeRO's, `Elements` (a range of the row-major tensor). Everything that
+flattened layouts such as ZeRO's, `ElementRange` (a range of the row-major tensor). Everything that
 intersects works on boxes: `pieces` turns either kind of cell into boxes, each with the place
 where it starts in the cell's own row-major memory.
 """
@@ -65,7 +65,7 @@ class Region(Message, frozen=True, order=True, tag="box"):
         return ",".join(f"{o}:{s}" for o, s in zip(self.offset, self.stop, strict=True))
 
 
-class Elements(Message, frozen=True, order=True, tag="run"):
+class ElementRange(Message, frozen=True, order=True, tag="run"):
     """The elements `start` to `stop` of a tensor in row-major order."""
 
     start: int
@@ -84,11 +84,11 @@ class Elements(Message, frozen=True, order=True, tag="run"):
         return f"flat {self.start}:{self.stop}"
 
 
-Cell = Region | Elements
+Cell = Region | ElementRange
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Span:
+class ByteRange:
     """A range of bytes."""
 
     start: int
@@ -101,7 +101,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Piece:
+class RegionPiece:
     """A box of a cell, and the element of the cell's row-major memory where the box begins.
 
     The box is row-major and contiguous in that memory.
@@ -119,7 +119,7 @@ def row_major_strides(shape: Shape) -> Shape:
     return tuple(strides)
 
 
-def boxes_of(elements: Elements, shape: Shape) -> Iterator[Region]:
+def boxes_of(elements: ElementRange, shape: Shape) -> Iterator[Region]:
     """Cut a range of elements into boxes of the tensor, in row-major order.
 
     At most 2 * dims - 1 boxes: a partial row at the head, full rows, a partial row at the tail,
@@ -134,19 +134,19 @@ def boxes_of(elements: Elements, shape: Shape) -> Iterator[Region]:
     first, head = divmod(elements.start, row_numel)
     last, tail = divmod(elements.stop, row_numel)
     if first == last:
-        yield from _in_row(first, Elements(head, tail), shape)
+        yield from _in_row(first, ElementRange(head, tail), shape)
         return
     if head:
-        yield from _in_row(first, Elements(head, row_numel), shape)
+        yield from _in_row(first, ElementRange(head, row_numel), shape)
         first += 1
     if last > first:
         zeros = (0,) * (len(shape) - 1)
         yield Region((first, *zeros), (last - first, *shape[1:]))
     if tail:
-        yield from _in_row(last, Elements(0, tail), shape)
+        yield from _in_row(last, ElementRange(0, tail), shape)
 
 
-def _in_row(row: int, elements: Elements, shape: Shape) -> Iterator[Region]:
+def _in_row(row: int, elements: ElementRange, shape: Shape) -> Iterator[Region]:
     for box in boxes_of(elements, shape[1:]):
         yield Region((row, *box.offset), (1, *box.shape))
 
@@ -165,26 +165,26 @@ def joined(runs: Iterable[range]) -> Iterator[range]:
         yield last
 
 
-def pieces(cell: Cell, shape: Shape) -> Iterator[Piece]:
+def pieces(cell: Cell, shape: Shape) -> Iterator[RegionPiece]:
     """Cut a cell of a tensor of `shape` into boxes that are contiguous in the cell's memory."""
     if isinstance(cell, Region):
-        yield Piece(cell, 0)
+        yield RegionPiece(cell, 0)
         return
     start = 0
     for box in boxes_of(cell, shape):
-        yield Piece(box, start)
+        yield RegionPiece(box, start)
         start += box.numel
 
 
-def run_of(box: Region, piece: Piece) -> Elements | None:
+def run_of(box: Region, piece: RegionPiece) -> ElementRange | None:
     """Return where a box lies in the memory of the cell it is a piece of, if that is one run."""
     if box is piece.region or box == piece.region:
-        return Elements(piece.start, piece.start + box.numel)
+        return ElementRange(piece.start, piece.start + box.numel)
     found = tuple(islice(runs_of(box, piece, 1), 2))
     return found[0] if len(found) == 1 else None
 
 
-def runs_of(box: Region, piece: Piece, gap: int) -> Iterator[Elements]:
+def runs_of(box: Region, piece: RegionPiece, gap: int) -> Iterator[ElementRange]:
     """Return where the elements of a box lie in the memory of the cell it is a piece of.
 
     Holes of fewer than `gap` elements are taken in, so that the runs are as few as matter: a
@@ -202,10 +202,10 @@ def runs_of(box: Region, piece: Piece, gap: int) -> Iterator[Elements]:
     yield from _outer_runs(box.shape[:outer], strides[:outer], start, inner)
 
 
-def _outer_runs(shape: Shape, strides: Shape, start: int, numel: int) -> Iterator[Elements]:
+def _outer_runs(shape: Shape, strides: Shape, start: int, numel: int) -> Iterator[ElementRange]:
     # Not by `product`, which would first keep all of what may be millions of rows.
     if not shape:
-        yield Elements(start, start + numel)
+        yield ElementRange(start, start + numel)
         return
     for i in range(shape[0]):
         yield from _outer_runs(shape[1:], strides[1:], start + i * strides[0], numel)

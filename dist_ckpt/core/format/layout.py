@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from operator import add, ge, gt
 
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Flat:
         """How many cells there are."""
         return len(self.cuts) - 1
 
-    def cell(self, number: int) -> Elements:
+    def cell(self, number: int) -> ElementRange:
         """Return the element range of a cell."""
-        return Elements(self.cuts[number], self.cuts[number + 1])
+        return ElementRange(self.cuts[number], self.cuts[number + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def check_shape(shape: Shape, itemsize: int) -> None:
 
 def check_cell(cell: Cell, shape: Shape) -> None:
     """Raise ValueError unless a cell lies in a tensor of this shape."""
-    if isinstance(cell, Elements):
+    if isinstance(cell, ElementRange):
         if cell.stop > prod(shape):
             raise ValueError(f"elements {cell.start}:{cell.stop} of {prod(shape)}")
     # Once for every shard that is ever opened, so without a Python call for each dimension.

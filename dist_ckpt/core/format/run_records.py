@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dist_ckpt.core.format import strict_json
-from dist_ckpt.core.format.filenames import ID_LENGTH, MAX_START, Attempt, parse_attempt
+from dist_ckpt.core.format.filenames import ID_LENGTH, MAX_INCARNATION, Attempt, parse_attempt
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.strict_json import (
     VERSION,
     Json,
     Scalar,
     check_version,
-    corrupt,
+    corrupt_error,
     fields,
     hex_digits,
     integer,
     mapping,
     number,
+    quoted,
     row,
-    shown,
     string,
 )
 
@@ -44,7 +44,7 @@ _OUTCOMES: dict[str, Outcome] = {"saved": "saved", "failed": "failed", "ended": 
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class Annotation:
     """What became known of a checkpoint after its commit: values by name, of one kind.
 
     Of a kind, the fact with the highest number, then the highest id, tells what a name's value is.
@@ -60,7 +60,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class RunStart:
+class IncarnationRecord:
     """One start of a run that writes into a root; `restored`: the step and attempt it went on from.
 
     `id` is random: by it who made the record knows it again. `why` says why it was that checkpoint.
@@ -104,7 +104,7 @@ class AnswerRecord:
     at: float
 
 
-def encode_fact(fact: Fact) -> bytes:
+def encode_annotation(fact: Annotation) -> bytes:
     """Return the document. ValueError if it holds what JSON cannot."""
     return _encode(
         {
@@ -118,11 +118,11 @@ def encode_fact(fact: Fact) -> bytes:
     )
 
 
-def decode_fact(data: bytes, what: str) -> Fact:
+def decode_annotation(data: bytes, what: str) -> Annotation:
     """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
     doc = _decode(data, what)
     _, step, attempt, kind, values, by, at, _ = fields(doc, _FACT_FIELDS, what)
-    return Fact(
+    return Annotation(
         integer(step, 0, MAX_STEP, f"{what}, step"),
         _attempt(attempt, what),
         string(kind, f"{what}, kind"),
@@ -132,7 +132,7 @@ def decode_fact(data: bytes, what: str) -> Fact:
     )
 
 
-def encode_start(start: RunStart) -> bytes:
+def encode_incarnation(start: IncarnationRecord) -> bytes:
     """Return the document. ValueError if it holds what JSON cannot."""
     return _encode(
         {
@@ -146,12 +146,12 @@ def encode_start(start: RunStart) -> bytes:
     )
 
 
-def decode_start(data: bytes, what: str) -> RunStart:
+def decode_incarnation(data: bytes, what: str) -> IncarnationRecord:
     """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
     doc = _decode(data, what)
     _, start, own_id, restored, why, by, at, _ = fields(doc, _START_FIELDS, what)
-    return RunStart(
-        integer(start, 1, MAX_START, f"{what}, start"),
+    return IncarnationRecord(
+        integer(start, 1, MAX_INCARNATION, f"{what}, start"),
         hex_digits(own_id, ID_LENGTH, f"{what}, id"),
         _decoded_where(restored, f"{what}, restored"),
         string(why, f"{what}, why"),
@@ -178,10 +178,10 @@ def decode_request(data: bytes, what: str) -> RequestRecord:
     doc = _decode(data, what)
     _, own_id, start, stops, by, at, _ = fields(doc, _REQUEST_FIELDS, what)
     if not isinstance(stops, bool):
-        raise corrupt(what, f"stop is {shown(stops)}")
+        raise corrupt_error(what, f"stop is {quoted(stops)}")
     return RequestRecord(
         hex_digits(own_id, ID_LENGTH, f"{what}, request"),
-        integer(start, 1, MAX_START, f"{what}, start"),
+        integer(start, 1, MAX_INCARNATION, f"{what}, start"),
         stops,
         string(by, f"{what}, by"),
         _time(at, f"{what}, at"),
@@ -208,7 +208,7 @@ def decode_answer(data: bytes, what: str) -> AnswerRecord:
     _, own_id, outcome, saved, why, by, at, _ = fields(doc, _ANSWER_FIELDS, what)
     text = string(outcome, f"{what}, outcome")
     if text not in _OUTCOMES or (text == "saved") != (saved is not None):
-        raise corrupt(what, f"the outcome is {shown(outcome)}, and saved is {shown(saved)}")
+        raise corrupt_error(what, f"the outcome is {quoted(outcome)}, and saved is {quoted(saved)}")
     return AnswerRecord(
         hex_digits(own_id, ID_LENGTH, f"{what}, request"),
         _OUTCOMES[text],
@@ -233,7 +233,7 @@ def _decoded_where(value: Json, what: str) -> tuple[int, Attempt] | None:
 def _time(value: Json, what: str) -> float:
     at = number(value, what)
     if not 0 <= at < _END_OF_TIME:
-        raise corrupt(what, f"{shown(value)} is no time that has a date")
+        raise corrupt_error(what, f"{quoted(value)} is no time that has a date")
     return at
 
 
@@ -247,23 +247,23 @@ def _encode(doc: Mapping[str, Json]) -> bytes:
 
 def _decode(data: bytes, what: str) -> dict[str, Json]:
     if len(data) > MAX_NBYTES_OF_RECORD:
-        raise corrupt(what, f"{len(data)} bytes, the limit is {MAX_NBYTES_OF_RECORD}")
+        raise corrupt_error(what, f"{len(data)} bytes, the limit is {MAX_NBYTES_OF_RECORD}")
     is_sealed = strict_json.check_seal(data, what)
     doc = mapping(strict_json.parse(data, what), what)
     check_version(doc, what)
     if not is_sealed:
-        raise corrupt(what, "it does not end with its digest")
+        raise corrupt_error(what, "it does not end with its digest")
     return doc
 
 
 def _attempt(value: Json, what: str) -> Attempt:
     attempt = parse_attempt(string(value, f"{what}, attempt"))
     if attempt is None:
-        raise corrupt(what, f"{shown(value)} is no name of an attempt")
+        raise corrupt_error(what, f"{quoted(value)} is no name of an attempt")
     return attempt
 
 
 def _scalar(value: Json, what: str) -> Scalar:
     if isinstance(value, dict | list):
-        raise corrupt(what, f"{shown(value)} is neither a number nor a text")
+        raise corrupt_error(what, f"{quoted(value)} is neither a number nor a text")
     return value

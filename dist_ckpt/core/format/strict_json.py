@@ -67,7 +67,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 REMEDY = "; restore it from a copy, or load another checkpoint"
 
 
-def corrupt(what: str, fact: str) -> CorruptError:
+def corrupt_error(what: str, fact: str) -> CorruptError:
     """Return the error for a damaged document."""
     return CorruptError(f"{what}: {fact}{REMEDY}")
 
@@ -77,7 +77,7 @@ def parse(data: bytes, what: str) -> Json:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise corrupt(what, f"not UTF-8 at byte {error.start}") from None
+        raise corrupt_error(what, f"not UTF-8 at byte {error.start}") from None
     check_size(data, what)
     try:
         doc: Json = json.loads(
@@ -88,9 +88,9 @@ def parse(data: bytes, what: str) -> Json:
             parse_constant=_constant,
         )
     except RecursionError:
-        raise corrupt(what, f"nested deeper than {MAX_DEPTH} levels") from None
+        raise corrupt_error(what, f"nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:  # JSONDecodeError is one
-        raise corrupt(what, f"not JSON: {error}") from None
+        raise corrupt_error(what, f"not JSON: {error}") from None
     _check_depth(doc, what)
     if "\\u" in text and _SURROGATE_ESCAPE.search(text):
         _check_surrogates(doc, what)
@@ -159,14 +159,14 @@ def check_seal(data: bytes, what: str) -> bool:
     """Say whether a document ends as `sealed` has it; CorruptError if the digest is another's."""
     end = _END.fullmatch(data, max(0, len(data) - _END_NBYTES))
     if end and document_digest(memoryview(data)[:-_END_NBYTES]) != end[1].decode("ascii"):
-        raise corrupt(what, "its digest is wrong, so it is damaged")
+        raise corrupt_error(what, "its digest is wrong, so it is damaged")
     return end is not None
 
 
 def check_size(data: bytes, what: str) -> None:
     """Raise CorruptError if a document may have too many values, or take too much memory."""
     if (problem := _size_problem(data)) is not None:
-        raise corrupt(what, problem)
+        raise corrupt_error(what, problem)
 
 
 def max_memory(nbytes: int) -> int:
@@ -206,37 +206,37 @@ def is_text(text: str) -> bool:
 def fields(doc: Json, names: Sequence[str], what: str) -> list[Json]:
     """Return the values of an object that has exactly these fields, but for any "x-" ones."""
     if type(doc) is not dict:
-        raise corrupt(what, "not an object")
+        raise corrupt_error(what, "not an object")
     if len(doc) != len(names) or any(name not in doc for name in names):
         missing = [name for name in names if name not in doc]
         # msgpack, unlike JSON, has keys that are no strings.
         others = [str(name) for name in doc if name not in names]
         unknown = [name for name in others if not name.startswith("x-")]
         if missing:
-            raise corrupt(what, f"no field {missing[0]!r}")
+            raise corrupt_error(what, f"no field {missing[0]!r}")
         if unknown:
-            raise corrupt(what, f"unknown field {unknown[0][:100]!r}")
+            raise corrupt_error(what, f"unknown field {unknown[0][:100]!r}")
     return [doc[name] for name in names]
 
 
 def integer(value: Json, low: int, high: int, what: str) -> int:
     """Return an integer of a range, both ends included."""
     if type(value) is not int or not low <= value <= high:
-        raise corrupt(what, f"{shown(value)} is not an integer from {low} to {high}")
+        raise corrupt_error(what, f"{quoted(value)} is not an integer from {low} to {high}")
     return value
 
 
 def number(value: Json, what: str) -> float:
     """Return a number, which may be an integer."""
     if type(value) is not float and type(value) is not int:
-        raise corrupt(what, f"{shown(value)} is not a number")
+        raise corrupt_error(what, f"{quoted(value)} is not a number")
     return float(value)
 
 
 def string(value: Json, what: str) -> str:
     """Return a string."""
     if type(value) is not str:
-        raise corrupt(what, f"{shown(value)} is not a string")
+        raise corrupt_error(what, f"{quoted(value)} is not a string")
     return value
 
 
@@ -244,32 +244,32 @@ def hex_digits(value: Json, count: int, what: str) -> str:
     """Return a string of so many hexadecimal digits, lower-case."""
     text = string(value, what)
     if len(text) != count or not _HEX.fullmatch(text):
-        raise corrupt(what, f"{shown(value)} is not {count} hex digits")
+        raise corrupt_error(what, f"{quoted(value)} is not {count} hex digits")
     return text
 
 
 def array(value: Json, what: str) -> list[Json]:
     """Return an array."""
     if type(value) is not list:
-        raise corrupt(what, f"{shown(value)} is not an array")
+        raise corrupt_error(what, f"{quoted(value)} is not an array")
     return value
 
 
 def mapping(value: Json, what: str) -> dict[str, Json]:
     """Return an object."""
     if type(value) is not dict:
-        raise corrupt(what, f"{shown(value)} is not an object")
+        raise corrupt_error(what, f"{quoted(value)} is not an object")
     return value
 
 
 def row(value: Json, length: int, what: str) -> list[Json]:
     """Return an array of a certain length."""
     if type(value) is not list or len(value) != length:
-        raise corrupt(what, f"{shown(value)} is not an array of {length}")
+        raise corrupt_error(what, f"{quoted(value)} is not an array of {length}")
     return value
 
 
-def shown(value: Json) -> str:
+def quoted(value: Json) -> str:
     """Return a value as a message shows it: short, on one line."""
     short = repr(value)
     return short if len(short) <= 60 else f"{short[:57]}..."
@@ -282,7 +282,7 @@ def check_version(doc: Json, what: str) -> None:
     """Raise IncompatibleError if a document is of a newer version, CorruptError if of none."""
     format_ = doc.get("format") if type(doc) is dict else None
     if type(format_) is not dict or "version" not in format_:
-        raise corrupt(what, "no format version, so it is not of dist_ckpt")
+        raise corrupt_error(what, "no format version, so it is not of dist_ckpt")
     version = integer(format_["version"], 1, MAX_INTEGER, f"{what}, version")
     if version > VERSION:
         raise IncompatibleError(
@@ -291,7 +291,7 @@ def check_version(doc: Json, what: str) -> None:
     _, requires = fields(format_, ("version", "requires"), f"{what}, format")
     if needs := array(requires, f"{what}, requires"):
         raise IncompatibleError(
-            f"{what}: it requires {shown(needs)}, which this dist_ckpt lacks; {_REMEDY}"
+            f"{what}: it requires {quoted(needs)}, which this dist_ckpt lacks; {_REMEDY}"
         )
 
 
@@ -299,7 +299,7 @@ def decode_dtype(code: Json, what: str) -> DType:
     """Return the dtype of a code; one that we do not know is a newer version's."""
     dtype = DTYPES.get(string(code, f"{what}, dtype"))
     if dtype is None:
-        raise IncompatibleError(f"{what}: dtype {shown(code)} is not known; {_REMEDY}")
+        raise IncompatibleError(f"{what}: dtype {quoted(code)} is not known; {_REMEDY}")
     return dtype
 
 
@@ -309,7 +309,7 @@ def decode_shape(value: Json, dtype: DType, what: str) -> Shape:
     try:
         check_shape(shape, dtype.itemsize)
     except ValueError as error:
-        raise corrupt(what, str(error)) from None
+        raise corrupt_error(what, str(error)) from None
     return shape
 
 
@@ -319,7 +319,7 @@ def integers(value: Json, what: str) -> Shape:
     integers = cast("list[int]", numbers)
     # Not number by number in Python: cuts are as many as ranks.
     if not _INTEGERS.issuperset(map(type, numbers)) or min(integers, default=0) < 0:
-        raise corrupt(what, f"{shown(value)} is not a list of integers from 0 on")
+        raise corrupt_error(what, f"{quoted(value)} is not a list of integers from 0 on")
     return tuple(integers)
 
 
@@ -329,7 +329,7 @@ def decode_region(value: Json, what: str) -> Region:
     try:
         return Region(integers(offset, what), integers(shape, what))
     except ValueError as error:
-        raise corrupt(what, str(error)) from None
+        raise corrupt_error(what, str(error)) from None
 
 
 # --- parsing ---------------------------------------------------------------------------------
@@ -383,11 +383,11 @@ def _check_depth(doc: Json, what: str) -> None:
         level = [item for item in below if type(item) in _CONTAINERS]
         if not level:
             return
-    raise corrupt(what, f"nested deeper than {MAX_DEPTH} levels")
+    raise corrupt_error(what, f"nested deeper than {MAX_DEPTH} levels")
 
 
 def _check_surrogates(doc: Json, what: str) -> None:
     try:
         json.dumps(doc, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise corrupt(what, "a string with half a surrogate pair") from None
+        raise corrupt_error(what, "a string with half a surrogate pair") from None

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from dist_ckpt.async_save.snapshots.memory_source import KeptFiles, kept_on_host
+from dist_ckpt.async_save.snapshots.memory_source import MemorySource, snapshots_on_host
 from dist_ckpt.core.checkpoint.parameter_counts import count_parameters
-from dist_ckpt.core.comm.exchange.channel import check_alike
+from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
@@ -31,7 +31,7 @@ from dist_ckpt.core.shard_io.read.open_files import read_objects
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
-from dist_ckpt.runs.lease_renewal import resolve_and_hold
+from dist_ckpt.runs.lease_renewal import resolve_with_lease
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -83,7 +83,7 @@ def build(
         # What took its place meanwhile may be of another kind.
         config: dict[str, object] = decode_value(found.config, make=make)
         options = LoadOptions(include=f"{glob.escape(component)}.*", config=config, kind=found.kind)
-        kept = KeptFiles(kept_on_host)
+        kept = MemorySource(snapshots_on_host)
         try:
             load_together(ranks, {component: model}, found.path, options, kept=kept)
         except IncompatibleError as error:
@@ -105,7 +105,7 @@ def _made(
             storage, own = open_storage(path)
             request = _BuildRequest(own, tuple(sorted(table)), component)
             if told := describing.gather(request):
-                check_alike("build", told, _BuildRequest.__struct_fields__)
+                check_equal_on_all_ranks("build", told, _BuildRequest.__struct_fields__)
                 describing.decide(_described(storage, told[0], held))
         found = describing.result(_Description)
         with ranks.channel.exchange("make"):
@@ -129,7 +129,7 @@ def _check(table: object, component: object) -> None:
 
 def _described(storage: Storage, asked: _BuildRequest, held: ExitStack) -> _Description:
     """Return what a checkpoint says that it is of. Rank 0 only."""
-    path = resolve_and_hold(storage, asked.path, held)
+    path = resolve_with_lease(storage, asked.path, held)
     attempt, index = attempts.find(storage, path)
     files: dict[str, ObjectsFile] = {}
 
@@ -138,7 +138,7 @@ def _described(storage: Storage, asked: _BuildRequest, held: ExitStack) -> _Desc
             record = next((one for one in index.objects if one.name == name), None)
             if record is None:
                 raise CorruptError(f"{path}: its index lists no {name}; take an older checkpoint")
-            with attempts.while_it_is_there(storage, path, attempt):
+            with attempts.not_found_if_removed(storage, path, attempt):
                 files[name] = read_objects(storage, f"{path}/{attempt.name}", record)
         return files[name]
 

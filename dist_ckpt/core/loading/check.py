@@ -9,8 +9,8 @@ from functools import cache
 
 from msgspec import structs
 
-from dist_ckpt.async_save.snapshots.memory_source import KeptFiles
-from dist_ckpt.async_save.snapshots.overlay_storage import SnapshotStorage
+from dist_ckpt.async_save.snapshots.memory_source import MemorySource
+from dist_ckpt.async_save.snapshots.overlay_storage import OverlayStorage
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format import filenames
@@ -18,10 +18,10 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.index.model_description import problems_of_description
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.loading.load_messages import (
-    Findings,
-    Found,
-    FoundCheckpoint,
+    CheckFindings,
     LoadRequest,
+    ResolvedCheckpoint,
+    ResolvedSources,
     bits_of,
     short,
 )
@@ -29,18 +29,18 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.loading.open_sources import by_checkpoint, open_all
 from dist_ckpt.core.loading.read_once.read_once_agreement import listen
 from dist_ckpt.core.loading.read_once.read_once_units import runs_of
-from dist_ckpt.core.loading.sources import Sources, SourceUse, uses_of
+from dist_ckpt.core.loading.sources import Sources, SourceShare, uses_of
 from dist_ckpt.core.planning.load.load_planner import problems_of
-from dist_ckpt.core.planning.load.read_sharing import BlockWants
-from dist_ckpt.core.planning.selection import EVERYTHING, Selection, cast_of, selection_of
+from dist_ckpt.core.planning.load.read_sharing import BlockRequests
+from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, cast_of, selection_of
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles, read_objects
 from dist_ckpt.core.shard_io.read.read_work import CellTargets
-from dist_ckpt.core.state.binding.bind import Binding, Template, bind, saved_of, survey
-from dist_ckpt.core.state.binding.sources.multi_source import Offering, merged
+from dist_ckpt.core.state.binding.bind import Binding, Template, bind, read_template, saved_tree_of
+from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.rename import rename_of
-from dist_ckpt.core.state.binding.sources.saved_tree import Saved
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.sources.scopes import Scope, Scopes, tagged
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.state.tree.containers import MutableState
@@ -61,23 +61,23 @@ class LoadCall:
     path: Sources
     options: LoadOptions
     storage: Storage | None
-    kept: KeptFiles
+    kept: MemorySource
     opener: Opener | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StorageLocation:
     """Where one checkpoint is read.
 
     `storage` serves what is kept in memory from there; `counting` counts what is not.
     """
 
-    storage: SnapshotStorage
+    storage: OverlayStorage
     counting: CountingStorage
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LoadArguments:
     """What a rank asks for, its options checked: the `request`, its template, and its sources.
 
     `uses` say what is taken of each of the `places`, and `selection` which names that is.
@@ -85,21 +85,21 @@ class Asked:
 
     request: LoadRequest
     template: Template
-    places: tuple[Place, ...]
-    uses: tuple[SourceUse, ...]
+    places: tuple[StorageLocation, ...]
+    uses: tuple[SourceShare, ...]
     selection: Selection | Scopes
 
     @property
-    def storages(self) -> list[SnapshotStorage]:
+    def storages(self) -> list[OverlayStorage]:
         """The storage of each place."""
         return [place.storage for place in self.places]
 
-    def at(self, paths: Sequence[str]) -> Asked:
+    def at(self, paths: Sequence[str]) -> LoadArguments:
         """Return it for checkpoints that were found at `paths`: what was asked may be selectors."""
         path = paths[0] if len(paths) == 1 else tuple(paths)
         return replace(self, request=structs.replace(self.request, path=path))
 
-    def selection_in(self, found: Found) -> Selection | Scopes:
+    def selection_in(self, found: ResolvedSources) -> Selection | Scopes:
         """Return the selection, with the paths of what was found."""
         if not isinstance(self.selection, Scopes):
             return self.selection
@@ -110,12 +110,12 @@ class Asked:
         )
 
 
-def ask(call: LoadCall) -> Asked:
+def read_arguments(call: LoadCall) -> LoadArguments:
     """Look at what the caller gave. Raises ValueError or TypeError for what makes no sense."""
     options, ranks = call.options, call.ranks
     options.check()
     paths, uses = uses_of(call.path)
-    template = survey(
+    template = read_template(
         call.state,
         sharding=options.sharding,
         rank=ranks.channel.rank,
@@ -133,10 +133,12 @@ def ask(call: LoadCall) -> Asked:
         keys=tuple(template.keys.items()),
         bulk=ranks.bulk.epoch,
     )
-    return Asked(request, template, tuple(_place(call, path) for path in paths), uses, selection)
+    return LoadArguments(
+        request, template, tuple(_place(call, path) for path in paths), uses, selection
+    )
 
 
-def _place(call: LoadCall, path: str) -> Place:
+def _place(call: LoadCall, path: str) -> StorageLocation:
     # What is read twice, or by several ranks, is left to the page cache to fetch once.
     direct_reads = call.options.read_once != "off" and not call.options.check_first
     if call.opener is not None:
@@ -144,13 +146,13 @@ def _place(call: LoadCall, path: str) -> Place:
     else:
         storage = call.storage or open_source(path, direct_reads=direct_reads)[0]
     counting = CountingStorage(storage)
-    with_kept = SnapshotStorage(counting)
+    with_kept = OverlayStorage(counting)
     with_kept.serve(call.kept.unfound)
-    return Place(with_kept, counting)
+    return StorageLocation(with_kept, counting)
 
 
 def _selection(
-    options: LoadOptions, uses: Sequence[SourceUse], template: Template
+    options: LoadOptions, uses: Sequence[SourceShare], template: Template
 ) -> Selection | Scopes:
     """Return the names that a load is about. Raises TypeError or ValueError for bad patterns."""
     asked = without_frozen(options.selection(), template.root)
@@ -162,22 +164,22 @@ def _selection(
                 "rename is given to a load from several sources, or twice: give each dc.Source "
                 "its own"
             )
-    if len(uses) == 1 and not uses[0].key and EVERYTHING in (asked, *own):
-        return own[0] if asked == EVERYTHING else asked
+    if len(uses) == 1 and not uses[0].key and SELECT_ALL in (asked, *own):
+        return own[0] if asked == SELECT_ALL else asked
     scopes = (Scope(str(u.source.path), u.key, of) for u, of in zip(uses, own, strict=True))
     return Scopes(asked, tuple(scopes))
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class PreparedLoad:
     """Checkpoints that fit this rank's state: what goes where, and the open files with it.
 
     `targets` are None while memory is yet to be made. `wants` is what this rank reads, as a
     message, and `links` lets others connect; b"" and None if the ranks can share nothing.
     """
 
-    found: Found
-    saved: Saved
+    found: ResolvedSources
+    saved: SavedTree
     binding: Binding
     files: OpenFiles
     targets: CellTargets | None
@@ -203,9 +205,9 @@ class Checked:
         )
 
 
-def examine(
-    call: LoadCall, asked: Asked, found: Found, stack: ExitStack
-) -> tuple[Checked | None, Findings]:
+def check_load(
+    call: LoadCall, asked: LoadArguments, found: ResolvedSources, stack: ExitStack
+) -> tuple[PreparedLoad | None, CheckFindings]:
     """Bind, plan, and open what will be read; nothing live changes.
 
     None if there are problems. `stack` gets what is to be closed after the load.
@@ -239,7 +241,7 @@ def examine(
         )
         unclaimed = bits_of(binding.unclaimed, _names(found, saved))
         if problems:
-            return None, Findings(problems, binding.unmatched, unclaimed)
+            return None, CheckFindings(problems, binding.unmatched, unclaimed)
     files = open_all(
         asked.storages,
         found.checkpoints,
@@ -252,8 +254,8 @@ def examine(
     links, wants = None, b""
     if found.meeting:
         links = listen(ranks, found.meeting, stack)
-        wants = typed_msgpack.encode(BlockWants.of(ranks.channel.host, runs_of(files)))
-    findings = Findings(
+        wants = typed_msgpack.encode(BlockRequests.of(ranks.channel.host, runs_of(files)))
+    findings = CheckFindings(
         unmatched=binding.unmatched,
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
@@ -262,11 +264,11 @@ def examine(
         wants=short(wants, ranks.channel.world_size),
         from_memory=from_memory,
     )
-    checked = Checked(found, saved, binding, files, targets, links, wants)
+    checked = PreparedLoad(found, saved, binding, files, targets, links, wants)
     return checked, findings
 
 
-def _serve(call: LoadCall, asked: Asked, found: Found, stack: ExitStack) -> bool:
+def _serve(call: LoadCall, asked: LoadArguments, found: ResolvedSources, stack: ExitStack) -> bool:
     """Let what is in memory be read from there; say whether anything is."""
     any_kept = False
     for storage, one in zip(asked.storages, found.checkpoints, strict=True):
@@ -281,7 +283,7 @@ _MainAndOthers = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
 
 
 def _of_description(
-    options: LoadOptions, found: Found, contents: Sequence[_MainAndOthers]
+    options: LoadOptions, found: ResolvedSources, contents: Sequence[_MainAndOthers]
 ) -> Iterator[str]:
     """Yield what is otherwise in a checkpoint's kind and configuration than who loads it has."""
     for one, (main, _) in zip(found.checkpoints, contents, strict=True):
@@ -292,15 +294,15 @@ def _of_description(
 
 def _saved(
     options: LoadOptions,
-    asked: Asked,
+    asked: LoadArguments,
     selection: Selection | Scopes,
-    found: Found,
+    found: ResolvedSources,
     contents: Sequence[_MainAndOthers],
-) -> Saved:
+) -> SavedTree:
     """Return what the checkpoints hold, under the names of the state."""
     with paused_collector():
         each = [
-            saved_of(
+            saved_tree_of(
                 found.checkpoints[use.place].index.catalog,
                 *contents[use.place],
                 rename=options.rename if use.source.rename is None else use.source.rename,
@@ -310,13 +312,13 @@ def _saved(
         if not isinstance(selection, Scopes):
             return each[0]
         offers = [
-            Offering(use.place, saved, scope)
+            SourceView(use.place, saved, scope)
             for use, saved, scope in zip(asked.uses, each, selection.scopes, strict=True)
         ]
-        return merged(offers, [one.path for one in found.checkpoints])
+        return merge_sources(offers, [one.path for one in found.checkpoints])
 
 
-def _contents(storage: Storage, one: FoundCheckpoint) -> _MainAndOthers:
+def _contents(storage: Storage, one: ResolvedCheckpoint) -> _MainAndOthers:
     folder = f"{one.path}/{one.attempt.name}"
 
     def read(rank: int) -> ObjectsFile:
@@ -325,7 +327,7 @@ def _contents(storage: Storage, one: FoundCheckpoint) -> _MainAndOthers:
     return _read_objects(storage, folder, one.index, filenames.OBJECTS), cache(read)
 
 
-def _names(found: Found, saved: Saved) -> Sequence[str]:
+def _names(found: ResolvedSources, saved: SavedTree) -> Sequence[str]:
     """Return the names of all that was saved, as `Binding.unclaimed` has them."""
     if not saved.origins:
         return found.names

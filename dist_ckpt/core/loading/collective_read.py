@@ -12,33 +12,33 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.loading.load_messages import in_common, short
+from dist_ckpt.core.loading.load_messages import common_bits, short
 from dist_ckpt.core.loading.read_once.read_once import read_shared
 from dist_ckpt.core.loading.read_once.read_once_agreement import (
-    Apart,
-    Meeting,
+    SharedReadGroup,
+    UnreachableRanks,
+    gather_requests,
     listen,
-    wants_of_all,
 )
 from dist_ckpt.core.loading.read_once.read_once_units import runs_of
-from dist_ckpt.core.planning.load.read_sharing import BlockWants
+from dist_ckpt.core.planning.load.read_sharing import BlockRequests
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles
 from dist_ckpt.core.shard_io.read.read_work import CellTargets
 from dist_ckpt.reports import Phases
 
 
 @dataclass(frozen=True, slots=True)
-class OwnFiles:
+class OpenedInput:
     """The open files that a rank reads, and where their cells go."""
 
     files: OpenFiles
     targets: CellTargets
 
 
-class _Wants(Message, frozen=True):
+class _ReadRequests(Message, frozen=True):
     """What one rank reads, None if it is too long to be told here; `bulk` numbers connections."""
 
     wants: bytes | None
@@ -54,7 +54,7 @@ class _InCommon(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class CollectiveReader:
     """The ranks that read together, and how. `phases` tell what took how long on this rank.
 
     `meeting` is a name that this reading alone has, the same on all ranks; with "" nothing is
@@ -67,26 +67,26 @@ class Together:
 
 
 def read_together(
-    together: Together,
-    open_files: Callable[[], OwnFiles],
+    together: CollectiveReader,
+    open_files: Callable[[], OpenedInput],
     there: Callable[[], AbstractContextManager[None]],
 ) -> tuple[int, int]:
     """Fill the targets of each rank. Collective: every rank of the session calls this.
 
     `open_files` touches no target; `there` surrounds all that is done with files. Returns how many
     bytes came from storage, and how many from other ranks of the host; all ranks have all that
-    they want then. Raises on all ranks what `open_files` or `Reading.run` raises on one.
+    they want then. Raises on all ranks what `open_files` or `BlockReader.run` raises on one.
     """
     ranks, phases = together.ranks, together.phases
     with ExitStack() as stack:
         with phases.phase("check"):
             opened, shared = _meet(ranks, together.meeting, open_files, there, stack)
         with phases.phase("read"), ranks.channel.exchange("read"), there():
-            reading = Reading(opened.files, opened.targets, verify=True, slots=ranks.slots)
+            reading = BlockReader(opened.files, opened.targets, verify=True, slots=ranks.slots)
             return run(ranks, shared, reading)
 
 
-def run(ranks: Session, shared: Meeting | None, reading: Reading) -> tuple[int, int]:
+def run(ranks: Session, shared: SharedReadGroup | None, reading: BlockReader) -> tuple[int, int]:
     """Do a reading, of which `shared` is what other ranks want too; see `read_shared`."""
     try:
         if shared is None:
@@ -101,29 +101,33 @@ def run(ranks: Session, shared: Meeting | None, reading: Reading) -> tuple[int, 
 def _meet(
     ranks: Session,
     meeting: str,
-    open_files: Callable[[], OwnFiles],
+    open_files: Callable[[], OpenedInput],
     there: Callable[[], AbstractContextManager[None]],
     stack: ExitStack,
-) -> tuple[OwnFiles, Meeting | None]:
+) -> tuple[OpenedInput, SharedReadGroup | None]:
     """Open the files, tell what is wanted of them, and link the ranks that want the same."""
     with ranks.channel.exchange("check") as checking:
         with there():
             opened = open_files()
         stack.callback(opened.files.close)
         links = listen(ranks, meeting, stack) if meeting else None
-        of_rank = BlockWants.of(ranks.channel.host, runs_of(opened.files)) if meeting else None
+        of_rank = BlockRequests.of(ranks.channel.host, runs_of(opened.files)) if meeting else None
         own = b"" if of_rank is None else typed_msgpack.encode(of_rank)
-        if told := checking.gather(_Wants(short(own, ranks.channel.world_size), ranks.bulk.epoch)):
-            shares, wants = in_common([one.wants for one in told], between_hosts=False)
+        if told := checking.gather(
+            _ReadRequests(short(own, ranks.channel.world_size), ranks.bulk.epoch)
+        ):
+            shares, wants = common_bits([one.wants for one in told], between_hosts=False)
             checking.decide(_InCommon(shares, tuple(wants), max(one.bulk for one in told)))
     common = checking.result(_InCommon)
     ranks.bulk.renew(common.bulk)
     if not common.shares:
         return opened, None
     with ranks.channel.exchange("prepare") as preparing:
-        every = wants_of_all(ranks, common.wants, own)
-        shared = Meeting.of(ranks, opened.files, links, every, between_hosts=False, stack=stack)
+        every = gather_requests(ranks, common.wants, own)
+        shared = SharedReadGroup.of(
+            ranks, opened.files, links, every, between_hosts=False, stack=stack
+        )
         if apart := preparing.gather(shared.missed):
             preparing.decide(shared.judge(apart))
-    shared = shared.settle(preparing.result(Apart))
+    shared = shared.settle(preparing.result(UnreachableRanks))
     return opened, shared if any(shared.units.values()) else None

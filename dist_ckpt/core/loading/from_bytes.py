@@ -10,10 +10,10 @@ from functools import partial
 from mmap import mmap
 from typing import Any
 
-from dist_ckpt.core.comm.process_group import session_alone
+from dist_ckpt.core.comm.process_group import single_process_session
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import Buffer
-from dist_ckpt.core.format.strict_json import corrupt
+from dist_ckpt.core.format.strict_json import corrupt_error
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.selection import Cast
@@ -82,7 +82,7 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
         notes=False,
     )
     with view:
-        return load_together(session_alone(), state, _PATH, options, _files_in(view))
+        return load_together(single_process_session(), state, _PATH, options, _files_in(view))
 
 
 def _files_in(view: memoryview) -> ReadOnlyFiles:
@@ -95,6 +95,6 @@ def _files_in(view: memoryview) -> ReadOnlyFiles:
         name = filenames.shard_file(state_bytes.STEM, 0)
         files[name] = partial(FileOfBytes, documents.header, view[start:])
     elif start < len(view):
-        raise corrupt(state_bytes.WHAT, "data, but no tensors")
+        raise corrupt_error(state_bytes.WHAT, "data, but no tensors")
     remedy = "the bytes of a state are only read: save to a folder"
     return ReadOnlyFiles(_FOLDER, files, remedy)

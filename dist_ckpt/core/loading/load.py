@@ -18,47 +18,55 @@ from functools import reduce
 
 from torch.distributed import ProcessGroup
 
-from dist_ckpt.async_save.snapshots.memory_source import NONE_KEPT, KeptFiles, kept_on_host
+from dist_ckpt.async_save.snapshots.memory_source import (
+    NOTHING_IN_MEMORY,
+    MemorySource,
+    snapshots_on_host,
+)
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.attempts import ROUNDS, while_it_is_there
+from dist_ckpt.core.commit.attempts import ROUNDS, not_found_if_removed
 from dist_ckpt.core.loading.check import (
-    Asked,
-    Checked,
+    LoadArguments,
     LoadCall,
-    ask,
-    examine,
+    PreparedLoad,
+    check_load,
+    read_arguments,
 )
 from dist_ckpt.core.loading.collective_read import run
 from dist_ckpt.core.loading.load_messages import (
-    Findings,
-    Found,
-    FoundCheckpoint,
+    CheckFindings,
     JobTotals,
-    Opened,
-    Passed,
+    LoadDecision,
+    OpenedMessage,
     RankTotals,
     ReadOnce,
+    ResolvedCheckpoint,
+    ResolvedSources,
+    decide_load,
     find,
     found_in,
-    judge,
-    sum_up,
+    total_reports,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.loading.read_once.read_once import verify_shared
-from dist_ckpt.core.loading.read_once.read_once_agreement import Apart, Meeting, wants_of_all
+from dist_ckpt.core.loading.read_once.read_once_agreement import (
+    SharedReadGroup,
+    UnreachableRanks,
+    gather_requests,
+)
 from dist_ckpt.core.loading.sources import Sources, text_of
-from dist_ckpt.core.planning.selection import EVERYTHING, Cast
+from dist_ckpt.core.planning.selection import SELECT_ALL, Cast
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.read_work import CellTargets, nbytes_placed_by
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 from dist_ckpt.interop.registry import Opener
-from dist_ckpt.reports import LoadReport, Phases, Tally
+from dist_ckpt.reports import IoCount, LoadReport, Phases
 from dist_ckpt.runs.annotations import note_verified
 
 _log = logging.getLogger("dist_ckpt")
@@ -141,7 +149,9 @@ def load(
         config=config,
         kind=kind,
     )
-    return load_together(session_of(group), state, path, options, kept=KeptFiles(kept_on_host))
+    return load_together(
+        session_of(group), state, path, options, kept=MemorySource(snapshots_on_host)
+    )
 
 
 def load_together(
@@ -150,7 +160,7 @@ def load_together(
     path: Sources,
     options: LoadOptions,
     storage: Storage | None = None,
-    kept: KeptFiles = NONE_KEPT,
+    kept: MemorySource = NOTHING_IN_MEMORY,
     *,
     opener: Opener | None = None,
 ) -> LoadReport:
@@ -165,7 +175,7 @@ def load_together(
     except _DamagedInMemoryError as error:
         told = text_of(path), error.__cause__
         _log.warning("%s: %s. All of it is read from storage now", *told)
-    return _load(LoadCall(ranks, state, path, options, storage, NONE_KEPT))
+    return _load(LoadCall(ranks, state, path, options, storage, NOTHING_IN_MEMORY))
 
 
 class _DamagedInMemoryError(Exception):
@@ -209,7 +219,7 @@ def _load(call: LoadCall) -> LoadReport:
             slowest_s=job.slowest_s,
             exchanges=ranks.exchanges,
             collectives=ranks.collectives,
-            storage_reads=reduce(Tally.plus_all, (one.counting.reads for one in asked.places)),
+            storage_reads=reduce(IoCount.plus_all, (one.counting.reads for one in asked.places)),
             sources=checked.sources(),
             as_saved=call.options.rename is None
             and all(use.source.rename is None for use in asked.uses),
@@ -222,21 +232,23 @@ def _load(call: LoadCall) -> LoadReport:
         return report
 
 
-def _is_complete(options: LoadOptions, asked: Asked, report: LoadReport, passed: Passed) -> bool:
+def _is_complete(
+    options: LoadOptions, asked: LoadArguments, report: LoadReport, passed: LoadDecision
+) -> bool:
     """Say whether a load has read and checked all that a checkpoint of a step holds."""
     return (
         report.step is not None
         and options.verify
-        and asked.selection == EVERYTHING
+        and asked.selection == SELECT_ALL
         and not (report.unexpected or report.dropped or passed.from_memory)
     )
 
 
 def _agree(
     call: LoadCall, phases: Phases, held: ExitStack, stack: ExitStack
-) -> tuple[Asked, Checked, Passed]:
+) -> tuple[LoadArguments, PreparedLoad, LoadDecision]:
     """Find and check a checkpoint, again if an overwrite replaces it meanwhile."""
-    asked: Asked | None = None
+    asked: LoadArguments | None = None
     for number in range(1, ROUNDS + 1):
         suffix = "" if number == 1 else f" {number}"  # no two exchanges have one name
         with phases.phase("open"):
@@ -245,25 +257,27 @@ def _agree(
             with call.ranks.channel.exchange(f"check{suffix}") as checking:
                 checked, findings = _examine(call, asked, found, stack)
                 if told := checking.gather(findings):
-                    checking.decide(judge(asked.storages, asked.request, found, told))
-            passed = checking.result(Passed)
+                    checking.decide(decide_load(asked.storages, asked.request, found, told))
+            passed = checking.result(LoadDecision)
         if not passed.is_gone:
             assert checked is not None
             return asked, checked, passed
     raise StorageError(f"{text_of(call.path)}: it is replaced faster than it is read; try again")
 
 
-def _open(call: LoadCall, asked: Asked | None, suffix: str, held: ExitStack) -> tuple[Asked, Found]:
+def _open(
+    call: LoadCall, asked: LoadArguments | None, suffix: str, held: ExitStack
+) -> tuple[LoadArguments, ResolvedSources]:
     """Find the checkpoints, and hand their indexes to all: encoded, but to the coordinator."""
     ranks = call.ranks
-    found: tuple[FoundCheckpoint, ...] = ()
+    found: tuple[ResolvedCheckpoint, ...] = ()
     encoded: tuple[bytes, ...] = ()
     with ranks.channel.exchange(f"open{suffix}") as opening:
-        asked = asked or ask(call)
+        asked = asked or read_arguments(call)
         if told := opening.gather(asked.request):
             answer, found, encoded = find(asked.storages, told, held)
             opening.decide(answer)
-    opened = opening.result(Opened)
+    opened = opening.result(OpenedMessage)
     ranks.bulk.renew(opened.bulk)
     if opened.indexes is not None:
         encoded = opened.indexes
@@ -275,20 +289,20 @@ def _open(call: LoadCall, asked: Asked | None, suffix: str, held: ExitStack) -> 
 
 
 def _examine(
-    call: LoadCall, asked: Asked, found: Found, stack: ExitStack
-) -> tuple[Checked | None, Findings]:
+    call: LoadCall, asked: LoadArguments, found: ResolvedSources, stack: ExitStack
+) -> tuple[PreparedLoad | None, CheckFindings]:
     stack.pop_all().close()  # what an attempt that is gone now has left open
     try:
         with ExitStack() as there:
             for storage, one in zip(asked.storages, found.checkpoints, strict=True):
-                there.enter_context(while_it_is_there(storage, one.path, one.attempt))
-            return examine(call, asked, found, stack)
+                there.enter_context(not_found_if_removed(storage, one.path, one.attempt))
+            return check_load(call, asked, found, stack)
     except NotFoundError:
-        return None, Findings(is_gone=True)
+        return None, CheckFindings(is_gone=True)
 
 
 def _fill(
-    call: LoadCall, checked: Checked, passed: Passed, phases: Phases, stack: ExitStack
+    call: LoadCall, checked: PreparedLoad, passed: LoadDecision, phases: Phases, stack: ExitStack
 ) -> tuple[RankTotals, JobTotals]:
     """Read, place and load objects, each when the one before has succeeded everywhere."""
     channel, options, binding = call.ranks.channel, call.options, checked.binding
@@ -298,12 +312,12 @@ def _fill(
             with channel.exchange("check first"):
                 _verify(call.ranks, checked, shared)
         slots = call.ranks.slots
-        reading = Reading(checked.files, targets, verify=options.verify, slots=slots)
+        reading = BlockReader(checked.files, targets, verify=options.verify, slots=slots)
         try:
             with channel.exchange("read") as exchange:
                 totals = _read(call.ranks, checked, shared, reading)
                 if told := exchange.gather(totals):
-                    exchange.decide(sum_up(told))
+                    exchange.decide(total_reports(told))
             job = exchange.result(JobTotals)
         except CorruptError as error:
             # Who met the damage tells what it has touched; only this rank knows of its own.
@@ -321,8 +335,8 @@ def _fill(
 
 
 def _prepare(
-    call: LoadCall, checked: Checked, passed: Passed, stack: ExitStack
-) -> tuple[CellTargets, Meeting | None]:
+    call: LoadCall, checked: PreparedLoad, passed: LoadDecision, stack: ExitStack
+) -> tuple[CellTargets, SharedReadGroup | None]:
     """Make the memory that is lacking, and link the ranks that have something to share.
 
     Returns None for what is shared if this rank reads alone. All have done so before the first
@@ -332,11 +346,11 @@ def _prepare(
     if passed.makes_memory or passed.shares:
         with call.ranks.channel.exchange("prepare") as preparing:
             if passed.shares:
-                meeting = Meeting.of(
+                meeting = SharedReadGroup.of(
                     call.ranks,
                     checked.files,
                     checked.links,
-                    wants_of_all(call.ranks, passed.wants, checked.wants),
+                    gather_requests(call.ranks, passed.wants, checked.wants),
                     between_hosts=call.options.read_once == "job",
                     stack=stack,
                 )
@@ -346,20 +360,22 @@ def _prepare(
                 preparing.decide(meeting.judge(told))
     assert targets is not None, "only `prepare` makes memory"
     if meeting is not None:
-        meeting = meeting.settle(preparing.result(Apart))
+        meeting = meeting.settle(preparing.result(UnreachableRanks))
     return targets, meeting if meeting is not None and any(meeting.units.values()) else None
 
 
-def _verify(ranks: Session, checked: Checked, shared: Meeting | None) -> None:
+def _verify(ranks: Session, checked: PreparedLoad, shared: SharedReadGroup | None) -> None:
     """Check every block that will be read, without touching anything."""
-    reading = Reading(checked.files, None, verify=True, slots=ranks.slots)
+    reading = BlockReader(checked.files, None, verify=True, slots=ranks.slots)
     if shared is None:
         reading.run(ranks.config.threads)
     else:
         verify_shared(shared, reading)
 
 
-def _read(ranks: Session, checked: Checked, shared: Meeting | None, reading: Reading) -> RankTotals:
+def _read(
+    ranks: Session, checked: PreparedLoad, shared: SharedReadGroup | None, reading: BlockReader
+) -> RankTotals:
     """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
     start = time.monotonic()
     try:

@@ -13,13 +13,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-from dist_ckpt.core.comm.exchange.channel import check_alike
+from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index, Key
-from dist_ckpt.core.planning.load.read_sharing import BlockWants, want_the_same
+from dist_ckpt.core.planning.load.read_sharing import BlockRequests, have_equal_requests
 from dist_ckpt.core.planning.selection import unmatched_on_all
 from dist_ckpt.core.runtime.typed_msgpack import Message, decode
 from dist_ckpt.core.state.binding.bind import unexpected_problem
@@ -32,7 +32,7 @@ from dist_ckpt.errors import (
     ranks_text,
 )
 from dist_ckpt.reports import slowest_of
-from dist_ckpt.runs.lease_renewal import resolve_and_hold
+from dist_ckpt.runs.lease_renewal import resolve_with_lease
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -66,7 +66,7 @@ class LoadRequest(Message, frozen=True):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
-class Opened(Message, frozen=True):
+class OpenedMessage(Message, frozen=True):
     """The checkpoints that all ranks load: the path and the attempt of each.
 
     `indexes` are theirs, or None if they come by a broadcast. `keys` are the keys that the ranks'
@@ -82,7 +82,7 @@ class Opened(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
+class ResolvedCheckpoint:
     """One checkpoint that a load reads."""
 
     path: str
@@ -97,10 +97,10 @@ class FoundCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """An `Opened`, decoded."""
+class ResolvedSources:
+    """An `OpenedMessage`, decoded."""
 
-    checkpoints: tuple[FoundCheckpoint, ...]
+    checkpoints: tuple[ResolvedCheckpoint, ...]
     keys: Mapping[str, Sequence[Key]]
     meeting: str
 
@@ -109,7 +109,7 @@ class Found:
         """The names of all that was saved, those of several checkpoints one after another."""
         return tuple(name for one in self.checkpoints for name in one.names)
 
-    def by_checkpoint(self, bits: int) -> list[tuple[FoundCheckpoint, list[str]]]:
+    def by_checkpoint(self, bits: int) -> list[tuple[ResolvedCheckpoint, list[str]]]:
         """Return which names of each checkpoint some bits tell of all `names`."""
         told = iter(f"{bits:0{len(self.names)}b}")
         return [
@@ -118,7 +118,7 @@ class Found:
         ]
 
 
-class Findings(Message, frozen=True):
+class CheckFindings(Message, frozen=True):
     """What one rank's check found: what is wrong, and the saved names that it does not ask for.
 
     These are bits, by `bits_of`. `makes_memory`, `places`, `loads_objects`: which steps it has
@@ -139,7 +139,7 @@ class Findings(Message, frozen=True):
     is_gone: bool = False
 
 
-class Passed(Message, frozen=True):
+class LoadDecision(Message, frozen=True):
     """What all ranks know of each other when they have passed the check.
 
     `unexpected` are the saved names that none of them asks for. `makes_memory`, `places` and
@@ -179,19 +179,21 @@ class JobTotals(Message, frozen=True):
 
 def find(
     storages: Sequence[Storage], told: Sequence[LoadRequest], held: ExitStack
-) -> tuple[Opened, tuple[FoundCheckpoint, ...], tuple[bytes, ...]]:
+) -> tuple[OpenedMessage, tuple[ResolvedCheckpoint, ...], tuple[bytes, ...]]:
     """Find the checkpoints, each on its storage. Returns their indexes encoded, too, if asked for.
 
     That is if others are to have them. What is named by a selector is held until `held` ends. If
     several are not found, the error says all of them.
     """
-    check_alike("load", told, ("path", "sources", "strict", "check_first", "read_once"))
-    found: list[FoundCheckpoint] = []
+    check_equal_on_all_ranks(
+        "load", told, ("path", "sources", "strict", "check_first", "read_once")
+    )
+    found: list[ResolvedCheckpoint] = []
     errors: list[CheckpointError | ValueError] = []
     for storage, asked in zip(storages, told[0].paths, strict=True):
         try:
-            path = resolve_and_hold(storage, asked, held)
-            found.append(FoundCheckpoint(path, *attempts.find(storage, path)))
+            path = resolve_with_lease(storage, asked, held)
+            found.append(ResolvedCheckpoint(path, *attempts.find(storage, path)))
         except (CheckpointError, ValueError) as error:
             errors.append(error)
     if len(errors) > 1:
@@ -200,7 +202,7 @@ def find(
         raise errors[0]
     encoded = tuple(index_json.encode(one.index) for one in found) if len(told) > 1 else ()
     is_short = sum(map(len, encoded)) * len(told) <= MAX_SPREAD_NBYTES
-    opened = Opened(
+    opened = OpenedMessage(
         attempts=tuple((one.path, one.attempt.name) for one in found),
         indexes=encoded if is_short else None,
         keys=_merge_keys([one.keys for one in told]),
@@ -215,30 +217,35 @@ def short(data: bytes, world_size: int) -> bytes | None:
     return data if len(data) * world_size <= MAX_SPREAD_NBYTES else None
 
 
-def found_in(opened: Opened, found: tuple[FoundCheckpoint, ...], encoded: Sequence[bytes]) -> Found:
+def found_in(
+    opened: OpenedMessage, found: tuple[ResolvedCheckpoint, ...], encoded: Sequence[bytes]
+) -> ResolvedSources:
     """Return what was found; the coordinator has it, others have the indexes encoded."""
     if not found:
         found = tuple(
             _decoded(path, attempt, index)
             for (path, attempt), index in zip(opened.attempts, encoded, strict=True)
         )
-    return Found(found, opened.keys, opened.meeting)
+    return ResolvedSources(found, opened.keys, opened.meeting)
 
 
-def _decoded(path: str, name: str, encoded: bytes) -> FoundCheckpoint:
+def _decoded(path: str, name: str, encoded: bytes) -> ResolvedCheckpoint:
     attempt, index = filenames.parse_attempt(name), index_json.decode(encoded)
     assert attempt is not None
     assert isinstance(index, Index)
-    return FoundCheckpoint(path, attempt, index)
+    return ResolvedCheckpoint(path, attempt, index)
 
 
-def judge(
-    storages: Sequence[Storage], asked: LoadRequest, found: Found, told: Sequence[Findings]
-) -> Passed:
+def decide_load(
+    storages: Sequence[Storage],
+    asked: LoadRequest,
+    found: ResolvedSources,
+    told: Sequence[CheckFindings],
+) -> LoadDecision:
     """Return what all ranks are to know. IncompatibleError names every problem of every rank."""
     if gone := [rank for rank, one in enumerate(told) if one.is_gone]:
         _check_shared(storages, found, gone)
-        return Passed(is_gone=True)
+        return LoadDecision(is_gone=True)
     unexpected = found.by_checkpoint(_common_bits([one.unclaimed for one in told]))
     problems = _merge_problems([one.problems for one in told])
     one_holds = "the checkpoint" if len(unexpected) == 1 else None
@@ -257,8 +264,8 @@ def judge(
         do_not = f"{' and '.join(paths)} do{'es' * (len(paths) == 1)} not"
         raise IncompatibleError(f"{do_not} fit the state; nothing was changed:{lines}")
     between_hosts = asked.read_once == "job"
-    shares, wants = in_common([one.wants for one in told], between_hosts=between_hosts)
-    return Passed(
+    shares, wants = common_bits([one.wants for one in told], between_hosts=between_hosts)
+    return LoadDecision(
         unexpected=tuple(dict.fromkeys(name for _, names in unexpected for name in names)),
         makes_memory=any(one.makes_memory for one in told),
         places=any(one.places for one in told),
@@ -269,7 +276,7 @@ def judge(
     )
 
 
-def sum_up(told: Sequence[RankTotals]) -> JobTotals:
+def total_reports(told: Sequence[RankTotals]) -> JobTotals:
     """Return what reading came to over all ranks."""
     slowest, slowest_s = slowest_of([one.seconds for one in told])
     return JobTotals(
@@ -290,7 +297,7 @@ def bits_of(some: Sequence[str], names: Sequence[str]) -> bytes:
     return int(f"0{bits}", 2).to_bytes((len(names) + 7) // 8, "big")
 
 
-def _check_shared(storages: Sequence[Storage], found: Found, gone: Sequence[int]) -> None:
+def _check_shared(storages: Sequence[Storage], found: ResolvedSources, gone: Sequence[int]) -> None:
     """Raise StorageError if only some ranks see no more what all are to read."""
     there = [
         attempts.is_there(storage, one.path, one.attempt)
@@ -304,7 +311,7 @@ def _check_shared(storages: Sequence[Storage], found: Found, gone: Sequence[int]
         )
 
 
-def in_common(
+def common_bits(
     wants: Sequence[bytes | None], *, between_hosts: bool
 ) -> tuple[bool, Sequence[bytes]]:
     """Say whether ranks share what they read; return what all want if that can be handed out.
@@ -316,7 +323,9 @@ def in_common(
         return True, ()
     if not all(told):
         return False, ()
-    if not want_the_same((decode(want, BlockWants) for want in told), between_hosts=between_hosts):
+    if not have_equal_requests(
+        (decode(want, BlockRequests) for want in told), between_hosts=between_hosts
+    ):
         return False, ()
     is_short = sum(map(len, told)) * len(told) <= MAX_SPREAD_NBYTES
     # To gather them connects the hosts, which then send to each other.

@@ -6,21 +6,21 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from dist_ckpt.core.loading.load_messages import FoundCheckpoint
+from dist_ckpt.core.loading.load_messages import ResolvedCheckpoint
 from dist_ckpt.core.planning.load.load_planner import plan_load
-from dist_ckpt.core.planning.plan import ReadItem, Wanted
+from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFiles, open_files
-from dist_ckpt.core.state.binding.sources.saved_tree import Saved
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.sources.scopes import tagged, untagged
 from dist_ckpt.core.storage import Storage
 
 
-def by_checkpoint(wanted: Iterable[Wanted], saved: Saved) -> list[list[Wanted]]:
+def by_checkpoint(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:
     """Return what is wanted of each checkpoint, by the names there."""
     if not saved.origins:
         return [[*wanted]]
-    found: list[list[Wanted]] = [[] for _ in saved.origins]
+    found: list[list[TensorRequest]] = [[] for _ in saved.origins]
     for want in wanted:
         number, fqn = untagged(want.fqn)
         found[number].append(want._replace(fqn=fqn))
@@ -29,9 +29,9 @@ def by_checkpoint(wanted: Iterable[Wanted], saved: Saved) -> list[list[Wanted]]:
 
 def open_all(
     storages: Sequence[Storage],
-    checkpoints: Sequence[FoundCheckpoint],
-    wanted: Sequence[Sequence[Wanted]],
-    saved: Saved,
+    checkpoints: Sequence[ResolvedCheckpoint],
+    wanted: Sequence[Sequence[TensorRequest]],
+    saved: SavedTree,
     *,
     threads: int,
     stack: ExitStack,
@@ -52,7 +52,7 @@ def open_all(
     return _joined(opened, checkpoints) if saved.origins else opened[0]
 
 
-def _joined(opened: Sequence[OpenFiles], checkpoints: Sequence[FoundCheckpoint]) -> OpenFiles:
+def _joined(opened: Sequence[OpenFiles], checkpoints: Sequence[ResolvedCheckpoint]) -> OpenFiles:
     plan: dict[int, tuple[ReadItem, ...]] = {}
     files: dict[int, OpenFile] = {}
     first = 0

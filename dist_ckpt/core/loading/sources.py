@@ -32,7 +32,7 @@ Sources = AnySource | Sequence[AnySource] | Mapping[str, AnySource | Sequence[An
 
 
 @dataclass(frozen=True, slots=True)
-class SourceUse:
+class SourceShare:
     """A source as a load uses it: for what lies at and below `key`, for everything if that is "".
 
     `place` is the number of its path among all that the load reads.
@@ -43,18 +43,18 @@ class SourceUse:
     source: Source
 
 
-def uses_of(given: object) -> tuple[tuple[str, ...], tuple[SourceUse, ...]]:
+def uses_of(given: object) -> tuple[tuple[str, ...], tuple[SourceShare, ...]]:
     """Return the paths, each once, and what is taken of each, the preferred of a key first.
 
     Touches nothing. Raises TypeError or ValueError for what makes no sense.
     """
     places: dict[str, int] = {}
-    uses: list[SourceUse] = []
+    uses: list[SourceShare] = []
     for key, some in _by_key(given):
         for one in _in_order(some, key):
             source = one if isinstance(one, Source) else Source(one)  # type: ignore[arg-type]
             path = open_storage(source.path)[1]
-            use = SourceUse(places.setdefault(path, len(places)), key, _as_asked(source, path))
+            use = SourceShare(places.setdefault(path, len(places)), key, _as_asked(source, path))
             if use in uses:
                 raise ValueError(
                     f"{path} is given twice{f' for {key!r}' if key else ''}, and nothing would be "

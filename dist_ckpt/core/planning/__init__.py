@@ -4,7 +4,7 @@
 - words: `plan.py` has what planners take and return, and the views of a tensor (mesh, placements);
   `mesh.py` says which cells a view gives to a rank. A new kind of parallelism begins in these two;
   `state/tensors/read_tensor.py` reads it off tensors. A new kind of view needs its branch in
-  `holders.held_by` as well, which takes others as whole;
+  `holders.merge_ownership` as well, which takes others as whole;
 - saves: `planning/save/inventories.py` and `planning/save/ownership.py` find who holds what,
   `planning/save/balance.py` chooses which of the holders stores it, `planning/save/save_planner.py`
   puts the plan together, `write_batches.py` a rank's writes;

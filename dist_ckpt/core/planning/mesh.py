@@ -18,16 +18,23 @@ from itertools import product
 from math import prod
 from typing import assert_never
 
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape, joined, row_major_strides
+from dist_ckpt.core.format.geometry import (
+    Cell,
+    ElementRange,
+    Region,
+    Shape,
+    joined,
+    row_major_strides,
+)
 from dist_ckpt.core.format.layout import Flat, Grid, Layout
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Mesh,
+    MeshPlaced,
     Parts,
-    Placed,
     Placement,
     Replicate,
-    Ruled,
+    RuleSharded,
     Shard,
     StridedShard,
     View,
@@ -44,24 +51,24 @@ def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
     A strided shard is several boxes; the local tensor is their product, row-major, so the boxes
     come in row-major order too. Nothing is held outside the mesh and where the local shard is
     empty, but an empty tensor is held, as one empty cell, by every rank of its mesh. What a rank
-    holds under a `Ruled` view depends on the other ranks: ask the plan.
+    holds under a `RuleSharded` view depends on the other ranks: ask the plan.
     """
     match view:
         case Whole():
             return (Region.whole(shape),)
         case Parts():
             return view.cells
-        case Placed():
+        case MeshPlaced():
             return _placed_cells(view, rank, shape)
         case Flattened():
             return _flat_cells(view.mesh, rank, shape)
-        case Ruled():
+        case RuleSharded():
             raise ValueError("what a rank holds under a ShardingConfig is known to the plan only")
         case _:
             assert_never(view)
 
 
-def layout_of(view: Placed | Flattened, shape: Shape) -> Layout:
+def layout_of(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
     """Return how a mesh cuts a tensor of global `shape`, and which ranks hold each cell."""
     if 0 in shape:
         return whole_layout(shape, view.mesh.ranks)
@@ -101,7 +108,7 @@ def axes_of(placements: tuple[Placement, ...], ndim: int) -> tuple[tuple[int, ..
 
 # Tensors repeat, and to cut one costs as much as its mesh has ranks.
 @lru_cache(maxsize=4096)
-def _placed_cells(view: Placed, rank: int, shape: Shape) -> tuple[Cell, ...]:
+def _placed_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell, ...]:
     mesh = view.mesh
     if rank not in mesh.ranks:
         return ()
@@ -171,7 +178,7 @@ def _flat_cells(mesh: Mesh, rank: int, shape: Shape) -> tuple[Cell, ...]:
     size = -(-numel // len(mesh.ranks))
     number = mesh.ranks.index(rank)
     start, stop = min(numel, size * number), min(numel, size * (number + 1))
-    return (Elements(start, stop),) if start < stop else ()
+    return (ElementRange(start, stop),) if start < stop else ()
 
 
 def _flat_layout(mesh: Mesh, shape: Shape) -> Layout:
@@ -182,7 +189,7 @@ def _flat_layout(mesh: Mesh, shape: Shape) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def readings(view: Placed, shape: Shape, *, as_defined: bool = True) -> tuple[Placed, ...]:
+def readings(view: MeshPlaced, shape: Shape, *, as_defined: bool = True) -> tuple[MeshPlaced, ...]:
     """Return the views that these placements may stand for: one, or two that differ.
 
     FSDP2's comes first. It is the only one, or there is none, where strided shards of uneven sizes
@@ -200,7 +207,7 @@ def readings(view: Placed, shape: Shape, *, as_defined: bool = True) -> tuple[Pl
     return reordered, view
 
 
-def as_applied(view: Placed) -> Placed | None:
+def as_applied(view: MeshPlaced) -> MeshPlaced | None:
     """Return the same placements with the mesh axes in the order in which they cut, or None.
 
     `split_factor` is the number of cuts made before on the dimension, by later axes: each strided
@@ -222,7 +229,7 @@ def as_applied(view: Placed) -> Placed | None:
     cutting = [axis for order in orders.values() for axis in order]
     axes = cutting + [a for a in range(len(view.placements)) if a not in cutting]
     placements = (view.placements[axis] for axis in axes)
-    return Placed(
+    return MeshPlaced(
         _transposed(view.mesh, axes),
         tuple(p if isinstance(p, Replicate) else Shard(p.dim) for p in placements),
     )
@@ -237,11 +244,11 @@ def _place(placement: Shard | StridedShard, sizes: list[int]) -> int | None:
     return None
 
 
-def _is_strided(view: Placed) -> bool:
+def _is_strided(view: MeshPlaced) -> bool:
     return any(isinstance(placement, StridedShard) for placement in view.placements)
 
 
-def _is_even(view: Placed, shape: Shape) -> bool:
+def _is_even(view: MeshPlaced, shape: Shape) -> bool:
     cuts = [1] * len(shape)
     for placement, size in zip(view.placements, view.mesh.shape, strict=True):
         if not isinstance(placement, Replicate):

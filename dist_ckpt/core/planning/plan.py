@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dist_ckpt.core.format.geometry import Cell, Elements, Piece, Region, Shape, run_of
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, RegionPiece, Shape, run_of
 from dist_ckpt.core.format.index.index import Catalog, Key, Node
 from dist_ckpt.core.format.layout import Layout
 from dist_ckpt.core.format.shards.shard_file import HeaderText
@@ -60,7 +60,7 @@ class Whole(Message, frozen=True, tag=True):
     """A tensor that the rank holds whole: a replica of what the other ranks hold."""
 
 
-class Placed(Message, frozen=True, tag=True):
+class MeshPlaced(Message, frozen=True, tag=True):
     """A tensor laid over a mesh, one placement a mesh axis (DTensor)."""
 
     mesh: Mesh
@@ -79,7 +79,7 @@ class Parts(Message, frozen=True, tag=True):
     cells: tuple[Cell, ...]
 
 
-class Ruled(Message, frozen=True, tag=True):
+class RuleSharded(Message, frozen=True, tag=True):
     """A local tensor under a ShardingConfig: `axes[d]` are the mesh axes that cut dimension d.
 
     The parts may be uneven; the global shape is the sum of the parts, known to the planner only.
@@ -89,11 +89,11 @@ class Ruled(Message, frozen=True, tag=True):
     axes: tuple[tuple[int, ...], ...]
 
 
-View = Whole | Placed | Flattened | Parts | Ruled
+View = Whole | MeshPlaced | Flattened | Parts | RuleSharded
 
 
 class TensorEntry(Message, frozen=True):
-    """One tensor as one rank sees it: `shape` is global, but local under a `Ruled` view.
+    """One tensor as one rank sees it: `shape` is global, but local under a `RuleSharded` view.
 
     `view` and `component` number the inventory's tables.
     """
@@ -203,7 +203,7 @@ class Receipt(Message, frozen=True):
 # --- loading ---------------------------------------------------------------------------------
 
 
-class Wanted(NamedTuple):
+class TensorRequest(NamedTuple):
     """A tensor that a rank wants, and the cells of it that it will fill."""
 
     fqn: str
@@ -213,7 +213,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class CellOverlap:
     """A box `common` of a stored cell and a wanted one, for all tensors that are cut alike.
 
     `source` and `target` are the pieces of the stored cell and of wanted cell number `part` that
@@ -224,24 +224,31 @@ class Match:
     """
 
     stored: Cell
-    source: Piece
+    source: RegionPiece
     part: int
-    target: Piece
+    target: RegionPiece
     common: Region
-    run: Elements | None
+    run: ElementRange | None
     shift: int
     is_whole: bool
 
     @staticmethod
     def of(
-        stored: Cell, source: Piece, part: int, wanted: Cell, target: Piece, common: Region
-    ) -> Match:
+        stored: Cell,
+        source: RegionPiece,
+        part: int,
+        wanted: Cell,
+        target: RegionPiece,
+        common: Region,
+    ) -> CellOverlap:
         """Return the match of pieces of a stored cell and of wanted cell number `part`."""
         run, there = run_of(common, source), run_of(common, target)
         if run is None or there is None:
-            return Match(stored, source, part, target, common, None, 0, is_whole=False)
+            return CellOverlap(stored, source, part, target, common, None, 0, is_whole=False)
         is_whole = stored == wanted and common.numel == wanted.numel
-        return Match(stored, source, part, target, common, run, there.start - run.start, is_whole)
+        return CellOverlap(
+            stored, source, part, target, common, run, there.start - run.start, is_whole
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +261,7 @@ class ReadItem:
     fqn: str
     tensor: str
     dtype: str
-    match: Match
+    match: CellOverlap
 
 
 # What one rank reads: the items that each shard file serves, by the file's number in the index,

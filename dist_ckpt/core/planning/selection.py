@@ -94,7 +94,7 @@ class Selection:
         return (*(self.include or ()), *self.exclude)
 
 
-EVERYTHING = Selection()
+SELECT_ALL = Selection()
 
 
 def _meant(pattern: str, names: Sequence[str]) -> str:
@@ -112,7 +112,7 @@ def escaped(name: str) -> str:
     return re.sub(r"[*?[]", r"[\g<0>]", name)
 
 
-def to_leave_out(name: str) -> str:
+def excluded_names(name: str) -> str:
     """Word the option that leaves a name out, in which nothing of it is taken for a wildcard."""
     pattern = escaped(name)
     quoted = pattern.replace("'", "'\"'\"'")
@@ -143,7 +143,7 @@ def cast_of(asked: Cast) -> Selection | None:
     if asked is None or asked is False:
         return None
     if asked is True:
-        return EVERYTHING
+        return SELECT_ALL
     if not isinstance(asked, Iterable):
         raise TypeError(f"cast={asked!r}: give True or patterns; the dtype is that of the state")
     return Selection(patterns(asked, "cast"))

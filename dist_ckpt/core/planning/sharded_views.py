@@ -13,9 +13,9 @@ from dist_ckpt.core.planning.plan import (
     Flattened,
     Inventory,
     Mesh,
-    Placed,
+    MeshPlaced,
     Replicate,
-    Ruled,
+    RuleSharded,
     SavePlan,
     Shard,
     TensorEntry,
@@ -49,20 +49,20 @@ def target_view(
         if config.flat and shape and (parameter is None or parameter[1] == shape):
             return Flattened(config.ranks())
         if not config.flat and owner is not None:
-            return Placed(Mesh(("owner",), (1,), (owner,)), (Replicate(),))
+            return MeshPlaced(Mesh(("owner",), (1,), (owner,)), (Replicate(),))
     axes = axes_under(config, name, shape, parameter)
     if not any(axes):
         return Whole()
-    return chunked(Ruled(config.ranks(), axes))
+    return chunked(RuleSharded(config.ranks(), axes))
 
 
-def chunked(view: Ruled) -> Placed:
+def chunked(view: RuleSharded) -> MeshPlaced:
     """Return the same cuts with the parts that `torch.chunk` makes."""
     dims = {axis: dim for dim, cutting in enumerate(view.axes) for axis in cutting}
     placements = (
         Shard(dims[axis]) if axis in dims else Replicate() for axis in range(len(view.mesh.shape))
     )
-    return Placed(view.mesh, tuple(placements))
+    return MeshPlaced(view.mesh, tuple(placements))
 
 
 def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 _MIN_MOVE_NBYTES = 256 << 10
 
 # Room for a read of 8 MiB, or a block, wherever it has to begin; a multiple of a huge page.
-SLOT_NBYTES = 10 << 20
+BUFFER_NBYTES = 10 << 20
 
 # Memory that was never used is slow at first touch, so slots are kept, up to this.
 MAX_KEPT_NBYTES = 128 << 20
@@ -55,20 +55,20 @@ def scratch(nbytes: int) -> memoryview:
     return memoryview(memory)
 
 
-class Slots:
+class BufferPool:
     """Scratch buffers of one size, made when first needed and kept for who needs one next.
 
     There are as many as threads that use one at once. Threads may share it.
     """
 
-    def __init__(self, nbytes: int = SLOT_NBYTES) -> None:
+    def __init__(self, nbytes: int = BUFFER_NBYTES) -> None:
         self._nbytes = nbytes
         self._most = max(1, MAX_KEPT_NBYTES // nbytes)
         self._free: list[memoryview] = []
 
-    def fitting(self, nbytes: int) -> Slots:
+    def fitting(self, nbytes: int) -> BufferPool:
         """Return slots of at least this size: these, or new ones."""
-        return self if nbytes <= self._nbytes else Slots(nbytes)
+        return self if nbytes <= self._nbytes else BufferPool(nbytes)
 
     @contextmanager
     def one(self) -> Iterator[memoryview]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from weakref import WeakMethod
 
 
-def call_in_children(method: Callable[[], None]) -> None:
+def run_after_fork(method: Callable[[], None]) -> None:
     """Have every forked child call a method, if its object is alive then: this keeps none alive."""
     weak = WeakMethod(method)
 

@@ -30,7 +30,7 @@ _TEXT = re.compile(r"([1-9][0-9]{0,9}) (\S+) (\S+)\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class LockOwner:
     """Who holds a lock, in its own words: that it is held is certain, they are not.
 
     `pid` is a number of the owner's container; 0 if it had not said anything yet.
@@ -107,7 +107,7 @@ def take(path: str) -> LockFile:
             raise
 
 
-def owner_of(path: str) -> Owner | None:
+def owner_of(path: str) -> LockOwner | None:
     """Return who holds the lock at a path, or None if nobody does. Takes nothing from anybody.
 
     What is no file is no lock.
@@ -135,10 +135,10 @@ def _own_words() -> str:
     return f"{os.getpid()} {_own_host()} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"
 
 
-def _said(fd: int) -> Owner:
+def _said(fd: int) -> LockOwner:
     text = os.pread(fd, _MAX_TEXT_NBYTES, 0).decode(errors="replace")
     match = _TEXT.fullmatch(text)
-    return Owner(int(match[1]), match[2], match[3]) if match else Owner(0, "", "")
+    return LockOwner(int(match[1]), match[2], match[3]) if match else LockOwner(0, "", "")
 
 
 def _is_at(path: str, fd: int) -> bool:

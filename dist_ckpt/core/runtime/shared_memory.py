@@ -29,7 +29,7 @@ _MAP_FIXED = 0x10
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
-def lacks_room(error: OSError) -> bool:
+def is_out_of_space(error: OSError) -> bool:
     """Say whether memory of that size cannot be had here, but perhaps elsewhere."""
     return error.errno in _NO_ROOM
 
@@ -59,7 +59,7 @@ def create_named(path: str, nbytes: int) -> int:
     return fd
 
 
-def create_nameless(nbytes: int) -> int:
+def create_anonymous(nbytes: int) -> int:
     """Return the descriptor of memory that goes when no process has it open any more."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOTSUP, "this system has no shared memory without a name")
@@ -120,7 +120,7 @@ def map_writable(fd: int, *, touch: bool) -> mmap.mmap:
     return memory
 
 
-def leave_to_parent(memory: mmap.mmap, fd: int) -> None:
+def detach_in_child(memory: mmap.mmap, fd: int) -> None:
     """In a forked child: have nothing in the place of a file, and of its mapping, that it shares.
 
     Else what the parent gives back stays as long as the child lives. Neither unmapped nor closed:

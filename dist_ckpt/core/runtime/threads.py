@@ -2,7 +2,7 @@
 
 A call that hangs keeps no process from exiting. Whoever waits for such a thread can watch what it
 is at, and leave it when that takes too long. So a call with a deadline needs no thread of its own
-there: see `Watch`.
+there: see `CallMonitor`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from time import monotonic
 from typing import TypeVar
 
-from dist_ckpt.config import STALL_S
+from dist_ckpt.config import STALL_TIMEOUT_S
 from dist_ckpt.errors import StorageError
 
 # How long a thread without work stays. To start one takes about 0.1 ms.
@@ -29,7 +29,7 @@ LOOK_S = 0.2
 
 # One call may need the storage more than once, and each time the storage has its own deadline,
 # whose error says more.
-WORK_STALL_S = 2 * STALL_S
+WORK_STALL_S = 2 * STALL_TIMEOUT_S
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,7 +45,7 @@ class DaemonThreads:
     def __init__(self, most: int) -> None:
         self._most = most
         self._closed = False
-        self._team = _Team()
+        self._team = _ThreadTeam()
 
     def submit(self, call: Callable[[], T], into: Future[T] | None = None) -> Future[T]:
         """Have a thread make the call. RuntimeError if no more threads start, as at the very end.
@@ -57,7 +57,7 @@ class DaemonThreads:
             # Daemon threads stand still by now, and to start one would never return (Python 3.11).
             raise RuntimeError("the interpreter is at its end")
         if self._team.pid != os.getpid():
-            self._team = _Team()
+            self._team = _ThreadTeam()
         future: Future[T] = into or Future()
         team = self._team
         with team.changed:
@@ -99,7 +99,7 @@ class DaemonThreads:
 
 
 @dataclass(slots=True)
-class _Team:
+class _ThreadTeam:
     """The threads of one process, and the calls that wait for them."""
 
     pid: int = field(default_factory=os.getpid)
@@ -112,7 +112,7 @@ class _Team:
 _watched = threading.local()
 
 
-class Watch:
+class CallMonitor:
     """Lets who waits for a daemon thread see the call that it is at, and leave both behind.
 
     The thread runs `over`, and in it `make`; who waits uses `wait_for`.
@@ -124,7 +124,7 @@ class Watch:
         self._left = False
 
     @staticmethod
-    def here() -> Watch | None:
+    def here() -> CallMonitor | None:
         """Return the watch over this thread, or None if nobody would notice that it hangs."""
         return getattr(_watched, "watch", None)
 
@@ -182,7 +182,7 @@ def run_into(future: Future[T], call: Callable[[], T]) -> None:
         del future  # the error refers to this frame: no cycle of them
 
 
-def each(
+def parallel_for(
     work: Callable[[T], R],
     items: Iterable[T],
     *,
@@ -213,13 +213,13 @@ def results_of(
     Who does not take all of it closes it, which waits for the calls that run.
     """
     most = threads + (threads if waiting is None else waiting)
-    running: deque[tuple[Future[R], Watch]] = deque()
+    running: deque[tuple[Future[R], CallMonitor]] = deque()
     pool = DaemonThreads(threads)
     try:
         for item in items:
             if len(running) >= most:
                 yield _next_result(running, stall_s)
-            watch, future = Watch(), Future[R]()
+            watch, future = CallMonitor(), Future[R]()
             running.append((future, watch))  # first: what an interrupt meets is waited for too
             pool.submit(partial(watch.over, partial(work, item)), future)
         while running:
@@ -229,18 +229,18 @@ def results_of(
         pool.close()
 
 
-class Behind:
+class SerialExecutor:
     """Calls that another thread makes, one at a time, behind whoever asks for them."""
 
     def __init__(self, stall_s: float = WORK_STALL_S) -> None:
         self._stall_s = stall_s
         self._pool = DaemonThreads(1)
-        self._running: deque[tuple[Future[None], Watch]] = deque()
+        self._running: deque[tuple[Future[None], CallMonitor]] = deque()
 
     def make(self, call: Callable[[], None]) -> None:
         """Have the call made, once the one before has ended well: raises what that has raised."""
         self.wait()
-        watch, future = Watch(), Future[None]()
+        watch, future = CallMonitor(), Future[None]()
         self._running.append((future, watch))
         self._pool.submit(partial(watch.over, call), future)
 
@@ -255,7 +255,7 @@ class Behind:
         self._pool.close()
 
 
-def _left_behind(running: Iterable[tuple[Future[R], Watch]], stall_s: float) -> None:
+def _left_behind(running: Iterable[tuple[Future[R], CallMonitor]], stall_s: float) -> None:
     """Wait for calls that nobody wants the results of; those that have not begun never do."""
     for future, _ in running:
         future.cancel()
@@ -265,7 +265,7 @@ def _left_behind(running: Iterable[tuple[Future[R], Watch]], stall_s: float) -> 
         watch.wait_for(future, until)
 
 
-def _next_result(running: deque[tuple[Future[R], Watch]], stall_s: float) -> R:
+def _next_result(running: deque[tuple[Future[R], CallMonitor]], stall_s: float) -> R:
     future, watch = running[0]
     fact = watch.wait_for(future, monotonic() + stall_s)
     running.popleft()  # only now: what an interrupt meets is waited for too

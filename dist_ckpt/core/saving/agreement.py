@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.core.comm.collectives.collective import Bodies, distinct
-from dist_ckpt.core.comm.exchange.channel import check_alike
+from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import Inventory, SavePlan
 from dist_ckpt.core.planning.save.save_planner import plan_save
 from dist_ckpt.core.planning.selection import unmatched_on_all
@@ -19,7 +19,7 @@ from dist_ckpt.errors import listed, ranks_text
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class CachedPlan:
     """A plan, and what it was made of: `inventory` is what this rank holds, `bodies` what all hold.
 
     `text` is how the plan's catalog stands in every index. `save_name` is that of the save which it
@@ -30,11 +30,11 @@ class Planned:
     inventory: Inventory
     bodies: Bodies
     plan: SavePlan
-    text: CatalogText
+    text: EncodedCatalog
     save_name: str = ""
 
 
-class Offer(Message, frozen=True):
+class SaveProposal(Message, frozen=True):
     """What a rank asks for, all but the last three the same on all.
 
     `metadata` is a digest of the user's metadata, `attached` those of the files to attach, by name,
@@ -60,10 +60,10 @@ class Offer(Message, frozen=True):
 
 
 _BY_DIGEST = ("metadata", "attached")
-_ALIKE = tuple(name for name in Offer.__struct_fields__[:-3] if name not in _BY_DIGEST)
+_ALIKE = tuple(name for name in SaveProposal.__struct_fields__[:-3] if name not in _BY_DIGEST)
 
 
-class Agreed(Message, frozen=True):
+class SaveAgreement(Message, frozen=True):
     """What is agreed: the save's name if the last plan is good on all ranks, else "".
 
     No other save that this group makes has that name.
@@ -73,18 +73,18 @@ class Agreed(Message, frozen=True):
     bulk: int
 
 
-def last_plan(ranks: Session, inventory: Inventory) -> Planned | None:
+def cached_plan(ranks: Session, inventory: Inventory) -> CachedPlan | None:
     """Return the last plan, if this rank holds what it was made for."""
-    last = ranks.kept(Planned)
+    last = ranks.kept(CachedPlan)
     return last if last is not None and last.inventory == inventory else None
 
 
-def is_plan_good(told: Sequence[Offer]) -> bool:
+def check_proposals(told: Sequence[SaveProposal]) -> bool:
     """Say whether the last plan is good on all ranks.
 
     ValueError if these want different things, or a pattern selects nothing on any of them.
     """
-    check_alike("save", told, _ALIKE)
+    check_equal_on_all_ranks("save", told, _ALIKE)
     _check_metadata(told)
     _check_attached(told)
     if problems := unmatched_on_all(one.unmatched for one in told):
@@ -93,7 +93,7 @@ def is_plan_good(told: Sequence[Offer]) -> bool:
     return len(names) == 1 and "" not in names
 
 
-def _check_metadata(told: Sequence[Offer]) -> None:
+def _check_metadata(told: Sequence[SaveProposal]) -> None:
     """Raise ValueError if ranks give other metadata, of which a digest is all that is known."""
     if len(given := distinct(one.metadata for one in told)) > 1:
         who = " differs from ".join(ranks_text(ranks) for ranks in given.values())
@@ -103,7 +103,7 @@ def _check_metadata(told: Sequence[Offer]) -> None:
         )
 
 
-def _check_attached(told: Sequence[Offer]) -> None:
+def _check_attached(told: Sequence[SaveProposal]) -> None:
     """Raise ValueError if a rank attaches what rank 0 does not; those that attach nothing may."""
     first = dict(told[0].attached)
     for rank, one in enumerate(told):
@@ -116,11 +116,11 @@ def _check_attached(told: Sequence[Offer]) -> None:
             )
 
 
-def plan_together(ranks: Session, inventory: Inventory) -> Planned:
+def plan_together(ranks: Session, inventory: Inventory) -> CachedPlan:
     """Gather the inventories and plan, the same on every rank. Collective."""
     bodies = ranks.bulk.all_gather_distinct(typed_msgpack.encode(inventory))
     plan = plan_of(bodies, ranks.channel.world_size)
-    return Planned(inventory, bodies, plan, CatalogText(plan.catalog))
+    return CachedPlan(inventory, bodies, plan, EncodedCatalog(plan.catalog))
 
 
 def plan_of(bodies: Bodies, world_size: int) -> SavePlan:

@@ -15,15 +15,15 @@ from dist_ckpt.core.format.strict_json import MAX_DEPTH, MAX_INTEGER, MIN_INTEGE
 from dist_ckpt.errors import StorageError
 
 # By name: a path, whose file is read; bytes; or a dict or list, which becomes JSON.
-Attached = Mapping[str, object]
+Attachments = Mapping[str, object]
 
 # Or what is asked for it when a save begins: the ranks hear of what that raises.
-AttachedNow = Callable[[], Attached | None]
+ReadAttachments = Callable[[], Attachments | None]
 
 _NAME = 'up to 100 letters, digits, ".", "_" and "-", and the first no "." or "-"'
 
 
-def read_attached(given: Attached | AttachedNow | None) -> dict[str, bytes]:
+def read_attached(given: Attachments | ReadAttachments | None) -> dict[str, bytes]:
     """Return the bytes of what is attached, by name.
 
     Raises TypeError or ValueError, naming which, for what is no name or cannot be attached, for
@@ -45,7 +45,7 @@ def read_attached(given: Attached | AttachedNow | None) -> dict[str, bytes]:
     return found
 
 
-def _check_names(given: Attached) -> None:
+def _check_names(given: Attachments) -> None:
     if len(given) > MAX_ATTACHED:
         raise ValueError(
             f"attach has {len(given)} files, the limit is {MAX_ATTACHED}: put several into one"

@@ -31,19 +31,19 @@ from dist_ckpt.core.planning.save.save_planner import (
     origin_of,
     replica_groups_of,
 )
-from dist_ckpt.core.planning.selection import EVERYTHING, Selection
+from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.gc_pause import paused_collector
-from dist_ckpt.core.saving.agreement import Planned
+from dist_ckpt.core.saving.agreement import CachedPlan
 from dist_ckpt.core.saving.replica_samples import digest_sample
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
-from dist_ckpt.core.state.inventory_builder import LocalState, take
+from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
 
 
 @dataclass(frozen=True, slots=True)
-class _PlannedPart:
+class _RankPlan:
     """What a plan comes to on this rank: its files, its replicas, and the cells that it holds.
 
     `origins` say of each item of each file where this rank holds it; `held` numbers its cells.
@@ -93,7 +93,7 @@ class StateReader:
     read: Callable[[], LocalState]
 
 
-class HeldState:
+class LocalSaveState:
     """One rank's state in one save: what it holds, and what a plan makes of it."""
 
     def __init__(self, ranks: Session, local: LocalState) -> None:
@@ -108,15 +108,15 @@ class HeldState:
         ranks: Session,
         state: State | StateReader,
         sharding: ShardingConfig | None,
-        selection: Selection = EVERYTHING,
+        selection: Selection = SELECT_ALL,
         reuse: tuple[str, ...] = (),
-    ) -> HeldState:
+    ) -> LocalSaveState:
         """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
         if isinstance(state, StateReader):
-            return HeldState(ranks, state.read())
-        last = ranks.kept(Planned)
+            return LocalSaveState(ranks, state.read())
+        last = ranks.kept(CachedPlan)
         with paused_collector():
-            local = take(
+            local = build_inventory(
                 state,
                 sharding=sharding,
                 rank=ranks.channel.rank,
@@ -125,7 +125,7 @@ class HeldState:
                 last=None if last is None else last.inventory,
                 selection=selection,
             )
-        held = HeldState(ranks, local)
+        held = LocalSaveState(ranks, local)
         if reuse:
             held._reuse(reuse)
         return held
@@ -182,13 +182,13 @@ class HeldState:
             for group in part.groups
         )
 
-    def _part(self, plan: SavePlan) -> _PlannedPart:
+    def _part(self, plan: SavePlan) -> _RankPlan:
         """Return this rank's part of a plan: kept for the next save, like the plan."""
-        known = self._ranks.kept(_PlannedPart)
+        known = self._ranks.kept(_RankPlan)
         if known is None or known.plan is not plan:
             files = items_of(plan, self._rank)
             held = numbered(held_cells(self.inventory, self._rank, plan))
-            known = _PlannedPart(
+            known = _RankPlan(
                 plan,
                 files,
                 replica_groups_of(plan, self._rank),

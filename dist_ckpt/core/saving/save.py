@@ -17,10 +17,10 @@ from dist_ckpt import __version__
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.records.incarnations import OfRun
+from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.index.model_description import check_description, described
 from dist_ckpt.core.format.objects.plain_encoder import check_plain, encode_value
@@ -29,21 +29,21 @@ from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.saving.agreement import (
-    Agreed,
-    Planned,
-    is_plan_good,
-    last_plan,
+    CachedPlan,
+    SaveAgreement,
+    cached_plan,
+    check_proposals,
     plan_together,
 )
-from dist_ckpt.core.saving.attachments import Attached, AttachedNow, read_attached
-from dist_ckpt.core.saving.carry.carry import Carrying, CarrySource, open_source
-from dist_ckpt.core.saving.local_save_state import HeldState, StateReader
-from dist_ckpt.core.saving.save_transaction import AttemptRun, PartWritten, SaveRequest
-from dist_ckpt.core.shard_io.write.link_unchanged import EarlierSaves, SavedFiles, write_or_link
+from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments, read_attached
+from dist_ckpt.core.saving.carry.carry import CarryOver, CarrySource, open_source
+from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
+from dist_ckpt.core.saving.save_transaction import RankWriteResult, SaveRequest, SaveTransaction
+from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
-from dist_ckpt.reports import LoadReport, Phases, SaveReport, Tally
+from dist_ckpt.reports import IoCount, LoadReport, Phases, SaveReport
 
 # The user's metadata lies in the objects file; its short scalars are mirrored in the index, so
 # that listing checkpoints reads one document.
@@ -68,12 +68,12 @@ class SaveOptions:
     frozen: bool = True
     config: Mapping[str, object] | None = None
     kind: str | None = None
-    attach: Attached | AttachedNow | None = None
+    attach: Attachments | ReadAttachments | None = None
     reuse: str | Sequence[str] = ()
     carry: LoadReport | None = None
-    run: OfRun | None = None
+    run: Incarnation | None = None
     boundary: int | None = None
-    hurries: Callable[[], bool] = bool
+    is_urgent: Callable[[], bool] = bool
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""
@@ -97,10 +97,10 @@ class SaveOptions:
         """Return the metadata, with the configuration and the kind in it."""
         return described(self.metadata, self.config, self.kind)
 
-    def held(self, ranks: Session, state: State | StateReader) -> HeldState:
+    def held(self, ranks: Session, state: State | StateReader) -> LocalSaveState:
         """See what this rank holds of a state. ValueError, TypeError for what cannot be saved."""
         reused = patterns(self.reuse, "reuse")
-        return HeldState.take(ranks, state, self.sharding, self.selection(), reused)
+        return LocalSaveState.take(ranks, state, self.sharding, self.selection(), reused)
 
     def selection(self) -> Selection:
         """Return what of the state is saved. Raises TypeError or ValueError."""
@@ -126,7 +126,7 @@ def save(
     frozen: bool = True,
     config: Mapping[str, object] | None = None,
     kind: str | None = None,
-    attach: Attached | None = None,
+    attach: Attachments | None = None,
     reuse: str | Sequence[str] = (),
     carry: LoadReport | None = None,
 ) -> SaveReport:
@@ -188,7 +188,7 @@ def save_together(
                 source = open_source(ranks, options.carry, options.exclude, storage)
             claimed = _agree_and_claim(ranks, state, path, options, storage, source)
         run = claimed.run
-        found = Tally() if source is None else source.reads
+        found = IoCount() if source is None else source.reads
         with phases.phase("write"):
             verdict = run.write_and_commit(
                 claimed.text, claimed.attempt, lambda: _write(ranks, claimed, options, held)
@@ -225,17 +225,17 @@ class _ClaimedSave:
 
     storage: CountingStorage
     request: SaveRequest
-    held: HeldState
+    held: LocalSaveState
     attached: Mapping[str, bytes]
-    planned: Planned
+    planned: CachedPlan
     attempt: Attempt
-    run: AttemptRun
-    earlier: EarlierSaves
-    carrying: Carrying | None
+    run: SaveTransaction
+    earlier: LinkableSaves
+    carrying: CarryOver | None
     parts: list[SavedFiles] = field(default_factory=list)
 
     @property
-    def text(self) -> CatalogText:
+    def text(self) -> EncodedCatalog:
         """The catalog of all that is stored."""
         return self.planned.text if self.carrying is None else self.carrying.text
 
@@ -252,7 +252,7 @@ def _agree_and_claim(
 
     One exchange does it where every rank holds what it held when the last plan was made.
     """
-    run: AttemptRun | None = None
+    run: SaveTransaction | None = None
     try:
         with ranks.channel.exchange("agree") as agreeing:
             options.check()
@@ -260,14 +260,14 @@ def _agree_and_claim(
             counting = CountingStorage(storage or own)
             attached = read_attached(options.attach)
             request = request_of(counting, path, options, attached)
-            run = AttemptRun(ranks.channel, ranks.config, request)
+            run = SaveTransaction(ranks.channel, ranks.config, request)
             held = options.held(ranks, state)
-            last = last_plan(ranks, held.inventory)
+            last = cached_plan(ranks, held.inventory)
             unmatched = held.unmatched if source is None else source.unmatched(held.unmatched)
             if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, unmatched)):
-                name = run.claim() if is_plan_good(offers) else ""
-                agreeing.decide(Agreed(name, max(offer.bulk for offer in offers)))
-        agreed = agreeing.result(Agreed)
+                name = run.claim() if check_proposals(offers) else ""
+                agreeing.decide(SaveAgreement(name, max(offer.bulk for offer in offers)))
+        agreed = agreeing.result(SaveAgreement)
         name = agreed.name
         if name and last is not None:
             planned = last
@@ -286,19 +286,19 @@ def _agree_and_claim(
         raise
     attempt = parse_attempt(name)
     assert attempt is not None
-    earlier = ranks.kept(EarlierSaves) or EarlierSaves()
+    earlier = ranks.kept(LinkableSaves) or LinkableSaves()
     return _ClaimedSave(counting, request, held, attached, planned, attempt, run, earlier, carrying)
 
 
 def _write(
     ranks: Session, claimed: _ClaimedSave, options: SaveOptions, source: ExitStack
-) -> PartWritten:
+) -> RankWriteResult:
     """Write this rank's files; the coordinator holds the `source` of what is carried."""
     start = time.monotonic()
     held, plan, carrying = claimed.held, claimed.planned.plan, claimed.carrying
     folder = f"{claimed.request.path}/{claimed.attempt.name}"
     carried: tuple[FileReceipt, ...] = ()
-    linked = Tally()
+    linked = IoCount()
     held.local.synchronize()
     files = held.files(plan, options.step, options.all_metadata(), claimed.attached)
     if carrying is not None:
@@ -317,7 +317,7 @@ def _write(
         slots=ranks.slots,
     )
     claimed.parts.append(part.saved)
-    return PartWritten(
+    return RankWriteResult(
         (*carried, *part.receipts),
         held.replica_digests(plan),
         time.monotonic() - start,

@@ -20,19 +20,19 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import Channel, Exchange
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.core.commit import attempts, commit_protocol, outcome, removal
-from dist_ckpt.core.commit.receipts import attached_of, check_receipts, differing_groups, sizes_of
-from dist_ckpt.core.commit.records.incarnations import OfRun
+from dist_ckpt.core.commit.receipts import attached_of, check_receipts, mismatched_groups, sizes_of
+from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.saving.agreement import Offer, Planned
+from dist_ckpt.core.saving.agreement import CachedPlan, SaveProposal
 from dist_ckpt.core.saving.replica_samples import receipt_of
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
-from dist_ckpt.reports import Tally, slowest_of
+from dist_ckpt.reports import IoCount, slowest_of
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -56,17 +56,17 @@ class SaveRequest:
     mirrored: Mapping[str, Scalar]
     saved_by: Mapping[str, str]
     saved_at: float | None = None
-    run: OfRun | None = None
+    run: Incarnation | None = None
     boundary: int | None = None
     chosen: str = ""
     attached: tuple[tuple[str, str], ...] = ()
     save: str = field(default_factory=partial(secrets.token_hex, 16))
 
     def offer(
-        self, last: Planned | None, bulk_epoch: int, unmatched: tuple[str, ...] = ()
-    ) -> Offer:
+        self, last: CachedPlan | None, bulk_epoch: int, unmatched: tuple[str, ...] = ()
+    ) -> SaveProposal:
         """Return what this rank asks of the others; `last` is the last plan if it is good here."""
-        return Offer(
+        return SaveProposal(
             path=self.path,
             step=self.step,
             overwrite=self.overwrite,
@@ -82,7 +82,7 @@ class SaveRequest:
         )
 
 
-class Verdict(Message, frozen=True):
+class CommitDecision(Message, frozen=True):
     """What was committed, over all ranks; rank `slowest_rank` took longest to write."""
 
     attempt: str
@@ -94,24 +94,24 @@ class Verdict(Message, frozen=True):
     nbytes_linked: int = 0
 
 
-class Written(Message, frozen=True):
+class WriteDecision(Message, frozen=True):
     """What the receipts come to: the replica groups that differ between ranks, or the verdict."""
 
     differing: tuple[str, ...]
-    verdict: Verdict | None
+    verdict: CommitDecision | None
 
 
 @dataclass(frozen=True, slots=True)
-class PartWritten:
+class RankWriteResult:
     """What a rank has written, and the digests of its replicas; it took so many seconds."""
 
     files: tuple[FileReceipt, ...]
     replicas: ReplicaDigests
     seconds: float
-    linked: Tally = Tally()  # noqa: RUF009 - it is frozen
+    linked: IoCount = IoCount()  # noqa: RUF009 - it is frozen
 
 
-class AttemptRun:
+class SaveTransaction:
     """One attempt in progress, as one rank sees it: rank 0 claims it, all write and commit.
 
     `nbytes_receipt` is the size of the receipt that it has sent; the coordinator sends none.
@@ -150,8 +150,8 @@ class AttemptRun:
         return f"rank {self._channel.rank} on {self._channel.host}"
 
     def write_and_commit(
-        self, text: CatalogText, attempt: Attempt, write: Callable[[], PartWritten]
-    ) -> Verdict:
+        self, text: EncodedCatalog, attempt: Attempt, write: Callable[[], RankWriteResult]
+    ) -> CommitDecision:
         """Have this rank's part written, and settle whether the save is committed. Collective.
 
         On return the checkpoint is durable. Whatever is raised instead, no checkpoint was made;
@@ -165,7 +165,7 @@ class AttemptRun:
             with channel.exchange("write") as writing:
                 if self._claim is None:
                     commit_protocol.await_claim(
-                        self._storage, self._path, attempt, self._config.appear_s
+                        self._storage, self._path, attempt, self._config.visibility_timeout_s
                     )
                 part = write()
                 linked = part.linked.num, part.linked.nbytes
@@ -174,7 +174,7 @@ class AttemptRun:
                     self._decide(writing, text, receipts)
                 else:
                     self.nbytes_receipt = writing.nbytes_told
-            written = writing.result(Written)
+            written = writing.result(WriteDecision)
             if written.verdict is not None:
                 return written.verdict
             with channel.exchange("replicas") as comparing:
@@ -189,16 +189,18 @@ class AttemptRun:
                 raise
             return verdict
 
-    def _decide(self, writing: Exchange, text: CatalogText, receipts: Sequence[Receipt]) -> None:
+    def _decide(self, writing: Exchange, text: EncodedCatalog, receipts: Sequence[Receipt]) -> None:
         """Check the receipts and commit, or name the replica groups that differ."""
         assert self._claim is not None
-        if differing := differing_groups(receipts):
-            writing.decide(Written(tuple(differing), None))
+        if differing := mismatched_groups(receipts):
+            writing.decide(WriteDecision(tuple(differing), None))
             return
         files, objects = check_receipts(text.catalog, self._by_writers(receipts))
         sizes = sizes_of(receipts)
-        appear_s = self._config.appear_s
-        commit_protocol.check_files(self._storage, self._claim.folder, sizes, timeout_s=appear_s)
+        visibility_timeout_s = self._config.visibility_timeout_s
+        commit_protocol.check_files(
+            self._storage, self._claim.folder, sizes, timeout_s=visibility_timeout_s
+        )
         index = Index(
             attempt=self._claim.attempt.name,
             save=self._request.save,
@@ -218,7 +220,7 @@ class AttemptRun:
         )
         try:
             commit_protocol.commit(self._storage, self._claim, index, text)
-            writing.decide(Written((), verdict))
+            writing.decide(WriteDecision((), verdict))
         except CheckpointError:
             raise
         except BaseException as error:  # an interrupt, mostly
@@ -226,16 +228,18 @@ class AttemptRun:
             raise
 
     def _answer_interrupted(
-        self, writing: Exchange, verdict: Verdict, error: BaseException
+        self, writing: Exchange, verdict: CommitDecision, error: BaseException
     ) -> None:
         """Tell the others what became of a commit that was interrupted, unless it is undone."""
         assert self._claim is not None
         attempt, reason = self._claim.attempt, f"the commit was interrupted: {type(error).__name__}"
-        fate = outcome.settle(self._storage, self._path, attempt, by=self._by, reason=reason)
+        fate = outcome.resolve_outcome(
+            self._storage, self._path, attempt, by=self._by, reason=reason
+        )
         if fate == "committed":
-            writing.decide(Written((), verdict))
+            writing.decide(WriteDecision((), verdict))
         elif fate != "abandoned":
-            unsettled = outcome.unsettled(fate, self._path, reason)
+            unsettled = outcome.unknown_outcome_error(fate, self._path, reason)
             writing.refuse(unsettled)
             # Who exits says nothing of it.
             _log.warning("%s: %s", type(error).__name__, unsettled)
@@ -245,7 +249,7 @@ class AttemptRun:
         if self._claim is not None:
             self.recover(self._claim.attempt, error)
 
-    def recover(self, attempt: Attempt, error: BaseException) -> Verdict | None:
+    def recover(self, attempt: Attempt, error: BaseException) -> CommitDecision | None:
         """Make "not committed" true after a failure, or find that it was committed after all.
 
         Only the coordinator, and a rank that got no answer, touch the attempt: all others were
@@ -258,7 +262,7 @@ class AttemptRun:
             reason = f"{type(error).__name__}: {error}"[:500]
             if attempts.abandon(self._storage, self._path, attempt, by=self._by, reason=reason):
                 if self._claim is not None:
-                    commit_protocol.give_up(self._storage, self._claim)
+                    commit_protocol.discard_attempt(self._storage, self._claim)
                 return None
             return self._read_verdict(attempt) if no_answer else None
         except (CheckpointError, OSError) as failure:
@@ -270,7 +274,7 @@ class AttemptRun:
             _log.warning("%s of %s could not be cleaned up: %s", attempt, self._path, failure)
             return None
 
-    def _read_verdict(self, attempt: Attempt) -> Verdict | None:
+    def _read_verdict(self, attempt: Attempt) -> CommitDecision | None:
         """Return what the index says if this attempt is the checkpoint now.
 
         It is durable: `abandon` has made it so before it told that it is committed.
@@ -286,8 +290,8 @@ class AttemptRun:
             removal.supersede(self._storage, self._path, self._claim.attempt, self._claim.run)
 
 
-def _verdict(index: Index, slowest_rank: int, slowest_s: float) -> Verdict:
-    return Verdict(index.attempt, index.nbytes, index.num_files, slowest_rank, slowest_s)
+def _verdict(index: Index, slowest_rank: int, slowest_s: float) -> CommitDecision:
+    return CommitDecision(index.attempt, index.nbytes, index.num_files, slowest_rank, slowest_s)
 
 
 def _unequal_replicas(told: Sequence[Mapping[str, Mapping[str, str]]]) -> str:

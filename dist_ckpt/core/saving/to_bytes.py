@@ -7,7 +7,7 @@ from math import prod
 
 from msgspec.structs import replace
 
-from dist_ckpt.core.comm.process_group import ranks_from_here
+from dist_ckpt.core.comm.process_group import ranks_on_this_host
 from dist_ckpt.core.commit.receipts import check_receipts
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document_digest
 from dist_ckpt.core.format.index import index_json
@@ -15,12 +15,12 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan, Whole
 from dist_ckpt.core.planning.save.save_planner import items_of, plan_save
-from dist_ckpt.core.runtime.buffers import Slots
+from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.saving.local_save_state import objects_files
 from dist_ckpt.core.shard_io.write import state_bytes
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_shard_files
-from dist_ckpt.core.state.inventory_builder import LocalState, take
+from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.errors import listed
 
@@ -36,9 +36,11 @@ def to_bytes(state: State) -> bytes:
     rank 0 in them. Of what is sharded over several ranks a rank has a part only: ValueError names
     it. Raises ValueError or TypeError for what cannot be saved. The bytes are in memory once.
     """
-    group = ranks_from_here()
+    group = ranks_on_this_host()
     with paused_collector():
-        local = take(state, sharding=None, rank=0, world_size=len(group), group_ranks=group)
+        local = build_inventory(
+            state, sharding=None, rank=0, world_size=len(group), group_ranks=group
+        )
         plan = plan_save([(_of_one(local.inventory), (0,))], 1)
     local.synchronize()
     files, objects = items_of(plan, 0), objects_files(plan, local, 0, {})
@@ -51,7 +53,7 @@ def to_bytes(state: State) -> bytes:
         out.write(b"\0")
         writing = _DataWriter(out, room, files)
         content = RankFiles(None, files, tuple(_sources(local, file) for file in files), {})
-        write_shard_files(writing, "", content, threads=1, slots=Slots())
+        write_shard_files(writing, "", content, threads=1, slots=BufferPool())
         header = _header(plan, files, objects, writing.headers)
         assert len(header) == room, "no digest changes the length of the header"
         out.seek(0)
@@ -114,7 +116,7 @@ def _header(
         saved_at=0.0,
     )
     header = b"".join(headers[file.name] for file in files)
-    documents = state_bytes.Documents(index_json.encode(index), objects, header)
+    documents = state_bytes.EncodedDocuments(index_json.encode(index), objects, header)
     return state_bytes.encode_header(documents)
 
 

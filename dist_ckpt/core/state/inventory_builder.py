@@ -13,10 +13,10 @@ from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS, runs_of
 from dist_ckpt.core.format.index.index import Key, Node
 from dist_ckpt.core.format.objects.plain_encoder import check_plain
 from dist_ckpt.core.planning.plan import Flattened, Inventory, NameList, TensorEntry, View, Whole
-from dist_ckpt.core.planning.selection import EVERYTHING, Selection
+from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource, synchronize
-from dist_ckpt.core.state.fsdp1.optimizers import unflattened
+from dist_ckpt.core.state.fsdp1.optimizers import with_original_params
 from dist_ckpt.core.state.optimizers.named_optimizers import (
     ParameterName,
     name_parameters,
@@ -24,20 +24,20 @@ from dist_ckpt.core.state.optimizers.named_optimizers import (
     state_names,
     states_branch,
 )
-from dist_ckpt.core.state.optimizers.optimizer_state import GROUPS, STATE, check_told
-from dist_ckpt.core.state.sharding_rules import Rules, mesh_of
+from dist_ckpt.core.state.optimizers.optimizer_state import GROUPS, STATE, check_reported
+from dist_ckpt.core.state.sharding_rules import ShardingRules, mesh_of
 from dist_ckpt.core.state.tensors.local_tensors import is_array, is_ordinary
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
-from dist_ckpt.core.state.tensors.read_tensor import HeldTensor, describe, tie_key
+from dist_ckpt.core.state.tensors.read_tensor import LocalTensor, describe, tie_key
 from dist_ckpt.core.state.tree.containers import PathKey, State, join
 from dist_ckpt.core.state.tree.leaves import (
     Branch,
-    CompoundLeaf,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
     PerRankLeaf,
     PlainLeaf,
+    SubclassLeaf,
     TensorLeaf,
     Tree,
     children_of,
@@ -99,7 +99,7 @@ class LocalState:
         synchronize(part for parts in self.parts.values() for part in parts)
 
 
-def take(  # noqa: PLR0913 - who is asked, for what
+def build_inventory(  # noqa: PLR0913 - who is asked, for what
     state: State,
     *,
     sharding: ShardingConfig | None,
@@ -107,7 +107,7 @@ def take(  # noqa: PLR0913 - who is asked, for what
     world_size: int,
     group_ranks: Sequence[int],
     last: Inventory | None = None,
-    selection: Selection = EVERYTHING,
+    selection: Selection = SELECT_ALL,
 ) -> LocalState:
     """Describe a state.
 
@@ -117,11 +117,11 @@ def take(  # noqa: PLR0913 - who is asked, for what
     are compared in no time. What `selection` leaves out is not looked at. Raises TypeError or
     ValueError for a state that cannot be saved, naming the key path, the class and what to do.
     """
-    root = unflattened(read_state(state))
+    root = with_original_params(read_state(state))
     parameters = name_parameters(root)
     selection = without_frozen(selection, root)
-    taker = _Taker(
-        Rules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
+    taker = _InventoryBuilder(
+        ShardingRules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
         parameters,
         rank,
         group_ranks,
@@ -144,12 +144,12 @@ def take(  # noqa: PLR0913 - who is asked, for what
     return replace(taker.taken(), unmatched=unmatched)
 
 
-class _Taker:
+class _InventoryBuilder:
     """Adds one leaf after another to an inventory."""
 
     def __init__(
         self,
-        rules: Rules | None,
+        rules: ShardingRules | None,
         names: Mapping[str, Mapping[int, ParameterName]],
         rank: int,
         group_ranks: Sequence[int],
@@ -172,7 +172,7 @@ class _Taker:
         # Of which nothing is here, by id().
         self._nothing: dict[int, str] = {}
         # What was found out of a tensor, but for those that are like another of their kind.
-        self._seen: dict[str, tuple[HeldTensor, View, Shape]] = {}
+        self._seen: dict[str, tuple[LocalTensor, View, Shape]] = {}
         self._ties: dict[Hashable, str] = {}
         self._tensors: list[TensorEntry] = []
         self._aliases: list[tuple[str, str]] = []
@@ -217,7 +217,7 @@ class _Taker:
                 self._add_tensor(fqn, tree)
             case Branch():
                 self._add_branch(fqn, tree.kind, tree.children)
-            case CompoundLeaf():
+            case SubclassLeaf():
                 self._add_compound(fqn, tree)
             case ModuleLeaf():
                 self._owners.append((fqn, tree))
@@ -246,7 +246,7 @@ class _Taker:
         for key, child in children.items():
             self._add(join(fqn, key), child)
 
-    def _add_compound(self, fqn: str, leaf: CompoundLeaf) -> None:
+    def _add_compound(self, fqn: str, leaf: SubclassLeaf) -> None:
         if self._rules is not None:
             self._rules.check_whole(fqn, leaf)
         if (trainable := self._parameters.get(fqn)) is not None:
@@ -260,7 +260,7 @@ class _Taker:
 
     def _read_per_rank(self, fqn: str, wrapper: PerRank | RNG) -> None:
         if isinstance(wrapper, PerRank) and isinstance(wrapper.value, torch.optim.Optimizer):
-            check_told(wrapper.value, fqn, ())
+            check_reported(wrapper.value, fqn, ())
         value = wrapper.capture() if isinstance(wrapper, RNG) else state_of(wrapper.value, fqn)
         data = without_tensors(value, fqn)
         check_plain(data, fqn)
@@ -345,7 +345,7 @@ class _Taker:
                 return
         self._tensors.append(TensorEntry(fqn, dtype, shape, view, component))
 
-    def _see(self, fqn: str, leaf: TensorLeaf) -> tuple[HeldTensor, View, Shape]:
+    def _see(self, fqn: str, leaf: TensorLeaf) -> tuple[LocalTensor, View, Shape]:
         """Return what is held of a tensor, how its entry says so, and the shape of that entry."""
         held = describe(leaf.value, fqn, rank=self._rank, group=self._group_ranks)
         view, shape = held.view, held.shape

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.planning.mesh import cells_of
-from dist_ckpt.core.planning.plan import Flattened, Placed, Ruled, View
+from dist_ckpt.core.planning.plan import Flattened, MeshPlaced, RuleSharded, View
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.planning.sharded_views import chunked
 from dist_ckpt.core.planning.sharding_config import (
@@ -22,10 +22,10 @@ from dist_ckpt.core.planning.sharding_config import (
 )
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tree.containers import join
-from dist_ckpt.core.state.tree.leaves import Branch, CompoundLeaf, ModuleLeaf, TensorLeaf, walk
+from dist_ckpt.core.state.tree.leaves import Branch, ModuleLeaf, SubclassLeaf, TensorLeaf, walk
 
 
-class Rules:
+class ShardingRules:
     """The rules for one state. A rule holds for a parameter and for what is stored under it.
 
     Without a config there are none, and no tensor is cut. Raises ValueError for a config of another
@@ -64,7 +64,7 @@ class Rules:
 
     def view(
         self, fqn: str, leaf: TensorLeaf, shape: Shape
-    ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
+    ) -> tuple[RuleSharded, Shape] | tuple[Flattened, Shape] | None:
         """Return how the config cuts a tensor that is held in one piece, and the entry's shape.
 
         None if it does not cut it. Raises ValueError for what may be a flat part of any tensor.
@@ -76,9 +76,9 @@ class Rules:
             whole = self._flattened(name, parameter, shape)
             return None if whole is None else (Flattened(self.sharding.ranks()), whole)
         axes = axes_under(self.sharding, name, shape, parameter)
-        return (Ruled(self.sharding.ranks(), axes), shape) if any(axes) else None
+        return (RuleSharded(self.sharding.ranks(), axes), shape) if any(axes) else None
 
-    def check_whole(self, fqn: str, leaf: CompoundLeaf) -> None:
+    def check_whole(self, fqn: str, leaf: SubclassLeaf) -> None:
         """Raise TypeError if the config cuts a compound tensor: it says nothing of its parts."""
         value = leaf.value
         if isinstance(value, DTensor):
@@ -135,11 +135,11 @@ class Rules:
         return whole if prod(shape) == sum(cell.numel for cell in cells) else None
 
 
-def mesh_of(rules: Rules | None, views: Iterable[View]) -> tuple[tuple[str, int], ...]:
+def mesh_of(rules: ShardingRules | None, views: Iterable[View]) -> tuple[tuple[str, int], ...]:
     """Return the job's mesh: the config's, else the largest that a tensor lies on."""
     if rules is not None:
         return tuple(rules.sharding.mesh.items())
-    meshes = [view.mesh for view in views if isinstance(view, Placed)]
+    meshes = [view.mesh for view in views if isinstance(view, MeshPlaced)]
     if not meshes:
         return ()
     mesh = max(meshes, key=lambda mesh: prod(mesh.shape))
@@ -147,18 +147,18 @@ def mesh_of(rules: Rules | None, views: Iterable[View]) -> tuple[tuple[str, int]
 
 
 def target_cells(
-    view: Ruled | Flattened, shape: Shape, rank: int, saved: Shape
+    view: RuleSharded | Flattened, shape: Shape, rank: int, saved: Shape
 ) -> tuple[Cell, ...] | None:
     """Return the cells of a saved tensor that a part of `shape` is; None if it has another shape.
 
     On a load parts are `torch.chunk`'s.
     """
-    if len(shape) != len(saved) and isinstance(view, Ruled):
+    if len(shape) != len(saved) and isinstance(view, RuleSharded):
         return None
-    cells = cells_of(chunked(view) if isinstance(view, Ruled) else view, rank, saved)
+    cells = cells_of(chunked(view) if isinstance(view, RuleSharded) else view, rank, saved)
     if not cells:
         return () if 0 in shape else None
     (cell,) = cells
-    if isinstance(view, Ruled) and isinstance(cell, Region):
+    if isinstance(view, RuleSharded) and isinstance(cell, Region):
         return cells if cell.shape == shape else None
     return cells if (cell.numel,) == shape else None

@@ -8,7 +8,7 @@ from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.storage import WritableFile
 
 
-class NoStorage:
+class NullStorage:
     """Takes every file, and keeps nothing: what is left of the writing are headers and digests."""
 
     def create(self, path: str, nbytes: int) -> WritableFile:

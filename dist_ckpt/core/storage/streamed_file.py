@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from dist_ckpt.core.runtime.buffers import copy, scratch
-from dist_ckpt.core.runtime.threads import Behind
+from dist_ckpt.core.runtime.threads import SerialExecutor
 from dist_ckpt.core.storage.protocol import Storage, WritableFile
 from dist_ckpt.errors import StorageError
 
@@ -28,7 +28,7 @@ class StreamedFile(io.RawIOBase):
         self._path = path
         self._file: WritableFile = storage.create(path, nbytes)
         self._slots = (scratch(_SLOT_NBYTES), scratch(_SLOT_NBYTES))
-        self._behind = Behind()
+        self._behind = SerialExecutor()
         self._used = 0  # of the first slot
         self.nbytes = 0  # of all that was given
         self.failure: BaseException | None = None  # of a write: torch does not pass it on

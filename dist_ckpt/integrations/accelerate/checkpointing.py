@@ -34,7 +34,7 @@ from dist_ckpt.integrations.accelerate.prepared_objects import (
     held,
     stateful_loaders,
 )
-from dist_ckpt.integrations.extra_state import check_on_reshard, more_state
+from dist_ckpt.integrations.extra_state import check_on_reshard, extra_state_of
 from dist_ckpt.integrations.loader_order import set_sources, sources_of
 
 _OWN = {"model", "optim", "scheduler", "scaler", "custom", "position", "data", "rng"}
@@ -63,7 +63,7 @@ class AcceleratedRun:
         **options: Any,
     ) -> None:
         check_on_reshard(on_reshard)
-        self._more = more_state(state, _OWN)
+        self._more = extra_state_of(state, _OWN)
         check(accelerator)
         self._accelerator = accelerator
         self._on_reshard = on_reshard

@@ -7,7 +7,7 @@ from typing import Any
 import accelerate
 
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.ddp_buffers import hand_out_inner
+from dist_ckpt.integrations.ddp_buffers import broadcast_inner_buffers
 
 # Each is looked for before anything is saved, as accelerate may move it in any release.
 NEEDED = (
@@ -45,7 +45,7 @@ def hand_out_buffers_of(accelerator: Any) -> None:
         return
     if accelerator.ddp_handler is None or accelerator.ddp_handler.broadcast_buffers:
         for model in accelerator._models:
-            hand_out_inner(model)
+            broadcast_inner_buffers(model)
 
 
 def _kind_of(accelerator: Any) -> str:

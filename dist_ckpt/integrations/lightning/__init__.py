@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from dist_ckpt.core.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from dist_ckpt.integrations.lightning.callback import FitCheckpoint
+    from dist_ckpt.integrations.lightning.callback import LightningCheckpoint
 
 __all__ = [
-    "FitCheckpoint",
+    "LightningCheckpoint",
 ]
 
 __getattr__ = lazy_exports(
     __name__,
     {
-        "FitCheckpoint": "callback",
+        "LightningCheckpoint": "callback",
     },
 )

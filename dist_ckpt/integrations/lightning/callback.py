@@ -1,6 +1,6 @@
 """Lightning's `Trainer`: checkpoints through a callback, and a resume that knows the data.
 
-callback = FitCheckpoint("runs/a", save=dc.every(steps=500), keep=dc.keep.last(3))
+callback = LightningCheckpoint("runs/a", save=dc.every(steps=500), keep=dc.keep.last(3))
 Trainer(max_epochs=3, callbacks=[callback]).fit(module, loader)
 """
 
@@ -20,8 +20,8 @@ from dist_ckpt.checkpointer.checkpointer import DEFAULT_SAVE, Checkpointer
 from dist_ckpt.checkpointer.run_session import Stopped
 from dist_ckpt.core.state.wrappers import RNG, Named, PerRank
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.ddp_buffers import hand_out_buffers
-from dist_ckpt.integrations.extra_state import check_on_reshard, more_state
+from dist_ckpt.integrations.ddp_buffers import broadcast_module_buffers
+from dist_ckpt.integrations.extra_state import check_on_reshard, extra_state_of
 from dist_ckpt.integrations.lightning.fit_position import FitPosition
 from dist_ckpt.integrations.lightning.logged_metrics import logged
 from dist_ckpt.integrations.lightning.private_names import check_names, package_of
@@ -53,7 +53,7 @@ def _installed() -> Any:
 _Base: Any = _base()
 
 
-class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is shows at run time
+class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it is shows at run time
     """Saves a `Trainer`'s fit as `dc.Checkpointer` does, and resumes it, batch by batch.
 
     The options are those of `dc.Checkpointer`; `state` holds more that is to be saved. A checkpoint
@@ -78,7 +78,7 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
         **options: Any,
     ) -> None:
         check_on_reshard(on_reshard)
-        self._more = more_state(state, _OWN)
+        self._more = extra_state_of(state, _OWN)
         self.stopped: Stopped | None = None
         self._root = root
         self._on_reshard = on_reshard
@@ -203,7 +203,8 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
             trainer.should_stop = True
             _log.warning(
                 "%s was ended by EarlyStopping at step %d, and stays so: to train on, leave that "
-                "callback out, or begin another run with FitCheckpoint(ANOTHER_ROOT, init=%r)",
+                "callback out, or begin another run with "
+                "LightningCheckpoint(ANOTHER_ROOT, init=%r)",
                 *(self._root, self._resumed, f"{os.fspath(self._root)}@latest"),
             )
 
@@ -244,7 +245,7 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
         """Return what is saved: read anew for each save. Every rank calls it."""
         trainer = self._trainer
         self._saved = trainer.global_step
-        hand_out_buffers(trainer.strategy.model)
+        broadcast_module_buffers(trainer.strategy.model)
         rest, weights = _dumped(trainer)
         assert self._position is not None, "training has begun"
         loops = rest["loops"]["fit_loop"]
@@ -283,7 +284,7 @@ class FitCheckpoint(_Base):  # type: ignore[misc]  # of which library it is show
 class _First(_Base):  # type: ignore[misc]  # of which library it is shows at run time
     """Stands before all other callbacks, where the callback itself stands behind them."""
 
-    def __init__(self, owner: FitCheckpoint) -> None:
+    def __init__(self, owner: LightningCheckpoint) -> None:
         self.owner = owner
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -309,7 +310,7 @@ def _ended_by(trainer: Any) -> list[str]:
     return [one.state_key for one in stops if one.stopped_epoch or one.stopping_reason_message]
 
 
-def _check(trainer: Any, callback: FitCheckpoint) -> None:
+def _check(trainer: Any, callback: LightningCheckpoint) -> None:
     """Raise for what would not be saved, or not as it should."""
     libraries = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
     if (own := package_of(trainer)) not in libraries:
@@ -319,9 +320,9 @@ def _check(trainer: Any, callback: FitCheckpoint) -> None:
         )
     if "DeepSpeed" in type(trainer.strategy).__name__:
         raise ValueError(
-            "FitCheckpoint does not save DeepSpeed engines: use Lightning's ModelCheckpoint"
+            "LightningCheckpoint does not save DeepSpeed engines: use Lightning's ModelCheckpoint"
         )
-    if sum(isinstance(one, FitCheckpoint) for one in trainer.callbacks) > 1:
+    if sum(isinstance(one, LightningCheckpoint) for one in trainer.callbacks) > 1:
         raise ValueError("two FitCheckpoints in one Trainer: give it one, with one root")
     check_names(trainer)
 

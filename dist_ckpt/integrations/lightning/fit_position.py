@@ -99,7 +99,7 @@ class FitPosition:
             raise IncompatibleError(
                 f"saved after batch {self._skip} of an epoch with {before}, and now {now}: batches "
                 f'would be lost or doubled. Begin the epoch anew with on_reshard="drop" of the '
-                f"FitCheckpoint, or train with {before}"
+                f"LightningCheckpoint, or train with {before}"
             )
 
     def _begin_anew(self, fit_loop: dict[str, Any]) -> None:

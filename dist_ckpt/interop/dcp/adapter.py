@@ -38,8 +38,8 @@ from torch.futures import Future
 
 from dist_ckpt.config import launched_world_size
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
-from dist_ckpt.core.comm.process_group import session_alone, session_of
-from dist_ckpt.core.loading.collective_read import Together
+from dist_ckpt.core.comm.process_group import session_of, single_process_session
+from dist_ckpt.core.loading.collective_read import CollectiveReader
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_messages import ReadOnce
 from dist_ckpt.core.loading.load_options import LoadOptions
@@ -49,9 +49,9 @@ from dist_ckpt.core.saving.local_save_state import StateReader
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.errors import ConflictError, RankError
-from dist_ckpt.interop.dcp.metadata import StoredState
+from dist_ckpt.interop.dcp.metadata import DcpCheckpoint
 from dist_ckpt.interop.dcp.planner_items import local_state_of
-from dist_ckpt.interop.dcp.required_values import ValuesRead
+from dist_ckpt.interop.dcp.required_values import RequiredValues
 from dist_ckpt.interop.registry import open_source, opener_of_dcp
 from dist_ckpt.reports import LoadReport, Phases, SaveReport, size
 from dist_ckpt.runs.selectors import resolve
@@ -95,7 +95,7 @@ def load(
         cast=cast,
         notes=False,
     )
-    opener = opener_of_dcp(ValuesRead(state, path, options))
+    opener = opener_of_dcp(RequiredValues(state, path, options))
     return load_together(session_of(group), state, path, options, opener=opener)
 
 
@@ -196,7 +196,7 @@ class StorageWriter(dcp.StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save and commit, together with the other ranks. Raises what `dc.save` does."""
-        ranks = session_alone() if self._is_alone else session_of(self._group)
+        ranks = single_process_session() if self._is_alone else session_of(self._group)
         found: list[WriteResult] = []
 
         def read() -> Any:
@@ -253,7 +253,7 @@ class StorageReader(dcp.StorageReader):
         self.checkpoint_id = path
         self.report: DcpLoadReport | None = None
         self._group = process_group
-        self._stored: StoredState | None = None
+        self._stored: DcpCheckpoint | None = None
         self._phases = Phases("load", "", quiet=True)
 
     def reset(self, checkpoint_id: DcpPath | None = None) -> None:
@@ -269,7 +269,7 @@ class StorageReader(dcp.StorageReader):
         path = _checked(self.checkpoint_id, "StorageReader")
         self._phases = Phases("load", os.fspath(path), quiet=_job_rank() != COORDINATOR)
         with self._phases.phase("open"):
-            self._stored = StoredState(*open_source(resolve(path)), self._rank)
+            self._stored = DcpCheckpoint(*open_source(resolve(path)), self._rank)
             return self._stored.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))
 
     def set_up_storage_reader(
@@ -319,13 +319,13 @@ class StorageReader(dcp.StorageReader):
         stored, meeting = self._found, str(plan.storage_data or "")
         # Other ranks of the job may read by themselves what this one does.
         is_one_of_many = not meeting and _is_in_job()
-        ranks = session_alone() if is_one_of_many else session_of(self._group)
+        ranks = single_process_session() if is_one_of_many else session_of(self._group)
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         with _lost_ranks_logged():
             nbytes_read, nbytes_received = stored.fill(
                 tensors,
                 planner,
-                Together(ranks, self._phases, meeting),
+                CollectiveReader(ranks, self._phases, meeting),
                 # The page cache shares it among them.
                 direct_reads=not is_one_of_many,
             )
@@ -351,7 +351,7 @@ class StorageReader(dcp.StorageReader):
         return isinstance(checkpoint_id, str | os.PathLike)
 
     @property
-    def _found(self) -> StoredState:
+    def _found(self) -> DcpCheckpoint:
         if self._stored is None:
             raise ValueError("this StorageReader has read no metadata: dcp.load calls that first")
         return self._stored

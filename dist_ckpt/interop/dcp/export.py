@@ -19,16 +19,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.planning.plan import Wanted
-from dist_ckpt.core.planning.selection import Selection, selection_of, to_leave_out
-from dist_ckpt.core.runtime.buffers import Slots
+from dist_ckpt.core.planning.plan import TensorRequest
+from dist_ckpt.core.planning.selection import Selection, excluded_names, selection_of
+from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import results_of
 from dist_ckpt.core.runtime.torch_private import DCP_VERSION, DcpStorageInfo
 from dist_ckpt.core.state.tree.containers import RECORD
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.streamed_file import StreamedFile
 from dist_ckpt.errors import IncompatibleError, StorageError, listed
-from dist_ckpt.interop.dcp.metadata import StoredState
+from dist_ckpt.interop.dcp.metadata import DcpCheckpoint
 from dist_ckpt.interop.registry import open_source
 from dist_ckpt.interop.torch_save.export_state import can_be_saved
 from dist_ckpt.interop.writers.local_files import check_outside
@@ -124,10 +124,10 @@ def would_export(
 
 def _opened(
     source: str | os.PathLike[str], folder: str | os.PathLike[str], selection: Selection
-) -> tuple[StoredState, Metadata]:
+) -> tuple[DcpCheckpoint, Metadata]:
     storage, path = open_source(resolve(source))
     check_outside(real_path(path), real_path(open_storage(folder)[1]))
-    stored = StoredState(storage, path, rank=0)
+    stored = DcpCheckpoint(storage, path, rank=0)
     if unmatched := selection.unmatched((*stored.names.values(), *stored.per_rank)):
         raise ValueError("; ".join(unmatched))
     metadata = stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
@@ -147,25 +147,25 @@ def _opened(
 
 
 def _problems(
-    stored: StoredState, chosen: Mapping[str, object], kept: Set[str], selection: Selection
+    stored: DcpCheckpoint, chosen: Mapping[str, object], kept: Set[str], selection: Selection
 ) -> Iterator[str]:
     """Yield what cannot be written, with what to do."""
     for name in stored.broken_lists(kept):
-        remedy = f"leave all of it out ({to_leave_out(name)})"
+        remedy = f"leave all of it out ({excluded_names(name)})"
         yield f"{name} is a list out of whose midst something is left out: {remedy}"
     for name in sorted(kept):
         if name.endswith(f".{RECORD}"):
             whole = name.removesuffix(f".{RECORD}")
-            remedy = f"leave it out ({to_leave_out(whole)})"
+            remedy = f"leave it out ({excluded_names(whole)})"
             yield f"{whole} is a quantized tensor, made of others: {remedy}"
     for name in stored.per_rank:
         if name in selection:
-            yield f"{name} has a value for each rank: leave it out ({to_leave_out(name)})"
+            yield f"{name} has a value for each rank: leave it out ({excluded_names(name)})"
     for key, entry in chosen.items():
         if isinstance(entry, TensorStorageMetadata):
             dtype, name = stored.wanted(key).dtype, stored.names[key]
             if not can_be_saved(dtype):
-                remedy = f"leave it out ({to_leave_out(name)})"
+                remedy = f"leave it out ({excluded_names(name)})"
                 yield f"{name} is {dtype}, which torch.save does not know: {remedy}"
 
 
@@ -204,7 +204,7 @@ def _cut(box: Region, most: int) -> Iterator[Region]:
 
 
 def _put_parts(
-    stored: StoredState, parts: Sequence[_BoxItem], data: StreamedFile, progress: Progress | None
+    stored: DcpCheckpoint, parts: Sequence[_BoxItem], data: StreamedFile, progress: Progress | None
 ) -> dict[MetadataIndex, DcpStorageInfo]:
     places, done, nbytes = {}, 0, sum(part.nbytes for part in parts)
     for part, tensor in _read(stored, parts):
@@ -234,10 +234,10 @@ def _windows(parts: Iterable[_BoxItem]) -> Iterator[Sequence[_BoxItem]]:
 
 
 def _read(
-    stored: StoredState, parts: Iterable[_BoxItem]
+    stored: DcpCheckpoint, parts: Iterable[_BoxItem]
 ) -> Iterator[tuple[_BoxItem, torch.Tensor]]:
     """Yield parts as tensors, each until the next; a window is read while one is written."""
-    slots = Slots(_PART_NBYTES)
+    slots = BufferPool(_PART_NBYTES)
     with stored.tensors() as tensors:
 
         def read(window: Sequence[_BoxItem]) -> tuple[Sequence[_BoxItem], memoryview, ExitStack]:
@@ -252,7 +252,7 @@ def _read(
                     yield from zip(window, _tensors_in(memory, window), strict=True)
 
 
-def _wanted(stored: StoredState, window: Sequence[_BoxItem]) -> Iterator[Wanted]:
+def _wanted(stored: DcpCheckpoint, window: Sequence[_BoxItem]) -> Iterator[TensorRequest]:
     """Yield what is read for a window: the boxes of a tensor, of which each has some, as one."""
     boxes: dict[str, list[Region]] = {}
     for part in window:

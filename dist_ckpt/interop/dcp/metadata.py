@@ -25,9 +25,9 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import Catalog, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.loading.collective_read import OwnFiles, Together, read_together
+from dist_ckpt.core.loading.collective_read import CollectiveReader, OpenedInput, read_together
 from dist_ckpt.core.planning.load.load_planner import plan_load
-from dist_ckpt.core.planning.plan import Wanted
+from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import Selection, names_above
 from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, synchronize
@@ -52,7 +52,7 @@ _WantedBoxes = dict[str, list[tuple[Region, torch.Tensor]]]
 _PARAMS = re.compile(r"(.+)\.param_groups\.\d+\.params")
 
 
-class StoredState:
+class DcpCheckpoint:
     """A checkpoint that was found: `name` is its attempt's. `rank` is who loads.
 
     Raises NotFoundError, CorruptError or IncompatibleError if it cannot be read.
@@ -108,7 +108,7 @@ class StoredState:
     def _objects_file(self, name: str) -> ObjectsFile:
         if name not in self._objects:
             return ObjectsFile()
-        with attempts.while_it_is_there(self._storage, self._path, self._attempt):
+        with attempts.not_found_if_removed(self._storage, self._path, self._attempt):
             return read_objects(self._storage, self._folder, self._objects[name], make=make)
 
     @property
@@ -160,10 +160,10 @@ class StoredState:
         fqn = self._tensors[key]
         return self._catalog.aliases.get(fqn, fqn)
 
-    def wanted(self, key: str) -> Wanted:
+    def wanted(self, key: str) -> TensorRequest:
         """Return what says which tensor to read, and nothing of it yet."""
         record = self._record(key)
-        return Wanted(self.fqn(key), record.dtype, record.shape, ())
+        return TensorRequest(self.fqn(key), record.dtype, record.shape, ())
 
     @contextmanager
     def tensors(self) -> Iterator[StoredTensors]:
@@ -178,7 +178,7 @@ class StoredState:
         self,
         items: Sequence[ReadItem],
         planner: LoadPlanner,
-        together: Together,
+        together: CollectiveReader,
         *,
         direct_reads: bool,
     ) -> tuple[int, int]:
@@ -190,7 +190,7 @@ class StoredState:
         storage, _ = open_source(self._path, direct_reads=direct_reads)
         asked = _PlannedReads(planner)
 
-        def opened() -> OwnFiles:
+        def opened() -> OpenedInput:
             for item in items:
                 asked.add(item, torch_dtype(self._record(item.storage_index.fqn).dtype))
             return self._open(storage, asked.parts, together.ranks.config.threads)
@@ -202,9 +202,9 @@ class StoredState:
         return moved
 
     def _there(self, storage: Storage) -> AbstractContextManager[None]:
-        return attempts.while_it_is_there(storage, self._path, self._attempt)
+        return attempts.not_found_if_removed(storage, self._path, self._attempt)
 
-    def _open(self, storage: Storage, tensors: _WantedBoxes, threads: int) -> OwnFiles:
+    def _open(self, storage: Storage, tensors: _WantedBoxes, threads: int) -> OpenedInput:
         """Open the files that these boxes are in, and wait for devices that use their memory."""
         wanted = []
         targets: dict[tuple[str, int], Target] = {}
@@ -212,14 +212,14 @@ class StoredState:
             record, fqn = self._record(key), self._tensors[key]
             parts = [(region, tensor) for region, tensor in every_part if region.numel]
             wanted.append(
-                Wanted(fqn, record.dtype, record.shape, tuple(region for region, _ in parts))
+                TensorRequest(fqn, record.dtype, record.shape, tuple(region for region, _ in parts))
             )
             for number, (region, tensor) in enumerate(parts):
                 targets[fqn, number] = TensorTarget(tensor, region)
         plan = plan_load(self._index, wanted)
         synchronize(tensor for parts in tensors.values() for _, tensor in parts)
         files = open_files(storage, self._folder, self._index, plan, threads=threads)
-        return OwnFiles(files, targets)
+        return OpenedInput(files, targets)
 
     def _record(self, key: str) -> TensorRecord:
         return self._catalog.tensors[self.fqn(key)]

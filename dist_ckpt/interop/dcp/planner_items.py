@@ -23,7 +23,7 @@ from dist_ckpt.core.state.inventory_builder import LocalState
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
 from dist_ckpt.core.state.tensors.read_tensor import describe
-from dist_ckpt.core.state.tensors.tensor_subclasses import is_compound
+from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
 from dist_ckpt.interop.readers.nested_state import Path, tree_of
 
 # The component of tensors that are themselves at the top of the state dict.
@@ -107,7 +107,7 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
             f"{item.index.fqn}: {type(planner).__name__} resolves a tensor to a "
             f"{type(value).__name__}: let it return the tensor"
         )
-    if is_compound(value):
+    if is_wrapper_subclass(value):
         raise TypeError(
             f"{item.index.fqn}: {class_name(value)} is made of other tensors, which have no place "
             f"below DCP's planner: save it with dc.save, and load it with dc.load"

@@ -19,16 +19,16 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.pickles import restricted_pickle
 from dist_ckpt.interop.pickles.placeholders import (
-    Maker,
     PickledRecord,
-    Unknown,
+    PlaceholderFactory,
+    UnknownObject,
     record_maker,
     remedied,
     shown,
 )
 from dist_ckpt.interop.pickles.torch_pickles import TABLE as OF_TORCH
 from dist_ckpt.interop.pickles.torch_pickles import TensorView
-from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
 from dist_ckpt.interop.readers.nested_state import Nested, Path, joined
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 from dist_ckpt.interop.torch_save.read import Archive, is_file, opened_file, whole_file
@@ -69,10 +69,10 @@ _TABLE: Mapping[str, object] = {
         f"{module} TensorProperties": record_maker("TensorProperties", _Properties)
         for module in (f"{_MODULE}.metadata", _OLD)
     },
-    f"{_MODULE}.metadata _MEM_FORMAT_ENCODING": Maker("_MEM_FORMAT_ENCODING", _first),
-    f"{_OLD} MEM_FORMAT_ENCODING": Maker("MEM_FORMAT_ENCODING", _first),
+    f"{_MODULE}.metadata _MEM_FORMAT_ENCODING": PlaceholderFactory("_MEM_FORMAT_ENCODING", _first),
+    f"{_OLD} MEM_FORMAT_ENCODING": PlaceholderFactory("MEM_FORMAT_ENCODING", _first),
     f"{_MODULE}.filesystem _StorageInfo": record_maker("_StorageInfo"),
-    "torch.serialization _get_layout": Maker("_get_layout", _first),
+    "torch.serialization _get_layout": PlaceholderFactory("_get_layout", _first),
 }
 
 
@@ -94,7 +94,7 @@ class _Item:
     region: Region | None = None
 
 
-def read_folder(storage: Storage, folder: str, interest: Interest = ALL) -> ForeignState:
+def read_folder(storage: Storage, folder: str, interest: ImportFilter = ALL) -> ForeignState:
     """Return what a folder holds, named as `dc.save` would name it.
 
     NotFoundError if there is no metadata, or a file that it names is gone; CorruptError,
@@ -280,7 +280,7 @@ class _MetadataContents:
             yield (fqn, shape), _ItemPlace(name, start, nbytes)
 
     def _record(self, value: object, name: str) -> Mapping[str, object]:
-        if isinstance(value, Unknown):
+        if isinstance(value, UnknownObject):
             raise remedied(value, self._path)
         if not isinstance(value, PickledRecord) or value.name != name:
             raise self._damaged(f"{shown(value)} in place of a {name}")

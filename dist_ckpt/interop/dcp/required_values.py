@@ -16,7 +16,7 @@ _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 
 
 @dataclass(frozen=True)
-class ValuesRead:
+class RequiredValues:
     """Says whether a load into `state` may read the value that was saved under a name.
 
     It does not if a rename drops it, if nothing at the top of the state has its name, or if that,

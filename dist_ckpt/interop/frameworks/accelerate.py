@@ -16,7 +16,7 @@ from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.hf import read as safetensors_files
 from dist_ckpt.interop.pickles.torch_pickles import NumpyArray, TensorView
-from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
 from dist_ckpt.interop.readers.nested_state import Nested, Path, numbered
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, opened
@@ -29,7 +29,7 @@ _GENERATORS = {"random_state", "numpy_random_seed", "torch_manual_seed", "torch_
 _Add = Callable[["_Folder", str, str, re.Match[str]], None]
 
 
-def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
+def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
     """Return what a folder holds. NotFoundError if nothing of accelerate's is there.
 
     CorruptError, IncompatibleError for what is damaged or not known, or what no checkpoint holds.
@@ -65,7 +65,7 @@ def _check_parts(names: Set[str], path: str) -> None:
 class _Folder:
     """What is found in a folder, one file or folder there after another."""
 
-    def __init__(self, storage: Storage, path: str, interest: Interest) -> None:
+    def __init__(self, storage: Storage, path: str, interest: ImportFilter) -> None:
         self.found = Nested(path, interest)
         self.num_known = 0
         self._storage = storage

@@ -13,15 +13,20 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from dist_ckpt.core.format.geometry import Elements, Region, Shape
+from dist_ckpt.core.format.geometry import ElementRange, Region, Shape
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.objects.plain_types import Size
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.frameworks.deepspeed_names import files_of, latest
-from dist_ckpt.interop.pickles.placeholders import Maker, PickledRecord, Unknown, record_maker
+from dist_ckpt.interop.pickles.placeholders import (
+    PickledRecord,
+    PlaceholderFactory,
+    UnknownObject,
+    record_maker,
+)
 from dist_ckpt.interop.pickles.torch_pickles import TABLE, TensorView
-from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
 from dist_ckpt.interop.readers.nested_state import Nested
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, opened
@@ -30,7 +35,9 @@ _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _TABLE = {
     **TABLE,
     **{f"{_SCALERS} {n}": record_maker(n) for n in ("LossScaler", "DynamicLossScaler")},
-    "deepspeed.runtime.zero.config ZeroStageEnum": Maker("ZeroStageEnum", lambda stage: stage),
+    "deepspeed.runtime.zero.config ZeroStageEnum": PlaceholderFactory(
+        "ZeroStageEnum", lambda stage: stage
+    ),
 }
 
 # Of the model's file: what is told by the tensors, or tells of them.
@@ -55,7 +62,7 @@ _LAYOUT = frozenset(
 _Vector = tuple[Archive, TensorView]
 
 
-def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
+def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
     """Return what a folder holds, of the step that it says; with `latest`, that of the newest.
 
     CorruptError, IncompatibleError for what is damaged, or cut in other ways than ZeRO's.
@@ -75,13 +82,13 @@ def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lie:
+class _FlatSlice:
     """Elements of a tensor that lie in the vector `number` of a rank, from `at` on there."""
 
     rank: int
     number: int
     at: int
-    elements: Elements
+    elements: ElementRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ class _Parameter:
     name: str
     shape: Shape
     group: int
-    runs: Sequence[_Lie]
+    runs: Sequence[_FlatSlice]
 
 
 _FileRead = tuple[Archive, dict[Any, Any]]
@@ -165,7 +172,9 @@ class _ZeroFiles:
             flats.append([(archive, self._view(fragments.get(name)))])
         numel, part = prod(shape), -(-prod(shape) // max(len(flats), 1))
         runs = [
-            _Lie(rank, 0, 0, Elements(min(rank * part, numel), min((rank + 1) * part, numel)))
+            _FlatSlice(
+                rank, 0, 0, ElementRange(min(rank * part, numel), min((rank + 1) * part, numel))
+            )
             for rank in range(len(flats))
         ]
         self._add(("model", name), _Parameter(name, shape, 0, runs), flats)
@@ -204,8 +213,8 @@ class _ZeroFiles:
                     vectors = [(rank, index, size) for index, size in enumerate(own)]
                     for run in _runs(vectors, at, min(part, numel - first)):
                         start = first + run.elements.start
-                        elements = Elements(start, first + run.elements.stop)
-                        runs.append(_Lie(rank, run.number, run.at, elements))
+                        elements = ElementRange(start, first + run.elements.stop)
+                        runs.append(_FlatSlice(rank, run.number, run.at, elements))
                 yield _Parameter(name, shape, number, runs)
                 at += part
 
@@ -235,7 +244,7 @@ class _ZeroFiles:
         archive = self._partitions[0][0]
         for one in parameters:
             above = ("optim", "state", f"model.{one.name}")
-            where = one.runs[0] if one.runs else _Lie(0, one.group, 0, Elements(0, 0))
+            where = one.runs[0] if one.runs else _FlatSlice(0, one.group, 0, ElementRange(0, 0))
             first = self._entries(bases[where.rank], where.number)
             for key, value in first.items():
                 if isinstance(value, TensorView) and value.shape:
@@ -326,7 +335,7 @@ class _ZeroFiles:
         return value
 
     def _typed(self, value: object, cls: type[Any]) -> Any:
-        if isinstance(value, Unknown) or not isinstance(value, cls):
+        if isinstance(value, UnknownObject) or not isinstance(value, cls):
             raise self._damaged(f"a {type(value).__name__} in place of a {cls.__name__}")
         return value
 
@@ -334,13 +343,15 @@ class _ZeroFiles:
         return CorruptError(f"{self._models[0][0].what}: {why}; use another checkpoint")
 
 
-def _runs(vectors: Sequence[tuple[int, int, int]], at: int, numel: int) -> Iterator[_Lie]:
+def _runs(vectors: Sequence[tuple[int, int, int]], at: int, numel: int) -> Iterator[_FlatSlice]:
     """Yield where elements lie of vectors (rank, number, size), one behind the other."""
     if not numel:  # nowhere; but what has none has a dtype
-        yield from (_Lie(rank, number, 0, Elements(0, 0)) for rank, number, _ in vectors[:1])
+        yield from (
+            _FlatSlice(rank, number, 0, ElementRange(0, 0)) for rank, number, _ in vectors[:1]
+        )
     begin = 0
     for rank, number, size in vectors:
         first, end = max(at, begin), min(at + numel, begin + size)
         if first < end:
-            yield _Lie(rank, number, first - begin, Elements(first - at, end - at))
+            yield _FlatSlice(rank, number, first - begin, ElementRange(first - at, end - at))
         begin += size

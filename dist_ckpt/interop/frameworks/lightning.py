@@ -12,7 +12,7 @@ from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.dcp import read as dcp_files
-from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
 from dist_ckpt.interop.readers.nested_state import Nested, Path, numbered
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, opened
@@ -24,7 +24,7 @@ _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
 _IN_FOLDERS = "optimizer_"
 
 
-def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
+def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
     """Return what a checkpoint holds, of the step that it says.
 
     CorruptError, IncompatibleError for what is none, or holds what no checkpoint does.

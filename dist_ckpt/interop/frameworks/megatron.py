@@ -17,7 +17,7 @@ from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.pickles.placeholders import PickledRecord, record_maker
 from dist_ckpt.interop.pickles.torch_pickles import TABLE
-from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
 from dist_ckpt.interop.readers.nested_state import Nested, Path
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.torch_save.read import dict_of, is_file, opened, whole_file
@@ -33,7 +33,7 @@ _TABLE = {**TABLE, "argparse Namespace": record_maker("Namespace")}
 _BUFFERS = re.compile(r"\.(dp_group_idx|gbuf_idx|bucket_idx)_\d+\.|\.per_bucket_")
 
 
-def read(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
+def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
     """Return what a folder holds, of the iteration that it says; that of a run, of its latest.
 
     CorruptError, IncompatibleError for what is damaged, or what no checkpoint can hold.
@@ -81,7 +81,7 @@ def _check_about(storage: Storage, folder: str) -> None:
     backend = about.get("sharded_backend") if isinstance(about, dict) else None
     if backend != "torch_dist":
         raise IncompatibleError(
-            f"{folder} has the format {strict_json.shown(backend)}, and torch_dist is read here: "
+            f"{folder} has the format {strict_json.quoted(backend)}, and torch_dist is read here: "
             f"convert it with Megatron (--ckpt-convert-format torch_dist)"
         )
 

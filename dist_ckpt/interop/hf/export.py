@@ -20,7 +20,7 @@ from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.storage import Storage, open_storage, real_path
-from dist_ckpt.interop.hf.export_files import FileWriter
+from dist_ckpt.interop.hf.export_files import ExportReader
 from dist_ckpt.interop.hf.export_plan import (
     ExportedFile,
     chosen,
@@ -100,7 +100,7 @@ def export_folder(  # noqa: PLR0913 - a front door
     )
     with _planned(source, folder, options) as plan:
         tell = CopyProgress(sum(file.data_nbytes for file in plan.files), progress)
-        writer = FileWriter(plan.storage, plan.attempt, plan.index, tell)
+        writer = ExportReader(plan.storage, plan.attempt, plan.index, tell)
         with new_folder(plan.target, plan.path, overwrite=overwrite) as new:
             for file in plan.files:
                 writer.write(plan.target, new, file)
@@ -158,10 +158,10 @@ def _planned(
         check_outside(real_path(path), target_path)
     stays = check_replaceable(target, target_path, overwrite=options.get("overwrite", False))
     attempt, index = attempts.find(storage, path)
-    with attempts.while_it_is_there(storage, path, attempt):
+    with attempts.not_found_if_removed(storage, path, attempt):
         tensors = chosen(index.catalog, path, only, selection, wanted)
         folder_of = f"{path}/{attempt.name}"
-        reader = FileWriter(storage, folder_of, index, lambda _: None)
+        reader = ExportReader(storage, folder_of, index, lambda _: None)
         files = packed(tensors, most, reader.whole_files(tensors) if reflink else {})
         there = os.listdir(target_path) if os.path.isdir(target_path) else []
         gone = tuple(f"{target_path}/{name}" for name in sorted({*there} - {*stays}))

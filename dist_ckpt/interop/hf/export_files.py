@@ -12,15 +12,15 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.load.load_planner import plan_load
-from dist_ckpt.core.planning.plan import Wanted
-from dist_ckpt.core.runtime.buffers import Slots
+from dist_ckpt.core.planning.plan import TensorRequest
+from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import results_of
-from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import open_file, open_files
 from dist_ckpt.core.shard_io.read.read_windows import StoredTensors
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError, StorageError
-from dist_ckpt.interop.hf.export_plan import Exported, ExportedFile, ExportWindow, windows_of
+from dist_ckpt.interop.hf.export_plan import ExportContents, ExportedFile, ExportWindow, windows_of
 
 # A multiple of a block; three of them are in memory at once, with what is read for them.
 WINDOW_NBYTES = 16 << 20
@@ -35,7 +35,7 @@ _NO_CLONES = (
 _Filled = tuple[ExportWindow, memoryview, ExitStack]
 
 
-class FileWriter:
+class ExportReader:
     """Writes files of what one checkpoint holds; `tell` is told of each window. For one thread."""
 
     def __init__(
@@ -76,7 +76,7 @@ class FileWriter:
         """Yield the windows of a file; one is read while the one before it is written."""
         # What is converted may be larger where it is read, which is what has to fit.
         ratios = [_itemsize(one.saved) // _itemsize(one.dtype) for one, _ in file.tensors]
-        nbytes, slots = WINDOW_NBYTES // max(1, *ratios), Slots(WINDOW_NBYTES)
+        nbytes, slots = WINDOW_NBYTES // max(1, *ratios), BufferPool(WINDOW_NBYTES)
         with closing(StoredTensors(self._storage, self._folder, self._index)) as tensors:
 
             def read(window: ExportWindow) -> _Filled:
@@ -95,15 +95,17 @@ class FileWriter:
     def _check(self, file: ExportedFile) -> None:
         """Check all blocks of a file's tensors."""
         wanted = [
-            Wanted(one.fqn, one.saved, one.shape, (Region.whole(one.shape),))
+            TensorRequest(one.fqn, one.saved, one.shape, (Region.whole(one.shape),))
             for one, _ in file.tensors
         ]
         plan = plan_load(self._index, wanted)
         opened = open_files(self._storage, self._folder, self._index, plan, threads=self._threads)
         with closing(opened):
-            Reading(opened, None, verify=True).run(self._threads)
+            BlockReader(opened, None, verify=True).run(self._threads)
 
-    def whole_files(self, tensors: Sequence[Exported]) -> dict[int, tuple[Exported, ...]]:
+    def whole_files(
+        self, tensors: Sequence[ExportContents]
+    ) -> dict[int, tuple[ExportContents, ...]]:
         """Return the files that hold some of the tensors whole, and nothing else, by number."""
         by_fqn = {one.fqn: one for one in tensors if one.saved == one.dtype}
         components = {self._index.catalog.tensors[fqn].component for fqn in by_fqn}

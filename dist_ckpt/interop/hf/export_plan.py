@@ -10,10 +10,10 @@ from json import dumps
 from math import prod
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Elements, Shape, Span, boxes_of
+from dist_ckpt.core.format.geometry import ByteRange, ElementRange, Shape, boxes_of
 from dist_ckpt.core.format.index.index import Catalog
-from dist_ckpt.core.planning.plan import Wanted
-from dist_ckpt.core.planning.selection import Selection, to_leave_out
+from dist_ckpt.core.planning.plan import TensorRequest
+from dist_ckpt.core.planning.selection import Selection, excluded_names
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.interop.hf.read import MAX_HEADER_NBYTES, ONE_FILE, SUFFIX
 
@@ -36,7 +36,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportContents:
     """A tensor to write: `fqn` is the one that has its data, `saved` the dtype that has."""
 
     name: str
@@ -60,7 +60,7 @@ class ExportedFile:
 
     name: str
     header: bytes
-    tensors: tuple[tuple[Exported, int], ...]
+    tensors: tuple[tuple[ExportContents, int], ...]
     clone_of: int | None = None
 
     @property
@@ -82,9 +82,9 @@ class ExportWindow:
     counts.
     """
 
-    span: Span
-    wanted: tuple[Wanted, ...]
-    parts: tuple[tuple[Exported, int], ...]
+    span: ByteRange
+    wanted: tuple[TensorRequest, ...]
+    parts: tuple[tuple[ExportContents, int], ...]
 
 
 def dtype_of(asked: object) -> str | None:
@@ -111,7 +111,7 @@ def nbytes_of(size: int | str) -> int:
 
 def chosen(
     catalog: Catalog, path: str, only: str, selection: Selection, dtype: str | None
-) -> tuple[Exported, ...]:
+) -> tuple[ExportContents, ...]:
     """Return what is to be written of a component, in its order; a tied tensor once.
 
     IncompatibleError names everything that safetensors cannot hold, with what to do. ValueError for
@@ -132,14 +132,16 @@ def chosen(
     names = [name for name in below if name in selection]
     records = {name[: -len(_RECORD)] for name in names if name.endswith(_RECORD)}
     problems = [*_value_problems(catalog, names, records)]
-    tensors: dict[str, Exported] = {}
+    tensors: dict[str, ExportContents] = {}
     for name in names:
         data = catalog.aliases.get(name, name)
         if data not in catalog.tensors or data in tensors:
             continue
         record = catalog.tensors[data]
         new = dtype if dtype and _ALL_FLOATS.fullmatch(record.dtype) else record.dtype
-        tensors[data] = Exported(name.removeprefix(prefix), data, record.dtype, new, record.shape)
+        tensors[data] = ExportContents(
+            name.removeprefix(prefix), data, record.dtype, new, record.shape
+        )
         problems += _tensor_problems(name, tensors[data], only)
     if not problems and not tensors:
         raise ValueError(f"{selection} leaves no tensor of {only!r}: give other patterns")
@@ -154,7 +156,7 @@ def _value_problems(catalog: Catalog, names: Sequence[str], records: set[str]) -
     for fqn in sorted(records):
         yield (
             f"{fqn} is a quantized tensor, made of others: save it dequantized, or leave it out "
-            f"({to_leave_out(fqn)})"
+            f"({excluded_names(fqn)})"
         )
     others = [
         name
@@ -162,38 +164,38 @@ def _value_problems(catalog: Catalog, names: Sequence[str], records: set[str]) -
         if (name in catalog.values or name in catalog.per_rank) and not _is_within(name, records)
     ]
     for name in others:
-        yield f"{name} is no tensor: leave it out ({to_leave_out(name)}), and keep it elsewhere"
+        yield f"{name} is no tensor: leave it out ({excluded_names(name)}), and keep it elsewhere"
 
 
 def _is_within(name: str, records: set[str]) -> bool:
     return bool(records) and any(name.startswith(f"{fqn}.") for fqn in records)
 
 
-def _tensor_problems(fqn: str, tensor: Exported, only: str) -> Iterator[str]:
-    leave = f"rename it before the save, or leave it out ({to_leave_out(fqn)})"
+def _tensor_problems(fqn: str, tensor: ExportContents, only: str) -> Iterator[str]:
+    leave = f"rename it before the save, or leave it out ({excluded_names(fqn)})"
     if fqn == only or not tensor.name:
         yield f"{fqn} has no name within {only!r}: {leave}"
     if tensor.name == "__metadata__":
         yield f"{fqn}: {tensor.name!r} is what safetensors calls something else: {leave}"
     if DTYPES[tensor.dtype].safetensors is None:
         convert = "convert it (dtype=), or " if _ALL_FLOATS.fullmatch(tensor.dtype) else ""
-        leave = f"{convert}leave it out ({to_leave_out(fqn)})"
+        leave = f"{convert}leave it out ({excluded_names(fqn)})"
         yield f"{fqn} is {tensor.dtype}, which they lack: {leave}"
 
 
 def packed(
-    tensors: Sequence[Exported],
+    tensors: Sequence[ExportContents],
     max_nbytes: int,
-    cloned: Mapping[int, Sequence[Exported]],
+    cloned: Mapping[int, Sequence[ExportContents]],
 ) -> tuple[ExportedFile, ...]:
     """Put tensors into files of at most `max_nbytes` of data, in their order, as few as that makes.
 
     A tensor that is larger has a file of its own. `cloned` are the tensors of whole files of the
     checkpoint, in their order there, each of which is one file here, of whatever size.
     """
-    groups: list[tuple[int | None, Sequence[Exported]]] = [*cloned.items()]
+    groups: list[tuple[int | None, Sequence[ExportContents]]] = [*cloned.items()]
     known = {one.name for group in cloned.values() for one in group}
-    free, group = 0, list[Exported]()
+    free, group = 0, list[ExportContents]()
     for tensor in tensors:
         if tensor.name in known:
             continue
@@ -212,11 +214,11 @@ def packed(
     return tuple(files)
 
 
-def _by_alignment(tensor: Exported) -> tuple[int, str]:
+def _by_alignment(tensor: ExportContents) -> tuple[int, str]:
     return -DTYPES[tensor.dtype].itemsize, tensor.name
 
 
-def _file(name: str, tensors: Sequence[Exported], clone_of: int | None) -> ExportedFile:
+def _file(name: str, tensors: Sequence[ExportContents], clone_of: int | None) -> ExportedFile:
     doc: dict[str, object] = {"__metadata__": METADATA}
     placed, start = [], 0
     for tensor in tensors:
@@ -266,8 +268,8 @@ def windows_of(file: ExportedFile, nbytes: int) -> Iterator[ExportWindow]:
                 continue
             itemsize = DTYPES[tensor.dtype].itemsize
             last = min(stop, begin + tensor.nbytes)
-            part = Elements((max(start, begin) - begin) // itemsize, (last - begin) // itemsize)
+            part = ElementRange((max(start, begin) - begin) // itemsize, (last - begin) // itemsize)
             cells = tuple(boxes_of(part, tensor.shape))
-            wanted.append(Wanted(tensor.fqn, tensor.saved, tensor.shape, cells))
+            wanted.append(TensorRequest(tensor.fqn, tensor.saved, tensor.shape, cells))
             parts.append((tensor, part.numel))
-        yield ExportWindow(Span(start, stop), tuple(wanted), tuple(parts))
+        yield ExportWindow(ByteRange(start, stop), tuple(wanted), tuple(parts))

@@ -115,7 +115,7 @@ def _check_apart(tensors: Sequence[ForeignTensor], path: str) -> None:
     for start, nbytes, name in sorted(map(_place_of, tensors)):
         if nbytes and start < end:
             raise CorruptError(
-                f"{path}: {strict_json.shown(last)} and {strict_json.shown(name)} have bytes in "
+                f"{path}: {strict_json.quoted(last)} and {strict_json.quoted(name)} have bytes in "
                 f"common; fetch the file anew"
             )
         end, last = max(end, start + nbytes), name
@@ -138,14 +138,14 @@ def _check_foreign(metadata: Mapping[str, Json], path: str) -> None:
 
 
 def _tensor(name: str, value: Json, path: str, start: int, total: int) -> ForeignTensor:
-    what = f"{path}, {strict_json.shown(name)}"
+    what = f"{path}, {strict_json.quoted(name)}"
     entry = _object(value, what)
     code, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     dtype = _BY_CODE.get(code) if isinstance(code, str) else None
     if dtype is None:
         known = ", ".join(sorted(_BY_CODE))
         raise IncompatibleError(
-            f"{what}: the dtype {strict_json.shown(code)} is not one of those that are read here "
+            f"{what}: the dtype {strict_json.quoted(code)} is not one of those that are read here "
             f"({known}): convert it with the library that wrote it"
         )
     sizes = tuple(_numbers(shape, f"{what}, shape"))
@@ -164,17 +164,17 @@ def _tensor(name: str, value: Json, path: str, start: int, total: int) -> Foreig
 
 def _numbers(value: Json, what: str) -> Iterator[int]:
     if not isinstance(value, list):
-        raise CorruptError(f"{what}: {strict_json.shown(value)} is no list of numbers")
+        raise CorruptError(f"{what}: {strict_json.quoted(value)} is no list of numbers")
     for one in value:
         if type(one) is not int or not 0 <= one < 1 << 63:
-            raise CorruptError(f"{what}: {strict_json.shown(one)} is no size")
+            raise CorruptError(f"{what}: {strict_json.quoted(one)} is no size")
         yield one
 
 
 def _file_name(value: Json, path: str) -> str:
     if not isinstance(value, str) or not value or {"/", "\0"} & {*value} or value in (".", ".."):
         raise CorruptError(
-            f"{path} names the file {strict_json.shown(value)}: a file beside it must be meant"
+            f"{path} names the file {strict_json.quoted(value)}: a file beside it must be meant"
         )
     return value
 
@@ -194,5 +194,5 @@ def _json_of(storage: Storage, path: str, most: int) -> Json:
 
 def _object(value: Json, what: str) -> dict[str, Json]:
     if not isinstance(value, dict):
-        raise CorruptError(f"{what}: {strict_json.shown(value)} is no object of JSON")
+        raise CorruptError(f"{what}: {strict_json.quoted(value)} is no object of JSON")
     return value

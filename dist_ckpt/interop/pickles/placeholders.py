@@ -13,7 +13,7 @@ _MOST_TIMES = 64
 _FREE = 1 << 16
 
 
-class Maker:
+class PlaceholderFactory:
     """A function of ours, for what a stream wants to be called under a name."""
 
     __slots__ = ("make", "name")
@@ -46,7 +46,7 @@ class PickledRecord:
         self.fields = state
 
 
-def record_maker(name: str, cls: type[PickledRecord] = PickledRecord) -> Maker:
+def record_maker(name: str, cls: type[PickledRecord] = PickledRecord) -> PlaceholderFactory:
     """Return what stands for a class: it makes records, which get their fields afterwards."""
 
     def make(*args: object) -> PickledRecord:
@@ -54,10 +54,10 @@ def record_maker(name: str, cls: type[PickledRecord] = PickledRecord) -> Maker:
             raise TypeError(f"a {name} that is made of something")
         return cls(name)
 
-    return Maker(name, make)
+    return PlaceholderFactory(name, make)
 
 
-class Unknown:
+class UnknownObject:
     """What a stream names and no table has, or what that was called for: nothing but the name."""
 
     __slots__ = ("name",)
@@ -82,7 +82,7 @@ class PickleBudget:
             raise ValueError("it is short, and would make far more than it has bytes")
 
 
-def remedied(unknown: Unknown, what: str) -> IncompatibleError:
+def remedied(unknown: UnknownObject, what: str) -> IncompatibleError:
     """Return the error for what is unknown, and cannot be left out."""
     return IncompatibleError(f"{what} {unknown}; save it again without that")
 

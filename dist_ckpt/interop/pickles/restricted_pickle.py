@@ -1,10 +1,10 @@
 """Pickles of other systems, read without unpickling: what they name is never looked up.
 
 An interpreter of the opcodes that Python writes for plain data. A name in the stream is only a key
-of a table that the caller gives: to a value, or to a `Maker`, a function of ours that makes plain
-data or an inert stand-in. What is in no table becomes an `Unknown`, which has its name alone.
-Nothing is imported, no method of what was made is looked up, and time and memory are bounded by the
-size of the stream.
+of a table that the caller gives: to a value, or to a `PlaceholderFactory`, a function of ours that
+makes plain data or an inert stand-in. What is in no table becomes an `UnknownObject`, which has its
+name alone. Nothing is imported, no method of what was made is looked up, and time and memory are
+bounded by the size of the stream.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.interop.pickles.placeholders import (
-    Maker,
     PickleBudget,
     PickledRecord,
-    Unknown,
+    PlaceholderFactory,
+    UnknownObject,
     remedied,
     shown,
 )
@@ -48,9 +48,9 @@ def read(
     """Return what a pickle holds; `what` names it in errors.
 
     `table` has what may be named, as "module name"; `persistent` makes what a persistent id stands
-    for. IncompatibleError names what else is named; with `keep_unknown` an `Unknown` is in place of
-    that, and of all that is made of it, so the caller can say where it is. CorruptError says what
-    makes no sense.
+    for. IncompatibleError names what else is named; with `keep_unknown` an `UnknownObject` is in
+    place of that, and of all that is made of it, so the caller can say where it is. CorruptError
+    says what makes no sense.
     """
     try:
         return _Machine(data, table, persistent, keep_unknown=keep_unknown).run()
@@ -65,7 +65,7 @@ def read(
 class _UnknownNameError(Exception):
     """What a stream names and is in no table."""
 
-    def __init__(self, unknown: Unknown) -> None:
+    def __init__(self, unknown: UnknownObject) -> None:
         super().__init__(unknown.name)
         self.unknown = unknown
 
@@ -181,7 +181,7 @@ class _Machine:
 
     def extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if type(target) is Unknown:
+        if type(target) is UnknownObject:
             return
         if type(target) not in (list, deque):
             raise TypeError("items for what is no list")
@@ -195,7 +195,7 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if type(target) is Unknown:
+        if type(target) is UnknownObject:
             return
         if not isinstance(target, dict) or len(items) % 2:
             raise TypeError("keys for what is no dict")
@@ -208,7 +208,7 @@ class _Machine:
         if not self._keep_unknown:
             _check_hashed(key)
         elif not _is_hashed(key):
-            return Unknown(f"the key {shown(key)}")
+            return UnknownObject(f"the key {shown(key)}")
         return key
 
     def set_item(self) -> None:
@@ -220,7 +220,7 @@ class _Machine:
 
     def add_items(self) -> None:
         items, target = self._marked(), self._stack[-1]
-        if type(target) is Unknown:
+        if type(target) is UnknownObject:
             return
         if type(target) is not set:
             raise TypeError("members for what is no set")
@@ -247,7 +247,7 @@ class _Machine:
 
     def look_up(self, module: str, name: str) -> None:
         key = f"{module} {name}"
-        unknown = Unknown(ascii(f"{module}.{name}"[:200])[1:-1])
+        unknown = UnknownObject(ascii(f"{module}.{name}"[:200])[1:-1])
         if key not in self._table and not self._keep_unknown:
             raise _UnknownNameError(unknown)
         self.push(self._table.get(key, unknown))
@@ -256,7 +256,7 @@ class _Machine:
         names = self._stack.pop()
         if type(names) is not dict:
             raise TypeError("names of arguments that are no dict")
-        if type(self._stack[-2]) is Maker and names:
+        if type(self._stack[-2]) is PlaceholderFactory and names:
             raise TypeError(f"a call of {shown(self._stack[-2])} with names")
         self.call()
 
@@ -265,9 +265,9 @@ class _Machine:
         maker = self._stack.pop()
         self._budget.spend(_OF_CALLS * len(args) if type(args) is tuple else 0)
         if type(args) is tuple and (unknown := _first_unknown((maker, *args))) is not None:
-            self.push(Unknown(unknown.name))
+            self.push(UnknownObject(unknown.name))
             return
-        if type(maker) is not Maker or type(args) is not tuple:
+        if type(maker) is not PlaceholderFactory or type(args) is not tuple:
             raise TypeError(f"a call of {shown(maker)}")
         # What is made may have all of it again: a set takes a hundred bytes for each member.
         self._budget.spend(_OF_CALLS * sum(len(a) for a in args if hasattr(a, "__len__")))
@@ -278,7 +278,7 @@ class _Machine:
     def build(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
-        if type(target) in (OrderedDict, Unknown):
+        if type(target) in (OrderedDict, UnknownObject):
             return  # its attributes, such as the versions of modules, are not kept
         set_state = getattr(type(target), "set_state", None)
         if set_state is None:
@@ -311,14 +311,14 @@ def hashed(items: object) -> Iterator[object]:
         yield item
 
 
-def _first_unknown(parts: tuple[object, ...]) -> Unknown | None:
-    return next((part for part in parts if isinstance(part, Unknown)), None)
+def _first_unknown(parts: tuple[object, ...]) -> UnknownObject | None:
+    return next((part for part in parts if isinstance(part, UnknownObject)), None)
 
 
 def _is_hashed(key: object) -> bool:
     if type(key) is int:
         return key.bit_length() <= 64
-    return type(key) in _HASHED or isinstance(key, PickledRecord | Unknown)
+    return type(key) in _HASHED or isinstance(key, PickledRecord | UnknownObject)
 
 
 def _check_hashed(key: object) -> None:

@@ -22,7 +22,7 @@ from dist_ckpt.core.format.objects.plain_types import (
     Size,
 )
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.interop.pickles.placeholders import Maker, shown
+from dist_ckpt.interop.pickles.placeholders import PlaceholderFactory, shown
 from dist_ckpt.interop.pickles.restricted_pickle import hashed
 
 _MOST_DIMENSIONS = 64
@@ -155,7 +155,11 @@ def _parameter(tensor: object, *_: object) -> TensorView:
 
 def _of_class(function: object, cls: object, args: object, _: object) -> object:
     """`_rebuild_from_type_v2`: a tensor with attributes, which are not kept."""
-    if cls not in _TENSOR_CLASSES or not isinstance(function, Maker) or type(args) is not tuple:
+    if (
+        cls not in _TENSOR_CLASSES
+        or not isinstance(function, PlaceholderFactory)
+        or type(args) is not tuple
+    ):
         raise TypeError("a tensor of another class")
     if function.make is _of_class:  # again and again: as deep as a file likes
         raise TypeError("a tensor of a class within another")
@@ -211,7 +215,7 @@ def _counter(counts: object = None) -> Counter[Any]:
 
 
 def _defaultdict(factory: object = None) -> defaultdict[Any, object]:
-    name = factory.name if isinstance(factory, Maker) else "None"
+    name = factory.name if isinstance(factory, PlaceholderFactory) else "None"
     if name not in FACTORIES or (factory is not None and name == "None"):
         raise TypeError("a defaultdict of something else than a type of Python's")
     return defaultdict(FACTORIES[name])
@@ -229,23 +233,23 @@ def _complex(real: object, imaginary: object) -> complex:
     return complex(real, imaginary)
 
 
-def _path(cls: type[pathlib.PurePath]) -> Maker:
+def _path(cls: type[pathlib.PurePath]) -> PlaceholderFactory:
     def make(*parts: object) -> pathlib.PurePath:
         if not all(type(part) is str for part in parts):
             raise TypeError("a path that is none")
         return cls(*parts)  # type: ignore[arg-type]
 
-    return Maker(cls.__name__, make)
+    return PlaceholderFactory(cls.__name__, make)
 
 
-def _time(cls: type[datetime.datetime] | type[datetime.date]) -> Maker:
+def _time(cls: type[datetime.datetime] | type[datetime.date]) -> PlaceholderFactory:
     def make(packed: object, *_: object) -> object:
         packed = packed.encode("latin-1") if type(packed) is str else packed
         if type(packed) is not bytes or _:
             raise TypeError("a time that is none, or of a time zone: save it as text")
         return cls(packed)  # type: ignore[arg-type,call-arg]
 
-    return Maker(cls.__name__, make)
+    return PlaceholderFactory(cls.__name__, make)
 
 
 # --- numpy's ---------------------------------------------------------------------------------
@@ -328,7 +332,9 @@ def _of_builtins() -> Mapping[str, object]:
     }
     found: dict[str, object] = {}
     for module in ("builtins", "__builtin__"):
-        found |= {f"{module} {name}": Maker(name, make) for name, make in makers.items()}
+        found |= {
+            f"{module} {name}": PlaceholderFactory(name, make) for name, make in makers.items()
+        }
     return {**found, "__builtin__ xrange": found["builtins range"]}
 
 
@@ -343,12 +349,12 @@ def _refuse(*_: object) -> object:
 
 def _of_numpy() -> Mapping[str, object]:
     found: dict[str, object] = {
-        "numpy dtype": Maker("dtype", _NumpyDType),
+        "numpy dtype": PlaceholderFactory("dtype", _NumpyDType),
         "numpy ndarray": "an array",
     }
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        found[f"{module} scalar"] = Maker("scalar", _numpy_scalar)
-        found[f"{module} _reconstruct"] = Maker("_reconstruct", NumpyArray)
+        found[f"{module} scalar"] = PlaceholderFactory("scalar", _numpy_scalar)
+        found[f"{module} _reconstruct"] = PlaceholderFactory("_reconstruct", NumpyArray)
     return found
 
 
@@ -369,18 +375,18 @@ TABLE: Mapping[str, object] = {
     **{f"torch {name}Storage": DTypeValue(dtype) for name, dtype in STORAGES.items()},
     "torch.storage UntypedStorage": _UNTYPED,
     **{name: name for name in _TENSOR_CLASSES},
-    "torch._utils _rebuild_tensor_v2": Maker("tensor", _tensor),
-    "torch._utils _rebuild_tensor_v3": Maker("tensor", _tensor_of_dtype),
-    "torch._utils _rebuild_parameter": Maker("parameter", _parameter),
-    "torch._utils _rebuild_parameter_with_state": Maker("parameter", _parameter),
-    "torch._tensor _rebuild_from_type_v2": Maker("tensor", _of_class),
-    "torch Size": Maker("Size", _size),
-    "torch device": Maker("device", _device),
-    "collections OrderedDict": Maker("OrderedDict", _ordered),
-    "collections Counter": Maker("Counter", _counter),
-    "collections defaultdict": Maker("defaultdict", _defaultdict),
-    "collections deque": Maker("deque", _deque),
-    "_codecs encode": Maker("encode", _encode),
+    "torch._utils _rebuild_tensor_v2": PlaceholderFactory("tensor", _tensor),
+    "torch._utils _rebuild_tensor_v3": PlaceholderFactory("tensor", _tensor_of_dtype),
+    "torch._utils _rebuild_parameter": PlaceholderFactory("parameter", _parameter),
+    "torch._utils _rebuild_parameter_with_state": PlaceholderFactory("parameter", _parameter),
+    "torch._tensor _rebuild_from_type_v2": PlaceholderFactory("tensor", _of_class),
+    "torch Size": PlaceholderFactory("Size", _size),
+    "torch device": PlaceholderFactory("device", _device),
+    "collections OrderedDict": PlaceholderFactory("OrderedDict", _ordered),
+    "collections Counter": PlaceholderFactory("Counter", _counter),
+    "collections defaultdict": PlaceholderFactory("defaultdict", _defaultdict),
+    "collections deque": PlaceholderFactory("deque", _deque),
+    "_codecs encode": PlaceholderFactory("encode", _encode),
     "datetime datetime": _time(datetime.datetime),
     "datetime date": _time(datetime.date),
     **_of_paths(),

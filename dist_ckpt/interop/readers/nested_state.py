@@ -15,7 +15,7 @@ from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.objects.plain_encoder import check_plain
 from dist_ckpt.core.format.objects.plain_types import Device, NumpyScalar
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.planning.selection import to_leave_out
+from dist_ckpt.core.planning.selection import excluded_names
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
     PathKey,
@@ -25,9 +25,9 @@ from dist_ckpt.core.state.tree.containers import (
     kind_of,
 )
 from dist_ckpt.errors import CorruptError, IncompatibleError
-from dist_ckpt.interop.pickles.placeholders import PickleBudget, Unknown
+from dist_ckpt.interop.pickles.placeholders import PickleBudget, UnknownObject
 from dist_ckpt.interop.pickles.torch_pickles import NumpyArray, TensorView
-from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 
 Path = tuple[PathKey, ...]
@@ -108,7 +108,7 @@ class Nested:
     with its name; where it is not needed there is None.
     """
 
-    def __init__(self, what: str, interest: Interest = ALL) -> None:
+    def __init__(self, what: str, interest: ImportFilter = ALL) -> None:
         self.tensors: dict[str, ForeignTensor] = {}
         self.per_rank: dict[str, dict[int, object]] = {}
         self._aliases: dict[str, str] = {}
@@ -292,7 +292,7 @@ class Nested:
         try:
             if (found := _unknown_in(value, fqn, part_of, set(), 0)) is not None:
                 # Without its groups an optimizer is none: all of it has to go.
-                whole = to_leave_out(found[0].partition(".param_groups")[0])
+                whole = excluded_names(found[0].partition(".param_groups")[0])
                 remedy = f"leave it out ({whole}), or save it again without that"
                 raise IncompatibleError(f"{found[0]} {found[1]}; {remedy}")
             made = _finished(value, budget, 0)
@@ -320,7 +320,7 @@ class Nested:
 
 def _unknown_in(
     value: object, fqn: str, part_of: str, known: set[int], depth: int
-) -> tuple[str, Unknown] | None:
+) -> tuple[str, UnknownObject] | None:
     """Return what is unknown in a value, and the name by which it can be left out.
 
     That is `part_of` if it is in a list or the like, of which no part can be left out. Each
@@ -328,14 +328,14 @@ def _unknown_in(
     """
     _check_depth(depth)
     if isinstance(value, NumpyArray) and value.value is None:
-        value = Unknown("an array of numpy's of objects or text, or one that lies in columns")
-    if isinstance(value, Unknown):
+        value = UnknownObject("an array of numpy's of objects or text, or one that lies in columns")
+    if isinstance(value, UnknownObject):
         return part_of or fqn, value
     if id(value) in known:
         return None
     known.add(id(value))
     if isinstance(value, Mapping):
-        keys = (key for key in value if isinstance(key, Unknown))
+        keys = (key for key in value if isinstance(key, UnknownObject))
         if (unknown := next(keys, None)) is not None:
             return part_of or fqn, unknown
         inner = ((join(fqn, key), child) for key, child in value.items())
@@ -348,7 +348,7 @@ def _unknown_in(
 
 
 def _key(key: object) -> str:
-    return key.name if isinstance(key, Unknown) else f"keys of {type(key).__name__}"
+    return key.name if isinstance(key, UnknownObject) else f"keys of {type(key).__name__}"
 
 
 def _check_depth(depth: int) -> None:

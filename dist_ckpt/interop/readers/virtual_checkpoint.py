@@ -18,9 +18,9 @@ from typing import Literal
 from dist_ckpt.core.commit.receipts import check_receipts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, document_digest
-from dist_ckpt.core.format.geometry import Cell, Region, Shape, Span
+from dist_ckpt.core.format.geometry import ByteRange, Cell, Region, Shape
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.index import NO_DIGESTS, Index, Key, Node
+from dist_ckpt.core.format.index.index import EMPTY_DIGESTS, Index, Key, Node
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import (
     FilePlan,
@@ -126,7 +126,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
         receipts.append(Receipt(tuple(written), (), 0.0))
     shard_files, objects = check_receipts(plan.catalog, receipts)
     index = Index(
-        attempt=NO_DIGESTS,
+        attempt=EMPTY_DIGESTS,
         step=state.step,
         catalog=plan.catalog,
         files=shard_files,
@@ -138,7 +138,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
     documents[filenames.INDEX] = index_json.encode(index)
     files.update((name, partial(FileOfBytes, data)) for name, data in documents.items())
     remedy = f"these are {what}, which are only read: save, reshard or import to another path"
-    return ReadOnlyFiles(f"{path}/{NO_DIGESTS}", files, remedy)
+    return ReadOnlyFiles(f"{path}/{EMPTY_DIGESTS}", files, remedy)
 
 
 # Of a rank that has values of its own, and no file.
@@ -228,7 +228,7 @@ class Segment:
     strides: Shape | None
 
 
-def _segment(chunk: ForeignChunk, span: Span) -> Segment:
+def _segment(chunk: ForeignChunk, span: ByteRange) -> Segment:
     shape = chunk.cell.shape if isinstance(chunk.cell, Region) else (chunk.cell.numel,)
     return Segment(span.start, chunk.start, span.nbytes, shape, chunk.strides)
 

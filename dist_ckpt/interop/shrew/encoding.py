@@ -48,7 +48,7 @@ _TRAINING = {"epoch": 0, "global_step": 0, "best_loss": float("inf"), "loss_hist
 _REMEDY = "get the file again, or write it anew"
 
 
-class Readable(Protocol):
+class ShrewSource(Protocol):
     """Bytes that can be read at any place."""
 
     @property
@@ -62,7 +62,7 @@ class Readable(Protocol):
 # --- parsing ---------------------------------------------------------------------------------
 
 
-def parse(file: Readable, what: str) -> dict[str, object]:
+def parse(file: ShrewSource, what: str) -> dict[str, object]:
     """Return what a file holds: `{"model": {name: tensor}}`, and of version 2 the training besides.
 
     Tensors are `FileTensor`s: no data is read. `what` names the file in errors, which say at which
@@ -87,7 +87,7 @@ def parse(file: Readable, what: str) -> dict[str, object]:
 class _FieldReader:
     """Reads one value after another. Every error says where, and what was to be there."""
 
-    def __init__(self, file: Readable, what: str) -> None:
+    def __init__(self, file: ShrewSource, what: str) -> None:
         self.at = 0
         self._file = file
         self._what = what

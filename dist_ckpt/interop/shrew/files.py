@@ -33,7 +33,7 @@ from dist_ckpt.interop.writers.local_files import (
     new_file,
 )
 from dist_ckpt.interop.writers.plain_states import FileTensor, PlainTensor, described, is_tensor
-from dist_ckpt.interop.writers.single_process_save import save_alone, would_save_alone
+from dist_ckpt.interop.writers.single_process_save import save_single_process, would_save_alone
 from dist_ckpt.reports import Progress, SaveReport
 from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun
 
@@ -101,7 +101,7 @@ def import_file(
             return FileSource(held, tensor, tell)
 
         step = state.get("global_step")
-        return save_alone(
+        return save_single_process(
             described(state),
             target,
             source_of,

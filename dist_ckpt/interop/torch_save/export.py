@@ -23,12 +23,12 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.shard_io.read.open_files import read_objects
-from dist_ckpt.core.state.binding.sources.saved_tree import saved_of
+from dist_ckpt.core.state.binding.sources.saved_tree import saved_tree_of
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.storage import real_path
 from dist_ckpt.errors import listed
-from dist_ckpt.interop.hf.export_files import FileWriter
-from dist_ckpt.interop.hf.export_plan import Exported, ExportedFile
+from dist_ckpt.interop.hf.export_files import ExportReader
+from dist_ckpt.interop.hf.export_plan import ExportContents, ExportedFile
 from dist_ckpt.interop.hf.read import SUFFIX
 from dist_ckpt.interop.registry import open_source
 from dist_ckpt.interop.torch_save.export_state import pickled, torch_state
@@ -123,9 +123,9 @@ def would_export_file(
 class _ArchivePlan:
     """What is read, and written: `tensors` are the records of data, in their order."""
 
-    reader: FileWriter
+    reader: ExportReader
     pickled: bytes
-    tensors: Sequence[Exported]
+    tensors: Sequence[ExportContents]
     not_plain: Sequence[str]
 
     @property
@@ -156,7 +156,7 @@ def _planned(
     check_outside(real_path(path), real_path(check_new_file(file, overwrite=overwrite)))
     attempt, index = attempts.find(storage, path)
     folder = f"{path}/{attempt.name}"
-    with attempts.while_it_is_there(storage, path, attempt):
+    with attempts.not_found_if_removed(storage, path, attempt):
         records = {record.name: record for record in index.objects}
 
         def read(name: str) -> ObjectsFile:
@@ -164,13 +164,13 @@ def _planned(
                 return ObjectsFile()
             return read_objects(storage, folder, records[name], make=make)
 
-        saved = saved_of(
+        saved = saved_tree_of(
             index.catalog,
             read(filenames.OBJECTS),
             lambda rank: read(filenames.objects_file(rank)),
         )
         state = torch_state(saved, path, only, selection)
-        reader = FileWriter(storage, folder, index, lambda _: None)
+        reader = ExportReader(storage, folder, index, lambda _: None)
         # The widest first: so each is aligned to its own size, and no window ends in an element.
         tensors = sorted(state.tensors, key=lambda one: -DTYPES[one.dtype].itemsize)
         yield _ArchivePlan(reader, pickled(state), tensors, state.not_plain)
@@ -201,7 +201,7 @@ def _put_tensors(archive: zipfile.ZipFile, plan: _ArchivePlan, tell: CopyProgres
                     left -= part.nbytes
 
 
-def _parts(reader: FileWriter, file: ExportedFile) -> Generator[memoryview]:
+def _parts(reader: ExportReader, file: ExportedFile) -> Generator[memoryview]:
     """Yield the data of the tensors, in order; no part is of two of them."""
     for window, memory in reader.windows(file):
         start = 0

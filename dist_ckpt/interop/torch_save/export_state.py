@@ -18,13 +18,13 @@ import torch
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import TensorRecord
-from dist_ckpt.core.planning.selection import Selection, to_leave_out
-from dist_ckpt.core.state.binding.sources.saved_tree import Saved
+from dist_ckpt.core.planning.selection import Selection, excluded_names
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
 from dist_ckpt.core.state.tree.containers import RECORD, container, is_mapping
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 from dist_ckpt.interop.dcp.metadata import models_of, relative
-from dist_ckpt.interop.hf.export_plan import Exported
+from dist_ckpt.interop.hf.export_plan import ExportContents
 from dist_ckpt.interop.pickles.torch_pickles import STORAGES
 
 # What torch.load takes with weights_only=True, besides containers of them.
@@ -59,11 +59,11 @@ class TorchState:
     """
 
     value: object
-    tensors: tuple[Exported, ...]
+    tensors: tuple[ExportContents, ...]
     not_plain: tuple[str, ...]
 
 
-def torch_state(saved: Saved, path: str, only: str | None, selection: Selection) -> TorchState:
+def torch_state(saved: SavedTree, path: str, only: str | None, selection: Selection) -> TorchState:
     """Return what is chosen of a checkpoint, nested as it was saved, or a container in it.
 
     IncompatibleError names all that torch.save has no place for. ValueError for a pattern that
@@ -92,8 +92,8 @@ def torch_state(saved: Saved, path: str, only: str | None, selection: Selection)
 class _Walk:
     """A walk through a state, which gathers what it comes upon."""
 
-    def __init__(self, saved: Saved, selection: Selection) -> None:
-        self.tensors: list[Exported] = []
+    def __init__(self, saved: SavedTree, selection: Selection) -> None:
+        self.tensors: list[ExportContents] = []
         self.not_plain: list[str] = []
         self.problems: list[str] = []
         self._saved = saved
@@ -167,15 +167,15 @@ class _Walk:
             self._refuse(name, f"is {record.dtype}, which torch.save does not know")
         if fqn not in self._storages:
             number, shape, dtype = len(self.tensors), record.shape, record.dtype
-            self.tensors.append(Exported(f"data/{number}", fqn, dtype, dtype, shape))
+            self.tensors.append(ExportContents(f"data/{number}", fqn, dtype, dtype, shape))
             self._storages[fqn] = _DataRecord(number, dtype, prod(shape))
         return _PickledTensor(self._storages[fqn], record.shape)
 
     def _refuse(self, name: str, why: str) -> None:
-        self.problems.append(f"{name} {why}: leave it out ({to_leave_out(name)})")
+        self.problems.append(f"{name} {why}: leave it out ({excluded_names(name)})")
 
 
-def _tensors_of(saved: Saved) -> frozenset[str]:
+def _tensors_of(saved: SavedTree) -> frozenset[str]:
     return frozenset((*saved.catalog.tensors, *saved.catalog.aliases))
 
 

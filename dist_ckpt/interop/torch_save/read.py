@@ -21,10 +21,10 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.interop.pickles import restricted_pickle
-from dist_ckpt.interop.pickles.placeholders import PickleBudget, Unknown, remedied
+from dist_ckpt.interop.pickles.placeholders import PickleBudget, UnknownObject, remedied
 from dist_ckpt.interop.pickles.torch_pickles import TABLE, TensorView, storage_of
 from dist_ckpt.interop.pickles.zip_records import ZipRecords
-from dist_ckpt.interop.readers.import_filter import ALL, Interest
+from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
 from dist_ckpt.interop.readers.nested_state import Nested
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 
@@ -42,7 +42,7 @@ _FREE_NBYTES = 1 << 20
 _SMALL_NBYTES = 64 << 10
 
 
-def read_file(storage: Storage, path: str, interest: Interest = ALL) -> ForeignState:
+def read_file(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
     """Return what a file holds; a state dict of tensors alone is that of `{"model": model}`.
 
     CorruptError, IncompatibleError for what is no such file, or holds what no checkpoint does.
@@ -59,7 +59,7 @@ def read_file(storage: Storage, path: str, interest: Interest = ALL) -> ForeignS
 def dict_of(archive: Archive) -> dict[Any, object]:
     """Return what is in an archive, as most of what is saved is a dict. IncompatibleError."""
     state = archive.read()
-    if isinstance(state, Unknown):
+    if isinstance(state, UnknownObject):
         raise remedied(state, archive.what)
     if not isinstance(state, dict) or not state:
         raise IncompatibleError(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from dist_ckpt.core.commit.preflight import check_new_name
-from dist_ckpt.core.format.filenames import is_taken
+from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.storage.local.exclusive_rename import rename_exclusively
 from dist_ckpt.core.storage.local.local_storage import LocalStorage, with_remedy
 from dist_ckpt.core.storage.streamed_file import StreamedFile
@@ -158,7 +158,7 @@ def check_parent(where: str) -> None:
     """
     if not os.path.isdir(parent := os.path.dirname(where)):
         raise NotFoundError(f"{parent}: there is no such folder; make it first")
-    is_of_run = "@" in where or is_taken(os.path.basename(where))
+    is_of_run = "@" in where or is_reserved_name(os.path.basename(where))
     if is_of_run and not os.path.lexists(where):
         check_new_name(LocalStorage(), where)
 

@@ -10,24 +10,24 @@ from msgspec.structs import asdict
 
 from dist_ckpt import __version__
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.exchange.channel import Alone
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import parse_attempt
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import FilePlan, SavePlan
 from dist_ckpt.core.planning.save.save_planner import items_of, plan_save
-from dist_ckpt.core.saving.save_transaction import AttemptRun, PartWritten, SaveRequest
+from dist_ckpt.core.saving.save_transaction import RankWriteResult, SaveRequest, SaveTransaction
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.interop.writers.plain_states import PlainState, PlainTensor
-from dist_ckpt.reports import Phases, SaveReport, Tally
+from dist_ckpt.reports import IoCount, Phases, SaveReport
 from dist_ckpt.tools.rewrite.rewriting import DryRun, dry_run
 
 
-def save_alone(
+def save_single_process(
     state: PlainState,
     path: str | os.PathLike[str],
     source_of: Callable[[PlainTensor], CellSource],
@@ -45,7 +45,11 @@ def save_alone(
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     own, folder = open_storage(path)
-    storage, config, channel = CountingStorage(own), Config.from_environment(), Alone()
+    storage, config, channel = (
+        CountingStorage(own),
+        Config.from_environment(),
+        SingleProcessChannel(),
+    )
     plan = plan_save([(state.inventory, (0,))], 1)
     request = SaveRequest(
         storage=storage,
@@ -56,7 +60,10 @@ def save_alone(
         mirrored={},
         saved_by={"dist_ckpt": __version__, "imported_from": imported_from},
     )
-    run, phases = AttemptRun(channel, config, request), Phases("import to", folder, quiet=False)
+    run, phases = (
+        SaveTransaction(channel, config, request),
+        Phases("import to", folder, quiet=False),
+    )
     try:
         with phases.phase("claim"), channel.exchange("claim") as claiming:
             claiming.gather(None)
@@ -67,14 +74,14 @@ def save_alone(
         raise
     assert attempt is not None
 
-    def write() -> PartWritten:
+    def write() -> RankWriteResult:
         start = time.monotonic()
         files = _files_of(state, plan, source_of, step)
         done = write_all(storage, f"{folder}/{attempt}", files, threads=config.threads)
-        return PartWritten(done, (), time.monotonic() - start)
+        return RankWriteResult(done, (), time.monotonic() - start)
 
     with phases.phase("write"):
-        verdict = run.write_and_commit(CatalogText(plan.catalog), attempt, write)
+        verdict = run.write_and_commit(EncodedCatalog(plan.catalog), attempt, write)
     with phases.phase("clean up"):
         run.clean_up()
     report = SaveReport(
@@ -84,7 +91,7 @@ def save_alone(
         num_tensors=len(state.tensors),
         seconds=phases.seconds,
         exchanges=channel.exchanges,
-        collectives=Tally(),
+        collectives=IoCount(),
         nbytes_receipt=run.nbytes_receipt,
         storage_reads=storage.reads,
         storage_writes=storage.writes,
@@ -95,7 +102,7 @@ def save_alone(
 
 
 def would_save_alone(state: PlainState, path: str | os.PathLike[str], *, overwrite: bool) -> DryRun:
-    """Return what `save_alone` would write. Nothing is changed. Raises what it does before."""
+    """Return what `save_single_process` would write. Nothing is changed. Raises as it does."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     plan = plan_save([(state.inventory, (0,))], 1)

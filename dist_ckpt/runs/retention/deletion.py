@@ -13,9 +13,9 @@ from contextlib import suppress
 from math import inf
 
 from dist_ckpt.core.commit import attempts, removal
-from dist_ckpt.core.commit.records.leases import Subject, forget, remove_unless_kept
-from dist_ckpt.core.commit.records.protections import MARK, Where, guards_of
-from dist_ckpt.core.commit.records.record_store import StoredFact, read_facts
+from dist_ckpt.core.commit.records.leases import CheckpointRef, forget, remove_if_unprotected
+from dist_ckpt.core.commit.records.protections import MARK, Where, protections_of
+from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import (
@@ -25,7 +25,7 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from dist_ckpt.runs.annotations import keeps_records
+from dist_ckpt.runs.annotations import can_keep_records
 from dist_ckpt.runs.selectors import open_resolved
 
 # Facts about what is gone are kept for so long: the attempt may be one that this host sees late.
@@ -45,11 +45,11 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> None:
 def delete_at(storage: Storage, path: str, *, force: bool) -> None:
     """Do so on a storage. Where there are no records of a run, nothing can keep it."""
     root = os.path.dirname(path)
-    if not keeps_records(storage, root):
+    if not can_keep_records(storage, root):
         removal.delete(storage, path)
         return
     found = removal.check_deletable(storage, path)
-    facts = read_facts(storage, root)
+    facts = read_annotations(storage, root)
     where = _where(storage, path)
     own = [one.attempt for one in found]
     kept = _kept(storage, root, [fact for fact in facts if fact.attempt in own], facts)
@@ -58,17 +58,17 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
     if where is None:
         removal.delete(storage, path)
     else:
-        subject = Subject(storage, root, path, where)
+        subject = CheckpointRef(storage, root, path, where)
 
         def remove() -> None:
             removal.delete(storage, path)
 
-        if told := remove_unless_kept(subject, remove, others=facts, force=force):
+        if told := remove_if_unprotected(subject, remove, others=facts, force=force):
             raise _refused(path, told)
     others = [f"{root}/{name}" for name in _folders(storage, root)]
-    for gone in {(fact.step, fact.attempt) for fact in read_facts(storage, root)}:
+    for gone in {(fact.step, fact.attempt) for fact in read_annotations(storage, root)}:
         if gone[1] in own:
-            _forget(Subject(storage, root, path, gone), facts, others)
+            _forget(CheckpointRef(storage, root, path, gone), facts, others)
 
 
 def _where(storage: Storage, path: str) -> Where | None:
@@ -80,13 +80,13 @@ def _where(storage: Storage, path: str) -> Where | None:
 
 
 def _kept(
-    storage: Storage, root: str, own: Sequence[StoredFact], facts: Sequence[StoredFact]
+    storage: Storage, root: str, own: Sequence[StoredAnnotation], facts: Sequence[StoredAnnotation]
 ) -> tuple[str, ...]:
     """Return what keeps the attempts that some facts are about."""
     places = {(fact.step, fact.attempt) for fact in own}
     if not places:
         return ()
-    guards = guards_of(facts, removal.now_at(storage, root))
+    guards = protections_of(facts, removal.now_at(storage, root))
     return tuple(told for place in sorted(places) for told in guards.of(place))
 
 
@@ -98,9 +98,9 @@ def _refused(path: str, told: Iterable[str]) -> ConflictError:
 
 
 def remove_at(
-    subject: Subject,
+    subject: CheckpointRef,
     *,
-    facts: Sequence[StoredFact],
+    facts: Sequence[StoredAnnotation],
     copies: Sequence[str] = (),
     check: Callable[[], None],
 ) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def remove_at(
     there = attempts.list_attempts(storage, path)
     if attempt in there and there != [attempt]:
         return (_UNDER_WAY,)
-    told = remove_unless_kept(
+    told = remove_if_unprotected(
         subject, lambda: removal.remove(storage, path, attempt), others=facts, check=check
     )
     if not told:
@@ -129,7 +129,9 @@ _UNDER_WAY = (
 )
 
 
-def _forget(subject: Subject, facts: Sequence[StoredFact], others: Sequence[str]) -> None:
+def _forget(
+    subject: CheckpointRef, facts: Sequence[StoredAnnotation], others: Sequence[str]
+) -> None:
     """Remove what is known of what is gone; of what one of the others has as well, the marks."""
     storage, (_, attempt) = subject.storage, subject.where
     if not any(attempt in attempts.list_attempts(storage, path) for path in others):
@@ -160,13 +162,13 @@ def _clear(storage: Storage, root: str, path: str) -> None:
 # --- what was left ---------------------------------------------------------------------------
 
 
-def finish(storage: Storage, root: str, facts: Sequence[StoredFact]) -> None:
+def finish(storage: Storage, root: str, facts: Sequence[StoredAnnotation]) -> None:
     """Finish removals that died, and remove facts about checkpoints that are long gone.
 
     `facts` are those of the root. What is being saved, and what only this host does not see yet, is
     left alone.
     """
-    about: dict[Where, list[StoredFact]] = defaultdict(list)
+    about: dict[Where, list[StoredAnnotation]] = defaultdict(list)
     for fact in facts:
         about[fact.step, fact.attempt].append(fact)
     if not about:

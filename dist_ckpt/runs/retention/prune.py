@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Collection
 
 from dist_ckpt.core.commit import removal
-from dist_ckpt.core.commit.records.incarnations import OfRun, newest_start
-from dist_ckpt.core.commit.records.leases import Subject
+from dist_ckpt.core.commit.records.incarnations import Incarnation, newest_incarnation
+from dist_ckpt.core.commit.records.leases import CheckpointRef
 from dist_ckpt.core.commit.records.protections import HOLD, Where
-from dist_ckpt.core.format.filenames import ATTEMPTS_OF_START
+from dist_ckpt.core.format.filenames import ATTEMPTS_PER_INCARNATION
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import ConflictError
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.retention.deletion import finish, remove_at
 from dist_ckpt.runs.retention.policy_text import parse_rules
-from dist_ckpt.runs.retention.retention_policy import Candidate, Keep
+from dist_ckpt.runs.retention.retention_policy import Candidate, RetentionPolicy
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -27,7 +27,7 @@ NEWEST, NEWEST_CHECKED = "the newest", "the newest that was checked in full"
 NEWEST_WHOLE = "the newest that is whole by a quick check"
 
 
-def plan_prune(listing: Listing, keep: Keep) -> list[Decision]:
+def plan_prune(listing: Listing, keep: RetentionPolicy) -> list[Decision]:
     """Return of each checkpoint of a run what keeps it. Pure.
 
     Rules look at steps that a run may go on from: of one step at the highest attempt, and what they
@@ -69,7 +69,7 @@ def _candidate(one: RunCheckpoint) -> Candidate:
     return Candidate(*one.where, one.saved_at or 0.0, one.metrics)
 
 
-def metrics_of(keep: Keep) -> set[str]:
+def metrics_of(keep: RetentionPolicy) -> set[str]:
     """Return the metrics that a policy's rules look at."""
     return {
         value
@@ -82,10 +82,10 @@ def metrics_of(keep: Keep) -> set[str]:
 def prune(  # noqa: PLR0913 - what is removed, and by whom
     storage: Storage,
     root: str,
-    keep: Keep,
+    keep: RetentionPolicy,
     *,
     is_whole: Callable[[RunCheckpoint], bool],
-    run: OfRun | None = None,
+    run: Incarnation | None = None,
     among: Collection[RunCheckpoint] | None = None,
     dry_run: bool = False,
 ) -> list[Decision]:
@@ -116,10 +116,14 @@ def prune(  # noqa: PLR0913 - what is removed, and by whom
     return decisions
 
 
-def _spare_newer(decision: Decision, run: OfRun | None) -> Decision:
+def _spare_newer(decision: Decision, run: Incarnation | None) -> Decision:
     """Leave what a newer start has saved: nothing is known here of what that needs."""
     one, told = decision
-    if run is not None and one.where and one.where[1].number >= run.first + ATTEMPTS_OF_START:
+    if (
+        run is not None
+        and one.where
+        and one.where[1].number >= run.first + ATTEMPTS_PER_INCARNATION
+    ):
         told = (*told, "a newer start saved it")
     return one, told
 
@@ -145,7 +149,7 @@ def _make_newest_durable(storage: Storage, listing: Listing) -> None:
 
 
 def _remove(
-    storage: Storage, listing: Listing, one: RunCheckpoint, run: OfRun | None
+    storage: Storage, listing: Listing, one: RunCheckpoint, run: Incarnation | None
 ) -> tuple[str, ...]:
     assert one.where is not None
 
@@ -156,7 +160,7 @@ def _remove(
             _check_no_start_since(storage, listing)
 
     copies = [o.path for o in listing.checkpoints if o.where == one.where and o.path != one.path]
-    subject = Subject(storage, listing.root, one.path, one.where)
+    subject = CheckpointRef(storage, listing.root, one.path, one.where)
     told = remove_at(subject, facts=listing.facts, copies=copies, check=check)
     if not told:
         _log.info("pruned %s, step %s", one.path, one.step)
@@ -165,8 +169,8 @@ def _remove(
 
 def _check_no_start_since(storage: Storage, listing: Listing) -> None:
     """Look for a start that may have left behind what is kept, and go on from what is not."""
-    newest = newest_start(storage, listing.root)
-    if newest is not None and newest.number > listing.newest_start:
+    newest = newest_incarnation(storage, listing.root)
+    if newest is not None and newest.number > listing.newest_incarnation:
         raise ConflictError(
             f"{listing.root}: start {newest.number} of this run, {newest.by}, has begun while it "
             f"was pruned, so that other checkpoints matter now: prune it again"

@@ -39,18 +39,18 @@ _Choose = Callable[[Sequence[Candidate]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetentionPolicy:
     """What is kept: what any of the rules chooses, each known by its text. Join two with `|`."""
 
     rules: Mapping[str, _Choose]
 
-    def __or__(self, other: object) -> Keep:
-        if not isinstance(other, Keep):
+    def __or__(self, other: object) -> RetentionPolicy:
+        if not isinstance(other, RetentionPolicy):
             return NotImplemented
-        return Keep({**self.rules, **other.rules})
+        return RetentionPolicy({**self.rules, **other.rules})
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Keep) and self.rules.keys() == other.rules.keys()
+        return isinstance(other, RetentionPolicy) and self.rules.keys() == other.rules.keys()
 
     def __hash__(self) -> int:
         return hash(frozenset(self.rules))
@@ -73,7 +73,7 @@ class Keep:
         return [tuple(texts) for texts in told]
 
 
-def last(n: int) -> Keep:
+def last(n: int) -> RetentionPolicy:
     """Keep the newest `n`."""
     count = _count(n, "n")
     return _rule(text_of("last", count), lambda there: range(len(there))[-count:])
@@ -85,7 +85,7 @@ def best(
     min: str | None = None,  # noqa: A002  (as one says it)
     max: str | None = None,  # noqa: A002
     unmeasured: int = 2,
-) -> Keep:
+) -> RetentionPolicy:
     """Keep the `n` with the lowest (`min=`) or highest (`max=`) value of a metric.
 
     One whose value is equal to an older one's is no better, and nan is no value. The newest
@@ -110,7 +110,7 @@ def best(
     return _rule(text_of("best", count, min=min, max=max, unmeasured=told), choose)
 
 
-def every(*, steps: int | None = None, hours: float | None = None) -> Keep:
+def every(*, steps: int | None = None, hours: float | None = None) -> RetentionPolicy:
     """Keep those nearest to each multiple of so many steps, or hours: exact ones may never come."""
     if (steps is None) == (hours is None):
         raise TypeError("every(): give steps= or hours=, and for both every(...) | every(...)")
@@ -128,7 +128,7 @@ def every(*, steps: int | None = None, hours: float | None = None) -> Keep:
     )
 
 
-def within(*, days: float) -> Keep:
+def within(*, days: float) -> RetentionPolicy:
     """Keep those saved within so many days before the newest: whatever clock the pruner has."""
     seconds = _positive(days, "days") * _DAY_S
 
@@ -147,11 +147,11 @@ _MAKERS: Mapping[str, Callable[..., object]] = {
 }
 
 
-def parse(text: str) -> Keep:
+def parse(text: str) -> RetentionPolicy:
     """Return the policy that a text says, such as `last(3) | best(2, min="val/loss")`."""
-    found = Keep({})
+    found = RetentionPolicy({})
     for one in made_of(text, _MAKERS):
-        assert isinstance(one, Keep)
+        assert isinstance(one, RetentionPolicy)
         found |= one
     return found
 
@@ -177,8 +177,8 @@ def _nearest(positions: Sequence[float], interval: float) -> Sequence[int]:
     return kept
 
 
-def _rule(text: str, choose: _Choose) -> Keep:
-    return Keep({text: choose})
+def _rule(text: str, choose: _Choose) -> RetentionPolicy:
+    return RetentionPolicy({text: choose})
 
 
 def _count(value: object, name: str, least: int = 1) -> int:

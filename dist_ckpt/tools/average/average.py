@@ -19,30 +19,34 @@ from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.collectives.collective import AloneCollective
-from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Alone, check_alike
+from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
+from dist_ckpt.core.comm.exchange.channel import (
+    COORDINATOR,
+    SingleProcessChannel,
+    check_equal_on_all_ranks,
+)
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format.filenames import parse_attempt
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.saving.save_transaction import AttemptRun, PartWritten, SaveRequest
+from dist_ckpt.core.saving.save_transaction import RankWriteResult, SaveRequest, SaveTransaction
 from dist_ckpt.core.shard_io.read.open_files import read_encoded_objects
 from dist_ckpt.core.shard_io.read.read_windows import Windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.errors import NotFoundError
-from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
+from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
 from dist_ckpt.tools.average.average_options import AverageOptions
 from dist_ckpt.tools.average.averaged_windows import AveragedTensors
-from dist_ckpt.tools.average.source_selection import Chosen, check_target, choose
+from dist_ckpt.tools.average.source_selection import AverageSources, check_target, choose
 from dist_ckpt.tools.average.structure import averaged_names
-from dist_ckpt.tools.average.write_assignment import RankShare, receipts_by_rank, share_of
+from dist_ckpt.tools.average.write_assignment import RankAssignment, receipts_by_rank, share_of
 from dist_ckpt.tools.rewrite.rewriting import DryRun, dry_run
 
 _log = logging.getLogger("dist_ckpt")
@@ -126,21 +130,21 @@ class AverageCall:
     target_storage: Storage | None = None
 
 
-def average_alone(
+def average_single_process(
     sources: PathLike | Sequence[PathLike],
     to: PathLike,
     options: AverageOptions,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Average in this process alone, also where a launcher says that there are other ranks."""
-    alone = Session(Alone(), AloneCollective(), Config.from_environment())
+    alone = Session(SingleProcessChannel(), SingleProcessCollective(), Config.from_environment())
     return average_together(alone, AverageCall(sources, to, options, progress))
 
 
 def would_average(
     sources: PathLike | Sequence[PathLike], to: PathLike, options: AverageOptions
 ) -> tuple[DryRun, tuple[str, ...]]:
-    """Return what `average_alone` would write, and what it would average, in words.
+    """Return what `average_single_process` would write, and what it would average, in words.
 
     Nothing is changed. Raises what it does before it writes.
     """
@@ -193,9 +197,9 @@ class _Storages:
         return CountingStorage(self.call.target_storage or own), text
 
     @property
-    def reads(self) -> Tally:
+    def reads(self) -> IoCount:
         """What was read of the sources."""
-        total = Tally()
+        total = IoCount()
         for storage in self.sources:
             total = total.plus_all(storage.reads)
         return total
@@ -212,7 +216,7 @@ def average_together(ranks: Session, call: AverageCall) -> SaveReport:
         with phases.phase("plan"):
             claimed = _plan_and_claim(ranks, storages, chosen, agreed)
         with phases.phase("write"):
-            text = CatalogText(claimed.newest.catalog)
+            text = EncodedCatalog(claimed.newest.catalog)
             write = partial(_write, ranks, claimed, call.progress)
             attempt = parse_attempt(claimed.attempt)
             assert attempt is not None
@@ -238,19 +242,19 @@ def average_together(ranks: Session, call: AverageCall) -> SaveReport:
 
 def _agree(
     ranks: Session, storages: _Storages, held: ExitStack
-) -> tuple[tuple[Chosen, ...], _AgreedSources]:
+) -> tuple[tuple[AverageSources, ...], _AgreedSources]:
     """Agree on what is averaged: rank 0 chooses, and holds what it has chosen of a run.
 
     Only that rank has it with the indexes then.
     """
     call = storages.call
-    chosen: tuple[Chosen, ...] = ()
+    chosen: tuple[AverageSources, ...] = ()
     with ranks.channel.exchange("agree") as agreeing:
         sources, of_run = _opened(storages), isinstance(call.sources, str | os.PathLike)
         target_storage, target = storages.target()
         asked = _AverageRequest(tuple(path for _, path in sources), target, repr(call.options))
         if told := agreeing.gather(asked):
-            check_alike("average", told, _AverageRequest.__struct_fields__)
+            check_equal_on_all_ranks("average", told, _AverageRequest.__struct_fields__)
             chosen = choose(sources, call.options, held, of_run=of_run)
             check_target(chosen, target_storage, target, sources[0][1] if of_run else None)
             agreeing.decide(
@@ -281,27 +285,27 @@ def _check(call: AverageCall) -> None:
         raise TypeError(f"progress={call.progress!r}: give a function, or None")
 
 
-def _found(storages: _Storages, path: str, name: str, weight: float) -> Chosen:
+def _found(storages: _Storages, path: str, name: str, weight: float) -> AverageSources:
     storage, _ = storages.source(path)
     attempt = parse_attempt(name)
     assert attempt is not None
     index = attempts.read_index(storage, path, attempt)
     if not isinstance(index, Index):
         raise NotFoundError(f"{path}/{name} was replaced or deleted meanwhile: average again")
-    return Chosen(storage, path, attempt, index, weight)
+    return AverageSources(storage, path, attempt, index, weight)
 
 
 @dataclass(frozen=True, slots=True)
 class _Claimed:
     """What is averaged, and what this rank writes of it; the attempt is claimed."""
 
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[AverageSources, ...]
     averaged: frozenset[str]
-    shares: list[RankShare]
+    shares: list[RankAssignment]
     storage: CountingStorage
     request: SaveRequest
     attempt: str
-    run: AttemptRun
+    run: SaveTransaction
 
     @property
     def newest(self) -> Index:
@@ -309,18 +313,18 @@ class _Claimed:
 
 
 def _plan_and_claim(
-    ranks: Session, storages: _Storages, chosen: tuple[Chosen, ...], agreed: _AgreedSources
+    ranks: Session, storages: _Storages, chosen: tuple[AverageSources, ...], agreed: _AgreedSources
 ) -> _Claimed:
     """Check that the sources fit, plan, and claim: until then nothing on disk has changed."""
     options, channel = storages.call.options, ranks.channel
-    run: AttemptRun | None = None
+    run: SaveTransaction | None = None
     try:
         with channel.exchange("plan") as planning:
             chosen = chosen or tuple(_found(storages, *one) for one in agreed.sources)
             newest = chosen[-1].index
             storage, path = storages.target()
             request = _request_of(storage, path, chosen, overwrite=options.overwrite)
-            run = AttemptRun(channel, ranks.config, request, partial(receipts_by_rank, newest))
+            run = SaveTransaction(channel, ranks.config, request, partial(receipts_by_rank, newest))
             catalogs = [(one.path, one.index.catalog) for one in chosen]
             averaged = averaged_names(catalogs, selection_of(options.include, options.exclude))
             shares = share_of(
@@ -338,7 +342,7 @@ def _plan_and_claim(
 
 
 def _request_of(
-    storage: Storage, path: str, chosen: Sequence[Chosen], *, overwrite: bool
+    storage: Storage, path: str, chosen: Sequence[AverageSources], *, overwrite: bool
 ) -> SaveRequest:
     """Return what a save of the average asks for."""
     newest = chosen[-1].index
@@ -362,7 +366,7 @@ def _request_of(
     )
 
 
-def _write(ranks: Session, claimed: _Claimed, progress: Progress | None) -> PartWritten:
+def _write(ranks: Session, claimed: _Claimed, progress: Progress | None) -> RankWriteResult:
     """Write this rank's files."""
     start = time.monotonic()
     newest = claimed.chosen[-1]
@@ -381,7 +385,7 @@ def _write(ranks: Session, claimed: _Claimed, progress: Progress | None) -> Part
         with closing(tensors.windows(plans, tell)) as filled:
             sources = iter(Windows(plans, filled).sources)
             for share in claimed.shares:
-                with attempts.while_it_is_there(newest.storage, newest.path, newest.attempt):
+                with attempts.not_found_if_removed(newest.storage, newest.path, newest.attempt):
                     objects = {
                         record.name: read_encoded_objects(newest.storage, newest.folder, record)
                         for record in share.objects
@@ -394,4 +398,4 @@ def _write(ranks: Session, claimed: _Claimed, progress: Progress | None) -> Part
                 )
                 # One thread: its blocks are asked for in the order of the windows.
                 receipts += write_all(claimed.storage, folder, files, threads=1)
-    return PartWritten(tuple(receipts), (), time.monotonic() - start)
+    return RankWriteResult(tuple(receipts), (), time.monotonic() - start)

@@ -7,15 +7,15 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from threading import Lock
 
-from dist_ckpt.core.commit.attempts import while_it_is_there
+from dist_ckpt.core.commit.attempts import not_found_if_removed
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.shards.shard_table import StoredShard
-from dist_ckpt.core.planning.plan import FilePlan, Wanted
-from dist_ckpt.core.runtime.buffers import Slots
+from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
+from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import results_of
 from dist_ckpt.core.shard_io.read.read_windows import StoredTensors, Window, windows_of
-from dist_ckpt.tools.average.mean import Mean, Stretch, stretches_of
-from dist_ckpt.tools.average.source_selection import Chosen
+from dist_ckpt.tools.average.mean import AveragedRange, Mean, stretches_of
+from dist_ckpt.tools.average.source_selection import AverageSources
 
 # A multiple of a block. Seven of them and the sums are in memory at once, so that it is this which
 # counts, and not the largest tensor.
@@ -34,13 +34,13 @@ class _SourcePart:
     """One source's part of a window; the newest's, which is `last`, is all of it."""
 
     window: Window
-    averaged: tuple[Wanted, ...]
-    runs: tuple[Stretch, ...]
+    averaged: tuple[TensorRequest, ...]
+    runs: tuple[AveragedRange, ...]
     number: int
     last: bool
 
     @property
-    def wanted(self) -> tuple[Wanted, ...]:
+    def wanted(self) -> tuple[TensorRequest, ...]:
         """What is read of the source."""
         return self.window.wanted if self.last else self.averaged
 
@@ -52,7 +52,9 @@ _Read = tuple[_SourcePart, memoryview, ExitStack]
 class AveragedTensors:
     """The sources, open, the newest last; close it when done."""
 
-    def __init__(self, chosen: Sequence[Chosen], averaged: Collection[str], slots: Slots) -> None:
+    def __init__(
+        self, chosen: Sequence[AverageSources], averaged: Collection[str], slots: BufferPool
+    ) -> None:
         self._chosen = chosen
         self._averaged = averaged
         keeps_open = len(chosen) <= _MOST_OPEN
@@ -75,7 +77,7 @@ class AveragedTensors:
     ) -> Generator[tuple[Window, memoryview], None, None]:
         """Yield the files' windows, averaged. CorruptError names the source that is damaged."""
         nbytes = min(sum(file.nbytes for file in files), WINDOW_NBYTES)
-        slots, mean = Slots(max(nbytes, 1)), Mean([one.weight for one in self._chosen], nbytes)
+        slots, mean = BufferPool(max(nbytes, 1)), Mean([one.weight for one in self._chosen], nbytes)
 
         def read(piece: _SourcePart) -> _Read:
             lent = ExitStack()
@@ -115,7 +117,7 @@ class AveragedTensors:
         one = self._chosen[piece.number]
         with (
             self._locks[piece.number],
-            while_it_is_there(one.storage, one.path, one.attempt),
+            not_found_if_removed(one.storage, one.path, one.attempt),
         ):
             self._tensors[piece.number].fetch(piece.wanted, memory)
 
@@ -135,5 +137,5 @@ def _together(ready: Iterator[_Read]) -> Iterator[list[_Read]]:
             several = []
 
 
-def _nbytes(want: Wanted) -> int:
+def _nbytes(want: TensorRequest) -> int:
     return sum(cell.numel for cell in want.cells) * DTYPES[want.dtype].itemsize

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.planning.plan import Wanted
+from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.runtime.buffers import scratch
 from dist_ckpt.tools.average.structure import SUMS
 
@@ -27,7 +27,7 @@ _NUMEL = (1 << 15) - 64
 _MOST_GROWTH = 4
 
 
-class Stretch(NamedTuple):
+class AveragedRange(NamedTuple):
     """Elements of one dtype that follow one another in a window."""
 
     dtype: str
@@ -36,9 +36,9 @@ class Stretch(NamedTuple):
     numel: int
 
 
-def stretches_of(wanted: Sequence[Wanted]) -> tuple[Stretch, ...]:
+def stretches_of(wanted: Sequence[TensorRequest]) -> tuple[AveragedRange, ...]:
     """Return the elements of wanted tensors that lie one after another, by dtype."""
-    runs: list[Stretch] = []
+    runs: list[AveragedRange] = []
     start = 0
     for want in wanted:
         nbytes = sum(cell.numel for cell in want.cells) * DTYPES[want.dtype].itemsize
@@ -47,7 +47,7 @@ def stretches_of(wanted: Sequence[Wanted]) -> tuple[Stretch, ...]:
         if runs and runs[-1].dtype == dtype:
             runs[-1] = runs[-1]._replace(numel=runs[-1].numel + numel)
         elif numel:
-            runs.append(Stretch(dtype, sum_dtype, start, numel))
+            runs.append(AveragedRange(dtype, sum_dtype, start, numel))
         start += nbytes
     return tuple(runs)
 
@@ -61,7 +61,7 @@ class Mean:
         self._totals = scratch(window_nbytes * _MOST_GROWTH)
         self._term = scratch(_NUMEL * 8)
 
-    def add(self, first: int, runs: Sequence[Stretch], windows: Sequence[memoryview]) -> None:
+    def add(self, first: int, runs: Sequence[AveragedRange], windows: Sequence[memoryview]) -> None:
         """Add what checkpoints `first` and the next have in a window; 0 begins a new sum.
 
         With the newest the mean is put into its window, in the place of what it has.
@@ -79,7 +79,7 @@ class Mean:
                 each[-1].copy_(totals.div_(self._sum))
 
     def _parts(
-        self, runs: Sequence[Stretch], windows: Sequence[memoryview]
+        self, runs: Sequence[AveragedRange], windows: Sequence[memoryview]
     ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]]:
         """Yield the elements in some windows, their sums and room for a term, some at a time."""
         start = 0

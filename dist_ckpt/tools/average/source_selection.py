@@ -13,8 +13,8 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import NotFoundError, StorageError
-from dist_ckpt.runs.annotations import keeps_records
-from dist_ckpt.runs.lease_renewal import holding, resolve_and_hold, subject_of
+from dist_ckpt.runs.annotations import can_keep_records
+from dist_ckpt.runs.lease_renewal import checkpoint_ref_of, renewed_lease, resolve_with_lease
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import measured, resolve_at, warn_of_unreadable
 from dist_ckpt.tools.average.average_options import AverageOptions, weights_of
@@ -26,7 +26,7 @@ _ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class AverageSources:
     """One checkpoint that is averaged, and its weight."""
 
     storage: Storage
@@ -52,7 +52,7 @@ def choose(
     held: ExitStack | None,
     *,
     of_run: bool,
-) -> tuple[Chosen, ...]:
+) -> tuple[AverageSources, ...]:
     """Find the checkpoints to average, oldest first; of a run they are held until `held` ends.
 
     With None they are not held, and nothing is written.
@@ -76,7 +76,7 @@ def choose(
     order = sorted(range(len(found)), key=age)
     weights = weights_of(options, len(found))
     return tuple(
-        Chosen(*found[number], weights[number if options.decay is None else place])
+        AverageSources(*found[number], weights[number if options.decay is None else place])
         for place, number in enumerate(order)
     )
 
@@ -92,7 +92,9 @@ def _check_distinct(found: Sequence[tuple[str, Attempt]]) -> None:
         seen.add(place)
 
 
-def check_target(chosen: Sequence[Chosen], storage: Storage, target: str, root: str | None) -> None:
+def check_target(
+    chosen: Sequence[AverageSources], storage: Storage, target: str, root: str | None
+) -> None:
     """Raise ValueError if a target would harm a source, or be taken for a part of a run.
 
     `root` is the run's, if the sources were chosen of one.
@@ -107,7 +109,7 @@ def check_target(chosen: Sequence[Chosen], storage: Storage, target: str, root: 
         if source.startswith(f"{real}/"):
             raise ValueError(f"the source {one.path} lies in the target {target}: give another")
     parent = real.rpartition("/")[0] or "/"
-    if (root is not None and real_path(root) == parent) or keeps_records(storage, parent):
+    if (root is not None and real_path(root) == parent) or can_keep_records(storage, parent):
         raise ValueError(
             f"the target {target} lies in the folder of a run, which would go on from it as from "
             f"its own: give a target outside of {parent}"
@@ -116,7 +118,7 @@ def check_target(chosen: Sequence[Chosen], storage: Storage, target: str, root: 
 
 def _resolved(storage: Storage, path: str, held: ExitStack | None) -> str:
     if held is not None:
-        return resolve_and_hold(storage, path, held)
+        return resolve_with_lease(storage, path, held)
     found = resolve_at(storage, path)
     return path if found is None else found.path
 
@@ -130,9 +132,9 @@ def _of_run(
         those = pick(listing, options)
         try:
             with ExitStack() as stack:
-                if held is not None and keeps_records(storage, listing.root):
+                if held is not None and can_keep_records(storage, listing.root):
                     for one in those:
-                        stack.enter_context(holding(subject_of(storage, one)))
+                        stack.enter_context(renewed_lease(checkpoint_ref_of(storage, one)))
                     held.push(stack.pop_all())
         except NotFoundError:
             if not left:

@@ -14,7 +14,7 @@ from dist_ckpt.errors import StorageError
 
 
 @dataclass(frozen=True, slots=True)
-class RankShare:
+class RankAssignment:
     """What a rank of the job writes of one rank of the checkpoint."""
 
     plans: tuple[FilePlan, ...]
@@ -23,7 +23,7 @@ class RankShare:
 
 def share_of(
     index: Index, averaged: Collection[str], num_sources: int, *, rank: int, world_size: int
-) -> list[RankShare]:
+) -> list[RankAssignment]:
     """Return what a rank of the job writes: files as they are in the newest source.
 
     Whole files, the costliest first, each to the rank that has least to do; all ranks of the job
@@ -39,7 +39,7 @@ def share_of(
             if writers[record.name] == rank and _rank_of(record.name) == number
         )
         if own_plans or own_objects:
-            shares.append(RankShare(own_plans, own_objects))
+            shares.append(RankAssignment(own_plans, own_objects))
     return shares
 
 

@@ -9,7 +9,7 @@ from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import NotFoundError
-from dist_ckpt.runs.annotations import known_of
+from dist_ckpt.runs.annotations import annotations_of
 from dist_ckpt.runs.listing import Listing, RunCheckpoint
 
 
@@ -21,7 +21,7 @@ def best_measured(
     NotFoundError if what is known to be better is not there any more.
     """
     there = {one.where: one for one in listing.alive}
-    measured = known_of(listing.facts, time.time()).metrics
+    measured = annotations_of(listing.facts, time.time()).metrics
     values = {where: found[metric] for where, found in measured.items() if metric in found}
     history = read_history(storage, listing.root)
 

@@ -15,7 +15,7 @@ from dist_ckpt.core.format.filenames import NO_CHECKPOINTS
 from dist_ckpt.core.format.index.model_description import leaves_of
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, listed
-from dist_ckpt.runs.annotations import keeps_records
+from dist_ckpt.runs.annotations import can_keep_records
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 
 _log = logging.getLogger("dist_ckpt")
@@ -125,7 +125,7 @@ def _runs_at(storage: Storage, folder: str) -> Sequence[tuple[Storage, str]]:
     except StorageError as error:  # of one of the folders in it, unless what follows fails too
         _log.debug("%s", error)
     else:
-        if listing.checkpoints or keeps_records(storage, folder):
+        if listing.checkpoints or can_keep_records(storage, folder):
             return [(storage, folder)]
     entries = entries_at(storage, folder)
     names = [one.name for one in entries if one.kind == "folder" and one.name[0] != "."]

@@ -12,16 +12,16 @@ from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.checkpoint.streaming import (
     WINDOW_NBYTES,
-    OpenedTensors,
+    TensorStream,
     nbytes_of,
-    opened_tensors,
+    open_tensor_stream,
     parts_of,
     stored_windows,
 )
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.format.index.model_description import KIND, differences
-from dist_ckpt.core.planning.plan import Wanted
+from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.shard_io.memory.numbers import has_numbers, numbers, numpy_module
 from dist_ckpt.reports import Progress
@@ -108,7 +108,7 @@ def diff(  # noqa: PLR0913 - the names, what is compared, and how
     """
     tolerance = _checked(rtol, atol, values=values)
     selection = selection_of(include, exclude)
-    with opened_tensors(a) as one, opened_tensors(b) as other:
+    with open_tensor_stream(a) as one, open_tensor_stream(b) as other:
         with open_checkpoint(one.path) as first, open_checkpoint(other.path) as second:
             left, right = _names(one, other, selection, {**first.objects, **second.objects})
             config = _config(first, second)
@@ -147,7 +147,7 @@ def _checked(rtol: float | None, atol: float | None, *, values: bool) -> _Tolera
 
 
 def _names(
-    one: OpenedTensors, other: OpenedTensors, selection: Selection, objects: Iterable[str]
+    one: TensorStream, other: TensorStream, selection: Selection, objects: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the selected tensors of both, each with the name that it is stored under.
 
@@ -165,7 +165,7 @@ def _names(
 
 
 def _changed(
-    one: OpenedTensors, other: OpenedTensors, left: Mapping[str, str], right: Mapping[str, str]
+    one: TensorStream, other: TensorStream, left: Mapping[str, str], right: Mapping[str, str]
 ) -> Iterator[tuple[str, tuple[str, str]]]:
     for name in (name for name in left if name in right):
         texts = (
@@ -198,8 +198,8 @@ def _objects(
 
 
 def _values(
-    one: OpenedTensors,
-    other: OpenedTensors,
+    one: TensorStream,
+    other: TensorStream,
     pairs: Mapping[str, tuple[str, str]],
     tolerance: _Tolerance,
     progress: Progress | None,
@@ -245,8 +245,8 @@ def _turns(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
         pairs = later
 
 
-def _as_named(want: Wanted, fqn: str) -> Wanted:
-    return Wanted(fqn, want.dtype, want.shape, want.cells)
+def _as_named(want: TensorRequest, fqn: str) -> TensorRequest:
+    return TensorRequest(fqn, want.dtype, want.shape, want.cells)
 
 
 class _PairDifference:

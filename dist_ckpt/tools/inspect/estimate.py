@@ -18,9 +18,9 @@ from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.errors import StorageError
 from dist_ckpt.interop.registry import open_source
 from dist_ckpt.runs.retention.policy_text import parse_rules
-from dist_ckpt.runs.retention.retention_policy import Candidate, Keep
+from dist_ckpt.runs.retention.retention_policy import Candidate, RetentionPolicy
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.rewrite.reshard import Stored, even
+from dist_ckpt.tools.rewrite.reshard import SourceCheckpoint, even
 
 # Saves of a job that are gone through one by one.
 MAX_SAVES = 5000
@@ -74,7 +74,7 @@ def estimate(  # noqa: PLR0913 - what a job is
     steps: int | None = None,
     save_every: int | None = None,
     step_s: float | None = None,
-    keep: Keep | None = None,
+    keep: RetentionPolicy | None = None,
     rate: float | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Estimate:
@@ -89,13 +89,13 @@ def estimate(  # noqa: PLR0913 - what a job is
     `dc.open`.
     """
     num_saves = _checked(steps, save_every, step_s, rate)
-    if keep is not None and not isinstance(keep, Keep):
+    if keep is not None and not isinstance(keep, RetentionPolicy):
         raise TypeError(f"keep={keep!r}: give a policy such as dc.keep.last(3)")
     storage, where = open_source(resolve(path))
     attempt, index = attempts.find(storage, where)
     world_size = index.catalog.world_size if world_size is None else world_size
-    with attempts.while_it_is_there(storage, where, attempt):
-        stored = Stored(CountingStorage(storage), f"{where}/{attempt.name}", index)
+    with attempts.not_found_if_removed(storage, where, attempt):
+        stored = SourceCheckpoint(CountingStorage(storage), f"{where}/{attempt.name}", index)
         plan = plan_stored(stored.catalog, even(world_size), stored.main.tree, stored.main.numpy)
         stored.tensors.close()
     files = stored_nbytes(plan.catalog)
@@ -144,7 +144,9 @@ def _checked(
     return num_saves
 
 
-def _kept(num_saves: int, interval: tuple[int, float | None], keep: Keep | None) -> tuple[int, int]:
+def _kept(
+    num_saves: int, interval: tuple[int, float | None], keep: RetentionPolicy | None
+) -> tuple[int, int]:
     """Return how many checkpoints stay, and how many there are at once at most. Pure."""
     if keep is None:
         return num_saves, num_saves

@@ -11,14 +11,14 @@ from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open_at
 from dist_ckpt.core.checkpoint.verify import verify
 from dist_ckpt.core.commit.attempts import entries_at
 from dist_ckpt.core.commit.records import leases
-from dist_ckpt.core.commit.records.leases import Subject
+from dist_ckpt.core.commit.records.leases import CheckpointRef
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, listed
 from dist_ckpt.runs.annotations import put_metrics
-from dist_ckpt.runs.lease_renewal import TTL_S, hold_chosen, subject_of
+from dist_ckpt.runs.lease_renewal import TTL_S, checkpoint_ref_of, lease_selected
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, checkpoints, list_run
 from dist_ckpt.runs.retention.prune import Decision, metrics_of, plan_prune, prune
-from dist_ckpt.runs.retention.retention_policy import Keep
+from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
 from dist_ckpt.runs.selectors import select
 from dist_ckpt.tools.inspect.best_checkpoint import best_measured
 
@@ -103,7 +103,7 @@ class Run:
         be removed; StorageError if the folder cannot be written.
         """
         with ExitStack() as stack:
-            one = hold_chosen(self._storage, lambda: self.find(which), ttl_s, stack)
+            one = lease_selected(self._storage, lambda: self.find(which), ttl_s, stack)
             yield stack.enter_context(open_at(self._storage, one.path))
 
     def metrics(self, which: int | str, values: Mapping[str, float]) -> None:
@@ -135,7 +135,7 @@ class Run:
 
     def prune(
         self,
-        keep: Keep,
+        keep: RetentionPolicy,
         *,
         among: Collection[RunCheckpoint] | None = None,
         dry_run: bool = False,
@@ -148,7 +148,7 @@ class Run:
         some may go, where they are: all others stay. NotFoundError if a rule names a metric that no
         checkpoint has.
         """
-        if not isinstance(keep, Keep):
+        if not isinstance(keep, RetentionPolicy):
             raise TypeError(f"keep={keep!r}: give a policy such as dc.keep.last(3)")
         among = None if among is None else tuple(among)
         for one in among or ():
@@ -159,12 +159,12 @@ class Run:
             self._storage,
             self._root,
             keep,
-            is_whole=is_whole,
+            is_whole=is_complete,
             among=among,
             dry_run=dry_run,
         )
 
-    def _check_metrics(self, keep: Keep) -> None:
+    def _check_metrics(self, keep: RetentionPolicy) -> None:
         listing = self._list()
         known = {name for one in listing.checkpoints for name in one.metrics}
         unknown = sorted(metrics_of(keep) - known)
@@ -178,14 +178,14 @@ class Run:
     def _list(self) -> Listing:
         return list_run(self._storage, self._root, now=time.time())
 
-    def _subject(self, which: int | str) -> Subject:
-        return subject_of(self._storage, self.find(which))
+    def _subject(self, which: int | str) -> CheckpointRef:
+        return checkpoint_ref_of(self._storage, self.find(which))
 
     def __repr__(self) -> str:
         return f"Run({self._root!r})"
 
 
-def is_whole(one: RunCheckpoint) -> bool:
+def is_complete(one: RunCheckpoint) -> bool:
     """Say whether a checkpoint passes a quick check now."""
     try:
         return verify(one.path, level="quick").ok

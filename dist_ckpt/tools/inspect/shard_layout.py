@@ -15,7 +15,7 @@ from dist_ckpt.core.planning.selection import selection_of
 
 
 @dataclass(frozen=True, slots=True)
-class HeldShard:
+class ShardPlacement:
     """One shard of a tensor: `cell` is a box of it, or a range of its elements in row-major order.
 
     `nbytes` are of its data.
@@ -27,7 +27,7 @@ class HeldShard:
 
 
 @dataclass(frozen=True, slots=True)
-class FileLayout:
+class FileContents:
     """One shard file: its size, and of the tensors that were asked for the shards that it holds."""
 
     name: str
@@ -35,7 +35,7 @@ class FileLayout:
     component: str
     nbytes: int
     num_shards: int
-    shards: tuple[HeldShard, ...]
+    shards: tuple[ShardPlacement, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class CheckpointLayout:
     """Who stores what: all shard files, by rank, and how many bytes each rank has stored."""
 
     path: str
-    files: tuple[FileLayout, ...]
+    files: tuple[FileContents, ...]
     nbytes_by_rank: tuple[int, ...]
 
     @property
@@ -76,12 +76,12 @@ def layout(
             if (record := records.get((rank, component))) is None:
                 continue  # of another system's files, which are cut otherwise
             shards = (
-                HeldShard(fqn, cell, cell.numel * DTYPES[dtype].itemsize)
+                ShardPlacement(fqn, cell, cell.numel * DTYPES[dtype].itemsize)
                 for fqn, dtype, _, cell in cells
                 if fqn in names
             )
             files.append(
-                FileLayout(
+                FileContents(
                     name=index.file_name(record),
                     rank=rank,
                     component=index.catalog.components[component].name,

@@ -12,7 +12,7 @@ from dist_ckpt.core.checkpoint.streaming import (
     WINDOW_NBYTES,
     chosen_names,
     nbytes_of,
-    opened_tensors,
+    open_tensor_stream,
     parts_of,
     stored_windows,
 )
@@ -73,7 +73,7 @@ def stats(
     """
     selection = selection_of(include, exclude)
     numpy_module()  # before anything is read
-    with opened_tensors(path) as opened:
+    with open_tensor_stream(path) as opened:
         catalog = opened.catalog
         names = chosen_names(catalog, selection)
         counted = {fqn: _Counts() for fqn in names.values()}

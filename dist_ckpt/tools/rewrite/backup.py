@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts, commit_protocol
 from dist_ckpt.core.commit.records.protections import Where
-from dist_ckpt.core.commit.records.record_store import read_facts_of
+from dist_ckpt.core.commit.records.record_store import read_annotations_of
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.shard_io.write.copied_files import carry_files, files_of
+from dist_ckpt.core.shard_io.write.copied_files import files_of, link_or_copy_files
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
 from dist_ckpt.reports import Progress
-from dist_ckpt.runs.annotations import known_of, put_metrics
-from dist_ckpt.runs.lease_renewal import held_source
+from dist_ckpt.runs.annotations import annotations_of, put_metrics
+from dist_ckpt.runs.lease_renewal import leased_source
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun, dry_run, new_attempt
+from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun, begin_rewrite, dry_run
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -51,7 +51,7 @@ def backup_at(
 ) -> str:
     """Do so for a checkpoint at a storage's path, in which no link leads elsewhere."""
     root, folder, target = _places(storage, path)
-    with held_source(storage, path) as (attempt, index):
+    with leased_source(storage, path) as (attempt, index):
         kept = _kept_at(storage, target, index)
         if kept is None:
             carried = _Carried(path, attempt, index)
@@ -121,8 +121,8 @@ def _make(
     progress: Progress | None,
 ) -> Attempt:
     sizes = {name: record.nbytes for name, record in files_of(source.index).items()}
-    with new_attempt(storage, target, "backup", overwrite=overwrite) as claim:
-        linked = carry_files(
+    with begin_rewrite(storage, target, "backup", overwrite=overwrite) as claim:
+        linked = link_or_copy_files(
             storage,
             source.index,
             f"{source.path}/{source.attempt}",
@@ -139,4 +139,4 @@ def _make(
 
 
 def _measured(storage: Storage, root: str, where: Where) -> Mapping[str, float]:
-    return known_of(read_facts_of(storage, root, *where), 0.0).metrics.get(where, {})
+    return annotations_of(read_annotations_of(storage, root, *where), 0.0).metrics.get(where, {})

@@ -7,19 +7,25 @@ from dataclasses import replace
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts, commit_protocol
-from dist_ckpt.core.commit.records.record_store import read_facts_of
+from dist_ckpt.core.commit.records.record_store import read_annotations_of
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.shard_io.write.copied_files import carry_files, files_of
+from dist_ckpt.core.shard_io.write.copied_files import files_of, link_or_copy_files
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.registry import foreign_at
 from dist_ckpt.reports import Phases, Progress, SaveReport
-from dist_ckpt.runs.annotations import keeps_records, known_of, put_metrics
-from dist_ckpt.runs.lease_renewal import held_source
+from dist_ckpt.runs.annotations import annotations_of, can_keep_records, put_metrics
+from dist_ckpt.runs.lease_renewal import leased_source
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun, dry_run, new_attempt, report_of
+from dist_ckpt.tools.rewrite.rewriting import (
+    CopyProgress,
+    DryRun,
+    begin_rewrite,
+    dry_run,
+    report_of,
+)
 
 
 def copy(
@@ -49,11 +55,11 @@ def copy(
     storage, old, new = _opened(source, target)
     counting = CountingStorage(storage)
     phases = Phases("copy", new, quiet=False)
-    with held_source(counting, old) as (attempt, index):
-        with new_attempt(counting, new, "copy", overwrite=overwrite) as claim:
+    with leased_source(counting, old) as (attempt, index):
+        with begin_rewrite(counting, new, "copy", overwrite=overwrite) as claim:
             files = files_of(index)
             with phases.phase("write"):
-                linked = carry_files(
+                linked = link_or_copy_files(
                     counting,
                     index,
                     f"{old}/{attempt}",
@@ -112,9 +118,9 @@ def _carry_metrics(
 ) -> None:
     """Have what was measured put down for the copy as well, if its folder is a run's."""
     roots = [path.rpartition("/")[0] or "/" for path, _ in (old, new)]
-    if index.step is None or not all(keeps_records(storage, root) for root in roots):
+    if index.step is None or not all(can_keep_records(storage, root) for root in roots):
         return
     was, now = (index.step, old[1]), (index.step, new[1])
-    measured = known_of(read_facts_of(storage, roots[0], *was), 0.0).metrics.get(was)
+    measured = annotations_of(read_annotations_of(storage, roots[0], *was), 0.0).metrics.get(was)
     if measured:
         put_metrics(storage, roots[1], now, measured)

@@ -10,14 +10,16 @@ from dist_ckpt.errors import listed
 
 
 @dataclass(frozen=True, slots=True)
-class Stripped:
+class ReducedCheckpoint:
     """What is left of an index: its catalog, and its shard files, which keep their names."""
 
     catalog: Catalog
     files: tuple[ShardFileRecord, ...]
 
 
-def strip_index(index: Index, names: Collection[str], keys: Collection[str]) -> Stripped:
+def drop_from_index(
+    index: Index, names: Collection[str], keys: Collection[str]
+) -> ReducedCheckpoint:
     """Return what is left without these top-level keys of the state; `keys` are those of all. Pure.
 
     ValueError for a name that is none, for tensors that share files with others that stay, and for
@@ -64,7 +66,7 @@ def _without(
     aliases: Mapping[str, str],
     names: Collection[str],
     keys: Collection[str],
-) -> Stripped:
+) -> ReducedCheckpoint:
     catalog = index.catalog
     kept = {fqn: one for fqn, one in catalog.tensors.items() if fqn not in dropped}
     components = [n for n in range(len(catalog.components)) if n not in numbers]
@@ -89,10 +91,12 @@ def _without(
         for file in index.files
         if file.component not in numbers
     )
-    return Stripped(stripped, files)
+    return ReducedCheckpoint(stripped, files)
 
 
-def strip_tree(tree: Iterable[Node], names: Collection[str], keys: Collection[str]) -> list[Node]:
+def drop_from_tree(
+    tree: Iterable[Node], names: Collection[str], keys: Collection[str]
+) -> list[Node]:
     """Return the containers without those of some top-level keys, and the root without the keys."""
     kept = [node for node in tree if owner_of(node.fqn, keys) not in names]
     return [node if node.fqn else _root_without(node, names) for node in kept]

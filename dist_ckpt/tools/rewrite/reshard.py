@@ -24,7 +24,7 @@ from dist_ckpt.core.format.index.index import Index, Key, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import items_of_ranks, stored_nbytes
-from dist_ckpt.core.planning.selection import EVERYTHING, Selection, selection_of
+from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, selection_of
 from dist_ckpt.core.planning.sharded_views import plan_stored
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.shard_io.read.open_files import read_attached_file, read_objects
@@ -36,8 +36,8 @@ from dist_ckpt.errors import CorruptError
 from dist_ckpt.interop.registry import open_source
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.rewrite.rewriting import DryRun, dry_run, new_attempt, report_of
-from dist_ckpt.tools.rewrite.stored_part import part_of
+from dist_ckpt.tools.rewrite.rewriting import DryRun, begin_rewrite, dry_run, report_of
+from dist_ckpt.tools.rewrite.stored_part import select_part
 
 MIN_MEMORY = 64 << 20
 MAX_MEMORY = 1 << 30
@@ -130,7 +130,7 @@ def rewrite(
     *,
     max_memory: int = MAX_MEMORY,
     overwrite: bool,
-    selection: Selection = EVERYTHING,
+    selection: Selection = SELECT_ALL,
     step: int | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
@@ -149,7 +149,7 @@ def would_rewrite(
     config: ShardingConfig,
     *,
     overwrite: bool,
-    selection: Selection = EVERYTHING,
+    selection: Selection = SELECT_ALL,
 ) -> DryRun:
     """Return what `rewrite` would write, and change nothing."""
     with _planned(source, target, config, overwrite, selection, None) as (stored, plan, place):
@@ -165,7 +165,7 @@ def _planned(
     overwrite: object,
     selection: Selection,
     step: int | None,
-) -> Iterator[tuple[Stored, SavePlan, tuple[CountingStorage, str]]]:
+) -> Iterator[tuple[SourceCheckpoint, SavePlan, tuple[CountingStorage, str]]]:
     """Yield what is read, what is planned of it, and where it goes: nothing is written yet."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
@@ -182,8 +182,8 @@ def _planned(
         raise ValueError(f"the target {target_path} lies in the source: give another target")
     counted = CountingStorage(source_storage)
     attempt, index = attempts.find(counted, source_path)
-    with attempts.while_it_is_there(counted, source_path, attempt):
-        stored = Stored(counted, f"{source_path}/{attempt.name}", index)
+    with attempts.not_found_if_removed(counted, source_path, attempt):
+        stored = SourceCheckpoint(counted, f"{source_path}/{attempt.name}", index)
         if not index.has_digests:
             step = index.step if step is None else step
             stored.index = replace(index, save=secrets.token_hex(16), step=step)
@@ -203,7 +203,7 @@ def even(world_size: object) -> ShardingConfig:
     return ShardingConfig.even(world_size)
 
 
-class Stored:
+class SourceCheckpoint:
     """The checkpoint to read from: its index, its objects files, and its tensors.
 
     `catalog` is what is to be written of it, and `main` the global objects file of that, with the
@@ -225,7 +225,7 @@ class Stored:
 
     def choose(self, selection: Selection) -> None:
         """Take only a part of it, as a checkpoint with an id of its own."""
-        self.catalog, self.main = part_of(self.catalog, self.main, selection)
+        self.catalog, self.main = select_part(self.catalog, self.main, selection)
         self.index = replace(self.index, save=secrets.token_hex(16))
 
     def keyed(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
@@ -243,7 +243,7 @@ class Stored:
         self, record: ObjectsFileRecord, contents: objects_file.Contents
     ) -> objects_file.ObjectsFile:
         file = read_objects(self.storage, self._folder, record)
-        for what in objects_file.lacking(file, record.name, self.index.catalog, contents):
+        for what in objects_file.missing_error(file, record.name, self.index.catalog, contents):
             raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
         return file
 
@@ -260,7 +260,7 @@ class _Reshard:
 
     def __init__(
         self,
-        stored: Stored,
+        stored: SourceCheckpoint,
         plan: SavePlan,
         storage: CountingStorage,
         path: str,
@@ -278,7 +278,7 @@ class _Reshard:
         self._phases = Phases("reshard", path, quiet=False)
 
     def run(self, *, overwrite: bool) -> SaveReport:
-        with new_attempt(self._storage, self._path, "reshard", overwrite=overwrite) as claim:
+        with begin_rewrite(self._storage, self._path, "reshard", overwrite=overwrite) as claim:
             with self._phases.phase("write"):
                 receipts = self._write(claim.folder)
             with self._phases.phase("commit"):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from threading import Lock
 
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
-from dist_ckpt.core.commit.preflight import would_replace
+from dist_ckpt.core.commit.preflight import attempts_to_replace
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.reports import Progress, SaveReport, Tally
+from dist_ckpt.reports import IoCount, Progress, SaveReport
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -38,13 +38,13 @@ class DryRun:
 
 
 def dry_run(storage: Storage, path: str, files: Mapping[str, int], *, overwrite: bool) -> DryRun:
-    """Return what a new checkpoint of these files would be. Raises what `new_attempt` does."""
-    there = would_replace(storage, path, overwrite=overwrite)
+    """Return what a new checkpoint of these files would be. Raises what `begin_rewrite` does."""
+    there = attempts_to_replace(storage, path, overwrite=overwrite)
     return DryRun(path, files, tuple(f"{path}/{attempt}" for attempt in there))
 
 
 @contextmanager
-def new_attempt(
+def begin_rewrite(
     storage: Storage, path: str, what: str, *, overwrite: bool, force: bool = False
 ) -> Iterator[commit_protocol.Claim]:
     """Claim an attempt at `path`, which the block writes and commits; `what` says who does.
@@ -66,7 +66,7 @@ def _withdraw(storage: Storage, claim: commit_protocol.Claim, error: BaseExcepti
     reason = f"{type(error).__name__}: {error}"[:500]
     try:
         if attempts.abandon(storage, claim.path, claim.attempt, by=claim.by, reason=reason):
-            commit_protocol.give_up(storage, claim)
+            commit_protocol.discard_attempt(storage, claim)
     except (CheckpointError, OSError) as failure:
         _log.warning("%s could not be cleaned up: %s", claim.folder, failure)
 
@@ -75,9 +75,9 @@ def report_of(
     path: str,
     index: Index,
     seconds: Mapping[str, float],
-    reads: Tally,
-    writes: Tally,
-    linked: Tally = Tally(),  # noqa: B008 - it is frozen
+    reads: IoCount,
+    writes: IoCount,
+    linked: IoCount = IoCount(),  # noqa: B008 - it is frozen
 ) -> SaveReport:
     """Return what one process reports of a checkpoint that it has committed."""
     return SaveReport(
@@ -91,8 +91,8 @@ def report_of(
         seconds=seconds,
         slowest_rank=0,
         slowest_s=seconds["write"],
-        exchanges=Tally(),
-        collectives=Tally(),
+        exchanges=IoCount(),
+        collectives=IoCount(),
         nbytes_receipt=0,
         storage_reads=reads,
         storage_writes=writes,

@@ -18,7 +18,7 @@ from dist_ckpt.core.state.tree.containers import is_mapping, join
 from dist_ckpt.errors import listed
 
 
-def part_of(
+def select_part(
     catalog: Catalog, main: ObjectsFile, selection: Selection
 ) -> tuple[Catalog, ObjectsFile]:
     """Return what a selection leaves of a catalog, and of the objects file with all its values.

@@ -17,9 +17,9 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
 from dist_ckpt.core.commit.commit_protocol import Claim
 from dist_ckpt.core.commit.records import leases
-from dist_ckpt.core.commit.records.leases import Subject, kept_at
-from dist_ckpt.core.commit.records.protections import PIN, Where, guards_of
-from dist_ckpt.core.commit.records.record_store import read_facts
+from dist_ckpt.core.commit.records.leases import CheckpointRef, protections_at
+from dist_ckpt.core.commit.records.protections import PIN, Where, protections_of
+from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import now_at
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
@@ -27,23 +27,23 @@ from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.shard_io.read.open_files import read_objects
-from dist_ckpt.core.shard_io.write.copied_files import FileRecord, carry_files
+from dist_ckpt.core.shard_io.write.copied_files import FileRecord, link_or_copy_files
 from dist_ckpt.core.shard_io.write.shard_writer import write_objects
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
-from dist_ckpt.reports import Phases, Progress, SaveReport, Tally
-from dist_ckpt.runs.annotations import keeps_records, known_of, put_metrics
-from dist_ckpt.runs.lease_renewal import held_source
+from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
+from dist_ckpt.runs.annotations import annotations_of, can_keep_records, put_metrics
+from dist_ckpt.runs.lease_renewal import leased_source
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.tools.rewrite.drop_components import (
-    Stripped,
+    ReducedCheckpoint,
+    drop_from_index,
+    drop_from_tree,
     owner_of,
-    strip_index,
-    strip_tree,
     top_level_keys,
 )
-from dist_ckpt.tools.rewrite.rewriting import CopyProgress, new_attempt, report_of
+from dist_ckpt.tools.rewrite.rewriting import CopyProgress, begin_rewrite, report_of
 
 # In `saved_by`: the attempt that this one has taken the place of.
 _STRIPPED_FROM = "stripped_from"
@@ -91,14 +91,14 @@ def strip_at(
     phases = Phases("strip", path, quiet=False)
     found = attempts.find(counting, path)
     _finish_former(counting, path, *found)
-    with attempts.while_it_is_there(counting, path, found[0]):
+    with attempts.not_found_if_removed(counting, path, found[0]):
         part = _Part.of(counting, f"{path}/{found[0]}", found[1], names)
     if not force:
-        _check_unkept(kept_at(counting, path, [found[0]], now_at), path)
+        _check_unkept(protections_at(counting, path, [found[0]], now_at), path)
     with (
-        new_attempt(counting, path, "strip", overwrite=True, force=force) as claim,
+        begin_rewrite(counting, path, "strip", overwrite=True, force=force) as claim,
         # Only now: what was committed before the claim is what it will replace.
-        held_source(counting, path) as source,
+        leased_source(counting, path) as source,
     ):
         if source != found:
             raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
@@ -120,7 +120,7 @@ def strip_at(
     return report
 
 
-def left_after(
+def remaining_after(
     storage: Storage, path: str, names: frozenset[str], *, force: bool = False
 ) -> tuple[int, int]:
     """Return how many tensors a strip would leave, and the bytes of their files; change nothing.
@@ -128,10 +128,10 @@ def left_after(
     Raises what the strip would before it writes.
     """
     attempt, index = attempts.find(storage, path)
-    with attempts.while_it_is_there(storage, path, attempt):
+    with attempts.not_found_if_removed(storage, path, attempt):
         left = _Part.of(storage, f"{path}/{attempt}", index, names).left
     if not force:  # by our own clock: to ask the storage's, a strip writes
-        _check_unkept(kept_at(storage, path, [attempt], lambda *_: time.time()), path)
+        _check_unkept(protections_at(storage, path, [attempt], lambda *_: time.time()), path)
     return len(left.catalog.tensors), sum(one.nbytes for one in left.files)
 
 
@@ -148,7 +148,7 @@ class _Part:
     """What is left of a checkpoint: `files` are its objects files that still hold something."""
 
     source: Index
-    left: Stripped
+    left: ReducedCheckpoint
     files: Mapping[str, ObjectsFile]
 
     @staticmethod
@@ -156,7 +156,7 @@ class _Part:
         """Read the objects files, and see what is left. ValueError if that makes no sense."""
         files = {one.name: read_objects(storage, folder, one) for one in index.objects}
         keys = top_level_keys(node for file in files.values() for node in file.tree)
-        left = strip_index(index, names, keys)
+        left = drop_from_index(index, names, keys)
         stripped = {name: _without(file, names, keys) for name, file in files.items()}
         kept = {
             name: file
@@ -167,7 +167,7 @@ class _Part:
 
     def write(
         self, storage: Storage, source: str, target: str, progress: Progress | None
-    ) -> tuple[tuple[ObjectsFileRecord, ...], Tally]:
+    ) -> tuple[tuple[ObjectsFileRecord, ...], IoCount]:
         """Write the objects files, link all others; return the former, and what was linked."""
         records = []
         for name, file in sorted(self.files.items()):
@@ -182,7 +182,7 @@ class _Part:
             **{name: record for name, record in shards.items() if name in kept},
             **{one.file_name: one for one in self.source.attached},
         }
-        linked = carry_files(
+        linked = link_or_copy_files(
             storage,
             self.source,
             source,
@@ -216,7 +216,7 @@ def _without(file: ObjectsFile, names: frozenset[str], keys: Mapping[str, None])
 
     return replace(
         file,
-        tree=tuple(strip_tree(file.tree, names, keys)),
+        tree=tuple(drop_from_tree(file.tree, names, keys)),
         values={fqn: value for fqn, value in file.values.items() if stays(fqn)},
         per_rank={fqn: values for fqn, values in file.per_rank.items() if stays(fqn)},
         numpy=tuple(fqn for fqn in file.numpy if stays(fqn)),
@@ -231,10 +231,10 @@ def _commit(storage: Storage, claim: Claim, index: Index, source: Index) -> None
     commit_protocol.check_files(storage, claim.folder, sizes)
     if (places := _places(storage, claim.path, source, claim.attempt)) is not None:
         old, new = places
-        facts = read_facts(storage, new.root)
-        if measured := known_of(facts, 0.0).metrics.get(old):
+        facts = read_annotations(storage, new.root)
+        if measured := annotations_of(facts, 0.0).metrics.get(old):
             put_metrics(storage, new.root, new.where, measured)
-        if (why := guards_of(facts, 0.0).pins.get(old)) is not None:
+        if (why := protections_of(facts, 0.0).pins.get(old)) is not None:
             new.put(PIN, {"pinned": True, "why": why})
     commit_protocol.commit(storage, claim, index)
 
@@ -252,20 +252,20 @@ def _move_guards(storage: Storage, path: str, source: Index, target: Attempt) ->
     if (places := _places(storage, path, source, target)) is None:
         return
     old, new = places
-    guards = guards_of(read_facts(storage, new.root), 0.0)
+    guards = protections_of(read_annotations(storage, new.root), 0.0)
     for name in guards.tags.get(old, ()):
         leases.tag(new, name)
     if old in guards.pins:
-        leases.unpin(Subject(storage, new.root, path, old))
+        leases.unpin(CheckpointRef(storage, new.root, path, old))
 
 
 def _places(
     storage: Storage, path: str, source: Index, target: Attempt
-) -> tuple[Where, Subject] | None:
+) -> tuple[Where, CheckpointRef] | None:
     """Return what facts are about: the source, and the new attempt. None if there are no facts."""
     root = path.rpartition("/")[0] or "/"
     attempt = filenames.parse_attempt(source.attempt)
-    if source.step is None or attempt is None or not keeps_records(storage, root):
+    if source.step is None or attempt is None or not can_keep_records(storage, root):
         return None
-    new = Subject(storage, root, path, (source.step, target))
+    new = CheckpointRef(storage, root, path, (source.step, target))
     return (source.step, attempt), new

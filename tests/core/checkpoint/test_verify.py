@@ -12,7 +12,7 @@ from dist_ckpt.core.checkpoint import verify as verify_module
 from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport, verify
 from dist_ckpt.core.commit.attempts import find
 from dist_ckpt.core.commit.commit_protocol import claim, commit
-from dist_ckpt.core.format.geometry import Span
+from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.format.index.index import Key, Node
 from dist_ckpt.core.format.layout import Flat, Layout
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
@@ -132,8 +132,8 @@ def test_a_damaged_block_is_reported_with_its_rank_tensor_and_rows(folder: Path)
     flip(file, start + 64)
     flip(file, start + 19 * 4 + 9 * 4 + 3 * 64)
     first, second = about(verify(folder.parent), file.name)
-    assert (first.rank, first.tensor, first.rows) == (1, "model.f", Span(5, 6))
-    assert (second.rank, second.tensor, second.rows) == (1, "model.w", Span(19, 21))
+    assert (first.rank, first.tensor, first.rows) == (1, "model.f", ByteRange(5, 6))
+    assert (second.rank, second.tensor, second.rows) == (1, "model.w", ByteRange(19, 21))
     assert str(second).startswith("model.w rows 19:21: damaged, the block's digest is ")
     assert f"{file} of rank 1, bytes {start + 304}:{start + 368}" in second.what
     assert verify(folder.parent, level="quick").ok
@@ -159,9 +159,9 @@ def test_a_lost_file_names_the_tensors_and_rows_that_are_lost_with_it(folder: Pa
     lost = {(problem.tensor, problem.rows) for problem in report.problems}
     assert lost == {
         (None, None),
-        ("model.e", Span(0, 0)),
-        ("model.f", Span(0, 3)),
-        ("model.w", Span(0, 13)),
+        ("model.e", ByteRange(0, 0)),
+        ("model.f", ByteRange(0, 3)),
+        ("model.w", ByteRange(0, 13)),
     }
     assert {problem.rank for problem in report.problems} == {0}
 
@@ -178,8 +178,8 @@ def test_a_file_that_is_cut_off_names_what_is_lost_and_checks_the_rest(
     flip(file, start)
     problems = about(verify(folder.parent, level=level), file.name)  # type: ignore[arg-type]
     lost = {(problem.tensor, problem.rows) for problem in problems}
-    expected = {(None, None), ("model.w", Span(15, 40)), ("model.s", None)}
-    assert lost == expected | ({("model.f", Span(2, 6))} if level == "full" else set())
+    expected = {(None, None), ("model.w", ByteRange(15, 40)), ("model.s", None)}
+    assert lost == expected | ({("model.f", ByteRange(2, 6))} if level == "full" else set())
 
 
 def test_a_header_that_is_damaged_loses_every_tensor_of_the_file(folder: Path) -> None:

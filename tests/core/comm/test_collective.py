@@ -3,8 +3,13 @@ from __future__ import annotations
 import pytest
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.collectives.collective import AloneCollective, distinct, name_of, nbytes_of
-from dist_ckpt.core.comm.messages import FalloutError
+from dist_ckpt.core.comm.collectives.collective import (
+    SingleProcessCollective,
+    distinct,
+    name_of,
+    nbytes_of,
+)
+from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.errors import RankError
 from dist_ckpt.testing.thread_channel import (
     ThreadChannel,
@@ -29,7 +34,7 @@ def test_distinct_names_are_ordered_by_their_lowest_ranks():
 
 
 def test_alone_what_is_given_comes_back():
-    alone = AloneCollective()
+    alone = SingleProcessCollective()
     assert alone.all_gather_distinct(b"body") == ((b"body", (0,)),)
     assert alone.broadcast(b"data") == b"data"
 
@@ -68,7 +73,7 @@ def test_a_thread_rank_that_breaks_off_lets_all_transfers_fail():
             return collective.epoch
         data = memoryview(bytearray(1))
         transfer = collective.receive(2, data, 0) if rank else collective.send(1, data, 9)
-        with pytest.raises(FalloutError):
+        with pytest.raises(SecondaryError):
             transfer.wait()
         return collective.epoch
 
@@ -86,5 +91,5 @@ def test_after_a_failure_thread_ranks_meet_again_once_they_agree_on_an_epoch():
         channel.leave()
         return collective.epoch, data
 
-    outcomes = try_ranks(3, run, config=Config(silence_s=1.5, arrive_s=30))
+    outcomes = try_ranks(3, run, config=Config(heartbeat_timeout_s=1.5, join_timeout_s=30))
     assert [outcome.value for outcome in outcomes] == [(1, b"second")] * 3

@@ -11,9 +11,14 @@ import pytest
 
 from dist_ckpt import errors
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.exchange.channel import Alone, Channel
-from dist_ckpt.core.comm.key_value.client_thread import PART_NBYTES, StoreLine, get_all, get_each
-from dist_ckpt.core.comm.messages import FalloutError, NoAnswerError
+from dist_ckpt.core.comm.exchange.channel import Channel, SingleProcessChannel
+from dist_ckpt.core.comm.key_value.client_thread import (
+    PART_NBYTES,
+    StoreClientThread,
+    get_all,
+    get_each,
+)
+from dist_ckpt.core.comm.messages import NoAnswerError, SecondaryError
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
 from dist_ckpt.testing.thread_channel import (
     Outcome,
@@ -28,8 +33,8 @@ from exchanges import Doc, exchange
 pytestmark = pytest.mark.waits
 
 # Deadlines that pass within a test. A busy machine may stop a rank for longer than FRAIL bears.
-HASTY = Config(silence_s=3.0, arrive_s=0.3, warn_s=0.1)
-FRAIL = Config(silence_s=2.0, arrive_s=20.0, warn_s=20.0)
+HASTY = Config(heartbeat_timeout_s=3.0, join_timeout_s=0.3, warn_s=0.1)
+FRAIL = Config(heartbeat_timeout_s=2.0, join_timeout_s=20.0, warn_s=20.0)
 
 OUR_ERRORS = [
     errors.NotFoundError,
@@ -284,7 +289,7 @@ def test_a_fallout_waits_for_the_error_that_has_brought_it_about():
             if rank == 1:
                 time.sleep(0.3)  # the coordinator looks several times
                 raise ValueError("the cause")
-            raise FalloutError("the connections failed")
+            raise SecondaryError("the connections failed")
 
         channel.enter("save")
         try:
@@ -398,7 +403,7 @@ def test_after_a_call_by_some_alone_they_may_come_late_to_the_next_call(early):
         time.sleep(0.6 if rank in early else 0)
         return ask(channel, lambda: rank, sum, what="save to b")
 
-    config = Config(silence_s=1.2, arrive_s=2.0, warn_s=1.0)
+    config = Config(heartbeat_timeout_s=1.2, join_timeout_s=2.0, warn_s=1.0)
     assert run_ranks(3, run, config=config) == [3, 3, 3]
 
 
@@ -611,7 +616,7 @@ def test_a_rank_that_works_longer_than_every_deadline_is_only_slow():
 
         return ask(channel, work, sum)
 
-    config = Config(silence_s=1.2, arrive_s=0.5, warn_s=0.5)
+    config = Config(heartbeat_timeout_s=1.2, join_timeout_s=0.5, warn_s=0.5)
     assert run_ranks(3, run, config=config) == [3, 3, 3]
 
 
@@ -654,7 +659,7 @@ def test_a_store_that_does_not_answer_is_lost_after_silence_s():
             try:
                 return ask(channel)
             finally:
-                assert time.monotonic() - start < FRAIL.silence_s + 2
+                assert time.monotonic() - start < FRAIL.heartbeat_timeout_s + 2
                 told.wait(10)
                 thawed.set()
 
@@ -739,8 +744,8 @@ def test_an_operation_may_follow_one_that_an_interrupt_met_as_it_began(monkeypat
     channel = ThreadChannel(ThreadStore(), 0, 1)
     with monkeypatch.context() as patch:
         beats = iter([raising(KeyboardInterrupt())])
-        beat = StoreLine.beat
-        patch.setattr(StoreLine, "beat", lambda line: next(beats, lambda: beat(line))())
+        beat = StoreClientThread.beat
+        patch.setattr(StoreClientThread, "beat", lambda line: next(beats, lambda: beat(line))())
         with pytest.raises(KeyboardInterrupt):
             channel.enter("save to a")
     channel.enter("save to b")
@@ -813,25 +818,27 @@ def ask_nobody(channel: ThreadChannel) -> None:
 
 
 def test_alone_the_decision_is_returned():
-    assert ask(Alone(), lambda: {"a": [1]}, lambda payloads: payloads) == [{"a": [1]}]
+    assert ask(SingleProcessChannel(), lambda: {"a": [1]}, lambda payloads: payloads) == [
+        {"a": [1]}
+    ]
 
 
 def test_alone_documents_are_what_they_are_in_a_group():
-    assert ask(Alone(), lambda: (1, 2), lambda payloads: payloads[0]) == [1, 2]
+    assert ask(SingleProcessChannel(), lambda: (1, 2), lambda payloads: payloads[0]) == [1, 2]
     with pytest.raises(TypeError, match="unsupported"):
-        ask(Alone(), object)
+        ask(SingleProcessChannel(), object)
 
 
 @pytest.mark.parametrize("kind", [*OUR_ERRORS, KeyboardInterrupt, SystemExit])
 def test_alone_an_error_is_raised_as_it_is(kind):
     original = kind("the disk is full")
     with pytest.raises(kind) as caught:
-        ask(Alone(), raising(original))
+        ask(SingleProcessChannel(), raising(original))
     assert caught.value is original
 
 
 def test_alone_any_other_error_is_a_rank_error_as_in_a_group():
     original = KeyError("lr")
     with pytest.raises(RankError, match="KeyError: 'lr'") as caught:
-        ask(Alone(), raising(original))
+        ask(SingleProcessChannel(), raising(original))
     assert caught.value.__cause__ is original

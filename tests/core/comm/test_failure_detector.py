@@ -6,8 +6,8 @@ import pytest
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.liveness import failure_detector
-from dist_ckpt.core.comm.liveness.failure_detector import Peers
-from dist_ckpt.core.comm.liveness.heartbeat import Heart
+from dist_ckpt.core.comm.liveness.failure_detector import FailureDetector
+from dist_ckpt.core.comm.liveness.heartbeat import HeartbeatSender
 
 SILENCE_S = 20
 
@@ -22,7 +22,7 @@ class Clock:
         return self.now
 
 
-class Line:
+class SaveBarrier:
     """A line to a store in which all keys have one value."""
 
     def __init__(self) -> None:
@@ -39,24 +39,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def watch_of(line: Any) -> Peers:
-    return Peers(line, str, Config(silence_s=SILENCE_S))
+def watch_of(line: Any) -> FailureDetector:
+    return FailureDetector(line, str, Config(heartbeat_timeout_s=SILENCE_S))
 
 
-def loss_of(watch: Peers) -> str | None:
+def loss_of(watch: FailureDetector) -> str | None:
     watch.look([1])
     return watch.loss(1, 0, was_in=False)
 
 
 def test_a_rank_that_was_never_seen_is_not_silent(clock):
-    watch = watch_of(Line())
+    watch = watch_of(SaveBarrier())
     for clock.now in range(0, 1000, 4):
         assert loss_of(watch) is None
     assert not watch.is_known(1)
 
 
 def test_silence_counts_from_the_last_change_that_was_seen(clock):
-    line, heart = Line(), Heart("a", inside=True)
+    line, heart = SaveBarrier(), HeartbeatSender("a", inside=True)
     watch = watch_of(line)
     for start in (0, 1000):
         line.beat = heart.beat()
@@ -67,9 +67,9 @@ def test_silence_counts_from_the_last_change_that_was_seen(clock):
 
 
 def test_a_pause_of_the_observer_is_not_silence_of_the_others(clock):
-    line = Line()
+    line = SaveBarrier()
     watch = watch_of(line)
-    line.beat = Heart("a", inside=True).beat()
+    line.beat = HeartbeatSender("a", inside=True).beat()
     for clock.now in range(0, 4 * 3600, 3600):  # each look counts for a quarter of a silence
         assert loss_of(watch) is None
     clock.now += 3600
@@ -77,7 +77,7 @@ def test_a_pause_of_the_observer_is_not_silence_of_the_others(clock):
 
 
 def test_what_is_no_heartbeat_of_ours_is_strange_and_nobody_is_known_by_it(clock):
-    line = Line()
+    line = SaveBarrier()
     watch = watch_of(line)
     assert not watch.is_strange(1)
     line.beat = b"nonsense"

@@ -11,13 +11,13 @@ pytest.importorskip("torch.distributed")
 from torch.distributed import HashStore
 
 from dist_ckpt.core.comm.collectives.gloo import GlooCollective
-from dist_ckpt.core.comm.messages import FalloutError
+from dist_ckpt.core.comm.messages import SecondaryError
 
 
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
-        (RuntimeError("reset"), FalloutError),
+        (RuntimeError("reset"), SecondaryError),
         (KeyboardInterrupt(), KeyboardInterrupt),
         (MemoryError(), MemoryError),
     ],

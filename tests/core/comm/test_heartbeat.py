@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-from dist_ckpt.core.comm.liveness.heartbeat import Beat, Heart
+from dist_ckpt.core.comm.liveness.heartbeat import Heartbeat, HeartbeatSender
 from dist_ckpt.core.comm.messages import unpack
 
 
 def test_a_beat_tells_what_the_heart_was_told():
-    heart = Heart("a", number=7, inside=True, told=3)
-    assert unpack(heart.beat(), Beat) == Beat(1, 7, True, 3, False, "a")
+    heart = HeartbeatSender("a", number=7, inside=True, told=3)
+    assert unpack(heart.beat(), Heartbeat) == Heartbeat(1, 7, True, 3, False, "a")
     heart.gone = True
-    assert unpack(heart.beat(), Beat) == Beat(2, 7, True, 3, True, "a")
+    assert unpack(heart.beat(), Heartbeat) == Heartbeat(2, 7, True, 3, True, "a")
 
 
 def test_no_two_beats_are_equal():
-    heart = Heart("a")
+    heart = HeartbeatSender("a")
     assert len({heart.beat() for _ in range(1000)}) == 1000

@@ -13,8 +13,8 @@ from contextlib import suppress
 import pytest
 
 from dist_ckpt.core.comm.collectives import host_links
-from dist_ckpt.core.comm.collectives.host_links import CommonMemory, HostLinks
-from dist_ckpt.core.comm.messages import FalloutError
+from dist_ckpt.core.comm.collectives.host_links import HostLinks, SharedScratch
+from dist_ckpt.core.comm.messages import SecondaryError
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no memory without a name"
@@ -30,7 +30,7 @@ def meeting() -> str:
 
 def links_of(meeting: str, rank: int, timeout_s: float = 5) -> HostLinks:
     """Return links that offer new memory."""
-    memory = CommonMemory(NBYTES)
+    memory = SharedScratch(NBYTES)
     links = HostLinks(meeting, rank, timeout_s=timeout_s)
     links.offer(memory)
     return links
@@ -119,7 +119,7 @@ def test_ranks_of_another_meeting_are_out_of_reach(meeting):
 
 def test_a_rank_that_has_not_connected_is_waited_for_no_longer_than_said(meeting):
     links = links_of(meeting, 0, 0.01)
-    with pytest.raises(FalloutError, match="no connection from rank 2 within"):
+    with pytest.raises(SecondaryError, match="no connection from rank 2 within"):
         links.accept([2])
     links.close()
 
@@ -128,7 +128,7 @@ def test_a_rank_that_gives_up_before_it_is_accepted_is_a_fallout(meeting):
     low, high = (links_of(meeting, n) for n in (0, 3))
     high.connect([0])
     high.close()
-    with pytest.raises(FalloutError, match="given up or is gone"):
+    with pytest.raises(SecondaryError, match="given up or is gone"):
         low.accept([3])
     low.close()
 
@@ -138,7 +138,7 @@ def test_the_processes_of_other_users_are_not_let_in(meeting, monkeypatch):
     high = links_of(meeting, 3)
     high.connect([0])
     monkeypatch.setattr(host_links, "_is_own_user", lambda _: False)
-    with pytest.raises(FalloutError):
+    with pytest.raises(SecondaryError):
         low.accept([3])
     assert heard(high, 1) == [(0, None)]
     assert high.connect([0]) == [0]
@@ -187,7 +187,7 @@ def test_strangers_one_after_the_other_keep_nobody_waiting_for_ever(meeting):
     # What ends a wait that nothing else ends.
     alarm = threading.Timer(10, is_over.set)
     alarm.start()
-    with pytest.raises(FalloutError, match="no connection from rank 2 within"):
+    with pytest.raises(SecondaryError, match="no connection from rank 2 within"):
         links.accept([2])
     is_over.set()
     alarm.cancel()

@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dist_ckpt.core.comm.collectives.collective import AloneCollective
-from dist_ckpt.core.comm.exchange.channel import Alone
+from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.testing.thread_channel import (
@@ -25,7 +25,7 @@ def _no_launcher(monkeypatch):
 
 def test_without_a_process_group_a_process_is_alone():
     session = session_of()
-    assert isinstance(session.channel, Alone)
+    assert isinstance(session.channel, SingleProcessChannel)
     assert session.group_ranks == (0,)
     with session.operation("save"):
         assert exchange(session.channel, "agree", lambda: 3, sum) == 3
@@ -33,22 +33,22 @@ def test_without_a_process_group_a_process_is_alone():
 
 
 def test_common_memory_is_kept_for_who_needs_no_more_than_it_has():
-    session = Session(Alone(), AloneCollective())
-    with session.common_memory(4096) as first:
+    session = Session(SingleProcessChannel(), SingleProcessCollective())
+    with session.shared_scratch(4096) as first:
         pass
-    with session.common_memory(100) as again:
+    with session.shared_scratch(100) as again:
         assert again is first
-    with session.common_memory(4097) as larger:
+    with session.shared_scratch(4097) as larger:
         assert larger.view.nbytes >= 4097
-    with session.common_memory(1) as again:
+    with session.shared_scratch(1) as again:
         assert again is larger
 
 
 def test_common_memory_is_not_used_again_after_an_error():
-    session = Session(Alone(), AloneCollective())
-    with pytest.raises(OSError, match="hangs"), session.common_memory(4096) as first:
+    session = Session(SingleProcessChannel(), SingleProcessCollective())
+    with pytest.raises(OSError, match="hangs"), session.shared_scratch(4096) as first:
         raise OSError("a call hangs that may write into it")
-    with session.common_memory(4096) as second:
+    with session.shared_scratch(4096) as second:
         assert second is not first
 
 
@@ -83,8 +83,8 @@ def test_a_group_without_an_initialised_torch_distributed_is_told_the_line_to_ad
 
 
 def test_options_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("DIST_CKPT_ARRIVE_S", "7")
-    assert session_of().config.arrive_s == 7
+    monkeypatch.setenv("DIST_CKPT_JOIN_TIMEOUT_S", "7")
+    assert session_of().config.join_timeout_s == 7
 
 
 def test_the_name_of_the_host_comes_from_the_environment(monkeypatch):
@@ -105,7 +105,7 @@ def test_an_operation_is_left_also_after_an_error():
 
 def test_an_operation_is_left_also_if_an_interrupt_meets_its_end(monkeypatch):
     channel = ThreadChannel(ThreadStore(), 0, 1)
-    session = Session(channel, AloneCollective())
+    session = Session(channel, SingleProcessCollective())
 
     def interrupted() -> None:
         monkeypatch.undo()
@@ -131,7 +131,7 @@ def test_the_bulk_connections_have_the_number_that_they_are_renewed_with():
 
 
 def test_a_closed_session_keeps_no_scratch_memory():
-    session = Session(Alone(), AloneCollective())
+    session = Session(SingleProcessChannel(), SingleProcessCollective())
     with session.slots.one() as before:
         pass
     session.close()

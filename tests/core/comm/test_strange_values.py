@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import MAX_PARTS, NOTHING, PART_NBYTES
-from dist_ckpt.core.comm.liveness.heartbeat import Beat
+from dist_ckpt.core.comm.liveness.heartbeat import Heartbeat
 from dist_ckpt.core.comm.messages import (
     MAX_DOCUMENT_NBYTES,
     Answer,
@@ -39,13 +39,13 @@ from exchanges import Doc, exchange
 pytestmark = pytest.mark.waits
 
 NUM_CASES = int(os.environ.get("DIST_CKPT_TEST_CASES", "300"))
-FRAIL = Config(silence_s=4.0, arrive_s=20.0, warn_s=20.0)
+FRAIL = Config(heartbeat_timeout_s=4.0, join_timeout_s=20.0, warn_s=20.0)
 
 
 FAILURE = Failure("CorruptError", "rank 1 (host b): bad", 1, "read", ("a", "b"), fallout=True)
 ENVELOPE = Envelope("save to /ck", "write", "0123456789abcdef", b"nonc", pack({"a": [1]}), FAILURE)
 MESSAGES: list[tuple[type, bytes]] = [
-    (Beat, encode(Beat(3, 2, True, 1, False, "host"))),
+    (Heartbeat, encode(Heartbeat(3, 2, True, 1, False, "host"))),
     (Envelope, encode(ENVELOPE)),
     (Answer, encode(Answer("save", "", b"noncnonc", pack(None), FAILURE))),
     (Answer, encode(Answer("save", "0123456789abcdef", b"", pack([1, "a"]), None))),
@@ -88,7 +88,7 @@ def use(message: object) -> None:
         encode(message)
 
 
-@pytest.mark.parametrize("kind", [Beat, Envelope, Answer])
+@pytest.mark.parametrize("kind", [Heartbeat, Envelope, Answer])
 @pytest.mark.parametrize("data", STRANGE, ids=range(len(STRANGE)))
 def test_what_is_no_message_is_a_value_error_that_says_so(kind: type, data: bytes):
     with pytest.raises(ValueError, match="bytes that are no"):
@@ -239,7 +239,7 @@ def test_a_heartbeat_that_is_none_is_told_where_it_is_needed(owner: int):
 def test_ranks_that_count_another_start_are_named_with_the_remedy():
     store = ThreadStore()
     store.add("starts/1", 1)  # an earlier start, of which rank 0 was dead before it saved
-    config = Config(silence_s=3.0, arrive_s=0.3, warn_s=0.1)
+    config = Config(heartbeat_timeout_s=3.0, join_timeout_s=0.3, warn_s=0.1)
 
     def run(rank: int, _: ThreadChannel, __: ThreadCollective) -> Doc:
         with closing(ThreadChannel(store, rank, 2, config)) as channel:

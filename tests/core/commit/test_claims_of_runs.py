@@ -13,11 +13,16 @@ import pytest
 
 from commit_cases import PATH, index_of, save, sizes_of, step_at, with_root, write_rank
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
-from dist_ckpt.core.commit.records.incarnations import OfRun, begin, read_history, secure
+from dist_ckpt.core.commit.records.incarnations import (
+    Incarnation,
+    begin_incarnation,
+    read_history,
+    secure_incarnation,
+)
 from dist_ckpt.core.format.filenames import Attempt, trash_name
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.core.storage.wrappers.forwarding import WrappedStorage
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError, StorageError
 
 T = TypeVar("T")
@@ -25,15 +30,17 @@ ROOT = "/runs"
 ID = "0123456789abcdef"
 
 
-def started(storage: Storage, root: str = ROOT, step: int = 0) -> OfRun:
+def started(storage: Storage, root: str = ROOT, step: int = 0) -> Incarnation:
     """Begin a start that goes on from a step of the one before."""
     newest = read_history(storage, root).newest
     restored = (step, Attempt(1000 * newest or 1, ID))
-    return OfRun(root, begin(storage, root, restored=restored, why="", by="a job").number)
+    return Incarnation(
+        root, begin_incarnation(storage, root, restored=restored, why="", by="a job").number
+    )
 
 
 def claimed(
-    storage: Storage, run: OfRun | None, path: str = PATH, *, overwrite: bool = False
+    storage: Storage, run: Incarnation | None, path: str = PATH, *, overwrite: bool = False
 ) -> commit_protocol.Claim:
     return commit_protocol.claim(storage, path, overwrite=overwrite, by="a test", run=run)
 
@@ -69,7 +76,7 @@ def test_what_is_left_behind_stays_until_its_replacement_is_committed() -> None:
     claim = claimed(storage, started(storage))
     assert step_at(storage) == 1
     assert attempts.abandon(storage, PATH, claim.attempt, by="a test", reason="to see")
-    commit_protocol.give_up(storage, claim)
+    commit_protocol.discard_attempt(storage, claim)
     assert step_at(storage) == 1
 
 
@@ -143,7 +150,7 @@ def test_what_a_start_went_back_to_is_not_replaced_by_a_late_save() -> None:
     late = claimed(storage, started(storage))
     write_rank(storage, late.folder, 1, 0)
     run = started(storage)
-    secure(storage, PATH, restored, run, by="a job")
+    secure_incarnation(storage, PATH, restored, run, by="a job")
     with pytest.raises(ConflictError, match=f"abandoned by a job: start 2 went on from {restored}"):
         commit_protocol.commit(
             storage,
@@ -165,7 +172,7 @@ def test_a_start_is_told_that_what_it_went_back_to_is_replaced(is_gone: bool) ->
     with pytest.raises(
         ConflictError, match=f"restored, and {found} is the checkpoint there by now"
     ):
-        secure(storage, PATH, restored, started(storage), by="a job")
+        secure_incarnation(storage, PATH, restored, started(storage), by="a job")
 
 
 def test_a_later_save_of_the_same_start_is_as_good_as_the_one_that_was_restored() -> None:
@@ -173,13 +180,13 @@ def test_a_later_save_of_the_same_start_is_as_good_as_the_one_that_was_restored(
     first = started(storage)
     restored = finish(storage, claimed(storage, first), 1)
     finish(storage, claimed(storage, first, overwrite=True), 1)
-    secure(storage, PATH, restored, started(storage), by="a job")
+    secure_incarnation(storage, PATH, restored, started(storage), by="a job")
 
 
 # --- a late writer, on real files ------------------------------------------------------------
 
 
-class Stopping(WrappedStorage):
+class Stopping(ForwardingStorage):
     """Calls `stop` before its call of a number."""
 
     def __init__(self, inner: Storage, number: int, stop: Callable[[], None]) -> None:
@@ -196,7 +203,7 @@ class Stopping(WrappedStorage):
 class LateWriter(threading.Thread):
     """Saves for a start; stops before its call of a number until it is let go."""
 
-    def __init__(self, run: OfRun, path: str, number: int) -> None:
+    def __init__(self, run: Incarnation, path: str, number: int) -> None:
         super().__init__(daemon=True)
         self._run, self._path = run, path
         self.stopped, self._goes_on = threading.Event(), threading.Event()

@@ -26,7 +26,7 @@ from dist_ckpt.core.commit.commit_protocol import Claim
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Abandoned
 from dist_ckpt.core.storage import Storage, WritableFile
 from dist_ckpt.errors import (
@@ -267,7 +267,7 @@ def careful_save(storage: Storage, step: int) -> None:
         commit_protocol.commit(storage, claim, index_of(claim.attempt, step, 1))
     except (CheckpointError, FileNotFoundError):
         if attempts.abandon(storage, PATH, claim.attempt, by="me", reason="it failed"):
-            commit_protocol.give_up(storage, claim)
+            commit_protocol.discard_attempt(storage, claim)
         raise
     removal.supersede(storage, PATH, claim.attempt)
 
@@ -384,7 +384,7 @@ def test_what_is_new_in_the_index_of_a_catalog_that_was_read_before_is_read_agai
     storage = MemoryStorage()
     claim = claimed(storage)
     index = index_of(claim.attempt, 1, 1)
-    text = CatalogText(index.catalog)
+    text = EncodedCatalog(index.catalog)
     commit_protocol.commit(storage, claim, index, text)
     assert text.was_read
     again = claimed(storage, overwrite=True)
@@ -779,7 +779,7 @@ def test_what_cannot_be_superseded_is_logged_for_the_new_one_is_committed(caplog
 
 def test_to_give_up_removes_the_attempt_and_the_folders_made_for_it():
     storage = with_root()
-    commit_protocol.give_up(storage, claimed(storage))
+    commit_protocol.discard_attempt(storage, claimed(storage))
     assert storage.tree() == {"/runs": None}
 
 
@@ -787,7 +787,7 @@ def test_to_give_up_leaves_folders_that_somebody_else_uses_by_now():
     storage = with_root()
     claim = claimed(storage)
     storage.make_folder(f"{PATH}/{HIGHEST}")
-    commit_protocol.give_up(storage, claim)
+    commit_protocol.discard_attempt(storage, claim)
     assert names_in(storage) == [HIGHEST.name]
 
 

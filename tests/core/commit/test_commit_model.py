@@ -70,7 +70,7 @@ def saver(step: int, *, overwrite: bool = False) -> Program:
                 storage, PATH, claim.attempt, by=f"saver of {step}", reason="it failed"
             ):
                 return Outcome("unknown", claim.attempt)
-            commit_protocol.give_up(storage, claim)
+            commit_protocol.discard_attempt(storage, claim)
         except CheckpointError:
             return Outcome("unknown", claim.attempt)
         return Outcome("failed", claim.attempt)

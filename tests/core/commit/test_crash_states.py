@@ -99,7 +99,7 @@ def rank_gives_up(disk: CrashStorage) -> None:
     claim = begin(disk, 2, overwrite=True)
     assert attempts.abandon(disk, PATH, claim.attempt, by="rank 1", reason="no verdict")
     disk.mark("failed 2")
-    commit_protocol.give_up(disk, claim)
+    commit_protocol.discard_attempt(disk, claim)
 
 
 def rank_gives_up_on_a_full_disk(disk: CrashStorage) -> None:
@@ -139,7 +139,7 @@ def collector_finds_an_overwrite_that_was_not_synced(disk: CrashStorage) -> None
 def failed_overwrite(disk: CrashStorage) -> None:
     put(disk, 1)
     claim = begin(disk, 2, overwrite=True)
-    commit_protocol.give_up(disk, claim)
+    commit_protocol.discard_attempt(disk, claim)
     disk.mark("failed 2")
 
 

@@ -20,10 +20,10 @@ from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.commit.records import leases as holds
 from dist_ckpt.core.commit.records import record_store
-from dist_ckpt.core.commit.records.leases import Hold, Subject, forget, remove_unless_kept
-from dist_ckpt.core.commit.records.record_store import StoredFact, read_facts
-from dist_ckpt.core.format.filenames import Attempt, FactName
-from dist_ckpt.core.format.run_records import Fact, decode_fact
+from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, forget, remove_if_unprotected
+from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
+from dist_ckpt.core.format.filenames import AnnotationName, Attempt
+from dist_ckpt.core.format.run_records import Annotation, decode_annotation
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.storage import Storage
@@ -189,20 +189,20 @@ ATTEMPT = Attempt(1, "a" * 16)
 FACTS = f"/runs/.facts/{STEP}/{ATTEMPT}"
 
 
-def subject(storage: Storage) -> Subject:
-    return Subject(storage, "/runs", PATH, (STEP, ATTEMPT))
+def subject(storage: Storage) -> CheckpointRef:
+    return CheckpointRef(storage, "/runs", PATH, (STEP, ATTEMPT))
 
 
 def holder(*, releases: bool = False) -> Program:
     def take(storage: Storage, _: None) -> str | Outcome:
         try:
-            Hold(subject(storage), 60.0, "h" * 16).take()
+            Lease(subject(storage), 60.0, "h" * 16).take()
         except NotFoundError:
             return Outcome("refused")
         return "held" if releases else Outcome("held")
 
     def release(storage: Storage, _: str) -> Outcome:
-        Hold(subject(storage), 60.0, "h" * 16).release()
+        Lease(subject(storage), 60.0, "h" * 16).release()
         return Outcome("released")
 
     return (take, release) if releases else (take,)
@@ -211,7 +211,7 @@ def holder(*, releases: bool = False) -> Program:
 def remover() -> Program:
     def run(storage: Storage, _: None) -> Outcome:
         try:
-            told = remove_unless_kept(
+            told = remove_if_unprotected(
                 subject(storage), lambda: removal.remove(storage, PATH, ATTEMPT)
             )
             if told:
@@ -243,26 +243,28 @@ def names(monkeypatch: pytest.MonkeyPatch) -> _Names:
     made = _Names()
     for module in (attempts, holds, record_store):
         monkeypatch.setattr(module, "new_id", made.new)
-    monkeypatch.setattr(holds, "fact_about", _fact)
-    monkeypatch.setattr(holds, "put_fact", _put_fact)
+    monkeypatch.setattr(holds, "new_annotation", _fact)
+    monkeypatch.setattr(holds, "put_annotation", _put_fact)
     monkeypatch.setattr(holds, "_kept_by", _kept_by)
-    decode = functools.cache(decode_fact)
-    monkeypatch.setattr(record_store, "decode_fact", decode)
+    decode = functools.cache(decode_annotation)
+    monkeypatch.setattr(record_store, "decode_annotation", decode)
     return made
 
 
-def _fact(step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]) -> Fact:
-    return Fact(step, attempt, kind, values, "a test", 1.0)
+def _fact(step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]) -> Annotation:
+    return Annotation(step, attempt, kind, values, "a test", 1.0)
 
 
-def _put_fact(storage: Storage, root: str, fact: Fact, *, above: int = 0) -> FactName:
-    name = record_store.put_fact(storage, root, fact, above=above)
+def _put_fact(storage: Storage, root: str, fact: Annotation, *, above: int = 0) -> AnnotationName:
+    name = record_store.put_annotation(storage, root, fact, above=above)
     if isinstance(storage, Replay):
         storage.forget_answers(name)  # nothing else of what it has seen counts any more
     return name
 
 
-def _kept_by(subject: Subject, others: Iterable[StoredFact], mark: FactName) -> tuple[str, ...]:
+def _kept_by(
+    subject: CheckpointRef, others: Iterable[StoredAnnotation], mark: AnnotationName
+) -> tuple[str, ...]:
     told = kept_by(subject, others, mark)
     if isinstance(subject.storage, Replay):
         subject.storage.forget_answers((mark, told))
@@ -334,7 +336,7 @@ def test_in_no_order_of_the_real_steps_what_is_held_is_gone(programs, names, mon
     assert num_states > 100
 
 
-def check_backwards(subject: Subject, name: object) -> None:
+def check_backwards(subject: CheckpointRef, name: object) -> None:
     """Look for the checkpoint first, as the real code must not."""
     if not subject.is_there():
         raise NotFoundError("gone")
@@ -352,8 +354,8 @@ def test_a_mistake_in_the_real_steps_is_found(names, monkeypatch):
 
 def test_the_files_of_the_search_are_those_of_the_real_code(monkeypatch) -> None:
     storage = MemoryStorage(begun(monkeypatch))
-    Hold(subject(storage), 60.0).take()
-    assert [fact.name.kind for fact in read_facts(storage, "/runs")] == ["hold"]
-    assert remove_unless_kept(subject(storage), lambda: None)[0].startswith("held by process")
+    Lease(subject(storage), 60.0).take()
+    assert [fact.name.kind for fact in read_annotations(storage, "/runs")] == ["hold"]
+    assert remove_if_unprotected(subject(storage), lambda: None)[0].startswith("held by process")
     assert list_attempts(storage, PATH) == [ATTEMPT]
     assert FACTS in storage.tree()

@@ -10,14 +10,18 @@ import pytest
 
 from dist_ckpt.core.commit.records import incarnations
 from dist_ckpt.core.commit.records.incarnations import (
-    History,
-    OfRun,
-    begin,
-    newest_start,
+    Incarnation,
+    IncarnationHistory,
+    begin_incarnation,
+    newest_incarnation,
     read_history,
 )
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.run_records import RunStart, decode_start, encode_start
+from dist_ckpt.core.format.run_records import (
+    IncarnationRecord,
+    decode_incarnation,
+    encode_incarnation,
+)
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError, StorageError
@@ -29,17 +33,17 @@ ROOT = "/runs"
 ATTEMPT = Attempt(7, "0123456789abcdef")
 
 
-def start(storage: Storage, root: str = ROOT, by: str = "job 1") -> RunStart:
-    return begin(storage, root, restored=(500, ATTEMPT), why="the newest", by=by)
+def start(storage: Storage, root: str = ROOT, by: str = "job 1") -> IncarnationRecord:
+    return begin_incarnation(storage, root, restored=(500, ATTEMPT), why="the newest", by=by)
 
 
 def test_starts_count_up_and_the_newest_is_found(tmp_path: Path) -> None:
     storage, root = LocalStorage(), str(tmp_path / "a" / "runs")
-    assert newest_start(storage, root) is None
+    assert newest_incarnation(storage, root) is None
     first = start(storage, root)
-    second = begin(storage, root, restored=None, why="there was none", by="job 2")
+    second = begin_incarnation(storage, root, restored=None, why="there was none", by="job 2")
     assert (first.number, second.number) == (1, 2)
-    assert newest_start(storage, root) == second
+    assert newest_incarnation(storage, root) == second
     assert (first.restored, second.restored) == ((500, ATTEMPT), None)
     assert {path.name for path in (tmp_path / "a/runs/.starts").iterdir()} == {"1.json", "2.json"}
 
@@ -48,7 +52,9 @@ def test_starts_at_once_have_numbers_of_their_own(tmp_path: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda i: start(LocalStorage(), str(tmp_path), f"{i}"), range(6)))
     assert sorted(one.number for one in found) == [1, 2, 3, 4, 5, 6]
-    assert newest_start(LocalStorage(), str(tmp_path)) == max(found, key=lambda one: one.number)
+    assert newest_incarnation(LocalStorage(), str(tmp_path)) == max(
+        found, key=lambda one: one.number
+    )
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -65,7 +71,7 @@ def test_a_fault_at_any_call_leaves_the_start_or_says_that_it_is_not_certain(don
         except StorageError:
             assert not (done and storage.failed.startswith("rename"))
         else:
-            assert newest_start(inner, ROOT) == made
+            assert newest_incarnation(inner, ROOT) == made
             assert made.number == 1
         if not storage.failed:
             break
@@ -81,7 +87,7 @@ def test_a_start_outlives_any_crash() -> None:
     second = start(disk.client("b"))
     disk.mark("second")
     for point, left in states(disk.log):
-        newest = newest_start(left, ROOT)
+        newest = newest_incarnation(left, ROOT)
         assert newest in (None, first, second)
         assert "first" not in point.marks or newest is not None
         assert "second" not in point.marks or newest == second
@@ -103,16 +109,16 @@ def test_a_newest_start_that_cannot_be_read_is_never_passed_over(tmp_path: Path)
 
 @pytest.mark.parametrize("at", [1e18, 1e300, -1.0])
 def test_a_start_of_no_date_is_damaged(at: float) -> None:
-    data = encode_start(RunStart(7, ATTEMPT.id, None, "", "somebody", at))
+    data = encode_incarnation(IncarnationRecord(7, ATTEMPT.id, None, "", "somebody", at))
     with pytest.raises(CorruptError, match=r"7\.json, at: .* is no time that has a date"):
-        decode_start(data, "7.json")
+        decode_incarnation(data, "7.json")
 
 
 def test_no_start_has_a_number_beyond_the_attempts(tmp_path: Path) -> None:
     start(LocalStorage(), str(tmp_path))
     data = (tmp_path / ".starts" / "1.json").read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incarnations, "MAX_START", 1)
+        patch.setattr(incarnations, "MAX_INCARNATION", 1)
         with pytest.raises(StorageError, match="there are 1 starts: use another root"):
             start(LocalStorage(), str(tmp_path))
     assert (tmp_path / ".starts" / "1.json").read_bytes() == data
@@ -124,7 +130,7 @@ def test_a_run_goes_back_from_start_to_start_and_all_else_is_left_behind() -> No
 
     def begin_from(step: int | None, start: int = 0) -> None:
         restored = None if step is None else (step, Attempt(1000 * start + 3, ATTEMPT.id))
-        begin(storage, ROOT, restored=restored, why="", by="")
+        begin_incarnation(storage, ROOT, restored=restored, why="", by="")
 
     def kept() -> dict[int, list[int]]:
         history, steps = read_history(storage, ROOT), (0, 200, 201, 500, 501)
@@ -153,13 +159,13 @@ def test_without_going_back_left_behind_is_what_lies_above_the_step_of_a_later_s
     """Choose at random, but only what is not left behind: then the shorter rule says the same."""
     random = Random(13)
     for _ in range(300):
-        records: dict[int, RunStart] = {}
+        records: dict[int, IncarnationRecord] = {}
         saved = [(step, Attempt(7, ATTEMPT.id)) for step in (1, 2, 3)]
         for number in range(1, 7):
-            history = History(dict(records))
+            history = IncarnationHistory(dict(records))
             good = [one for one in saved if not history.is_left_behind(*one)]
             restored = random.choice([*good, None])
-            records[number] = RunStart(number, ATTEMPT.id, restored, "", "", 0.0)
+            records[number] = IncarnationRecord(number, ATTEMPT.id, restored, "", "", 0.0)
             first = 1 + (restored[0] if restored else 0)
             mine = Attempt(1000 * number, ATTEMPT.id)
             saved += [(step, mine) for step in range(first, first + random.randint(0, 4))]
@@ -168,13 +174,15 @@ def test_without_going_back_left_behind_is_what_lies_above_the_step_of_a_later_s
                 number > attempt.start and (one.restored is None or one.restored[0] < step)
                 for number, one in records.items()
             )
-            assert History(records).is_left_behind(step, attempt) == is_below
+            assert IncarnationHistory(records).is_left_behind(step, attempt) == is_below
 
 
 def test_a_start_is_above_that_of_what_it_restored() -> None:
     storage = MemoryStorage({ROOT: None})  # a copy of a root, without its hidden folders
     copied = Attempt(5003, ATTEMPT.id)
-    made = begin(storage, ROOT, restored=(500, copied), why="the newest", by="job 1", after=0)
+    made = begin_incarnation(
+        storage, ROOT, restored=(500, copied), why="the newest", by="job 1", after=0
+    )
     assert made.number == 6
     history = read_history(storage, ROOT)
     assert not history.is_left_behind(500, copied)
@@ -190,15 +198,15 @@ def test_a_start_is_refused_that_chose_before_another_began() -> None:
     assert read_history(storage, ROOT).newest == 0
     start(storage, by="job 1 on a")
     with pytest.raises(ConflictError, match=r"start 1 of this run, job 1 on a, has begun while"):
-        begin(storage, ROOT, restored=None, why="", by="job 2", after=0)
-    assert begin(storage, ROOT, restored=None, why="", by="job 2", after=1).number == 2
+        begin_incarnation(storage, ROOT, restored=None, why="", by="job 2", after=0)
+    assert begin_incarnation(storage, ROOT, restored=None, why="", by="job 2", after=1).number == 2
 
 
 def test_an_older_start_is_refused_once_a_newer_one_has_begun() -> None:
     storage = MemoryStorage({ROOT: None})
-    older = OfRun(ROOT, start(storage, by="job 1 on a").number)
+    older = Incarnation(ROOT, start(storage, by="job 1 on a").number)
     older.check(storage)
-    newer = OfRun(ROOT, start(storage, by="job 2 on b").number)
+    newer = Incarnation(ROOT, start(storage, by="job 2 on b").number)
     newer.check(storage)
     with pytest.raises(ConflictError, match="start 2 of this run, job 2 on b, has taken over"):
         older.check(storage)
@@ -213,4 +221,4 @@ def test_a_history_with_a_start_that_cannot_be_read_is_no_history(tmp_path: Path
         (CorruptError, IncompatibleError), match=r"1\.json.*what start 1 of this run"
     ):
         read_history(LocalStorage(), str(tmp_path))
-    newest_start(LocalStorage(), str(tmp_path))
+    newest_incarnation(LocalStorage(), str(tmp_path))

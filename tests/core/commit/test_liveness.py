@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.core.commit.records.incarnations import OfRun, begin, newest_start, read_history
-from dist_ckpt.core.commit.records.liveness import SignOfLife, last_sign
+from dist_ckpt.core.commit.records.incarnations import (
+    Incarnation,
+    begin_incarnation,
+    newest_incarnation,
+    read_history,
+)
+from dist_ckpt.core.commit.records.liveness import LivenessFile, last_liveness
 from dist_ckpt.core.storage import Entry, Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, StorageError
@@ -24,9 +29,9 @@ class Clocked(MemoryStorage):
         super().__init__({ROOT: None}, clock=lambda: self.now)
 
 
-def started(storage: Storage, root: str = ROOT) -> SignOfLife:
-    number = begin(storage, root, restored=None, why="a test", by="a job").number
-    return SignOfLife(storage, root, number)
+def started(storage: Storage, root: str = ROOT) -> LivenessFile:
+    number = begin_incarnation(storage, root, restored=None, why="a test", by="a job").number
+    return LivenessFile(storage, root, number)
 
 
 def signs(storage: MemoryStorage) -> list[str]:
@@ -36,14 +41,14 @@ def signs(storage: MemoryStorage) -> list[str]:
 def test_the_last_sign_has_the_storages_time_and_there_is_one() -> None:
     storage = Clocked()
     sign = started(storage)
-    assert last_sign(storage, ROOT, 1) is None
+    assert last_liveness(storage, ROOT, 1) is None
     for storage.now in (2000.0, 2030.0):
         sign.renew()
-        assert last_sign(storage, ROOT, 1) == storage.now
+        assert last_liveness(storage, ROOT, 1) == storage.now
         assert len(signs(storage)) == 1
     sign.end()
     sign.end()
-    assert last_sign(storage, ROOT, 1) is None
+    assert last_liveness(storage, ROOT, 1) is None
 
 
 def test_a_newer_start_clears_up_after_an_older_one_and_never_the_other_way_round() -> None:
@@ -60,7 +65,7 @@ def test_a_newer_start_clears_up_after_an_older_one_and_never_the_other_way_roun
 def test_signs_are_no_starts(tmp_path: Path) -> None:
     storage, root = LocalStorage(), str(tmp_path)
     started(storage, root).renew()
-    newest = newest_start(storage, root)
+    newest = newest_incarnation(storage, root)
     assert newest is not None
     assert newest.number == 1
     assert [*read_history(storage, root).starts] == [1]
@@ -71,7 +76,7 @@ def test_who_is_refused_is_told_when_the_other_was_last_alive() -> None:
     started(storage)
     started(storage).renew()
     with pytest.raises(ConflictError, match=r"; its last sign of life was at 1970-01-01 00:16:40"):
-        OfRun(ROOT, 1).check(storage)
+        Incarnation(ROOT, 1).check(storage)
 
 
 def test_a_storage_that_cannot_say_takes_only_the_words() -> None:
@@ -79,4 +84,4 @@ def test_a_storage_that_cannot_say_takes_only_the_words() -> None:
         def list(self, folder: str, *, follow: bool = True) -> list[Entry]:
             raise StorageError("planted")
 
-    assert last_sign(Refusing(), ROOT, 1) is None
+    assert last_liveness(Refusing(), ROOT, 1) is None

@@ -24,16 +24,20 @@ from dist_ckpt.core.commit import attempts, commit_protocol, removal
 from dist_ckpt.core.commit.commit_protocol import Claim
 from dist_ckpt.core.commit.records import incarnations as starts
 from dist_ckpt.core.commit.records import leases
-from dist_ckpt.core.commit.records.incarnations import History, OfRun
+from dist_ckpt.core.commit.records.incarnations import Incarnation, IncarnationHistory
 from dist_ckpt.core.commit.records.record_store import make_record_folders, put_record
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned, Index
-from dist_ckpt.core.format.run_records import RunStart, decode_start, encode_start
+from dist_ckpt.core.format.run_records import (
+    IncarnationRecord,
+    decode_incarnation,
+    encode_incarnation,
+)
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.wrappers.forwarding import WrappedStorage
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from model import Call, Files, Model, Outcome, Program, Replay, State
@@ -69,10 +73,10 @@ def there(start: int, name: str) -> Attempt:
 def is_late(storage: Storage, start: int) -> bool:
     """Say whether a newer start has begun by now: what begins from here on is to be refused."""
     entries = storage.list(f"{ROOT}/{filenames.STARTS}")
-    return any((filenames.parse_start(entry.name) or 0) > start for entry in entries)
+    return any((filenames.parse_incarnation(entry.name) or 0) > start for entry in entries)
 
 
-class Watched(WrappedStorage):
+class Watched(ForwardingStorage):
     """Notes whether attempts were taken away by whom this is."""
 
     has_removed = False
@@ -87,7 +91,7 @@ def saver(start: int, step: int, *, overwrite: bool = False, looks: bool = True)
 
     That is not known of one that does not look whether it is late.
     """
-    path, run = path_of(step), OfRun(ROOT, start)
+    path, run = path_of(step), Incarnation(ROOT, start)
 
     def look(storage: Storage, _: object) -> bool:
         return looks and is_late(storage, start)
@@ -139,7 +143,7 @@ def starter(restored: tuple[int, Attempt], *then: Program, after: int = 1) -> Pr
 
     def begin(storage: Storage, _: object) -> object:
         try:
-            starts.begin(storage, ROOT, restored=restored, why="", by="", after=after)
+            starts.begin_incarnation(storage, ROOT, restored=restored, why="", by="", after=after)
         except CheckpointError:
             return Outcome("refused")
         return None
@@ -153,7 +157,9 @@ def securing(start: int, restored: tuple[int, Attempt]) -> Program:
     def secure(storage: Storage, _: object) -> Outcome:
         step, attempt = restored
         try:
-            starts.secure(storage, path_of(step), attempt, OfRun(ROOT, start), by="it")
+            starts.secure_incarnation(
+                storage, path_of(step), attempt, Incarnation(ROOT, start), by="it"
+            )
         except CheckpointError:
             return Outcome("refused")
         return Outcome("secured", attempt)
@@ -182,7 +188,9 @@ def resumer(*then: Program) -> Program:
             return Outcome("resumed from nothing")
         after, step, attempt = chosen
         try:
-            starts.begin(storage, ROOT, restored=(step, attempt), why="", by="", after=after)
+            starts.begin_incarnation(
+                storage, ROOT, restored=(step, attempt), why="", by="", after=after
+            )
         except CheckpointError:
             return Outcome("refused")
         # It saves only above what it went on from.
@@ -203,7 +211,9 @@ def holder(start: int, restored: tuple[int, Attempt]) -> Program:
 
     def begin(storage: Storage, _: object) -> Outcome | None:
         try:
-            starts.begin(storage, ROOT, restored=restored, why="", by="", after=start - 1)
+            starts.begin_incarnation(
+                storage, ROOT, restored=restored, why="", by="", after=start - 1
+            )
         except CheckpointError:
             return Outcome("refused")
         return None
@@ -215,8 +225,10 @@ def holder(start: int, restored: tuple[int, Attempt]) -> Program:
     return hold, begin, release
 
 
-def hold_of(storage: Storage, where: tuple[int, Attempt]) -> leases.Hold:
-    return leases.Hold(leases.Subject(storage, ROOT, path_of(where[0]), where), 1e9, "a hold")
+def hold_of(storage: Storage, where: tuple[int, Attempt]) -> leases.Lease:
+    return leases.Lease(
+        leases.CheckpointRef(storage, ROOT, path_of(where[0]), where), 1e9, "a hold"
+    )
 
 
 def pruner(start: int, where: tuple[int, Attempt]) -> Program:
@@ -225,10 +237,10 @@ def pruner(start: int, where: tuple[int, Attempt]) -> Program:
 
     def prune(storage: Storage, _: object) -> Outcome:
         with suppress(CheckpointError):
-            leases.remove_unless_kept(
-                leases.Subject(storage, ROOT, path, where),
+            leases.remove_if_unprotected(
+                leases.CheckpointRef(storage, ROOT, path, where),
                 lambda: removal.remove(storage, path, where[1]),
-                check=lambda: OfRun(ROOT, start).check(storage),
+                check=lambda: Incarnation(ROOT, start).check(storage),
             )
         return Outcome("pruned")
 
@@ -244,8 +256,8 @@ def _decoded(data: bytes) -> Index | Abandoned:
 
 
 @functools.cache
-def _start(data: bytes) -> RunStart:
-    return decode_start(data, "a start")
+def _start(data: bytes) -> IncarnationRecord:
+    return decode_incarnation(data, "a start")
 
 
 @dataclass(frozen=True)
@@ -253,16 +265,16 @@ class Root:
     """What files say: the checkpoint of each step, and the starts."""
 
     found: Mapping[int, Attempt]
-    starts: Mapping[int, RunStart]
+    starts: Mapping[int, IncarnationRecord]
 
     @staticmethod
     def of(files: Files) -> Root:
         found: dict[int, Attempt] = {}
-        records: dict[int, RunStart] = {}
+        records: dict[int, IncarnationRecord] = {}
         for path, data in files.items():
             folder, _, name = path.rpartition("/")
             above, _, last = folder.rpartition("/")
-            number = filenames.parse_start(name)
+            number = filenames.parse_incarnation(name)
             if data and last == filenames.STARTS and number is not None:
                 records[number] = _start(data)
             if data and name == filenames.INDEX and (attempt := parse_attempt(last)):
@@ -292,7 +304,7 @@ class Root:
         return max(steps, default=0)
 
 
-def restored_by(start: RunStart) -> int:
+def restored_by(start: IncarnationRecord) -> int:
     return 0 if start.restored is None else start.restored[0]
 
 
@@ -482,8 +494,8 @@ def _files(ids: FixedIds, scenario: Scenario) -> Files:
     for number, restored in enumerate(scenario.starts, 1):
         folder = f"{ROOT}/{filenames.STARTS}"
         make_record_folders(storage, ROOT, folder)
-        record = RunStart(number, "0" * 16, restored, "", "", 0.0)
-        put_record(storage, folder, filenames.start_file(number), encode_start(record))
+        record = IncarnationRecord(number, "0" * 16, restored, "", "", 0.0)
+        put_record(storage, folder, filenames.incarnation_file(number), encode_incarnation(record))
     for step, attempt in scenario.begins_with.items():
         storage.make_folder(path_of(step))
         storage.make_folder(f"{path_of(step)}/{attempt}")
@@ -514,9 +526,9 @@ def test_a_late_writer_is_in_nobodys_way(name, search):
 
 def there_are_no_starts(patch: pytest.MonkeyPatch) -> None:
     """Save as who records no start: with the next number, replacing whatever is there."""
-    patch.setattr(OfRun, "next_attempt", lambda self, highest, path: highest + 1)
+    patch.setattr(Incarnation, "next_attempt", lambda self, highest, path: highest + 1)
     patch.setattr(commit_protocol, "_may_replace", lambda *_, **__: True)
-    patch.setattr(OfRun, "check", lambda *_: None)
+    patch.setattr(Incarnation, "check", lambda *_: None)
 
 
 def claims_do_not_look_for_newer_starts(patch: pytest.MonkeyPatch) -> None:
@@ -532,13 +544,13 @@ def removals_do_not_look_for_newer_starts(patch: pytest.MonkeyPatch) -> None:
 
 
 def _look_only_in(patch: pytest.MonkeyPatch, *names: str) -> None:
-    check = OfRun.check
+    check = Incarnation.check
 
-    def check_in(self: OfRun, storage: Storage) -> None:
+    def check_in(self: Incarnation, storage: Storage) -> None:
         if sys._getframe(1).f_code.co_name in names:
             check(self, storage)
 
-    patch.setattr(OfRun, "check", check_in)
+    patch.setattr(Incarnation, "check", check_in)
 
 
 def claims_give_way_to_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -561,17 +573,17 @@ def claims_leave_lower_attempts_open(patch: pytest.MonkeyPatch) -> None:
 
 
 def starts_do_not_see_those_that_began_meanwhile(patch: pytest.MonkeyPatch) -> None:
-    begin = starts.begin
+    begin = starts.begin_incarnation
 
-    def begin_anyhow(*where: Any, after: int | None = None, **what: Any) -> RunStart:
+    def begin_anyhow(*where: Any, after: int | None = None, **what: Any) -> IncarnationRecord:
         del after
         return begin(*where, **what)
 
-    patch.setattr(starts, "begin", begin_anyhow)
+    patch.setattr(starts, "begin_incarnation", begin_anyhow)
 
 
 def nobody_secures_what_was_restored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(starts, "secure", lambda *_, **__: None)
+    patch.setattr(starts, "secure_incarnation", lambda *_, **__: None)
 
 
 def only_what_is_there_is_secured(patch: pytest.MonkeyPatch) -> None:
@@ -580,49 +592,49 @@ def only_what_is_there_is_secured(patch: pytest.MonkeyPatch) -> None:
 
 
 def open_attempts_are_secured_and_nothing_else(patch: pytest.MonkeyPatch) -> None:
-    secure = starts.secure
+    secure = starts.secure_incarnation
 
     def abandon_only(*where: Any, **why: Any) -> None:
         with suppress(ConflictError):
             secure(*where, **why)
 
-    patch.setattr(starts, "secure", abandon_only)
+    patch.setattr(starts, "secure_incarnation", abandon_only)
 
 
 def every_later_start_leaves_behind(patch: pytest.MonkeyPatch) -> None:
     """Forget that a start may go back to what an earlier one has left behind."""
 
-    def is_left_behind(self: History, step: int, attempt: Attempt) -> bool:
+    def is_left_behind(self: IncarnationHistory, step: int, attempt: Attempt) -> bool:
         return any(
             number > attempt.start and (start.restored is None or start.restored[0] < step)
             for number, start in self.starts.items()
         )
 
-    patch.setattr(History, "is_left_behind", is_left_behind)
+    patch.setattr(IncarnationHistory, "is_left_behind", is_left_behind)
 
 
 def nothing_is_left_behind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(History, "is_left_behind", lambda *_: False)
+    patch.setattr(IncarnationHistory, "is_left_behind", lambda *_: False)
 
 
 def what_is_restored_is_let_go_before_the_start_is_recorded(patch: pytest.MonkeyPatch) -> None:
-    begin = starts.begin
+    begin = starts.begin_incarnation
 
-    def begin_late(storage: Storage, root: str, **what: Any) -> RunStart:
+    def begin_late(storage: Storage, root: str, **what: Any) -> IncarnationRecord:
         hold_of(storage, what["restored"]).release()
         return begin(storage, root, **what)
 
-    patch.setattr(starts, "begin", begin_late)
+    patch.setattr(starts, "begin_incarnation", begin_late)
 
 
 def pruners_look_for_newer_starts_and_then_for_holds(patch: pytest.MonkeyPatch) -> None:
-    remove = leases.remove_unless_kept
+    remove = leases.remove_if_unprotected
 
     def look_first(*what: Any, check: Callable[[], None]) -> tuple[str, ...]:
         check()
         return remove(*what)
 
-    patch.setattr(leases, "remove_unless_kept", look_first)
+    patch.setattr(leases, "remove_if_unprotected", look_first)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from dist_ckpt.core.format import checksums, filenames
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Elements, Region
+from dist_ckpt.core.format.geometry import ElementRange, Region
 from dist_ckpt.core.format.index.index import (
     Abandoned,
     AttachedFileRecord,
@@ -126,7 +126,7 @@ def whole(fqn):
 def part(fqn, cell):
     record = TENSORS[fqn]
     size = DTYPES[record.dtype].itemsize
-    if isinstance(cell, Elements):
+    if isinstance(cell, ElementRange):
         return whole(fqn)[cell.start * size : cell.stop * size]
     numbers = [0]
     for n, (first, count) in zip(

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import (
-    Elements,
-    Piece,
+    ByteRange,
+    ElementRange,
     Region,
-    Span,
+    RegionPiece,
     boxes_of,
     pieces,
     row_major_strides,
@@ -35,7 +35,7 @@ def shape_and_regions(draw, count):
 def shape_and_elements(draw):
     shape = draw(SHAPES)
     start, stop = sorted(draw(st.tuples(st.integers(0, prod(shape)), st.integers(0, prod(shape)))))
-    return shape, Elements(start, stop)
+    return shape, ElementRange(start, stop)
 
 
 def elements_of(region):
@@ -89,7 +89,7 @@ def test_pieces_say_where_their_boxes_begin_in_the_cells_memory(case):
 
 def test_a_box_is_its_own_piece():
     region = Region((1, 0), (2, 3))
-    assert list(pieces(region, (4, 4))) == [Piece(region, 0)]
+    assert list(pieces(region, (4, 4))) == [RegionPiece(region, 0)]
 
 
 def test_a_region_in_coordinates_of_another_begins_at_its_corner():
@@ -99,9 +99,9 @@ def test_a_region_in_coordinates_of_another_begins_at_its_corner():
 def test_regions_elements_and_spans_read_as_people_write_them():
     assert str(Region((0, 2), (5, 3))) == "0:5,2:5"
     assert str(Region.whole(())) == ""
-    assert str(Elements(3, 9)) == "flat 3:9"
-    assert Span(3, 9).nbytes == 6
-    assert Elements(3, 9).numel == 6
+    assert str(ElementRange(3, 9)) == "flat 3:9"
+    assert ByteRange(3, 9).nbytes == 6
+    assert ElementRange(3, 9).numel == 6
 
 
 def test_strides_of_a_scalar_a_vector_and_a_box():
@@ -116,8 +116,8 @@ def test_strides_of_a_scalar_a_vector_and_a_box():
         lambda: Region((0,), (1, 1)),
         lambda: Region((-1,), (1,)),
         lambda: Region((0,), (-1,)),
-        lambda: Elements(-1, 0),
-        lambda: Elements(2, 1),
+        lambda: ElementRange(-1, 0),
+        lambda: ElementRange(2, 1),
     ],
 )
 def test_a_region_that_is_none_is_not_built(make):
@@ -139,11 +139,11 @@ def test_runs_leave_out_exactly_the_holes_that_are_long_enough(data, gap):
         10 + sum((i - 3) * s for i, s in zip(index, strides, strict=True))
         for index in sorted(elements_of(box))
     ]
-    runs = list(runs_of(box, Piece(region, 10), gap))
-    expected = [Elements(held[0], held[0] + 1)]
+    runs = list(runs_of(box, RegionPiece(region, 10), gap))
+    expected = [ElementRange(held[0], held[0] + 1)]
     for place in held[1:]:
         if place - expected[-1].stop < gap:
-            expected[-1] = Elements(expected[-1].start, place + 1)
+            expected[-1] = ElementRange(expected[-1].start, place + 1)
         else:
-            expected.append(Elements(place, place + 1))
+            expected.append(ElementRange(place, place + 1))
     assert runs == expected

@@ -12,7 +12,7 @@ from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import (
     Abandoned,
     AttachedFileRecord,
@@ -187,7 +187,7 @@ def test_a_common_table_of_holders_is_stored_once():
 def test_a_kept_text_changes_no_byte_of_an_index_and_nothing_of_what_it_says(
     catalog, metadata, saved_by
 ):
-    text = CatalogText(catalog)
+    text = EncodedCatalog(catalog)
     first, second = index_of(catalog), index_of(catalog, metadata=metadata, saved_by=saved_by)
     read_back(encode(first, text), text, what="first")
     assert text.was_read
@@ -211,7 +211,7 @@ def test_a_kept_text_changes_no_byte_of_an_index_and_nothing_of_what_it_says(
     ],
 )
 def test_what_stands_around_a_known_catalog_is_read_as_strictly_as_ever(small, fields):
-    text = CatalogText(small.catalog)
+    text = EncodedCatalog(small.catalog)
     read_back(encode(small, text), text, what="first")
     wrong = replace(small, **fields)
     with pytest.raises(CorruptError):
@@ -220,14 +220,14 @@ def test_what_stands_around_a_known_catalog_is_read_as_strictly_as_ever(small, f
 
 def test_a_text_that_says_another_catalog_is_parsed_every_time(small):
     index = replace(small, catalog=replace(small.catalog, world_size=3))
-    text = CatalogText(index.catalog)
-    text.fields = CatalogText(small.catalog).fields
+    text = EncodedCatalog(index.catalog)
+    text.fields = EncodedCatalog(small.catalog).fields
     read_back(encode(index, text), text, what="first")
     assert not text.was_read
 
 
 def test_no_index_is_written_with_the_text_of_another_catalog(small):
-    text = CatalogText(replace(small.catalog, world_size=3))
+    text = EncodedCatalog(replace(small.catalog, world_size=3))
     with pytest.raises(AssertionError, match="another catalog"):
         encode(small, text)
 
@@ -236,7 +236,7 @@ def test_no_index_is_written_with_the_text_of_another_catalog(small):
     "where", ["inside another field", "beside a field of its own", "after nothing", "nowhere"]
 )
 def test_the_text_of_a_known_catalog_counts_only_as_fields_of_the_document(small, where):
-    text = CatalogText(small.catalog)
+    text = EncodedCatalog(small.catalog)
     read_back(encode(small, text), text, what="first")
     body = encode(small).partition(b',"digest":"')[0].decode()
     fields = f",{text.fields.decode()},"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.layout import (
     Flat,
     Grid,
@@ -152,7 +152,11 @@ def test_the_cells_of_a_grid_tile_the_tensor_in_row_major_order(steps):
 
 def test_the_cells_of_a_flat_layout_follow_each_other():
     flat = Flat((0, 3, 7, 12))
-    assert [flat.cell(n) for n in range(3)] == [Elements(0, 3), Elements(3, 7), Elements(7, 12)]
+    assert [flat.cell(n) for n in range(3)] == [
+        ElementRange(0, 3),
+        ElementRange(3, 7),
+        ElementRange(7, 12),
+    ]
     check_cut(flat, (3, 4))
     assert Regions((Region((), ()),)).cell(0) == Region((), ())
 
@@ -191,7 +195,7 @@ def test_each_holder_stores_its_turn():
     layout = Layout(Flat((0, 1, 2, 3)), ((0, 4), (1, 5, 9), (2,)))
     assert [layout.holder(n, 0) for n in range(3)] == [0, 5, 2]
     assert [layout.holder(n, 1) for n in range(3)] == [4, 9, 2]
-    assert layout.cell(1) == Elements(1, 2)
+    assert layout.cell(1) == ElementRange(1, 2)
 
 
 @pytest.mark.parametrize("holders", [((0,),), ((0,), ()), ((0,), (1,), (2,))])
@@ -208,9 +212,9 @@ def test_a_shape_that_overflows_is_refused():
 
 
 def test_a_cell_lies_in_its_tensor():
-    check_cell(Elements(3, 12), (3, 4))
+    check_cell(ElementRange(3, 12), (3, 4))
     check_cell(Region((3, 0), (0, 4)), (3, 4))
-    outside: list[Cell] = [Elements(3, 13), Region((3, 0), (1, 4)), Region((0,), (3,))]
+    outside: list[Cell] = [ElementRange(3, 13), Region((3, 0), (1, 4)), Region((0,), (3,))]
     for cell in outside:
         with pytest.raises(ValueError, match=r"outside shape|elements 3:13 of 12"):
             check_cell(cell, (3, 4))

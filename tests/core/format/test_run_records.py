@@ -14,28 +14,28 @@ from hypothesis import strategies as st
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.run_records import (
+    Annotation,
     AnswerRecord,
-    Fact,
+    IncarnationRecord,
     RequestRecord,
-    RunStart,
+    decode_annotation,
     decode_answer,
-    decode_fact,
+    decode_incarnation,
     decode_request,
-    decode_start,
+    encode_annotation,
     encode_answer,
-    encode_fact,
+    encode_incarnation,
     encode_request,
-    encode_start,
 )
 from dist_ckpt.errors import CorruptError, IncompatibleError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "root-of-version-1"
 TEXT = (Path(__file__).parents[3] / "docs" / "format.md").read_text()
 ATTEMPT = Attempt(2000, "0123456789abcdef")
-FACT = Fact(
+FACT = Annotation(
     500, ATTEMPT, "metrics", {"val/loss": 0.25, "n": 3, "bad": "nan", "old": None}, "rank 0", 1.5
 )
-START = RunStart(2, "fedcba9876543210", (500, ATTEMPT), "the newest", "rank 0", 2.5)
+START = IncarnationRecord(2, "fedcba9876543210", (500, ATTEMPT), "the newest", "rank 0", 2.5)
 FRESH = replace(START, number=1, restored=None, why="there was none")
 ID = "00112233445566ff"
 REQUEST = RequestRecord(ID, 2, True, "somebody", 3.5)
@@ -48,18 +48,18 @@ scalars = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | f
 
 
 def test_the_encoders_write_version_1_to_the_byte():
-    assert encode_fact(FACT) == (GOLDEN / FACT_FILE).read_bytes()
-    assert encode_start(START) == (GOLDEN / ".starts/2.json").read_bytes()
-    assert encode_start(FRESH) == (GOLDEN / ".starts/1.json").read_bytes()
+    assert encode_annotation(FACT) == (GOLDEN / FACT_FILE).read_bytes()
+    assert encode_incarnation(START) == (GOLDEN / ".starts/2.json").read_bytes()
+    assert encode_incarnation(FRESH) == (GOLDEN / ".starts/1.json").read_bytes()
     assert encode_request(REQUEST) == (GOLDEN / f".requests/request-{ID}.json").read_bytes()
     assert encode_answer(ANSWER) == (GOLDEN / f".requests/answer-{ID}.json").read_bytes()
     assert encode_answer(FAILED) == (GOLDEN / f".requests/answer-{FAILED.id}.json").read_bytes()
 
 
 def test_the_golden_files_decode_for_ever():
-    assert decode_fact((GOLDEN / FACT_FILE).read_bytes(), "f") == FACT
-    assert decode_start((GOLDEN / ".starts/2.json").read_bytes(), "s") == START
-    assert decode_start((GOLDEN / ".starts/1.json").read_bytes(), "s") == FRESH
+    assert decode_annotation((GOLDEN / FACT_FILE).read_bytes(), "f") == FACT
+    assert decode_incarnation((GOLDEN / ".starts/2.json").read_bytes(), "s") == START
+    assert decode_incarnation((GOLDEN / ".starts/1.json").read_bytes(), "s") == FRESH
     asked, *answers = [
         (GOLDEN / f".requests/{name}.json").read_bytes()
         for name in (f"request-{ID}", f"answer-{ID}", f"answer-{FAILED.id}")
@@ -71,14 +71,14 @@ def test_the_golden_files_decode_for_ever():
 @given(st.dictionaries(texts, scalars), texts, st.floats(0, 2e11))
 def test_a_fact_decodes_to_what_was_encoded(values, by, at):
     fact = replace(FACT, values=values, by=by, at=at)
-    assert decode_fact(encode_fact(fact), "f") == fact
+    assert decode_annotation(encode_annotation(fact), "f") == fact
 
 
 @pytest.mark.parametrize(
     ("encoded", "decode"),
     [
-        (encode_fact(FACT), decode_fact),
-        (encode_start(START), decode_start),
+        (encode_annotation(FACT), decode_annotation),
+        (encode_incarnation(START), decode_incarnation),
         (encode_request(REQUEST), decode_request),
         (encode_answer(ANSWER), decode_answer),
     ],
@@ -117,7 +117,7 @@ def changed(encoded: bytes, **fields: Any) -> bytes:
 )
 def test_a_fact_that_makes_no_sense_is_damaged(fields: dict[str, Any]) -> None:
     with pytest.raises(CorruptError, match=r"^it[:,]"):
-        decode_fact(changed(encode_fact(FACT), **fields), "it")
+        decode_annotation(changed(encode_annotation(FACT), **fields), "it")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_fact_that_makes_no_sense_is_damaged(fields: dict[str, Any]) -> None:
 )
 def test_a_start_that_makes_no_sense_is_damaged(fields):
     with pytest.raises(CorruptError, match=r"^it[:,]"):
-        decode_start(changed(encode_start(START), **fields), "it")
+        decode_incarnation(changed(encode_incarnation(START), **fields), "it")
 
 
 @pytest.mark.parametrize(
@@ -169,16 +169,16 @@ def test_only_what_is_saved_names_a_checkpoint():
 
 
 def test_what_begins_with_x_is_free_for_others():
-    assert decode_fact(changed(encode_fact(FACT), **{"x-mine": 1}), "it") == FACT
-    assert decode_start(changed(encode_start(START), **{"x-mine": 1}), "it") == START
+    assert decode_annotation(changed(encode_annotation(FACT), **{"x-mine": 1}), "it") == FACT
+    assert decode_incarnation(changed(encode_incarnation(START), **{"x-mine": 1}), "it") == START
 
 
 @pytest.mark.parametrize("newer", [{"version": 2, "requires": []}, {"version": 1, "requires": [1]}])
 def test_a_newer_version_is_no_damage(newer):
     with pytest.raises((IncompatibleError, CorruptError), match="it"):
-        decode_fact(changed(encode_fact(FACT), format=newer), "it")
+        decode_annotation(changed(encode_annotation(FACT), format=newer), "it")
     with pytest.raises(IncompatibleError, match="upgrade dist_ckpt"):
-        decode_start(b'{"format":{"version":2,"requires":[]}}', "it")
+        decode_incarnation(b'{"format":{"version":2,"requires":[]}}', "it")
 
 
 def test_what_is_written_and_what_is_said_of_it_have_the_same_fields():
@@ -187,8 +187,8 @@ def test_what_is_written_and_what_is_said_of_it_have_the_same_fields():
         r"^\| Field of an? (?:fact|start|request|answer) .*\n", section, flags=re.MULTILINE
     )[1:]
     written = (
-        encode_fact(FACT),
-        encode_start(START),
+        encode_annotation(FACT),
+        encode_incarnation(START),
         encode_request(REQUEST),
         encode_answer(ANSWER),
     )

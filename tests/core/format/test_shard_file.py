@@ -8,7 +8,7 @@ from safetensors import deserialize
 
 from dist_ckpt.core.format.checksums import num_blocks
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape, Span
+from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.layout import Flat, Grid
 from dist_ckpt.core.format.shards.shard_file import (
     arrange,
@@ -22,7 +22,7 @@ CELLS: list[tuple[str, str, Shape, Cell]] = [
     ("w", "float32", (4, 6), Region((0, 0), (2, 6))),
     ("w", "float32", (4, 6), Region((2, 0), (2, 6))),
     ("c", "complex128", (3,), Region((0,), (3,))),
-    ("flat", "bfloat16", (10,), Elements(2, 5)),
+    ("flat", "bfloat16", (10,), ElementRange(2, 5)),
     ("step", "int64", (), Region((), ())),
     ("empty", "int8", (0, 4), Region((0, 0), (0, 4))),
     ("odd", "bool", (3,), Region((0,), (3,))),
@@ -126,8 +126,8 @@ def test_a_name_that_could_be_mistaken_is_replaced_by_a_number():
 def test_what_safetensors_has_no_dtype_for_is_bytes_with_a_last_dimension():
     (shard,) = arrange([("c", "complex128", (4, 3), Region((0, 0), (2, 3)))])
     assert entry_of(shard.dtype, shard.cell) == {"dtype": "U8", "shape": [2, 3, 16]}
-    assert shard.span == Span(0, 96)
-    (shard,) = arrange([("c", "complex32", (4, 3), Elements(2, 7))])
+    assert shard.span == ByteRange(0, 96)
+    (shard,) = arrange([("c", "complex32", (4, 3), ElementRange(2, 7))])
     assert entry_of(shard.dtype, shard.cell) == {"dtype": "U8", "shape": [5, 4]}
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dist_ckpt.core.format.checksums import num_blocks
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.shards.shard_file import (
     ShardFile,
     arrange,
@@ -21,7 +21,7 @@ from headers import encode_header, shard_file
 CELLS: list[tuple[str, str, Shape, Cell]] = [
     ("a", "float32", (4, 4), Region((0, 0), (2, 4))),
     ("a", "float32", (4, 4), Region((2, 0), (2, 4))),
-    ("b.ü", "bfloat16", (6,), Elements(0, 3)),
+    ("b.ü", "bfloat16", (6,), ElementRange(0, 3)),
     ("c", "uint8", (), Region((), ())),
 ]
 BLOCK_NBYTES = 16
@@ -60,7 +60,7 @@ def test_one_is_found_by_its_tensor_and_cell() -> None:
         assert shards.facts(shard.fqn, shard.cell) == (shard.dtype, shard.shape)
     assert shards.number("a", Region((0, 0), (4, 4))) is None
     assert shards.number("z", Region((), ())) is None
-    assert shards.facts("c", Elements(0, 1)) is None
+    assert shards.facts("c", ElementRange(0, 1)) is None
 
 
 def test_json_that_is_written_otherwise_says_the_same() -> None:

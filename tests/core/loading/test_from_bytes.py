@@ -291,7 +291,7 @@ def packed(corpus: BytesCorpus, index: bytes, objects: bytes | None = None) -> b
     """Return bytes whose index, or objects file, is another; its digest is mended."""
     documents, start = state_bytes.decode(memoryview(corpus.data))
     held = {**documents.objects, **({} if objects is None else {"objects.msgpack": objects})}
-    made = state_bytes.Documents(with_digest(index), held, documents.header)
+    made = state_bytes.EncodedDocuments(with_digest(index), held, documents.header)
     return state_bytes.encode_header(made) + corpus.data[start:]
 
 
@@ -317,7 +317,9 @@ def test_objects_that_nobody_can_have_saved_are_refused(name: str) -> None:
     old = held[file]
     new = held[file] = objects_file.encode(replace(objects_file.decode(old), **LYING[name]))
     before, after = (f'{len(one)},"{document_digest(one)}"'.encode() for one in (old, new))
-    made = state_bytes.Documents(with_digest(index.replace(before, after)), held, documents.header)
+    made = state_bytes.EncodedDocuments(
+        with_digest(index.replace(before, after)), held, documents.header
+    )
     with pytest.raises((CorruptError, IncompatibleError)):
         dc.from_bytes(state_bytes.encode_header(made) + data[start:])
 

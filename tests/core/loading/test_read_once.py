@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 import dist_ckpt as dc
 import rank_threads
 from dist_ckpt.core.comm.collectives import host_links
-from dist_ckpt.core.comm.messages import FalloutError
+from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import collective_read, load
 from dist_ckpt.core.loading.read_once import read_once, read_once_agreement, read_once_units
-from dist_ckpt.core.loading.read_once.read_once_agreement import Meeting
+from dist_ckpt.core.loading.read_once.read_once_agreement import SharedReadGroup
 from dist_ckpt.core.planning.load import read_sharing
-from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.state.binding.bind import Binding
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, RankError, StorageError
@@ -53,7 +53,7 @@ TWO_HOSTS = ["a", "b", "a", "b"]
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a unit be of two blocks, so that small checkpoints have many."""
     for module in (read_sharing, read_once_units):
-        monkeypatch.setattr(module, "UNIT_NBYTES", 128)
+        monkeypatch.setattr(module, "SHARED_RANGE_NBYTES", 128)
 
 
 @pytest.fixture(scope="module")
@@ -266,15 +266,15 @@ def test_a_rank_that_shares_nothing_takes_no_memory_for_it(tree, monkeypatch, ca
 def recorded_memories(monkeypatch: pytest.MonkeyPatch, lacking: str = "") -> list[int]:
     """Return a list that gets the size of each memory; a host may have no memory for one."""
     sizes: list[int] = []
-    original = Session.common_memory
+    original = Session.shared_scratch
 
-    def common_memory(session: Session, nbytes: int) -> Any:
+    def shared_scratch(session: Session, nbytes: int) -> Any:
         if session.channel.host == lacking:
             raise OSError("no memory")
         sizes.append(nbytes)
         return original(session, nbytes)
 
-    monkeypatch.setattr(Session, "common_memory", common_memory)
+    monkeypatch.setattr(Session, "shared_scratch", shared_scratch)
     return sizes
 
 
@@ -306,7 +306,7 @@ def test_what_is_shared_is_what_each_rank_would_have_read_itself(data):
     mode = data.draw(st.sampled_from(["host", "job"]))
     with pytest.MonkeyPatch.context() as patch:
         for module in (read_sharing, read_once_units):
-            patch.setattr(module, "UNIT_NBYTES", 128)
+            patch.setattr(module, "SHARED_RANGE_NBYTES", 128)
         loaded(try_load(lambda _: SMALL, states, path, hosts=hosts, read_once=mode, strict=False))
     for state, parts in zip(states, boxes, strict=True):
         for name, shard in state["model"].items():
@@ -412,12 +412,12 @@ def test_what_a_rank_has_filled_before_the_damage_is_told_as_touched(tree, mode)
 
 
 def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, monkeypatch):
-    def fail(meeting: Meeting, reading: Reading) -> None:
+    def fail(meeting: SharedReadGroup, reading: BlockReader) -> None:
         rank = meeting.ranks.channel.rank
         reading.touched.add(f"model.on {rank}")
         if rank == 2:
             raise CorruptError("damaged", touched=("model.on 2",))
-        raise FalloutError("rank 2 has given up")
+        raise SecondaryError("rank 2 has given up")
 
     monkeypatch.setattr(collective_read, "read_shared", fail)
     states = [whole_state() for _ in range(4)]
@@ -430,13 +430,13 @@ def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, 
 def test_a_rank_that_reads_alone_and_fails_of_its_storage_tells_what_it_has_filled(
     tree, monkeypatch
 ):
-    def fail(reading: Reading, threads: int) -> None:
+    def fail(reading: BlockReader, threads: int) -> None:
         reading.touched.add(threading.current_thread().name)
         if threading.current_thread().name == "rank 0":
             raise CorruptError("damaged", touched=("rank 0",))
         raise StorageError("the network is gone")
 
-    monkeypatch.setattr(Reading, "run", fail)
+    monkeypatch.setattr(BlockReader, "run", fail)
     states = [whole_state() for _ in range(2)]
     outcomes = try_load(lambda _: MemoryStorage(tree), states, read_once="off", strict=False)
     for rank, error in enumerate(errors_of(outcomes)):

@@ -8,7 +8,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.interop.dcp.required_values import ValuesRead
+from dist_ckpt.interop.dcp.required_values import RequiredValues
 
 SAVED = (
     "args",
@@ -53,10 +53,10 @@ CASES: tuple[tuple[dict[Any, object], dict[str, Any], set[str]], ...] = (
 def test_what_may_be_read(
     state: dict[Any, object], options: dict[str, Any], read: set[str]
 ) -> None:
-    may_read = ValuesRead(state, "path", LoadOptions(**options))
+    may_read = RequiredValues(state, "path", LoadOptions(**options))
     assert {name for name in SAVED if may_read(name)} == read
 
 
 def test_sources_say_themselves_what_is_of_them() -> None:
     for path in (dc.Source("a"), ["a", "b"], {"w": "a"}):
-        assert ValuesRead({"w": 0}, path, LoadOptions(exclude="args"))("args")
+        assert RequiredValues({"w": 0}, path, LoadOptions(exclude="args"))("args")

@@ -9,8 +9,8 @@ import pytest
 
 import dist_ckpt as dc
 import rank_threads
-from dist_ckpt.core.commit.records.leases import Subject
-from dist_ckpt.core.commit.records.record_store import read_facts
+from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.loading import load as loading
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import NotFoundError
@@ -82,18 +82,18 @@ def test_a_full_check_is_noted_where_a_run_keeps_records(root: Path) -> None:
 
 def test_what_is_pruned_as_it_is_chosen_is_chosen_anew(root: Path, monkeypatch) -> None:
     dc.Run(root).metrics(1, {"loss": 1.0})
-    put = Subject.put
+    put = CheckpointRef.put
 
-    def put_late(self: Subject, *arguments: Any, **options: Any) -> Any:
+    def put_late(self: CheckpointRef, *arguments: Any, **options: Any) -> Any:
         monkeypatch.undo()
         dc.delete(self.path)
         return put(self, *arguments, **options)
 
-    monkeypatch.setattr(Subject, "put", put_late)
+    monkeypatch.setattr(CheckpointRef, "put", put_late)
     state: dict[str, Any] = {"x": 0}
     assert dc.load(state, f"{root}@latest").step == 1
     assert state == {"x": 1}
-    assert [fact for fact in read_facts(LocalStorage(), str(root)) if fact.step == 2] == []
+    assert [fact for fact in read_annotations(LocalStorage(), str(root)) if fact.step == 2] == []
 
 
 def test_where_the_root_cannot_be_written_a_load_goes_on(root: Path, monkeypatch) -> None:
@@ -102,8 +102,8 @@ def test_where_the_root_cannot_be_written_a_load_goes_on(root: Path, monkeypatch
     def refuse(*_: Any, **__: Any) -> Any:
         raise dc.StorageError("read-only")
 
-    monkeypatch.setattr(Subject, "put", refuse)
-    monkeypatch.setattr("dist_ckpt.runs.annotations.put_fact", refuse)
+    monkeypatch.setattr(CheckpointRef, "put", refuse)
+    monkeypatch.setattr("dist_ckpt.runs.annotations.put_annotation", refuse)
     assert dc.load({"x": 0}, f"{root}@latest").step == 2
 
 

@@ -509,13 +509,13 @@ def test_damage_names_the_file_of_its_source_and_what_was_touched(
 def test_a_source_that_is_replaced_as_it_is_read_is_found_anew(places, monkeypatch) -> None:
     a, b = places
 
-    def examine(*arguments: Any) -> Any:
+    def check_load(*arguments: Any) -> Any:
         monkeypatch.undo()
         dc.save(trained(3), b, overwrite=True, step=3)
         return real(*arguments)
 
-    real = check.examine
-    monkeypatch.setattr(loading, "examine", examine)
+    real = check.check_load
+    monkeypatch.setattr(loading, "check_load", check_load)
     state = trained(9)
     report = dc.load(state, {"model": a, "optim": b, "epoch": b})
     assert (model_of(state)["head"], buffers_of(state)["head"], state["epoch"]) == (1, 3, 3)

@@ -105,8 +105,8 @@ def test_tied_tensors_are_stored_once() -> None:
 
 def test_what_only_some_ranks_tie_is_stored_by_itself() -> None:
     tied = inventory_of({"model.w": WHOLE}, 0, aliases=TIED)
-    untied = inventory_of({"model.w": WHOLE, "model.tied": WHOLE}, 0)
-    plan = plan_save([(tied, (0, 1)), (untied, (2,))], 3)
+    without_aliases = inventory_of({"model.w": WHOLE, "model.tied": WHOLE}, 0)
+    plan = plan_save([(tied, (0, 1)), (without_aliases, (2,))], 3)
     assert plan.catalog.aliases == {}
     assert list(plan.catalog.tensors) == ["model.w", "model.tied"]
     record = plan.catalog.tensors["model.tied"]

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.layout import Flat, Grid, Regions
 from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
 from dist_ckpt.core.planning.mesh import layout_of
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Mesh,
+    MeshPlaced,
     Parts,
-    Placed,
     Placement,
     Replicate,
     Shard,
-    Wanted,
+    TensorRequest,
     Whole,
 )
 from dist_ckpt.core.planning.save import balance
@@ -48,8 +48,8 @@ from tilings import (
 WORLD = 8
 
 
-def wanted_of(fqn: str, tiling: Tiling, rank: int) -> Wanted:
-    return Wanted(fqn, "float32", tiling.shape, tiling.cells.get(rank, ()))
+def wanted_of(fqn: str, tiling: Tiling, rank: int) -> TensorRequest:
+    return TensorRequest(fqn, "float32", tiling.shape, tiling.cells.get(rank, ()))
 
 
 def assert_loads(saved: Tiling, targets: Tiling) -> None:
@@ -133,7 +133,7 @@ def test_a_pinwheel_of_regions_loads_into_rows_and_columns() -> None:
     plan, _ = save({"model.w": saved}, WORLD)
     assert isinstance(plan.catalog.layouts[0].cut, Regions)
     for dim in (0, 1):
-        assert_loads(saved, of_view(Placed(mesh, (Shard(dim),)), mesh.ranks, (3, 3)))
+        assert_loads(saved, of_view(MeshPlaced(mesh, (Shard(dim),)), mesh.ranks, (3, 3)))
 
 
 def test_a_long_region_is_found_behind_short_ones() -> None:
@@ -144,11 +144,11 @@ def test_a_long_region_is_found_behind_short_ones() -> None:
 
 
 def test_tensors_of_other_shapes_may_share_a_flat_layout() -> None:
-    parts = (Elements(0, 5), Elements(5, 12))
+    parts = (ElementRange(0, 5), ElementRange(5, 12))
     plan, files = save({f"model.{s[0]}": of_cells(s, *parts) for s in ((2, 6), (3, 4))}, WORLD)
     assert len(plan.catalog.layouts) == 1
     box = Region((0, 1), (2, 3))
-    wanted = [Wanted(f"model.{s[0]}", "float32", s, (box,)) for s in ((2, 6), (3, 4))]
+    wanted = [TensorRequest(f"model.{s[0]}", "float32", s, (box,)) for s in ((2, 6), (3, 4))]
     loaded = load(index_of(plan), files, wanted)
     assert loaded["model.2", 0] == [1, 2, 3, 7, 8, 9]
     assert loaded["model.3", 0] == [1, 2, 3, 5, 6, 7]
@@ -158,13 +158,13 @@ def line(world_size: int) -> Mesh:
     return Mesh(("x",), (world_size,), tuple(range(world_size)))
 
 
-def one_tensor(view: Placed | Flattened | Whole, shape: Shape, world_size: int) -> Tiling:
+def one_tensor(view: MeshPlaced | Flattened | Whole, shape: Shape, world_size: int) -> Tiling:
     return of_view(view, range(world_size), shape)
 
 
 def test_only_the_shards_that_hold_wanted_rows_are_read() -> None:
-    plan, _ = save({"model.w": one_tensor(Placed(line(8), (Shard(0),)), (64, 4), 8)}, 8)
-    want = Wanted("model.w", "float32", (64, 4), (Region((20, 1), (5, 2)),))
+    plan, _ = save({"model.w": one_tensor(MeshPlaced(line(8), (Shard(0),)), (64, 4), 8)}, 8)
+    want = TensorRequest("model.w", "float32", (64, 4), (Region((20, 1), (5, 2)),))
     reads = plan_load(index_of(plan), [want])
     assert [*reads] == [2, 3]
     assert [str(item.match.common) for items in reads.values() for item in items] == [
@@ -175,7 +175,7 @@ def test_only_the_shards_that_hold_wanted_rows_are_read() -> None:
 
 def test_flat_shards_are_found_for_a_column_without_looking_at_all_of_them() -> None:
     plan, _ = save({"model.w": one_tensor(Flattened(line(8)), (16, 4), 8)}, 8)
-    want = Wanted("model.w", "float32", (16, 4), (Region((4, 1), (3, 1)),))
+    want = TensorRequest("model.w", "float32", (16, 4), (Region((4, 1), (3, 1)),))
     reads = plan_load(index_of(plan), [want])
     assert [*reads] == [2, 3]
     assert isinstance(plan.catalog.layouts[0].cut, Flat)
@@ -185,7 +185,7 @@ def test_an_alias_reads_the_tensor_that_it_is_tied_to() -> None:
     saved = one_tensor(Whole(), (3,), 2)
     inventory = inventory_of({"model.w": saved}, 0, aliases=(("model.tied", "model.w"),))
     index = index_of(plan_save([(inventory, (0, 1))], 2))
-    want = Wanted("model.tied", "float32", (3,), (Region((1,), (2,)),))
+    want = TensorRequest("model.tied", "float32", (3,), (Region((1,), (2,)),))
     assert problems_of(index.catalog, [want]) == ()
     ((item,),) = plan_load(index, [want]).values()
     assert (item.fqn, item.tensor) == ("model.tied", "model.w")
@@ -195,20 +195,20 @@ def test_nothing_wanted_is_nothing_read() -> None:
     plan, _ = save({"model.w": one_tensor(Whole(), (3, 0), 2)}, 2)
     index = index_of(plan)
     assert plan_load(index, []) == {}
-    assert plan_load(index, [Wanted("model.w", "float32", (3, 0), ())]) == {}
-    empty = (Region((0, 0), (3, 0)), Elements(0, 0))
-    assert plan_load(index, [Wanted("model.w", "float32", (3, 0), empty)]) == {}
+    assert plan_load(index, [TensorRequest("model.w", "float32", (3, 0), ())]) == {}
+    empty = (Region((0, 0), (3, 0)), ElementRange(0, 0))
+    assert plan_load(index, [TensorRequest("model.w", "float32", (3, 0), empty)]) == {}
 
 
 def test_all_problems_are_listed_at_once() -> None:
     tilings = {f"model.{name}": one_tensor(Whole(), (4, 4), 1) for name in "abcd"}
     plan, _ = save(tilings, 1)
     wanted = [
-        Wanted("model.a", "bfloat16", (4, 4), ()),
-        Wanted("model.b", "float64", (4, 5), ()),
-        Wanted("model.c", "float32", (4, 4), (Region((2, 0), (3, 4)), Elements(0, 17))),
-        Wanted("model.d", "float32", (4, 4), (Region((2, 0), (2, 4)),)),
-        Wanted("model.e", "float32", (4, 4), ()),
+        TensorRequest("model.a", "bfloat16", (4, 4), ()),
+        TensorRequest("model.b", "float64", (4, 5), ()),
+        TensorRequest("model.c", "float32", (4, 4), (Region((2, 0), (3, 4)), ElementRange(0, 17))),
+        TensorRequest("model.d", "float32", (4, 4), (Region((2, 0), (2, 4)),)),
+        TensorRequest("model.e", "float32", (4, 4), ()),
     ]
     problems = problems_of(plan.catalog, wanted)
     assert [problem.partition(":")[0] for problem in problems] == [
@@ -223,29 +223,29 @@ def test_all_problems_are_listed_at_once() -> None:
 
 
 def test_an_index_that_lacks_a_needed_file_is_corrupt() -> None:
-    plan, _ = save({"model.w": one_tensor(Placed(line(4), (Shard(0),)), (8,), 4)}, 4)
+    plan, _ = save({"model.w": one_tensor(MeshPlaced(line(4), (Shard(0),)), (8,), 4)}, 4)
     index = index_of(plan)
     broken = replace(index, files=index.files[:2])
-    want = Wanted("model.w", "float32", (8,), (Region((0,), (8,)),))
+    want = TensorRequest("model.w", "float32", (8,), (Region((0,), (8,)),))
     with pytest.raises(CorruptError, match=r"model\.w\[4:6\].* no file of rank 2"):
         plan_load(broken, [want])
-    whole = Wanted("model.w", "float32", (8,), (Region((0,), (4,)),))
+    whole = TensorRequest("model.w", "float32", (8,), (Region((0,), (4,)),))
     assert len(plan_load(broken, [whole])) == 2
 
 
 def test_one_rank_of_many_plans_its_part_of_a_large_checkpoint() -> None:
     saving, loading = 4096, 1024
-    view = Placed(line(saving), (Shard(0),))
+    view = MeshPlaced(line(saving), (Shard(0),))
     names = [f"model.{n}.w" for n in range(300)]
     tilings = dict.fromkeys(names, of_view(view, [0], (8192, 16)))
     inventory = inventory_of(tilings, 0)
     index = index_of(plan_save([(inventory, tuple(range(saving)))], saving))
     cells = (Region((8 * 77, 0), (8, 16)),)
-    wanted = [Wanted(fqn, "float32", (8192, 16), cells) for fqn in names]
+    wanted = [TensorRequest(fqn, "float32", (8192, 16), cells) for fqn in names]
     reads = plan_load(index, wanted)
     assert [index.files[file].rank for file in reads] == [308, 309, 310, 311]
     assert all(len(items) == 300 for items in reads.values())
-    assert layout_of(Placed(line(loading), (Shard(0),)), (8192, 16)).cell(77) == cells[0]
+    assert layout_of(MeshPlaced(line(loading), (Shard(0),)), (8192, 16)).cell(77) == cells[0]
 
 
 @pytest.mark.parametrize("saving", [Shard(0), Replicate()])
@@ -253,22 +253,22 @@ def test_one_rank_of_many_plans_its_part_of_a_large_checkpoint() -> None:
 def test_a_cell_that_is_stored_as_it_is_wanted_is_a_whole_match(
     saving: Placement, loading: Placement
 ) -> None:
-    tilings = {"model.w": of_view(Placed(line(2), (saving,)), [0], (4, 2))}
+    tilings = {"model.w": of_view(MeshPlaced(line(2), (saving,)), [0], (4, 2))}
     index = index_of(plan_save([(inventory_of(tilings, 0), (0, 1))], 2))
-    cells = layout_of(Placed(line(2), (loading,)), (4, 2)).cell(0)
-    reads = plan_load(index, [Wanted("model.w", "float32", (4, 2), (cells,))])
+    cells = layout_of(MeshPlaced(line(2), (loading,)), (4, 2)).cell(0)
+    reads = plan_load(index, [TensorRequest("model.w", "float32", (4, 2), (cells,))])
     found = [item.match.is_whole for items in reads.values() for item in items]
     assert all(found) == any(found) == (saving == loading)
 
 
 def test_cells_of_a_replicated_grid_are_read_from_the_rank_that_stored_them() -> None:
     mesh = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
-    view = Placed(mesh, (Replicate(), Shard(0)))
+    view = MeshPlaced(mesh, (Replicate(), Shard(0)))
     plan, files = save({f"model.{n}": one_tensor(view, (4, 2), 4) for n in range(5)}, 4)
     assert isinstance(plan.catalog.layouts[0].cut, Grid)
     index = index_of(plan)
     for n in range(5):
-        want = Wanted(f"model.{n}", "float32", (4, 2), (Region.whole((4, 2)),))
+        want = TensorRequest(f"model.{n}", "float32", (4, 2), (Region.whole((4, 2)),))
         for file, items in plan_load(index, [want]).items():
             stored = files[0, index.files[file].rank]
             assert all((item.fqn, item.match.stored) in stored for item in items)

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import Elements, Region, Shape
+from dist_ckpt.core.format.geometry import ElementRange, Region, Shape
 from dist_ckpt.core.format.layout import Flat, Grid, check_cut
 from dist_ckpt.core.planning.mesh import cells_of, layout_of
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Mesh,
+    MeshPlaced,
     Parts,
-    Placed,
     Placement,
     Replicate,
-    Ruled,
+    RuleSharded,
     Shard,
     StridedShard,
     Whole,
@@ -32,7 +32,7 @@ from tilings import elements_of, line, placed, random_mesh, randoms, shapes
 SQUARE = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
 
 
-def rows(view: Placed, size: int) -> list[list[int]]:
+def rows(view: MeshPlaced, size: int) -> list[list[int]]:
     """Return the rows that each rank of the mesh holds."""
     return [
         [row for cell in cells_of(view, rank, (size,)) for row in elements_of(cell, (size,))]
@@ -40,7 +40,7 @@ def rows(view: Placed, size: int) -> list[list[int]]:
     ]
 
 
-def torch_local(view: Placed, shape: Shape, rank: int) -> object:
+def torch_local(view: MeshPlaced, shape: Shape, rank: int) -> object:
     """Return the local tensor of a rank as torch's own placements split a tensor."""
     import torch
     from torch.distributed.tensor.placement_types import Shard as TorchShard
@@ -61,7 +61,7 @@ def torch_local(view: Placed, shape: Shape, rank: int) -> object:
     return local
 
 
-def our_local(view: Placed, shape: Shape, rank: int) -> object:
+def our_local(view: MeshPlaced, shape: Shape, rank: int) -> object:
     """Return the local tensor of a rank, put together from its cells."""
     import torch
 
@@ -79,7 +79,7 @@ def our_local(view: Placed, shape: Shape, rank: int) -> object:
     return local
 
 
-def assert_as_torch(view: Placed, shape: Shape) -> None:
+def assert_as_torch(view: MeshPlaced, shape: Shape) -> None:
     import torch
 
     if not cuts_strided_alike() and any(isinstance(one, StridedShard) for one in view.placements):
@@ -101,7 +101,7 @@ def test_every_pair_of_placements_on_one_dimension_cuts_as_torch_does(size: int)
     for mesh in ((2, 2), (3, 2), (2, 3), (1, 4)):
         for placements in product(choices, repeat=2):
             ranks = tuple(range(prod(mesh)))
-            assert_as_torch(Placed(Mesh(("dp", "tp"), mesh, ranks), placements), (size,))
+            assert_as_torch(MeshPlaced(Mesh(("dp", "tp"), mesh, ranks), placements), (size,))
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_random_placements_cut_as_torch_does(random: Random, shape: Shape) -> No
         strided = StridedShard(dim, random.randint(1, 5))
         kinds: list[Placement] = [Replicate(), Shard(dim), strided]
         placements.append(random.choice(kinds))
-    assert_as_torch(Placed(mesh, tuple(placements)), shape)
+    assert_as_torch(MeshPlaced(mesh, tuple(placements)), shape)
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_random_placements_cut_as_torch_does(random: Random, shape: Shape) -> No
 @given(random=randoms, shape=shapes)
 def test_a_layout_gives_each_rank_the_cells_that_it_holds(random: Random, shape: Shape) -> None:
     (view, _), *_ = placed(random, shape, 12).views.values()
-    assert isinstance(view, Placed)
+    assert isinstance(view, MeshPlaced)
     layout = layout_of(view, shape)
     check_cut(layout.cut, shape)
     for rank in range(12):
@@ -147,38 +147,38 @@ def test_even_ranges_of_elements_tile_a_tensor(random: Random, shape: Shape) -> 
 
 
 def test_fsdp_over_tp_gives_each_rank_one_run_of_rows() -> None:
-    view = Placed(SQUARE, (StridedShard(0, 2), Shard(0)))
+    view = MeshPlaced(SQUARE, (StridedShard(0, 2), Shard(0)))
     assert rows(view, 8) == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
 def test_a_strided_shard_alone_is_several_regions() -> None:
-    view = Placed(SQUARE, (StridedShard(0, 2), Replicate()))
+    view = MeshPlaced(SQUARE, (StridedShard(0, 2), Replicate()))
     assert cells_of(view, 0, (8, 3)) == (Region((0, 0), (2, 3)), Region((4, 0), (2, 3)))
     assert rows(view, 8) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
 
 
 def test_runs_that_touch_are_one_region() -> None:
-    view = Placed(line(0), (StridedShard(0, 4),))
+    view = MeshPlaced(line(0), (StridedShard(0, 4),))
     assert cells_of(view, 0, (8,)) == (Region((0,), (8,)),)
 
 
 def test_chunks_may_leave_the_last_ranks_without_a_shard() -> None:
-    view = Placed(line(0, 1, 2, 3), (Shard(0),))
+    view = MeshPlaced(line(0, 1, 2, 3), (Shard(0),))
     assert rows(view, 5) == [[0, 1], [2, 3], [4], []]
     assert layout_of(view, (5,)).holders == ((0,), (1,), (2,))
 
 
 def test_ranks_of_a_submesh_keep_their_own_numbers() -> None:
-    view = Placed(line(6, 2), (Shard(1),))
+    view = MeshPlaced(line(6, 2), (Shard(1),))
     layout = layout_of(view, (3, 4))
     assert layout.cut == Grid(((0, 3), (0, 2, 4)))
     assert layout.holders == ((6,), (2,))
     assert cells_of(view, 0, (3, 4)) == ()
 
 
-@pytest.mark.parametrize("view", [Placed(line(3, 1), (Shard(0),)), Flattened(line(3, 1))])
+@pytest.mark.parametrize("view", [MeshPlaced(line(3, 1), (Shard(0),)), Flattened(line(3, 1))])
 def test_an_empty_tensor_is_one_cell_that_all_ranks_of_its_mesh_hold(
-    view: Placed | Flattened,
+    view: MeshPlaced | Flattened,
 ) -> None:
     layout = layout_of(view, (4, 0))
     assert layout.cut == Grid(((0, 4), (0, 0)))
@@ -188,17 +188,17 @@ def test_an_empty_tensor_is_one_cell_that_all_ranks_of_its_mesh_hold(
 
 
 def test_a_tensor_without_dimensions_is_one_cell() -> None:
-    view = Placed(SQUARE, (Replicate(), Replicate()))
+    view = MeshPlaced(SQUARE, (Replicate(), Replicate()))
     assert layout_of(view, ()).holders == ((0, 1, 2, 3),)
     assert cells_of(view, 2, ()) == (Region((), ()),)
-    assert cells_of(Flattened(line(5, 6)), 5, ()) == (Elements(0, 1),)
+    assert cells_of(Flattened(line(5, 6)), 5, ()) == (ElementRange(0, 1),)
     assert cells_of(Flattened(line(5, 6)), 6, ()) == ()
     assert layout_of(Flattened(line(5, 6)), ()).cut == Flat((0, 1))
 
 
 def test_other_views_say_themselves_what_a_rank_holds() -> None:
-    parts = (Elements(3, 5), Elements(0, 1))
+    parts = (ElementRange(3, 5), ElementRange(0, 1))
     assert cells_of(Whole(), 7, (2, 3)) == (Region.whole((2, 3)),)
     assert cells_of(Parts(parts), 7, (6,)) == parts
     with pytest.raises(ValueError, match="known to the plan only"):
-        cells_of(Ruled(SQUARE, ((0,),)), 0, (2,))
+        cells_of(RuleSharded(SQUARE, ((0,),)), 0, (2,))

@@ -6,21 +6,21 @@ import pytest
 
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.mesh import as_applied, cells_of, readings
-from dist_ckpt.core.planning.plan import Mesh, Placed, Replicate, Shard, StridedShard
+from dist_ckpt.core.planning.plan import Mesh, MeshPlaced, Replicate, Shard, StridedShard
 
 DP_TP = Mesh(("dp", "tp"), (3, 2), (0, 1, 2, 3, 4, 5))
-FSDP_OVER_TP = Placed(DP_TP, (StridedShard(0, 2), Shard(0)))
+FSDP_OVER_TP = MeshPlaced(DP_TP, (StridedShard(0, 2), Shard(0)))
 
 
 def test_the_axis_that_cut_first_comes_first():
-    assert as_applied(FSDP_OVER_TP) == Placed(
+    assert as_applied(FSDP_OVER_TP) == MeshPlaced(
         Mesh(("tp", "dp"), (2, 3), (0, 2, 4, 1, 3, 5)), (Shard(0), Shard(0))
     )
 
 
 def test_a_strided_axis_comes_after_those_that_make_up_its_split_factor():
     mesh = Mesh(("a", "b", "c", "d"), (2, 3, 5, 7), tuple(range(210)))
-    view = Placed(mesh, (StridedShard(0, 5), Shard(1), Shard(0), StridedShard(1, 1)))
+    view = MeshPlaced(mesh, (StridedShard(0, 5), Shard(1), Shard(0), StridedShard(1, 1)))
     applied = as_applied(view)
     assert applied is not None
     assert applied.mesh.names == ("b", "d", "c", "a")
@@ -30,8 +30,8 @@ def test_a_strided_axis_comes_after_those_that_make_up_its_split_factor():
 
 def test_replicated_axes_cut_nothing_and_come_last():
     mesh = Mesh(("r", "dp", "tp"), (2, 2, 2), tuple(range(8)))
-    applied = as_applied(Placed(mesh, (Replicate(), StridedShard(0, 2), Shard(0))))
-    assert applied == Placed(
+    applied = as_applied(MeshPlaced(mesh, (Replicate(), StridedShard(0, 2), Shard(0))))
+    assert applied == MeshPlaced(
         Mesh(("tp", "dp", "r"), (2, 2, 2), (0, 4, 2, 6, 1, 5, 3, 7)),
         (Shard(0), Shard(0), Replicate()),
     )
@@ -47,8 +47,8 @@ def test_replicated_axes_cut_nothing_and_come_last():
     ],
 )
 def test_no_other_order_is_made_up(placements):
-    assert as_applied(Placed(DP_TP, placements)) is None
-    assert readings(Placed(DP_TP, placements), (7, 7)) == (Placed(DP_TP, placements),)
+    assert as_applied(MeshPlaced(DP_TP, placements)) is None
+    assert readings(MeshPlaced(DP_TP, placements), (7, 7)) == (MeshPlaced(DP_TP, placements),)
 
 
 def test_sizes_that_divide_evenly_can_be_read_in_one_way_only():
@@ -56,7 +56,7 @@ def test_sizes_that_divide_evenly_can_be_read_in_one_way_only():
 
 
 def test_uneven_sizes_that_give_the_same_cells_can_be_read_in_one_way_only():
-    view = Placed(Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3)), (StridedShard(0, 2), Shard(0)))
+    view = MeshPlaced(Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3)), (StridedShard(0, 2), Shard(0)))
     assert readings(view, (7,)) == (view,)
 
 
@@ -71,7 +71,7 @@ def test_where_torch_cuts_in_a_third_way_only_what_fsdp_holds_is_read():
     fsdp, _ = readings(FSDP_OVER_TP, (7,))
     assert readings(FSDP_OVER_TP, (7,), as_defined=False) == (fsdp,)
     assert readings(FSDP_OVER_TP, (12, 5), as_defined=False) == (FSDP_OVER_TP,)
-    alone = Placed(DP_TP, (StridedShard(0, 4), Shard(0)))
+    alone = MeshPlaced(DP_TP, (StridedShard(0, 4), Shard(0)))
     assert readings(alone, (7,), as_defined=False) == ()
-    uneven = Placed(DP_TP, (Shard(0), Shard(0)))
+    uneven = MeshPlaced(DP_TP, (Shard(0), Shard(0)))
     assert readings(uneven, (7,), as_defined=False) == (uneven,)

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import joined
 from dist_ckpt.core.planning.load.read_sharing import (
-    UNIT_NBYTES,
+    SHARED_RANGE_NBYTES,
+    BlockRequests,
     BlockRuns,
-    BlockWants,
-    Unit,
-    partners_of,
-    units_of,
-    want_the_same,
+    SharedBlockRange,
+    have_equal_requests,
+    receivers_of,
+    shared_block_ranges,
 )
 from dist_ckpt.core.runtime.typed_msgpack import decode, encode
 
@@ -31,7 +31,7 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, BlockWants]]:
+def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, BlockRequests]]:
     """Return a file's number, its blocks and what some ranks want of it."""
     sizes = draw(st.lists(st.integers(1, 6 * MIB), min_size=1, max_size=24))
     numbers = st.sets(st.integers(0, len(sizes) - 1))
@@ -39,20 +39,20 @@ def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, BlockWants]]:
     wants = {}
     for rank in draw(st.sets(st.integers(0, 9), min_size=1, max_size=6)):
         blocks, host = draw(numbers), draw(st.sampled_from("abc"))
-        wants[rank] = BlockWants.of(
+        wants[rank] = BlockRequests.of(
             host, {file: runs_of(blocks)} if blocks else {file + 1: (range(3),)}
         )
     return file, starts_of(sizes), wants
 
 
-def wanters(wants: Mapping[int, BlockWants], file: int, block: int) -> set[int]:
+def wanters(wants: Mapping[int, BlockRequests], file: int, block: int) -> set[int]:
     return {rank for rank, want in wants.items() if any(block in run for run in want.runs(file))}
 
 
 @given(cases())
 def test_a_block_is_in_one_unit_if_several_ranks_want_it_and_in_none_else(case):
     file, starts, wants = case
-    units = units_of(file, starts, wants)
+    units = shared_block_ranges(file, starts, wants)
     for block in range(len(starts) - 1):
         holding = [unit for unit in units if block in unit.blocks]
         ranks = wanters(wants, file, block)
@@ -73,15 +73,17 @@ def test_ranks_want_the_same_if_a_block_is_wanted_by_two_that_share(case):
         for run in want.runs(file)
         for block in run
     ]
-    assert want_the_same(wants.values(), between_hosts=False) == (len({*wanted}) < len(wanted))
+    assert have_equal_requests(wants.values(), between_hosts=False) == (
+        len({*wanted}) < len(wanted)
+    )
     anywhere = {place[1:] for place in wanted}
-    assert want_the_same(wants.values(), between_hosts=True) == (len(anywhere) < len(wanted))
+    assert have_equal_requests(wants.values(), between_hosts=True) == (len(anywhere) < len(wanted))
 
 
 @given(cases())
 def test_each_unit_comes_to_each_host_once_and_from_there_to_its_ranks(case):
     file, starts, wants = case
-    for unit in units_of(file, starts, wants):
+    for unit in shared_block_ranges(file, starts, wants):
         assert unit.fetcher == unit.hosts[0][0]
         assert unit.agents == tuple(host[0] for host in unit.hosts[1:])
         names = [{wants[rank].host for rank in host} for host in unit.hosts]
@@ -93,29 +95,29 @@ def test_each_unit_comes_to_each_host_once_and_from_there_to_its_ranks(case):
 @given(cases())
 def test_a_unit_is_one_block_or_fits_a_slot(case):
     file, starts, wants = case
-    for unit in units_of(file, starts, wants):
+    for unit in shared_block_ranges(file, starts, wants):
         nbytes = starts[unit.blocks.stop] - starts[unit.blocks.start]
-        assert len(unit.blocks) == 1 or nbytes <= UNIT_NBYTES
+        assert len(unit.blocks) == 1 or nbytes <= SHARED_RANGE_NBYTES
 
 
 @given(cases())
 def test_every_rank_derives_the_same_units_whatever_else_it_knows(case):
     file, starts, wants = case
-    found = units_of(file, starts, wants)
+    found = shared_block_ranges(file, starts, wants)
     only_this_file = {rank: want for rank, want in reversed(wants.items()) if file in want.steps}
-    assert units_of(file, starts, only_this_file) == found
+    assert shared_block_ranges(file, starts, only_this_file) == found
 
 
 @given(st.dictionaries(st.integers(0, 9), st.sets(st.integers(0, 40), min_size=1)))
 def test_what_a_rank_wants_comes_back_from_its_message(blocks):
     runs = {file: runs_of(numbers) for file, numbers in blocks.items()}
-    told = decode(encode(BlockWants.of("host", runs)), BlockWants)
+    told = decode(encode(BlockRequests.of("host", runs)), BlockRequests)
     assert told.host == "host"
     assert {file: told.runs(file) for file in told.steps} == runs
     assert told.runs(10) == ()
 
 
-def fetched(units: Sequence[Unit], starts: Sequence[int]) -> dict[int, int]:
+def fetched(units: Sequence[SharedBlockRange], starts: Sequence[int]) -> dict[int, int]:
     nbytes: dict[int, int] = {}
     for unit in units:
         size = starts[unit.blocks.stop] - starts[unit.blocks.start]
@@ -131,45 +133,48 @@ def fetched(units: Sequence[Unit], starts: Sequence[int]) -> dict[int, int]:
 def test_what_all_want_is_fetched_in_equal_parts_but_for_one_unit(sizes, world_size, file):
     starts = starts_of(sizes)
     all_of_it = {
-        rank: BlockWants.of("a", {file: (range(len(sizes)),)}) for rank in range(world_size)
+        rank: BlockRequests.of("a", {file: (range(len(sizes)),)}) for rank in range(world_size)
     }
-    nbytes = fetched(units_of(file, starts, all_of_it), starts)
+    nbytes = fetched(shared_block_ranges(file, starts, all_of_it), starts)
     parts = [nbytes.get(rank, 0) for rank in range(world_size)]
     assert sum(parts) == starts[-1]
-    assert max(parts) - min(parts) <= max(UNIT_NBYTES, *sizes)
+    assert max(parts) - min(parts) <= max(SHARED_RANGE_NBYTES, *sizes)
 
 
 def test_a_rank_with_much_to_read_alone_fetches_less_for_others():
     starts = starts_of([4 * MIB] * 9)
-    wants = {0: BlockWants.of("a", {0: (range(9),)}), 1: BlockWants.of("a", {0: (range(6, 9),)})}
-    units = units_of(0, starts, wants)
+    wants = {
+        0: BlockRequests.of("a", {0: (range(9),)}),
+        1: BlockRequests.of("a", {0: (range(6, 9),)}),
+    }
+    units = shared_block_ranges(0, starts, wants)
     assert [unit.fetcher for unit in units] == [1, 1, 1]
 
 
 def test_small_files_are_fetched_by_different_ranks():
-    all_of_it = BlockWants.of("a", {file: (range(1),) for file in range(8)})
+    all_of_it = BlockRequests.of("a", {file: (range(1),) for file in range(8)})
     wants = dict.fromkeys(range(4), all_of_it)
-    units = [unit for file in range(8) for unit in units_of(file, [0, 10], wants)]
+    units = [unit for file in range(8) for unit in shared_block_ranges(file, [0, 10], wants)]
     assert sorted(unit.fetcher for unit in units) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_between_hosts_each_rank_of_a_host_brings_its_part():
     starts = starts_of([4 * MIB] * 12)
-    wants = {rank: BlockWants.of("ab"[rank // 2], {0: (range(12),)}) for rank in range(4)}
-    units = units_of(0, starts, wants)
+    wants = {rank: BlockRequests.of("ab"[rank // 2], {0: (range(12),)}) for rank in range(4)}
+    units = shared_block_ranges(0, starts, wants)
     brought = [host[0] for unit in units for host in unit.hosts]
     assert {rank: brought.count(rank) for rank in range(4)} == dict.fromkeys(range(4), 6)
     assert fetched(units, starts) == dict.fromkeys(range(4), 12 * MIB)
 
 
 def test_partners_are_the_ranks_of_the_same_host_only():
-    unit = Unit(0, range(3), ((2, 0), (1, 3, 5)))
-    assert partners_of(0, [unit]) == [2]
-    assert partners_of(3, [unit]) == [1, 5]
+    unit = SharedBlockRange(0, range(3), ((2, 0), (1, 3, 5)))
+    assert receivers_of(0, [unit]) == [2]
+    assert receivers_of(3, [unit]) == [1, 5]
 
 
 def test_the_message_of_a_rank_that_wants_all_of_a_large_file_is_short():
-    assert len(encode(BlockWants.of("host", {7: (range(1_000_000),)}))) < 30
+    assert len(encode(BlockRequests.of("host", {7: (range(1_000_000),)}))) < 30
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.geometry import Elements, Region, Shape
+from dist_ckpt.core.format.geometry import ElementRange, Region, Shape
 from dist_ckpt.core.format.layout import check_cut
 from dist_ckpt.core.planning.plan import (
     Mesh,
+    MeshPlaced,
     Parts,
-    Placed,
     Replicate,
     Shard,
     TensorEntry,
@@ -143,7 +143,7 @@ def test_the_files_have_the_sizes_that_the_catalog_tells(
 def test_flat_parts_of_one_tensor_on_all_ranks_are_one_layout() -> None:
     inventories = []
     for rank in range(3):
-        part = Parts((Elements(4 * rank, 4 * rank + 4),))
+        part = Parts((ElementRange(4 * rank, 4 * rank + 4),))
         inventories.append(inventory_of({"model.w": of_view(part, [rank], (3, 4))}, rank))
     plan = plan_save(bodies(inventories), 3)
     assert [str(item.cell) for r in range(3) for f in items_of(plan, r) for item in f.items] == [
@@ -156,7 +156,7 @@ def test_flat_parts_of_one_tensor_on_all_ranks_are_one_layout() -> None:
 def test_a_plan_for_thousands_of_ranks_shares_its_layouts() -> None:
     world = 4096
     mesh = Mesh(("replica", "shard"), (16, 256), tuple(range(world)))
-    views = (Placed(mesh, (Replicate(), Shard(0))), Whole())
+    views = (MeshPlaced(mesh, (Replicate(), Shard(0))), Whole())
     sizes = [(4096, 128), (4096,), (11008, 128)]
     entries = tuple(
         TensorEntry(f"model.{n}.w", "bfloat16", sizes[n % 3], n % 7 == 0, 0) for n in range(900)
@@ -191,8 +191,8 @@ def test_a_stored_cell_is_found_in_the_larger_cell_that_a_rank_holds() -> None:
 
 
 def test_a_stored_range_is_found_in_the_larger_range_that_a_rank_holds() -> None:
-    held = numbered({"w": (Elements(0, 3), Elements(3, 20))})
-    assert origin_of(held, "w", Elements(5, 9)) == ("w", 1, Elements(2, 6))
+    held = numbered({"w": (ElementRange(0, 3), ElementRange(3, 20))})
+    assert origin_of(held, "w", ElementRange(5, 9)) == ("w", 1, ElementRange(2, 6))
 
 
 class Compared(Region, frozen=True):
@@ -217,4 +217,4 @@ def test_what_it_costs_to_find_a_cell_does_not_grow_with_the_cells_of_its_tensor
 
 def test_a_plan_for_a_cell_that_is_not_held_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="does not hold it"):
-        origin_of({"w": {}}, "w", Elements(0, 1))
+        origin_of({"w": {}}, "w", ElementRange(0, 1))

@@ -13,7 +13,7 @@ from dist_ckpt.core.format.layout import Grid, Layout
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Mesh,
-    Placed,
+    MeshPlaced,
     Replicate,
     Shard,
     TensorEntry,
@@ -60,9 +60,9 @@ ADAM = catalog_of(
 
 
 def test_a_load_gets_the_parts_that_torch_chunk_makes() -> None:
-    both = Placed(MESH, (Shard(0), Shard(0)))
+    both = MeshPlaced(MESH, (Shard(0), Shard(0)))
     assert target_view(GRID, "a.weight", (7, 2)) == both
-    assert target_view(GRID, "a.bias", (7,)) == Placed(MESH, (Replicate(), Shard(0)))
+    assert target_view(GRID, "a.bias", (7,)) == MeshPlaced(MESH, (Replicate(), Shard(0)))
     assert target_view(GRID, "a.scale", (7,)) == Whole()
     under = ("a.weight", (7, 2))
     assert target_view(GRID, "state.a.weight.m", (7, 2), parameter=under) == both
@@ -71,7 +71,7 @@ def test_a_load_gets_the_parts_that_torch_chunk_makes() -> None:
 
 def test_an_even_reshard_cuts_all_that_has_a_dimension() -> None:
     views = target_views(ShardingConfig.even(4), ADAM)
-    rows = Placed(LINE, (Shard(0),))
+    rows = MeshPlaced(LINE, (Shard(0),))
     assert views["model.b.bias"] == rows
     assert views["optim.state.a.weight.exp_avg"] == rows
     assert views["optim.state.a.weight.factor"] == Whole()
@@ -82,7 +82,7 @@ def test_an_even_reshard_cuts_all_that_has_a_dimension() -> None:
 def test_rules_of_a_reshard_hold_for_optimizer_state() -> None:
     config = ShardingConfig.tensor_parallel(4, {"*.weight": 1})
     views = target_views(config, ADAM)
-    columns = Placed(Mesh(("tp",), (4,), (0, 1, 2, 3)), (Shard(1),))
+    columns = MeshPlaced(Mesh(("tp",), (4,), (0, 1, 2, 3)), (Shard(1),))
     assert views["model.a.weight"] == columns
     assert views["optim.state.a.weight.exp_avg"] == columns
     assert views["optim.state.b.bias.exp_avg"] == Whole()
@@ -100,11 +100,13 @@ def test_state_of_an_optimizer_over_several_modules_finds_its_parameters() -> No
     )
     config = ShardingConfig.tensor_parallel(2, {"w": 0})
     views = target_views(config, catalog)
-    assert set(views.values()) == {Placed(Mesh(("tp",), (2,), (0, 1)), (Shard(0),))}
+    assert set(views.values()) == {MeshPlaced(Mesh(("tp",), (2,), (0, 1)), (Shard(0),))}
 
 
 def owner(view: View) -> int | None:
-    return view.mesh.ranks[0] if isinstance(view, Placed) and len(view.mesh.ranks) == 1 else None
+    return (
+        view.mesh.ranks[0] if isinstance(view, MeshPlaced) and len(view.mesh.ranks) == 1 else None
+    )
 
 
 def test_zero_gives_the_whole_state_of_a_parameter_to_one_rank() -> None:

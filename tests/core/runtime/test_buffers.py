@@ -9,7 +9,7 @@ from mmap import PAGESIZE
 import pytest
 
 from dist_ckpt.core.runtime import buffers
-from dist_ckpt.core.runtime.buffers import Slots, address_of, copy, move, scratch
+from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy, move, scratch
 from dist_ckpt.errors import StorageError
 
 
@@ -65,7 +65,7 @@ def test_what_a_forked_process_writes_into_scratch_is_its_own() -> None:
 
 
 def test_a_slot_is_lent_to_one_at_a_time_and_used_again() -> None:
-    slots = Slots(8)
+    slots = BufferPool(8)
     with slots.one() as first, slots.one() as second:
         assert first is not second
         assert len(first) == len(second) == 8
@@ -74,7 +74,7 @@ def test_a_slot_is_lent_to_one_at_a_time_and_used_again() -> None:
 
 
 def test_a_slot_in_which_a_call_may_still_be_stuck_is_not_lent_again() -> None:
-    slots = Slots(8)
+    slots = BufferPool(8)
     with pytest.raises(StorageError), slots.one() as stuck:
         raise StorageError("the storage did not answer")
     with slots.one() as other:
@@ -82,14 +82,14 @@ def test_a_slot_in_which_a_call_may_still_be_stuck_is_not_lent_again() -> None:
 
 
 def test_slots_that_are_large_enough_are_used_and_others_are_made() -> None:
-    slots = Slots(8)
+    slots = BufferPool(8)
     assert slots.fitting(8) is slots
     with slots.fitting(9).one() as larger:
         assert len(larger) == 9
 
 
 def test_cleared_slots_are_gone() -> None:
-    slots = Slots(8)
+    slots = BufferPool(8)
     with slots.one() as first:
         pass
     slots.clear()
@@ -99,7 +99,7 @@ def test_cleared_slots_are_gone() -> None:
 
 def test_no_more_slots_are_kept_than_their_memory_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "MAX_KEPT_NBYTES", 16)
-    slots = Slots(8)
+    slots = BufferPool(8)
     with slots.one() as one, slots.one() as two, slots.one() as three:
         used = [one, two, three]
     with slots.one() as a, slots.one() as b, slots.one() as c:

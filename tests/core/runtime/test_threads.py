@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from dist_ckpt.core.runtime import threads
-from dist_ckpt.core.runtime.threads import Behind, DaemonThreads, each, results_of
+from dist_ckpt.core.runtime.threads import DaemonThreads, SerialExecutor, parallel_for, results_of
 from dist_ckpt.errors import StorageError
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def test_results_come_in_the_order_of_the_items() -> None:
         gates[i].set()
         return i * i
 
-    assert each(work, range(3), threads=3) == [0, 1, 4]
+    assert parallel_for(work, range(3), threads=3) == [0, 1, 4]
 
 
 @pytest.mark.parametrize("waiting", [None, 0, 2])
@@ -50,7 +50,7 @@ def test_no_more_run_or_wait_than_asked_for(waiting: int | None) -> None:
             counts["running"] -= 1
             counts["done"] += 1
 
-    each(work, items(), threads=3, waiting=waiting)
+    parallel_for(work, items(), threads=3, waiting=waiting)
     assert counts["done"] == 200
     assert counts["most"] <= 3
     assert counts["ahead"] <= 4 + (3 if waiting is None else waiting)
@@ -92,7 +92,7 @@ def test_the_first_error_is_raised_once_what_runs_has_ended_and_no_more_begins()
         ended.append(i)
 
     with pytest.raises(StorageError, match="item 1 failed"):
-        each(work, range(100), threads=2)
+        parallel_for(work, range(100), threads=2)
     assert len(begun) < 20
     assert sorted(begun) == sorted([*ended, 1])
 
@@ -101,7 +101,7 @@ def test_a_call_that_hangs_is_a_storage_error() -> None:
     gate = threading.Event()
     try:
         with pytest.raises(StorageError, match=r"did not answer for 0\.05 s"):
-            each(lambda _: gate.wait(10), range(1), threads=1, stall_s=0.05)
+            parallel_for(lambda _: gate.wait(10), range(1), threads=1, stall_s=0.05)
     finally:
         gate.set()
 
@@ -123,7 +123,7 @@ def test_an_interrupt_waits_for_what_runs() -> None:
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            each(work, range(1), threads=1)
+            parallel_for(work, range(1), threads=1)
         assert ended == [0]
     finally:
         signal.signal(signal.SIGINT, before)
@@ -149,7 +149,7 @@ def test_a_call_that_an_interrupt_has_let_begin_is_waited_for(
 
     monkeypatch.setattr(threads, "DaemonThreads", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        each(work, [7], threads=1)
+        parallel_for(work, [7], threads=1)
     assert ended == [7]
 
 
@@ -161,7 +161,7 @@ def test_an_error_while_items_are_made_ends_what_runs() -> None:
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
-        each(ended.append, items(), threads=1)
+        parallel_for(ended.append, items(), threads=1)
     assert ended in ([], [1])
 
 
@@ -172,7 +172,7 @@ def test_calls_behind_are_made_in_order_and_the_next_raises_what_one_has_raised(
         made.append(2)
         raise StorageError("call 2 failed")
 
-    behind = Behind()
+    behind = SerialExecutor()
     behind.make(lambda: made.append(1))
     behind.make(fail)
     with pytest.raises(StorageError, match="call 2 failed"):
@@ -184,7 +184,7 @@ def test_calls_behind_are_made_in_order_and_the_next_raises_what_one_has_raised(
 
 def test_a_call_behind_that_hangs_is_a_storage_error() -> None:
     gate = threading.Event()
-    behind = Behind(stall_s=0.05)
+    behind = SerialExecutor(stall_s=0.05)
     try:
         behind.make(lambda: print(gate.wait(10)))
         with pytest.raises(StorageError, match=r"did not answer for 0\.05 s"):
@@ -202,7 +202,7 @@ def test_who_closes_calls_behind_waits_for_the_one_that_runs() -> None:
         sum(range(1_000_000))  # long enough for the end to arrive
         ended.set()
 
-    behind = Behind()
+    behind = SerialExecutor()
     behind.make(work)
     assert begun.wait(10)
     behind.close()

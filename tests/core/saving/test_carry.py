@@ -17,7 +17,7 @@ from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import find, list_attempts
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.wrappers.forwarding import WrappedStorage
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, CorruptError, NotFoundError
 from dist_ckpt.reports import LoadReport, SaveReport
 from dist_ckpt.runs.annotations import put_metrics
@@ -460,7 +460,7 @@ def test_a_source_that_goes_away_under_the_save_makes_no_checkpoint(links: bool)
     inner = memory()
     both = rank_threads.try_load(lambda _: inner, [head(0), head(0)], A, include="model.head")
 
-    class Goes(WrappedStorage):
+    class Goes(ForwardingStorage):
         """Deletes the source once the new attempt was claimed."""
 
         def create(self, path: str, nbytes: int) -> Any:
@@ -522,7 +522,7 @@ def test_a_prune_does_not_take_the_source_meanwhile() -> None:
     report = part_of(inner)
     pruned: list[object] = []
 
-    class Pruning(WrappedStorage):
+    class Pruning(ForwardingStorage):
         def link(self, old: str, new: str) -> None:
             prune(inner, ROOT, last(1), is_whole=lambda _: True)
             pruned.append(find(inner, A))

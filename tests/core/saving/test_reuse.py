@@ -18,7 +18,7 @@ from dist_ckpt.core.shard_io.write import link_unchanged as reusing
 from dist_ckpt.core.shard_io.write.link_unchanged import (
     MAX_SHARED,
     READ_BACK_EVERY,
-    EarlierSaves,
+    LinkableSaves,
     SavedFiles,
 )
 from dist_ckpt.core.storage import Storage
@@ -358,7 +358,7 @@ def test_an_error_at_any_storage_call_loses_nothing(done: bool) -> None:
 
 
 def test_saves_that_may_not_be_linked_push_none_out_that_may() -> None:
-    earlier = EarlierSaves()
+    earlier = LinkableSaves()
     for number in range(40):
         files = {"f": ("f", 1, 1, "d")} if number < 2 else {}
         earlier = earlier.plus(SavedFiles(f"s{number}", files))

@@ -15,7 +15,7 @@ import torch
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import commit_protocol
 from dist_ckpt.core.commit.attempts import find, list_attempts
-from dist_ckpt.core.commit.records.incarnations import OfRun, begin, read_history
+from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation, read_history
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError
@@ -25,11 +25,14 @@ from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, try_ranks
 WORLD_SIZE = 2
 
 
-def started(root: Path) -> OfRun:
+def started(root: Path) -> Incarnation:
     storage = LocalStorage()
     newest = read_history(storage, str(root)).starts.get(1)
     restored = None if newest is None else (0, find(storage, f"{root}/step-0")[0])
-    return OfRun(str(root), begin(storage, str(root), restored=restored, why="", by="a job").number)
+    return Incarnation(
+        str(root),
+        begin_incarnation(storage, str(root), restored=restored, why="", by="a job").number,
+    )
 
 
 def try_save(root: Path, step: int, *options: dict[str, Any]) -> list[Outcome[SaveReport]]:
@@ -74,9 +77,15 @@ def test_a_save_of_a_start_has_no_more_exchanges(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (({"run": OfRun("/runs", 1)}, {"run": OfRun("/runs", 2)}), "start: rank 0: 1; rank 1: 2"),
-        (({"run": OfRun("/a", 1)}, {"run": OfRun("/b", 1)}), "root: rank 0: '/a'; rank 1: '/b'"),
-        (({"run": OfRun("/runs", 1)}, {}), "root: rank 0: '/runs'; rank 1: ''"),
+        (
+            ({"run": Incarnation("/runs", 1)}, {"run": Incarnation("/runs", 2)}),
+            "start: rank 0: 1; rank 1: 2",
+        ),
+        (
+            ({"run": Incarnation("/a", 1)}, {"run": Incarnation("/b", 1)}),
+            "root: rank 0: '/a'; rank 1: '/b'",
+        ),
+        (({"run": Incarnation("/runs", 1)}, {}), "root: rank 0: '/runs'; rank 1: ''"),
         (({"boundary": 4}, {"boundary": 5}), "boundary: rank 0: 4; rank 1: 5"),
         (({"boundary": 4}, {}), "boundary: rank 0: 4; rank 1: None"),
     ],

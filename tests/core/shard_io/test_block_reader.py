@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
-from dist_ckpt.core.format.geometry import Cell, Elements, Piece, Region, Shape
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, RegionPiece, Shape
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.format.layout import Flat, Grid, Layout, Regions
-from dist_ckpt.core.planning.plan import LoadPlan, Wanted
+from dist_ckpt.core.planning.plan import LoadPlan, TensorRequest
 from dist_ckpt.core.shard_io.read import block_reads, open_files, read_work, small_shards
-from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.block_reads import READ_NBYTES, BlockRead
-from dist_ckpt.core.shard_io.read.small_shards import Row
+from dist_ckpt.core.shard_io.read.small_shards import SmallShardRun
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, StorageError
@@ -39,7 +39,7 @@ from written import (
 )
 
 FOLDER = "/ck"
-Targets = Mapping[tuple[str, int], BytesTarget]
+FillTargets = Mapping[tuple[str, int], BytesTarget]
 
 
 class Counting(MemoryStorage):
@@ -75,7 +75,9 @@ class CountingFile:
         self._file.close()
 
 
-def targets_of(wanted: list[Wanted], saved: Mapping[str, Saved], *, lends: bool = True) -> Targets:
+def targets_of(
+    wanted: list[TensorRequest], saved: Mapping[str, Saved], *, lends: bool = True
+) -> FillTargets:
     return {
         (want.fqn, part): BytesTarget(saved[want.fqn].itemsize, cell, want.shape, lends=lends)
         for want in wanted
@@ -83,9 +85,9 @@ def targets_of(wanted: list[Wanted], saved: Mapping[str, Saved], *, lends: bool 
     }
 
 
-def want(saved: Mapping[str, Saved], fqn: str, *cells: Cell) -> Wanted:
+def want(saved: Mapping[str, Saved], fqn: str, *cells: Cell) -> TensorRequest:
     tensor = saved[fqn]
-    return Wanted(fqn, tensor.dtype, tensor.shape, cells or (Region.whole(tensor.shape),))
+    return TensorRequest(fqn, tensor.dtype, tensor.shape, cells or (Region.whole(tensor.shape),))
 
 
 class ReadTotals(NamedTuple):
@@ -94,14 +96,21 @@ class ReadTotals(NamedTuple):
 
 
 def load(
-    storage: MemoryStorage, index: Index, plan: LoadPlan, targets: Targets, *, verify: bool = True
+    storage: MemoryStorage,
+    index: Index,
+    plan: LoadPlan,
+    targets: FillTargets,
+    *,
+    verify: bool = True,
 ) -> ReadTotals:
     with closing(open_files.open_files(storage, FOLDER, index, plan, threads=2)) as files:
-        nbytes_read = Reading(files, targets, verify=verify).run(2)
+        nbytes_read = BlockReader(files, targets, verify=verify).run(2)
     return ReadTotals(nbytes_read, read_work.nbytes_placed_by(plan))
 
 
-def check_filled(targets: Targets, wanted: list[Wanted], saved: Mapping[str, Saved]) -> None:
+def check_filled(
+    targets: FillTargets, wanted: list[TensorRequest], saved: Mapping[str, Saved]
+) -> None:
     for one in wanted:
         for part, cell in enumerate(one.cells):
             assert bytes(targets[one.fqn, part].data) == saved[one.fqn].of(cell), (one.fqn, cell)
@@ -109,7 +118,7 @@ def check_filled(targets: Targets, wanted: list[Wanted], saved: Mapping[str, Sav
 
 def round_trip(
     saved: Mapping[str, Saved],
-    wanted: list[Wanted],
+    wanted: list[TensorRequest],
     *,
     world_size: int = 1,
     block_nbytes: int = BLOCK_NBYTES,
@@ -153,13 +162,13 @@ def cells(draw: st.DrawFn, shape: Shape) -> Cell:
     if draw(st.booleans()):
         ends = st.integers(0, prod(shape))
         start, stop = sorted((draw(ends), draw(ends)))
-        return Elements(start, stop)
+        return ElementRange(start, stop)
     corners = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
     return Region(tuple(a for a, _ in corners), tuple(b - a for a, b in corners))
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> tuple[dict[str, Saved], list[Wanted]]:
+def loads(draw: st.DrawFn) -> tuple[dict[str, Saved], list[TensorRequest]]:
     saved, wanted = {}, []
     for number in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
@@ -168,7 +177,7 @@ def loads(draw: st.DrawFn) -> tuple[dict[str, Saved], list[Wanted]]:
         fqn = f"model.t{number}"
         saved[fqn] = random_tensor(shape, layout, dtype=dtype, seed=number, rotation=rotation)
         parts = tuple(draw(st.lists(cells(shape), max_size=3)))
-        wanted.append(Wanted(fqn, dtype, shape, parts))
+        wanted.append(TensorRequest(fqn, dtype, shape, parts))
     return saved, wanted
 
 
@@ -182,7 +191,7 @@ def loads(draw: st.DrawFn) -> tuple[dict[str, Saved], list[Wanted]]:
     lends=st.booleans(),
 )
 def test_what_was_saved_in_any_layout_fills_any_cells(
-    case: tuple[dict[str, Saved], list[Wanted]],
+    case: tuple[dict[str, Saved], list[TensorRequest]],
     block_nbytes: int,
     direct: int,
     most: int,
@@ -195,7 +204,7 @@ def test_what_was_saved_in_any_layout_fills_any_cells(
         patch.setattr(small_shards, "ROW_NBYTES", most)
         patch.setattr(read_work, "MAX_ROWS", least)
         patch.setattr(read_work, "WORK_NBYTES", most)
-        patch.setattr(block_reads, "STRAIGHT_NBYTES", direct)
+        patch.setattr(block_reads, "ZERO_COPY_NBYTES", direct)
         patch.setattr(block_reads, "READ_NBYTES", most)
         totals, _ = round_trip(saved, wanted, world_size=3, block_nbytes=block_nbytes, lends=lends)
     itemsizes = {fqn: tensor.itemsize for fqn, tensor in saved.items()}
@@ -226,7 +235,7 @@ def test_exactly_the_blocks_that_hold_wanted_elements_are_read(
     cell = data.draw(cells(shape))
     totals, _ = round_trip(
         {"model.w": saved},
-        [Wanted("model.w", "float32", shape, (cell,))],
+        [TensorRequest("model.w", "float32", shape, (cell,))],
         block_nbytes=block_nbytes,
     )
     least = blocks_holding(saved, Region.whole(shape), cell, block_nbytes)
@@ -256,20 +265,22 @@ class Whole:
     def memory(self) -> memoryview:
         return memoryview(self.data)
 
-    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+    def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
         raise AssertionError("nothing here needs to be placed")
 
 
 def test_a_large_shard_comes_straight_into_the_target_in_a_few_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read, reads = Reading.read, []
+    read, reads = BlockReader.read, []
 
-    def counted(reading: Reading, file: open_files.OpenFile, one: Row | BlockRead) -> int:
+    def counted(
+        reading: BlockReader, file: open_files.OpenFile, one: SmallShardRun | BlockRead
+    ) -> int:
         reads.append(one.span.nbytes)
         return read(reading, file, one)
 
-    monkeypatch.setattr(Reading, "read", counted)
+    monkeypatch.setattr(BlockReader, "read", counted)
     shape = (3 * READ_NBYTES + 5,)
     data = random.Random(0).randbytes(shape[0])
     saved = {"model.w": Saved("uint8", shape, one_cell(shape), data)}
@@ -286,7 +297,7 @@ def test_a_large_shard_comes_straight_into_the_target_in_a_few_reads(
 def test_cells_that_begin_and_end_with_blocks_come_straight_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_reads, "STRAIGHT_NBYTES", 0)
+    monkeypatch.setattr(block_reads, "ZERO_COPY_NBYTES", 0)
     saved = {"model.w": random_tensor((8, 4), one_cell((8, 4)))}
     parts = [Region((i, 0), (2, 4)) for i in (0, 2, 4, 6)]
     totals, storage = round_trip(saved, [want(saved, "model.w", *parts)], block_nbytes=16)
@@ -466,7 +477,7 @@ def test_nothing_damaged_is_placed_through_scratch() -> None:
 def test_what_came_straight_and_damaged_is_listed_as_touched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_reads, "STRAIGHT_NBYTES", 0)
+    monkeypatch.setattr(block_reads, "ZERO_COPY_NBYTES", 0)
     storage, index, saved = two_ranks()
     at = index.files[0].header_nbytes
     spoiled = damaged(storage, "model-00000.safetensors", {at: 1})
@@ -522,7 +533,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_corrupt() -> None:
 def test_an_error_of_the_storage_says_which_tensors_may_be_partial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_reads, "STRAIGHT_NBYTES", 0)
+    monkeypatch.setattr(block_reads, "ZERO_COPY_NBYTES", 0)
     storage, index, saved = two_ranks()
     wanted = [want(saved, "model.w")]
 

@@ -22,7 +22,7 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.core.runtime.buffers import address_of
-from dist_ckpt.core.saving.local_save_state import HeldState
+from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.shard_io.memory import cuda
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas
 
@@ -130,7 +130,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch, saver: dc.AsyncSaver) -> Iterator[Device]:
     """Have states copied beside the training, as on CUDA devices."""
     device = Device()
-    monkeypatch.setattr(HeldState, "cuda_devices", (torch.device("cpu"),))
+    monkeypatch.setattr(LocalSaveState, "cuda_devices", (torch.device("cpu"),))
     assert saver._job is not None
     monkeypatch.setattr(saver._job, "streams", device)
     monkeypatch.setattr(saver._job.pinned, "pin", lambda *_: None)
@@ -472,7 +472,7 @@ def test_memory_of_a_device_that_hangs_is_not_waited_for_without_end(
     may = threading.Event()
     arenas = PinnedArenas()
     arenas.pin(0, memoryview(mmap(-1, 1 << 16)), CUDA)
-    monkeypatch.setattr(cuda, "HUNG_S", 0.05)
+    monkeypatch.setattr(cuda, "COPY_TIMEOUT_S", 0.05)
     monkeypatch.setattr(runtime, "cudaHostUnregister", lambda _: may.wait(30))
     arenas.close()
     monkeypatch.setattr(runtime, "cudaHostRegister", lambda *_: may.wait(30))

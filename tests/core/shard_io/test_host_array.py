@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Elements, Piece, Region, pieces, row_major_strides
+from dist_ckpt.core.format.geometry import (
+    ElementRange,
+    Region,
+    RegionPiece,
+    pieces,
+    row_major_strides,
+)
 from dist_ckpt.core.shard_io.memory.host_array import Array, ArrayTarget
 
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
@@ -54,7 +60,7 @@ def test_a_box_is_placed_from_any_layout(data, shape, itemsize):
     held = bytearray(cell.numel * itemsize)
     target = ArrayTarget(memoryview(held), itemsize)
     view = memoryview(memory)[first * itemsize :]
-    target.place(Piece(cell, 0), box, view, row_major_strides(shape))
+    target.place(RegionPiece(cell, 0), box, view, row_major_strides(shape))
     expected = np.zeros((*cell.shape, itemsize), dtype=np.uint8)
     expected[index(box.relative_to(cell.offset))] = items[index(box)]
     assert held == expected.tobytes()
@@ -67,7 +73,7 @@ def test_the_pieces_of_a_flat_cell_fill_it(data, shape, itemsize):
     stop = data.draw(st.integers(start + 1, prod(shape)))
     held = bytearray((stop - start) * itemsize)
     target = ArrayTarget(memoryview(held), itemsize)
-    for piece in pieces(Elements(start, stop), shape):
+    for piece in pieces(ElementRange(start, stop), shape):
         block = items[index(piece.region)].tobytes()
         target.place(piece, piece.region, memoryview(block), row_major_strides(piece.region.shape))
     assert held == memory[start * itemsize : stop * itemsize]
@@ -167,5 +173,5 @@ def test_both_orders_of_a_large_transposed_copy_agree():
         region = Region((0, 1), (shape[0], 2))
         held = bytearray(region.numel * 4)
         target = ArrayTarget(memoryview(held), 4)
-        target.place(Piece(region, 0), region, view[4:], row_major_strides(shape))
+        target.place(RegionPiece(region, 0), region, view[4:], row_major_strides(shape))
         assert held == items.reshape(shape)[:, 1:3].tobytes()

@@ -9,11 +9,11 @@ from itertools import chain
 import pytest
 
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.planning.plan import Wanted
+from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.shard_io.read import block_reads, read_work
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead
 from dist_ckpt.core.shard_io.read.open_files import open_files
-from dist_ckpt.core.shard_io.read.read_work import work_of
+from dist_ckpt.core.shard_io.read.read_work import split_into_work
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from written import Saved, one_cell, plan_of, random_tensor, write
 
@@ -29,11 +29,12 @@ def spans_of(
     storage = MemoryStorage({FOLDER: None})
     index = write(storage, FOLDER, saved, block_nbytes=BLOCK_NBYTES)
     wanted = [
-        Wanted(fqn, one.dtype, one.shape, (Region.whole(one.shape),)) for fqn, one in saved.items()
+        TensorRequest(fqn, one.dtype, one.shape, (Region.whole(one.shape),))
+        for fqn, one in saved.items()
     ]
     plan = plan_of(index, wanted)
     with closing(open_files(storage, FOLDER, index, plan, threads=1)) as files:
-        work = list(work_of(files, None, threads))
+        work = list(split_into_work(files, None, threads))
     assert all(isinstance(one, BlockRead) for _, one in chain.from_iterable(work))
     return [[(file.path, one.span.start, one.span.stop) for file, one in some] for some in work]
 

@@ -15,7 +15,7 @@ from dist_ckpt.core.format.checksums import Buffer, block_digest, document_diges
 from dist_ckpt.core.format.geometry import Cell
 from dist_ckpt.core.format.shards.shard_file import decode_header
 from dist_ckpt.core.planning import write_batches
-from dist_ckpt.core.runtime.buffers import Slots, address_of, scratch
+from dist_ckpt.core.runtime.buffers import BufferPool, address_of, scratch
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
 from dist_ckpt.core.shard_io.write.shard_writer import NUM_WAITING, RankFiles, write_all
 from dist_ckpt.core.storage import WritableFile
@@ -265,7 +265,7 @@ class Telling(MemoryStorage):
         super().write(node, offset, data)  # type: ignore[arg-type]
 
 
-class Asked(BytesSource):
+class LoadArguments(BytesSource):
     """A source that says when a block is asked for."""
 
     def __init__(self, saved: Saved, cell: Cell, tell: Callable[[], None]) -> None:
@@ -282,7 +282,7 @@ def asked_of(tell: Callable[[], None]) -> RankFiles:
     saved = {"model.w": random_tensor((128,), one_cell((128,)))}
     files = files_of(saved, block_nbytes=64)
     (item,) = files.plans[0].items
-    return replace(files, sources=(lambda _: Asked(saved["model.w"], item.cell, tell),))
+    return replace(files, sources=(lambda _: LoadArguments(saved["model.w"], item.cell, tell),))
 
 
 def test_blocks_are_made_ready_while_all_threads_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +450,7 @@ def test_a_disk_that_fills_up_while_the_slots_go_round_fails_the_save_and_no_slo
 ):
     saved = {f"model.{n}": random_tensor((64,), one_cell((64,)), seed=n) for n in range(8)}
     files = files_of(saved, block_nbytes=256)
-    slots = Slots(8192)
+    slots = BufferPool(8192)
     with slots.one():
         pass
     for n in range(1, 8):
@@ -494,7 +494,7 @@ def test_slots_are_kept_from_one_save_to_the_next() -> None:
     files = files_of(saved)
     (item,) = files.plans[0].items
     watching = replace(files, sources=(lambda _: Watching(saved["model.w"], item.cell),))
-    slots = Slots()
+    slots = BufferPool()
     for _ in range(2):
         write_all(folder(), FOLDER, watching, threads=1, slots=slots)
     assert seen[0] is seen[1]

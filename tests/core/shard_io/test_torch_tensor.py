@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Elements, Piece, Region, pieces, row_major_strides
+from dist_ckpt.core.format.geometry import (
+    ElementRange,
+    Region,
+    RegionPiece,
+    pieces,
+    row_major_strides,
+)
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
     TensorSource,
     TensorTarget,
@@ -87,11 +93,11 @@ def test_parts_of_a_source_are_its_boxes_and_ranges(data, shape):
     stop = data.draw(st.integers(start, tensor.numel()))
     block_nbytes = 4 * data.draw(st.integers(1, 5))
     source = TensorSource(tensor)
-    part = source.part(Elements(start, stop))
+    part = source.part(ElementRange(start, stop))
     assert part.nbytes == 4 * (stop - start)
     expected = tensor.reshape(-1)[start:stop].contiguous()
     assert read_all(part, block_nbytes) == bytes_of(expected)
-    assert read_all(part.part(Elements(0, stop - start)), block_nbytes) == bytes_of(expected)
+    assert read_all(part.part(ElementRange(0, stop - start)), block_nbytes) == bytes_of(expected)
     offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     box = Region(offset, tuple(n - o for n, o in zip(shape, offset, strict=True)))
     expected = tensor[tuple(slice(o, None) for o in offset)]
@@ -149,7 +155,7 @@ def test_a_box_is_placed_out_of_a_larger_row_major_buffer():
     data = torch.arange(100, dtype=torch.int32)
     box = Region((11, 21), (2, 2))
     view = memoryview(bytearray(bytes_of(data)))[4 * 7 :]
-    TensorTarget(target, cell).place(Piece(cell, 0), box, view, (10, 2))
+    TensorTarget(target, cell).place(RegionPiece(cell, 0), box, view, (10, 2))
     assert target.tolist() == [[0, 0, 0, 0], [0, 7, 9, 0], [0, 17, 19, 0]]
 
 
@@ -157,7 +163,7 @@ def test_a_box_is_placed_out_of_a_larger_row_major_buffer():
 def test_a_flat_target_takes_its_pieces_even_if_its_elements_lie_apart(name):
     whole, data = filled(name, (3, 4, 5))
     itemsize = DTYPES[name].itemsize
-    cell = Elements(7, 52)
+    cell = ElementRange(7, 52)
     spread, _ = filled(name, (45, 2))
     flat = spread[:, 1]
     target = TensorTarget(flat, cell)
@@ -173,7 +179,7 @@ def test_read_only_data_is_placed_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         block = memoryview(bytes(bytearray(b"\0\0\x80\x3f" * 2)))
-        TensorTarget(target, cell).place(Piece(cell, 0), cell, block, (1, 1))
+        TensorTarget(target, cell).place(RegionPiece(cell, 0), cell, block, (1, 1))
     assert target.tolist() == [[1.0], [1.0]]
 
 
@@ -183,7 +189,7 @@ def test_scalars_are_placed():
         target = torch.zeros((), dtype=dtype)
         whole = Region((), ())
         block = memoryview(bytearray(bytes_of(value)))
-        TensorTarget(target, whole).place(Piece(whole, 0), whole, block, ())
+        TensorTarget(target, whole).place(RegionPiece(whole, 0), whole, block, ())
         assert target.item() == value.item()
 
 
@@ -219,17 +225,17 @@ def test_conjugate_and_negative_targets_take_the_value():
     block = memoryview(bytearray(bytes_of(torch.tensor([1 + 2j]))))
     target = TensorTarget(base.conj(), whole)
     assert target.memory() is None
-    target.place(Piece(whole, 0), whole, block, (1,))
+    target.place(RegionPiece(whole, 0), whole, block, (1,))
     assert base.item() == 1 - 2j
     imaginary = memoryview(bytearray(bytes_of(torch.tensor([5.0]))))
-    TensorTarget(base.conj().imag, whole).place(Piece(whole, 0), whole, imaginary, (1,))
+    TensorTarget(base.conj().imag, whole).place(RegionPiece(whole, 0), whole, imaginary, (1,))
     assert base.item() == 1 - 5j
 
 
 def test_nothing_is_placed_for_an_empty_box():
     whole = Region((0, 0), (0, 3))
     target = TensorTarget(torch.empty(0, 3), whole)
-    target.place(Piece(whole, 0), whole, memoryview(b""), (3, 1))
+    target.place(RegionPiece(whole, 0), whole, memoryview(b""), (3, 1))
     memory = target.memory()
     assert memory is not None
     assert memory.nbytes == 0
@@ -254,7 +260,9 @@ def test_a_source_tells_where_its_bytes_lie_if_they_are_row_major_on_the_host() 
     assert TensorSource(tensor).address() == tensor.data_ptr()
     assert TensorSource(tensor[1:]).address() == tensor.data_ptr() + 16
     assert TensorSource(tensor).part(Region((2, 0), (1, 4))).address() == tensor.data_ptr() + 32
-    assert TensorSource(tensor.view(-1)).part(Elements(5, 9)).address() == tensor.data_ptr() + 20
+    assert (
+        TensorSource(tensor.view(-1)).part(ElementRange(5, 9)).address() == tensor.data_ptr() + 20
+    )
     assert TensorSource(tensor.t()).address() is None
     assert TensorSource(tensor).part(Region((0, 1), (3, 2))).address() is None
     assert TensorSource(torch.empty(2, device="meta")).address() is None

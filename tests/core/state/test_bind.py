@@ -22,7 +22,7 @@ from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.state.binding.bind import saved_of, survey, unexpected_problem
+from dist_ckpt.core.state.binding.bind import read_template, saved_tree_of, unexpected_problem
 from dist_ckpt.core.state.wrappers import RNG, FlatShard, LocalShard, PerRank
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from in_memory import load, save
@@ -149,13 +149,13 @@ def test_a_template_with_more_or_fewer_tensors_than_saved_still_finds_the_values
 
 def test_a_read_only_state_is_refused() -> None:
     with pytest.raises(TypeError, match="mappingproxy, which is read-only"):
-        survey(MappingProxyType({}), sharding=None, rank=0, world_size=1, group_ranks=(0,))
+        read_template(MappingProxyType({}), sharding=None, rank=0, world_size=1, group_ranks=(0,))
 
 
 def test_two_paths_with_one_name_are_refused() -> None:
     state = {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}
     with pytest.raises(ValueError, match=r"a\.b: two paths"):
-        survey(state, sharding=None, rank=0, world_size=1, group_ranks=(0,))
+        read_template(state, sharding=None, rank=0, world_size=1, group_ranks=(0,))
 
 
 def test_numpy_arrays_are_filled_in_place_and_read_only_ones_replaced() -> None:
@@ -747,7 +747,7 @@ def test_many_unexpected_names_are_counted_by_component() -> None:
 def with_tree(*nodes: Node) -> Any:
     saved = save({"a": {"w": torch.ones(1)}, "v": 1, "p": PerRank(2)})
     main = ObjectsFile(tree=nodes, values={"v": 1})
-    return lambda: saved_of(saved.catalog, main, lambda _: ObjectsFile())
+    return lambda: saved_tree_of(saved.catalog, main, lambda _: ObjectsFile())
 
 
 def test_trees_that_no_state_has_made_are_refused() -> None:

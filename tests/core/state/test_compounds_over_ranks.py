@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from compound_tensors import CodedSGD, Codes, GatheredLow, Quantized
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.save.save_planner import plan_save
-from dist_ckpt.core.state.inventory_builder import take
-from dist_ckpt.core.state.tensors.tensor_subclasses import HeldBox, inner_cut
+from dist_ckpt.core.state.inventory_builder import build_inventory
+from dist_ckpt.core.state.tensors.tensor_subclasses import LocalBox, inner_cut
 from in_memory import InMemory
 
 Make = Callable[[Any], Any]
@@ -39,7 +39,7 @@ def saved(make: Make, mesh: Sequence[int], placements: Any) -> InMemory:
     for rank in ranks_of(world_size):
         state = make(PartOf(mesh, placements))
         taken.append(
-            take(
+            build_inventory(
                 state,
                 sharding=None,
                 rank=rank,
@@ -258,6 +258,6 @@ def test_a_cut_within_a_block_is_refused_by_name() -> None:
 def test_how_an_inner_tensor_is_cut_follows_from_its_shape(
     shape: Any, is_table: Any, expected: Any
 ) -> None:
-    cut = HeldBox((12, 8), Region((4, 0), (4, 8)))
+    cut = LocalBox((12, 8), Region((4, 0), (4, 8)))
     found = inner_cut(cut, shape, is_table=is_table)
     assert (found and (found.shape, found.box.offset)) == expected

@@ -19,13 +19,13 @@ from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.objects.plain_types import ArrayValue
 from dist_ckpt.core.planning import plan
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.state.inventory_builder import LocalState, take
+from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.wrappers import RNG, LocalShard, Named, PerRank
 
 
 def taken(state: Any, **options: Any) -> LocalState:
     defaults = {"sharding": None, "rank": 0, "world_size": 1, "group_ranks": (0,)}
-    return take(state, **{**defaults, **options})
+    return build_inventory(state, **{**defaults, **options})
 
 
 def names(local: LocalState) -> list[str]:
@@ -315,7 +315,7 @@ def test_a_dtensor_describes_its_mesh_and_a_fully_sharded_module_its_optimizer(m
     optimizer.step()
     local = taken({"model": model, "optim": optimizer}, rank=1, world_size=4, group_ranks=range(4))
     views = {e.fqn: local.inventory.views[e.view] for e in local.inventory.tensors}
-    assert isinstance(views["model.weight"], plan.Placed)
+    assert isinstance(views["model.weight"], plan.MeshPlaced)
     assert views["optim.state.model.weight.exp_avg"] == views["model.weight"]
     assert views["optim.state.model.weight.step"] == plan.Whole()
     assert local.inventory.mesh == (("dp", 2),)
@@ -355,7 +355,7 @@ def test_a_rule_holds_for_a_parameter_and_for_what_is_stored_under_it() -> None:
         group_ranks=range(4),
     )
     views = {e.fqn: local.inventory.views[e.view] for e in local.inventory.tensors}
-    ruled = {fqn for fqn, view in views.items() if isinstance(view, plan.Ruled)}
+    ruled = {fqn for fqn, view in views.items() if isinstance(view, plan.RuleSharded)}
     assert ruled == {
         "model.wq.weight",
         "nested.optim.state.model.wq.weight.exp_avg",

@@ -16,9 +16,9 @@ import in_memory
 from compound_tensors import Pair
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.state.binding.bind import saved_of
-from dist_ckpt.core.state.binding.sources.multi_source import Offering, merged
-from dist_ckpt.core.state.binding.sources.saved_tree import Saved
+from dist_ckpt.core.state.binding.bind import saved_tree_of
+from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.sources.scopes import Scope, untagged
 
 KEYS = st.sampled_from("abc")
@@ -30,10 +30,10 @@ STATES = st.recursive(
 TOPS = st.dictionaries(KEYS, STATES, min_size=1, max_size=3)
 
 
-def saved(state: Any) -> Saved:
+def saved(state: Any) -> SavedTree:
     checkpoint = in_memory.save(state)
     main = checkpoint._decoded(checkpoint._main)
-    return saved_of(checkpoint.catalog, main, lambda _: ObjectsFile())
+    return saved_tree_of(checkpoint.catalog, main, lambda _: ObjectsFile())
 
 
 def reference(sources: list[list[str]]) -> dict[str, int]:
@@ -57,10 +57,10 @@ def test_each_name_comes_from_the_first_that_has_it(states: Any, exclude: tuple[
     selections = [Selection(None, exclude), *[Selection()] * (len(sources) - 1)]
     paths = [f"/{number}" for number in range(len(sources))]
     offers = [
-        Offering(number, one, Scope(paths[number], "", selections[number]))
+        SourceView(number, one, Scope(paths[number], "", selections[number]))
         for number, one in enumerate(sources)
     ]
-    together = merged(offers, paths)
+    together = merge_sources(offers, paths)
     expected = reference(
         [
             [n for n in s.leaves if n in chosen]
@@ -97,9 +97,9 @@ def test_what_is_made_of_parts_comes_from_one_source() -> None:
     for first, second in ((plain, pair), (pair, plain), (pair, nested), (nested, pair)):
         one, other = saved({"w": first, "v": plain}), saved({"w": second, "u": plain})
         offers = [
-            Offering(n, s, Scope(f"/{n}", "", Selection())) for n, s in enumerate((one, other))
+            SourceView(n, s, Scope(f"/{n}", "", Selection())) for n, s in enumerate((one, other))
         ]
-        together = merged(offers, ["/0", "/1"])
+        together = merge_sources(offers, ["/0", "/1"])
         of_first = {name for name in together.leaves if together.number_of(name) == 0}
         assert of_first == {*one.leaves}
         assert {*together.leaves} - of_first == {"u"}
@@ -110,7 +110,7 @@ def test_sources_of_two_keys_meet_only_in_what_both_give() -> None:
     one = saved(state)
 
     def problems(*scopes: Scope) -> tuple[str, ...]:
-        return merged([Offering(0, one, scope) for scope in scopes], ["/0"]).problems
+        return merge_sources([SourceView(0, one, scope) for scope in scopes], ["/0"]).problems
 
     everything = Selection()
     assert problems(Scope("/0", "a", everything), Scope("/0", "b", everything)) == ()

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dist_ckpt.core.format.geometry import Elements, Region
+from dist_ckpt.core.format.geometry import ElementRange, Region
 from dist_ckpt.core.planning import plan
 from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor, ShardedTensor, StridedShard
@@ -70,7 +70,7 @@ def check_parts(held, full):
     """Every part is the memory that its cell says it is."""
     assert held.shape == tuple(full.shape)
     for cell, part in zip(held.cells, held.parts, strict=True):
-        if isinstance(cell, Elements):
+        if isinstance(cell, ElementRange):
             assert part.tolist() == full.reshape(-1)[cell.start : cell.stop].tolist()
         else:
             assert tuple(part.shape) == cell.shape
@@ -100,7 +100,7 @@ def test_every_placement_on_a_line_of_ranks_is_read_as_torch_cuts_it(on_ranks, p
         held = describe(tensor, "w", rank=rank, group=range(3))
         check_parts(held, full)
         assert held.dtype == "int64"
-        assert isinstance(held.view, plan.Placed)
+        assert isinstance(held.view, plan.MeshPlaced)
         assert cells_of(held.view, rank, shape) == held.cells
         for cell in held.cells:
             assert isinstance(cell, Region)
@@ -201,7 +201,7 @@ def test_a_shape_that_reads_in_two_ways_is_given_as_explicit_cells(on_ranks):
         for size in (7, 12):
             tensor = distribute_tensor(numbered(size), mesh, placements, src_data_rank=None)
             views.add((size, type(describe(tensor, "w", rank=rank, group=range(6)).view)))
-    assert views == {(7, plan.Parts), (12, plan.Placed)}
+    assert views == {(7, plan.Parts), (12, plan.MeshPlaced)}
 
 
 def test_a_rank_that_cannot_tell_what_it_holds_says_so(on_ranks):
@@ -229,7 +229,7 @@ def test_ranks_of_a_mesh_are_named_by_their_number_in_the_group(on_ranks):
         if rank not in group:
             continue
         held = describe(tensor, "w", rank=group.index(rank), group=group)
-        assert held.view == plan.Placed(
+        assert held.view == plan.MeshPlaced(
             plan.Mesh(("", ""), (2, 2), (3, 1, 2, 0)), (plan.Shard(0), plan.Replicate())
         )
         assert held.cells == (Region((0 if rank in (6, 2) else 2, 0), (2, 3)),)
@@ -249,7 +249,7 @@ def test_every_rank_sees_its_own_slice_of_a_mesh(on_ranks):
         tensor = distribute_tensor(numbered(4), mesh["tp"], [Shard(0)], src_data_rank=None)
         held = describe(tensor, "w", rank=rank, group=range(4))
         first = rank // 2 * 2
-        assert isinstance(held.view, plan.Placed)
+        assert isinstance(held.view, plan.MeshPlaced)
         assert held.view.mesh == plan.Mesh(("tp",), (2,), (first, first + 1))
         assert held.cells == (Region((rank % 2 * 2,), (2,)),)
 
@@ -410,7 +410,7 @@ def test_local_shards_are_explicit_cells():
     assert held.view == plan.Parts((Region((2, 1), (2, 3)),))
     check_parts(held, full)
     held = alone(FlatShard(full.view(-1)[5:17], (6, 4), 5))
-    assert held.view == plan.Parts((Elements(5, 17),))
+    assert held.view == plan.Parts((ElementRange(5, 17),))
     check_parts(held, full)
     held = alone(FlatShard(full[1:3], (6, 4), 4))
     assert held.parts[0].shape == (8,)

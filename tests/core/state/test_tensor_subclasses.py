@@ -11,8 +11,8 @@ from torch import nn
 
 import dist_ckpt as dc
 from compound_tensors import CodedSGD, Codes, GatheredLow, Kernel, Pair, Quantized, Rounding
-from dist_ckpt.core.state.binding.targets.new_subclasses import compound_classes
-from dist_ckpt.core.state.inventory_builder import take
+from dist_ckpt.core.state.binding.targets.new_subclasses import subclass_types
+from dist_ckpt.core.state.inventory_builder import build_inventory
 from dist_ckpt.core.state.tensors.tensor_subclasses import difference
 from dist_ckpt.errors import IncompatibleError
 from in_memory import InMemory, load, save
@@ -50,7 +50,7 @@ def test_a_module_of_quantized_weights_is_filled_in_place() -> None:
 
 def test_each_part_has_a_name_and_the_class_is_a_value() -> None:
     kernel = Kernel(fast=True, tile=8)
-    taken = take(
+    taken = build_inventory(
         {"model": {"w": Quantized.of(weights(), block=8, kernel=kernel)}},
         sharding=None,
         rank=0,
@@ -363,11 +363,11 @@ class Derived(CodedSGD):
 
 def test_a_class_that_the_optimizers_module_only_imports_is_not_in_the_table() -> None:
     model: Any = nn.Linear(8, 4, bias=False)
-    assert compound_classes(Importing(model.parameters(), lr=0.1)) == {}
-    assert "compound_tensors.Codes" in compound_classes(CodedSGD(model.parameters()))
-    assert "compound_tensors.Codes" in compound_classes(Derived(model.parameters()))
+    assert subclass_types(Importing(model.parameters(), lr=0.1)) == {}
+    assert "compound_tensors.Codes" in subclass_types(CodedSGD(model.parameters()))
+    assert "compound_tensors.Codes" in subclass_types(Derived(model.parameters()))
     quantized = model_of(Quantized.of(weights()))
-    table = compound_classes(Importing([quantized.weight], lr=0.1))
+    table = subclass_types(Importing([quantized.weight], lr=0.1))
     assert table == {"compound_tensors.Quantized": Quantized}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract
 
@@ -27,12 +27,12 @@ def test_calls_and_bytes_that_went_through_are_counted() -> None:
     writer.write_at(0, b"1234")
     writer.write_at(4, memoryview(bytearray(24)).cast("q"))
     writer.finish()
-    assert (storage.writes, storage.reads) == (Tally(2, 28), Tally())
+    assert (storage.writes, storage.reads) == (IoCount(2, 28), IoCount())
     reader = storage.open("/a")
     reader.read_into(2, memoryview(bytearray(5)))
     reader.read_into(20, memoryview(bytearray(100)))  # the file ends after 28
     reader.close()
-    assert (storage.writes, storage.reads) == (Tally(2, 28), Tally(2, 13))
+    assert (storage.writes, storage.reads) == (IoCount(2, 28), IoCount(2, 13))
 
 
 def test_what_is_refused_is_not_counted() -> None:
@@ -41,4 +41,4 @@ def test_what_is_refused_is_not_counted() -> None:
         storage.create("/a", 10)
     with pytest.raises(FileNotFoundError):
         storage.open("/b")
-    assert (storage.writes, storage.reads) == (Tally(), Tally())
+    assert (storage.writes, storage.reads) == (IoCount(), IoCount())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt import config
-from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.wrappers.deadline import DeadlineStorage
 from dist_ckpt.errors import StorageError
@@ -130,8 +130,8 @@ def test_nobody_waits_long_for_a_file_to_close(hung, thawed):
 
 
 def test_bytes_that_are_to_be_moved_get_more_time():
-    assert config.patience_s(0) == config.STALL_S
-    assert config.patience_s(600 * config.SLOWEST_NBYTES_PER_S) == config.STALL_S + 600
+    assert config.stall_timeout_s(0) == config.STALL_TIMEOUT_S
+    assert config.stall_timeout_s(600 * config.SLOWEST_NBYTES_PER_S) == config.STALL_TIMEOUT_S + 600
 
 
 def test_a_finish_gets_more_time_for_all_that_was_written(thawed):
@@ -283,7 +283,7 @@ def test_a_call_in_a_watched_thread_is_made_there_and_told_all_the_same(hung, th
     what, call = CALLS[hung]
     storage, _ = hanging(hung, thawed)
     with pytest.raises(StorageError, match=rf"^{what}: the storage did not answer for 0\.05"):
-        each(lambda _: call(storage), range(1), threads=1)
+        parallel_for(lambda _: call(storage), range(1), threads=1)
 
 
 def test_a_watched_thread_makes_its_calls_itself():
@@ -301,7 +301,7 @@ def test_a_watched_thread_makes_its_calls_itself():
         return threading.get_ident()
 
     assert threads == set()
-    assert set(each(work, range(8), threads=2)) == threads
+    assert set(parallel_for(work, range(8), threads=2)) == threads
 
 
 @pytest.mark.parametrize(("hung", "closing"), [("create", "discard"), ("open", "close")])
@@ -314,7 +314,7 @@ def test_a_file_that_comes_too_late_to_a_watched_thread_is_released(hung, closin
         went_on.set()
 
     with pytest.raises(StorageError, match="did not answer"):
-        each(work, range(1), threads=1)
+        parallel_for(work, range(1), threads=1)
     assert inner.released == []
     thawed.set()
     wait_until(lambda: inner.released == [closing])
@@ -324,4 +324,4 @@ def test_a_file_that_comes_too_late_to_a_watched_thread_is_released(hung, closin
 def test_of_several_calls_that_hang_each_is_left_after_its_deadline(thawed):
     storage, _ = hanging("list", thawed)
     with pytest.raises(StorageError, match=r"^list /d: the storage did not answer"):
-        each(lambda _: storage.list("/d"), range(9), threads=3)
+        parallel_for(lambda _: storage.list("/d"), range(9), threads=3)

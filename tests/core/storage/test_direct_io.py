@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import Span
+from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.runtime.buffers import address_of, scratch
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local import direct_io
@@ -160,7 +160,7 @@ def test_what_goes_directly_is_all_the_whole_blocks_of_memory_that_lies_right(
     inner = Alignment(memory, PAGE).inner(address, offset, nbytes)
     blocks = [n for n in range(0, offset + nbytes, PAGE) if offset <= n <= offset + nbytes - PAGE]
     if not blocks or (address - offset) % memory:
-        assert inner == Span(0, 0)
+        assert inner == ByteRange(0, 0)
     else:
         assert (inner.start, inner.stop) == (blocks[0] - offset, blocks[-1] + PAGE - offset)
         assert (address + inner.start) % memory == 0

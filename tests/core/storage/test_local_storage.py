@@ -504,7 +504,7 @@ def test_a_full_disk_fails_the_save_early_and_leaves_the_older_one(storage, smal
     claim = commit_protocol.claim(storage, path, overwrite=True, by="me")
     with pytest.raises(StorageError, match=r"ENOSPC.*free space"):
         storage.create(f"{claim.folder}/model-00000.safetensors", 2 << 20)
-    commit_protocol.give_up(storage, claim)
+    commit_protocol.discard_attempt(storage, claim)
     assert step_at(storage, path) == 1
     assert len(os.listdir(path)) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dist_ckpt.core.storage.protocol import Storage
-from dist_ckpt.core.storage.wrappers.pacing import STEP_S, Allowance, PacedStorage
+from dist_ckpt.core.storage.wrappers.pacing import STEP_S, RateLimit, RateLimitedStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract
 
@@ -13,7 +13,7 @@ from dist_ckpt.testing.storage_contract import StorageContract
 class TestPacedStorage(StorageContract):
     @pytest.fixture
     def storage(self) -> Storage:
-        return PacedStorage(MemoryStorage({"/root": None}), Allowance(1e12))
+        return RateLimitedStorage(MemoryStorage({"/root": None}), RateLimit(1e12))
 
     @pytest.fixture
     def root(self) -> str:
@@ -32,8 +32,8 @@ class Clock:
 
 def test_so_many_bytes_take_so_long():
     clock = Clock()
-    allowance = Allowance(1000, clock=lambda: clock.now, sleep=clock.sleep)
-    storage = PacedStorage(MemoryStorage(), allowance)
+    allowance = RateLimit(1000, clock=lambda: clock.now, sleep=clock.sleep)
+    storage = RateLimitedStorage(MemoryStorage(), allowance)
     storage.make_folder("/f")
     file = storage.create("/f/a", 4000)
     for offset in range(0, 4000, 500):
@@ -46,7 +46,7 @@ def test_so_many_bytes_take_so_long():
 
 def test_what_is_not_used_in_time_is_lost():
     clock = Clock()
-    allowance = Allowance(1000, clock=lambda: clock.now, sleep=clock.sleep)
+    allowance = RateLimit(1000, clock=lambda: clock.now, sleep=clock.sleep)
     allowance.take(1000)
     clock.now += 50
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_a_wait_ends_when_there_is_nothing_to_wait_for():
         if clock.now > 102:
             raise InterruptedError
 
-    allowance = Allowance(1, check, clock=lambda: clock.now, sleep=clock.sleep)
+    allowance = RateLimit(1, check, clock=lambda: clock.now, sleep=clock.sleep)
     allowance.take(1 << 30)
     with pytest.raises(InterruptedError):
         allowance.take(1)
@@ -71,4 +71,4 @@ def test_a_wait_ends_when_there_is_nothing_to_wait_for():
 @pytest.mark.parametrize("speed", [0, -1, float("inf"), float("nan")])
 def test_a_speed_that_makes_no_sense_is_refused(speed):
     with pytest.raises(ValueError, match="max_bytes_per_s"):
-        Allowance(speed)
+        RateLimit(speed)

@@ -17,7 +17,7 @@ import dist_ckpt as dc
 from dist_ckpt.core.format.filenames import parse_attempt
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
-from dist_ckpt.reports import SaveReport, Tally
+from dist_ckpt.reports import IoCount, SaveReport
 from dist_ckpt.runs.annotations import put_saved, save_times
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -88,11 +88,11 @@ def a_report(seconds: dict[str, float]) -> SaveReport:
         seconds=seconds,
         slowest_rank=3,
         slowest_s=0.5,
-        exchanges=Tally(),
-        collectives=Tally(),
+        exchanges=IoCount(),
+        collectives=IoCount(),
         nbytes_receipt=0,
-        storage_reads=Tally(),
-        storage_writes=Tally(),
+        storage_reads=IoCount(),
+        storage_writes=IoCount(),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import xxhash
 
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Collective(Protocol):
         """The number of the connections that the next call uses."""
 
     @property
-    def calls(self) -> Tally:
+    def calls(self) -> IoCount:
         """The calls so far, and the bytes that this rank has given to the others in them."""
 
     def renew(self, epoch: int) -> None:
@@ -99,7 +99,7 @@ def distinct(told: Iterable[T]) -> dict[T, tuple[int, ...]]:
     return {one: tuple(who) for one, who in ranks.items()}
 
 
-class AloneCollective:
+class SingleProcessCollective:
     """The collectives of a world of one."""
 
     rank = 0
@@ -107,7 +107,7 @@ class AloneCollective:
     epoch = 0
 
     def __init__(self) -> None:
-        self.calls = Tally()
+        self.calls = IoCount()
 
     def renew(self, epoch: int) -> None:
         """Do nothing: there are no connections."""

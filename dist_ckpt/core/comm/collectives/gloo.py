@@ -16,7 +16,7 @@ import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
-from dist_ckpt.config import STALL_S
+from dist_ckpt.config import STALL_TIMEOUT_S
 from dist_ckpt.core.comm.collectives.collective import (
     NAME_NBYTES,
     Bodies,
@@ -25,8 +25,8 @@ from dist_ckpt.core.comm.collectives.collective import (
     name_of,
     nbytes_of,
 )
-from dist_ckpt.core.comm.messages import FalloutError
-from dist_ckpt.reports import Tally
+from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ MAX_BROADCASTS = 16
 
 # How long a transfer waits for the other rank. That one may be slow; whether it is lost is seen by
 # its heartbeat, long before.
-TRANSFER_S = 3 * STALL_S
+TRANSFER_S = 3 * STALL_TIMEOUT_S
 
 # A tag that no message has.
 NO_TAG = (1 << 31) - 1
@@ -59,7 +59,7 @@ class GlooCollective:
         self.rank = rank
         self.world_size = world_size
         self.epoch = 0
-        self.calls = Tally()
+        self.calls = IoCount()
         self._open_store = open_store
         self._timeout = timedelta(seconds=timeout_s)
         self._group: _Group | None = None
@@ -184,9 +184,9 @@ class _GlooTransfer:
             raise _fallout_of(error) from error
 
 
-def _fallout_of(error: RuntimeError) -> FalloutError:
+def _fallout_of(error: RuntimeError) -> SecondaryError:
     reason = str(error).splitlines()[0].partition(". ")[0]
-    return FalloutError(
+    return SecondaryError(
         f"the ranks' own gloo connections failed: {reason}. If no rank has died, try again: they "
         "are made anew."
     )

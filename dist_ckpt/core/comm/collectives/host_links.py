@@ -22,8 +22,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from dist_ckpt.core.comm.messages import FalloutError
-from dist_ckpt.core.runtime.shared_memory import create_nameless
+from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.runtime.shared_memory import create_anonymous
 
 MAX_MESSAGE_NBYTES = 64
 
@@ -32,7 +32,7 @@ _HELLO = struct.Struct("<q32s")
 _CREDENTIALS = struct.Struct("3i")
 
 
-class CommonMemory:
+class SharedScratch:
     """Memory that other ranks can be given. It has no name, and goes when nobody has it any more.
 
     All of it is there from the start, for a page that is lacking later is a SIGBUS. OSError if
@@ -40,7 +40,7 @@ class CommonMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.fd = create_nameless(nbytes)
+        self.fd = create_anonymous(nbytes)
         close = weakref.finalize(self, os.close, self.fd)
         try:
             self.view = _mapped(self.fd)
@@ -65,7 +65,7 @@ class HostLinks:
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, rank)
-        self._offered: CommonMemory | None = None
+        self._offered: SharedScratch | None = None
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._server.bind(self._address(rank))
@@ -74,7 +74,7 @@ class HostLinks:
             self.close()
             raise
 
-    def offer(self, memory: CommonMemory) -> None:
+    def offer(self, memory: SharedScratch) -> None:
         """Give every rank that is linked from now on this memory."""
         self._offered = memory
 
@@ -94,7 +94,7 @@ class HostLinks:
                 self._server.settimeout(left_s)
                 link, _ = self._server.accept()
             except TimeoutError:
-                raise FalloutError(
+                raise SecondaryError(
                     f"no connection from rank {min(missing)} within {self._timeout_s:g} s"
                 ) from None
             rank = self._greet(link)
@@ -105,7 +105,7 @@ class HostLinks:
                 self._say_hello(link)
             except ConnectionError:
                 link.close()
-                raise FalloutError(
+                raise SecondaryError(
                     "a rank of this host has given up or is gone before anything was shared; look "
                     "into the logs of its other ranks"
                 ) from None
@@ -117,7 +117,7 @@ class HostLinks:
         return self._own.view if rank == self.rank else self._memories[rank]
 
     @property
-    def _own(self) -> CommonMemory:
+    def _own(self) -> SharedScratch:
         assert self._offered is not None, "`offer` comes before any link"
         return self._offered
 

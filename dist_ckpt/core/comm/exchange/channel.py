@@ -24,7 +24,7 @@ from dist_ckpt.core.comm.messages import (
 )
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import CheckpointError, ranks_text
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class Exchange(ABC):
         """Decode a message of a rank. RankError if it is none of this class."""
 
 
-class Notes(Protocol):
+class SharedNotes(Protocol):
     """Short texts that ranks leave for each other outside any exchange, each under a key.
 
     Nobody waits for who reads them; what is put once never changes. Threads may share it.
@@ -136,14 +136,14 @@ class Channel(Protocol):
         """The name of this rank's host."""
 
     @property
-    def exchanges(self) -> Tally:
+    def exchanges(self) -> IoCount:
         """The exchanges so far, and the bytes that this rank has put into them.
 
         They are its envelopes; the coordinator's are its answers. Heartbeats do not count.
         """
 
     @property
-    def notes(self) -> Notes:
+    def notes(self) -> SharedNotes:
         """What the ranks tell each other outside operations. Not before the first operation."""
 
     def enter(self, what: str) -> None:
@@ -168,7 +168,7 @@ class Channel(Protocol):
         """
 
     def watch(self, ranks: Sequence[int]) -> None:
-        """Raise FalloutError if nothing more will come from one of these ranks in the operation.
+        """Raise SecondaryError if nothing more will come from one of these ranks in the operation.
 
         For who waits for them otherwise than in an exchange, within its work: call it about once
         a second. The rank is dead, frozen or has left, or its own work has failed; one that is
@@ -188,7 +188,7 @@ class Channel(Protocol):
         """Stop the heartbeat. The channel is of no use afterwards."""
 
 
-class AloneNotes:
+class SingleProcessNotes:
     """The notes of a world of one."""
 
     def __init__(self) -> None:
@@ -196,29 +196,29 @@ class AloneNotes:
         self._lock = threading.Lock()
 
     def put(self, key: str, text: str) -> None:
-        """See `Notes.put`."""
+        """See `SharedNotes.put`."""
         with self._lock:
             self._texts[key] = text
 
     def put_once(self, key: str, text: str) -> str:
-        """See `Notes.put_once`."""
+        """See `SharedNotes.put_once`."""
         with self._lock:
             return self._texts.setdefault(key, text)
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
-        """See `Notes.read`."""
+        """See `SharedNotes.read`."""
         with self._lock:
             found = [self._texts.get(key) for key in keys]
         return None if None in found else [text for text in found if text is not None]
 
     def remove(self, keys: Sequence[str]) -> None:
-        """See `Notes.remove`."""
+        """See `SharedNotes.remove`."""
         with self._lock:
             for key in keys:
                 self._texts.pop(key, None)
 
 
-class Alone:
+class SingleProcessChannel:
     """The channel of a world of one. Errors are what they are in a group, but name no rank."""
 
     rank = COORDINATOR
@@ -226,8 +226,8 @@ class Alone:
 
     def __init__(self) -> None:
         self.host = socket.gethostname()
-        self.exchanges = Tally()
-        self.notes: Notes = AloneNotes()
+        self.exchanges = IoCount()
+        self.notes: SharedNotes = SingleProcessNotes()
 
     def enter(self, what: str) -> None:
         """Do nothing: there is nobody to tell."""
@@ -235,7 +235,7 @@ class Alone:
     def exchange(self, phase: str) -> Exchange:
         """See `Channel.exchange`."""
         self.exchanges = self.exchanges.plus(0)
-        return AloneExchange(phase)
+        return SingleProcessExchange(phase)
 
     def watch(self, ranks: Sequence[int]) -> None:
         """Do nothing: there are no others."""
@@ -250,7 +250,7 @@ class Alone:
         """Do nothing."""
 
 
-class AloneExchange(Exchange):
+class SingleProcessExchange(Exchange):
     """An exchange with oneself."""
 
     def _gathered(self) -> Sequence[bytes]:
@@ -271,7 +271,7 @@ class AloneExchange(Exchange):
             raise error_of(failure_of(error, self.phase)) from error
 
 
-def check_alike(operation: str, told: Sequence[Message], names: Sequence[str]) -> None:
+def check_equal_on_all_ranks(operation: str, told: Sequence[Message], names: Sequence[str]) -> None:
     """Raise ValueError if ranks ask for different things, naming who asks for what."""
     for name in names:
         asked = distinct(getattr(one, name) for one in told)

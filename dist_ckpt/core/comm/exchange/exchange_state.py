@@ -20,9 +20,14 @@ from typing import TypeVar
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.key_value.client_thread import OF_THE_JOB, Store, StoreLine, Wording
-from dist_ckpt.core.comm.liveness.failure_detector import Peers
-from dist_ckpt.core.comm.liveness.heartbeat import Heart
+from dist_ckpt.core.comm.key_value.client_thread import (
+    JOB_STORE_TEXTS,
+    Store,
+    StoreClientThread,
+    StoreErrorTexts,
+)
+from dist_ckpt.core.comm.liveness.failure_detector import FailureDetector
+from dist_ckpt.core.comm.liveness.heartbeat import HeartbeatSender
 from dist_ckpt.core.comm.messages import Failure, NoAnswerError, unpack
 from dist_ckpt.errors import RankError, listed, ranks_text
 
@@ -42,13 +47,15 @@ STALE = (
 OVERSHOOT = 0.15
 
 
-class Pace:
+class PollInterval:
     """The rhythm of one wait: polls that grow rarer, and now and then a look at the heartbeats."""
 
     def __init__(self, world_size: int, config: Config) -> None:
         self._rarest_s = max(0.02, world_size / MAX_POLLS_PER_S)
         self._least_s = max(0.0003, self._rarest_s / 100)
-        self._look_s = min(1.0, config.silence_s / 10, config.warn_s / 2, config.arrive_s / 4)
+        self._look_s = min(
+            1.0, config.heartbeat_timeout_s / 10, config.warn_s / 2, config.join_timeout_s / 4
+        )
         self._began_at = time.monotonic()
         self._look_at = self._began_at + self._look_s
         self.has_warned = False
@@ -71,7 +78,7 @@ class Pace:
         return True
 
 
-class Control:
+class ExchangeState:
     """What the coordinator's and the other ranks' sides of an exchange have in common.
 
     `token` identifies the operation from its first answer on; until then it is "". `turn` counts
@@ -85,7 +92,7 @@ class Control:
         world_size: int,
         host: str,
         config: Config,
-        wording: Wording = OF_THE_JOB,
+        wording: StoreErrorTexts = JOB_STORE_TEXTS,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -95,19 +102,19 @@ class Control:
         self.token = ""
         self.phase = ""
         self.turn = 0
-        self.heart = Heart(host)
-        self.line = StoreLine(
+        self.heart = HeartbeatSender(host)
+        self.line = StoreClientThread(
             store,
             self.heart,
-            period_s=config.silence_s / 5,
-            patience_s=config.silence_s,
+            period_s=config.heartbeat_timeout_s / 5,
+            stall_timeout_s=config.heartbeat_timeout_s,
             wording=wording,
         )
         self._wording = wording
-        self.peers = Peers(self.line, self._beat_key, config)
+        self.peers = FailureDetector(self.line, self._beat_key, config)
         self.nbytes_put = 0
         # How long to wait for a rank that was never seen.
-        self.unseen_s = config.arrive_s
+        self.unseen_s = config.join_timeout_s
         # Why those that have not entered the operation will not, "" if they may.
         self.absent = ""
         self._start = 0
@@ -139,7 +146,7 @@ class Control:
     def _count_start(self) -> int:
         key = f"starts/{self.rank}"
         try:
-            return self.line.call(client_thread.count_up, key)
+            return self.line.call(client_thread.increment, key)
         except ValueError as error:
             raise RankError(
                 f"where the starts of rank {self.rank} are counted the store has {error}. "
@@ -206,7 +213,7 @@ class Control:
     def _seen(self) -> str:
         return f"seen by rank {self.rank} in phase {self.phase!r} of {self.what}"
 
-    def mixture(self, calls: Mapping[int, tuple[str, str]]) -> Failure | None:
+    def mismatched_calls(self, calls: Mapping[int, tuple[str, str]]) -> Failure | None:
         """Return a failure if ranks are in different calls or phases, which it names.
 
         `calls` are for each rank its call and its phase.
@@ -230,8 +237,8 @@ class Control:
         odd = next(rank for rank in sorted(calls) if calls[rank][1] != self.phase)
         return Failure("RankError", message, odd, self.phase)
 
-    def absences(self, ranks: Sequence[int], pace: Pace) -> dict[int, Failure]:
-        """Return a failure if some of these ranks have not entered within `arrive_s`.
+    def missing_ranks(self, ranks: Sequence[int], pace: PollInterval) -> dict[int, Failure]:
+        """Return a failure if some of these ranks have not entered within `join_timeout_s`.
 
         Before that, after `warn_s`, one warning is logged that names them.
         """
@@ -244,7 +251,7 @@ class Control:
             f"{self.peers.name(absent)} did not call {self.what}: rank {self.rank} (host "
             f"{self.host}) has waited for {pace.waited_s:.3g} s. {self._wording.absent}"
         )
-        if pace.waited_s >= self.config.arrive_s:
+        if pace.waited_s >= self.config.join_timeout_s:
             message = self._astray(absent) or message
             return {absent[0]: Failure("RankError", message, absent[0], self.phase)}
         if pace.waited_s >= self.unseen_s:
@@ -260,11 +267,11 @@ class Control:
         """Say which of these ranks cannot be met, as they count another start; "" if none."""
         keys = [f"starts/{rank}" for rank in ranks]
         counts = self.line.call(lambda store: [client_thread.counted(store, key) for key in keys])
-        astray = [
+        stale_ranks = [
             rank
             for rank, count in zip(ranks, counts, strict=True)
             if count not in (b"", str(self._start).encode())
         ]
-        if not astray:
+        if not stale_ranks:
             return ""
-        return f"{ranks_text(astray)} cannot be met by rank {self.rank}: {STALE}"
+        return f"{ranks_text(stale_ranks)} cannot be met by rank {self.rank}: {STALE}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
-from dist_ckpt.core.comm.exchange.exchange_state import STALE, Control, Pace
+from dist_ckpt.core.comm.exchange.exchange_state import STALE, ExchangeState, PollInterval
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.messages import (
     NO_NONCE,
@@ -39,7 +39,7 @@ class FailedError(Exception):
 class Coordinator:
     """Rank 0's side: wait for all envelopes, decide, put one answer."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: ExchangeState) -> None:
         self._control = control
         self._answers: list[str] = []
         self._nonces = b""
@@ -100,7 +100,7 @@ class Coordinator:
 
         At most for half the time in which a death is noticed: others may be long at their work.
         """
-        self._control.linger(self._control.config.silence_s / 2)
+        self._control.linger(self._control.config.heartbeat_timeout_s / 2)
 
     def clean_up(self) -> None:
         """Do nothing: the others may still read the answers of the operation that ends."""
@@ -140,9 +140,9 @@ class Coordinator:
             for rank, envelope in envelopes.items()
             if envelope.operation == own.operation
         }
-        mixture = control.mixture(calls)
-        if mixture is not None and mixture.rank is not None:
-            failures = {mixture.rank: mixture}
+        mismatched_calls = control.mismatched_calls(calls)
+        if mismatched_calls is not None and mismatched_calls.rank is not None:
+            failures = {mismatched_calls.rank: mismatched_calls}
         return envelopes, failures
 
     def _await(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
@@ -150,7 +150,7 @@ class Coordinator:
         control = self._control
         envelopes = {COORDINATOR: own}
         failures: dict[int, Failure] = {}
-        pace = Pace(control.world_size, control.config)
+        pace = PollInterval(control.world_size, control.config)
         while len(envelopes) < control.world_size and not failures:
             missing = [rank for rank in range(control.world_size) if rank not in envelopes]
             keys = [control.key(rank) for rank in missing]
@@ -169,7 +169,7 @@ class Coordinator:
                     break
                 missing = [rank for rank in missing if rank not in envelopes]
                 failures = control.losses(missing)
-                failures = failures or control.absences(missing, pace)
+                failures = failures or control.missing_ranks(missing, pace)
             pace.pause()
         return envelopes, failures
 
@@ -217,10 +217,10 @@ def _is_told(envelopes: Mapping[int, Envelope]) -> bool:
     )
 
 
-class Follower:
+class Participant:
     """The side of every other rank: put an envelope, wait for the answer."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: ExchangeState) -> None:
         self._control = control
         self._envelopes: list[str] = []
         self._is_answered = False
@@ -275,7 +275,7 @@ class Follower:
         self._envelopes.append(envelope)
         self._is_answered = False
         control.put(envelope, encode(own))
-        pace = Pace(control.world_size, control.config)
+        pace = PollInterval(control.world_size, control.config)
         while True:
             is_time_to_look = pace.is_time_to_look()
             if is_time_to_look:
@@ -289,7 +289,7 @@ class Follower:
                 for failure in control.losses([COORDINATOR]).values():
                     control.catch_up()
                     raise control.no_answer(failure.message)
-                for failure in control.absences([COORDINATOR], pace).values():
+                for failure in control.missing_ranks([COORDINATOR], pace).values():
                     # The envelope stays: the coordinator must find that this call is over.
                     self._envelopes.remove(envelope)
                     control.put(envelope, encode(replace(own, failure=failure, gave_up=True)))

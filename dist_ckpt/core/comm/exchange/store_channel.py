@@ -8,17 +8,22 @@ from contextlib import suppress
 from typing import TypeVar
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange, Notes
-from dist_ckpt.core.comm.exchange.exchange_state import Control
-from dist_ckpt.core.comm.exchange.roles import Coordinator, FailedError, Follower
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange, SharedNotes
+from dist_ckpt.core.comm.exchange.exchange_state import ExchangeState
+from dist_ckpt.core.comm.exchange.roles import Coordinator, FailedError, Participant
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.key_value.client_thread import OF_THE_JOB, Store, StoreLine, Wording
+from dist_ckpt.core.comm.key_value.client_thread import (
+    JOB_STORE_TEXTS,
+    Store,
+    StoreClientThread,
+    StoreErrorTexts,
+)
 from dist_ckpt.core.comm.messages import (
     Answer,
     Envelope,
     Failure,
-    FalloutError,
     NoAnswerError,
+    SecondaryError,
     error_of,
     failure_of,
     is_interrupt,
@@ -27,7 +32,7 @@ from dist_ckpt.core.comm.messages import (
     unpack,
     with_touched,
 )
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
@@ -46,15 +51,15 @@ class StoreChannel:
         *,
         host: str,
         config: Config,
-        wording: Wording = OF_THE_JOB,
+        wording: StoreErrorTexts = JOB_STORE_TEXTS,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.host = host
         self._num_exchanges = 0
-        self._control = control = Control(store, rank, world_size, host, config, wording)
-        self.notes: Notes = StoreNotes(control.line)
-        self._role = Coordinator(control) if rank == COORDINATOR else Follower(control)
+        self._control = control = ExchangeState(store, rank, world_size, host, config, wording)
+        self.notes: SharedNotes = StoreNotes(control.line)
+        self._role = Coordinator(control) if rank == COORDINATOR else Participant(control)
         # Also at the end of the process: others that wait for this rank then know at once.
         self._finalizer = weakref.finalize(self, _close, control)
 
@@ -64,9 +69,9 @@ class StoreChannel:
         return self._control.token
 
     @property
-    def exchanges(self) -> Tally:
+    def exchanges(self) -> IoCount:
         """See `Channel.exchanges`."""
-        return Tally(self._num_exchanges, self._control.nbytes_put)
+        return IoCount(self._num_exchanges, self._control.nbytes_put)
 
     def enter(self, what: str) -> None:
         """See `Channel.enter`. Raises ValueError while another operation is going on."""
@@ -90,19 +95,20 @@ class StoreChannel:
         control = self._control
         control.peers.look(ranks)
         for failure in control.losses(ranks).values():
-            raise FalloutError(failure.message, rank=failure.rank)
+            raise SecondaryError(failure.message, rank=failure.rank)
         # The coordinator tells of its own failure in the answer.
         keys = [control.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
         for rank, data in zip(ranks, control.line.call(client_thread.get_each, keys), strict=True):
             if data is not None and _tells_failure(rank, data):
-                raise FalloutError(f"{control.peers.name([rank])} has failed", rank=rank)
+                raise SecondaryError(f"{control.peers.name([rank])} has failed", rank=rank)
 
     def hurry(self, unseen_s: float) -> None:
         """Wait only so long for ranks that were never seen; another thread may call it.
 
-        Those that were seen may still be at the operation before: for them there is `arrive_s`.
+        Those that were seen may still be at the operation before: for them there is
+        `join_timeout_s`.
         """
-        self._control.unseen_s = min(unseen_s, self._control.config.arrive_s)
+        self._control.unseen_s = min(unseen_s, self._control.config.join_timeout_s)
 
     def expect_nobody(self, why: str) -> None:
         """See `Channel.expect_nobody`."""
@@ -136,7 +142,7 @@ class StoreChannel:
 
 
 class _StoreExchange(Exchange):
-    def __init__(self, phase: str, control: Control, role: Coordinator | Follower) -> None:
+    def __init__(self, phase: str, control: ExchangeState, role: Coordinator | Participant) -> None:
         super().__init__(phase)
         self._control = control
         self._role = role
@@ -179,7 +185,7 @@ def _tells_failure(rank: int, data: bytes) -> bool:
         return True
 
 
-def _close(control: Control) -> None:
+def _close(control: ExchangeState) -> None:
     if control.line.is_open and not control.heart.inside:
         control.linger(LINGER_S)
     control.line.close()
@@ -188,24 +194,24 @@ def _close(control: Control) -> None:
 class StoreNotes:
     """Notes in a store that all ranks reach, through the thread that this rank talks to it with."""
 
-    def __init__(self, line: StoreLine) -> None:
+    def __init__(self, line: StoreClientThread) -> None:
         self._line = line
 
     def put(self, key: str, text: str) -> None:
-        """See `Notes.put`."""
+        """See `SharedNotes.put`."""
         self._line.call(client_thread.put, _note(key), text.encode())
 
     def put_once(self, key: str, text: str) -> str:
-        """See `Notes.put_once`."""
+        """See `SharedNotes.put_once`."""
         return _text(self._line.call(client_thread.put_once, _note(key), text))
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
-        """See `Notes.read`."""
+        """See `SharedNotes.read`."""
         found = self._line.call(client_thread.get_all, [_note(key) for key in keys])
         return None if found is None else [_text(data) for data in found]
 
     def remove(self, keys: Sequence[str]) -> None:
-        """See `Notes.remove`."""
+        """See `SharedNotes.remove`."""
         self._line.post(client_thread.delete, [_note(key) for key in keys])
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from dist_ckpt.core.comm.liveness.heartbeat import Heart
+from dist_ckpt.core.comm.liveness.heartbeat import HeartbeatSender
 from dist_ckpt.core.comm.messages import MAX_DOCUMENT_NBYTES, NoAnswerError
 from dist_ckpt.core.runtime.threads import run_into
 
@@ -136,7 +136,7 @@ def get_each(store: Store, keys: Sequence[str]) -> list[bytes | None]:
     return [value for key in keys for value in get_each(store, [key])]
 
 
-def count_up(store: Store, key: str) -> int:
+def increment(store: Store, key: str) -> int:
     """Add 1 to a counter, and return it. ValueError if what stands there is none."""
     # Of torch's stores one kind raises, and another cuts the connection off, if they are to add to
     # what is no number; beyond 64 bits they go on with a negative one.
@@ -183,7 +183,7 @@ def _parts(key: str, data: bytes) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wording:
+class StoreErrorTexts:
     """What errors say of a store and its ranks.
 
     `gone`: the store does not answer, with {} for the fact; `lost`, `absent`: what to do about a
@@ -198,7 +198,7 @@ class Wording:
     strange: str
 
 
-OF_THE_JOB = Wording(
+JOB_STORE_TEXTS = StoreErrorTexts(
     gone="the job's key-value store is gone or cut off ({}). It lives in the process of the job's "
     "rank 0, or in the launcher; look there, and restart the job",
     lost="Look into that rank's log; if it is gone, restart the job from its last checkpoint.",
@@ -211,27 +211,27 @@ OF_THE_JOB = Wording(
 )
 
 
-class StoreLine:
+class StoreClientThread:
     """A thread that owns a store's connection; it starts with the first call.
 
-    It beats every `period_s`; a call that takes longer than `patience_s` raises NoAnswerError,
+    It beats every `period_s`; a call that takes longer than `stall_timeout_s` raises NoAnswerError,
     as does one that the store refuses.
     """
 
     def __init__(
         self,
         store: Store,
-        heart: Heart,
+        heart: HeartbeatSender,
         *,
         period_s: float,
-        patience_s: float,
-        wording: Wording = OF_THE_JOB,
+        stall_timeout_s: float,
+        wording: StoreErrorTexts = JOB_STORE_TEXTS,
     ) -> None:
         self._store = store
         self._gone = wording.gone
         self._heart = heart
         self._period_s = period_s
-        self._patience_s = patience_s
+        self._patience_s = stall_timeout_s
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -249,7 +249,7 @@ class StoreLine:
                 self._gone.format(f"no answer for {self._patience_s:g} s")
             ) from None
         except (RuntimeError, OSError) as error:
-            raise NoAnswerError(self._gone.format(first_line(error))) from error
+            raise NoAnswerError(self._gone.format(first_reached(error))) from error
 
     def post(
         self, function: Callable[Concatenate[Store, P], object], *args: P.args, **kwargs: P.kwargs
@@ -299,13 +299,16 @@ class StoreLine:
         self._calls.put(partial(run_into, future, call))
 
 
-def _beat(store: Store, heart: Heart) -> None:
+def _beat(store: Store, heart: HeartbeatSender) -> None:
     if heart.key:
         put(store, heart.key, heart.beat())
 
 
 def _serve(
-    calls: SimpleQueue[Callable[[], None] | None], store: Store, heart: Heart, period_s: float
+    calls: SimpleQueue[Callable[[], None] | None],
+    store: Store,
+    heart: HeartbeatSender,
+    period_s: float,
 ) -> None:
     # A busy line must beat as well, so the deadline of the next beat does not move with the calls.
     due = 0.0
@@ -327,7 +330,7 @@ def _serve(
         call()
 
 
-def first_line(error: BaseException) -> str:
+def first_reached(error: BaseException) -> str:
     """Return the class of an error and the first line of it: torch adds pages."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

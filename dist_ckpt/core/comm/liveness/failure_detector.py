@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.key_value.client_thread import StoreLine
-from dist_ckpt.core.comm.liveness.heartbeat import Beat
+from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
+from dist_ckpt.core.comm.liveness.heartbeat import Heartbeat
 from dist_ckpt.core.comm.messages import unpack
 from dist_ckpt.errors import ranks_text
 
@@ -19,29 +19,31 @@ GRACE_S = 1.0
 
 
 @dataclass(slots=True)
-class _Pulse:
+class _LastSeen:
     """A rank's last heartbeat, and for how long it has not changed; None if it is none of ours."""
 
     data: bytes
-    beat: Beat | None
+    beat: Heartbeat | None
     seen_at: float
     silent_s: float = 0.0
 
 
-class Peers:
+class FailureDetector:
     """The other ranks, as their heartbeats show them; `beat_key` tells where a rank's are.
 
     Silence counts only while this rank looks, and so much for each look at most: a rank is not
     dead because the observer itself, or the whole machine, was stopped for a while.
     """
 
-    def __init__(self, line: StoreLine, beat_key: Callable[[int], str], config: Config) -> None:
+    def __init__(
+        self, line: StoreClientThread, beat_key: Callable[[int], str], config: Config
+    ) -> None:
         self._line = line
         self._beat_key = beat_key
-        self._silence_s = config.silence_s
-        self._grace_s = min(GRACE_S, config.silence_s / 4)
-        self._most_s = config.silence_s / 4  # of silence that one look may count
-        self._pulses: dict[int, _Pulse] = {}
+        self._silence_s = config.heartbeat_timeout_s
+        self._grace_s = min(GRACE_S, config.heartbeat_timeout_s / 4)
+        self._most_s = config.heartbeat_timeout_s / 4  # of silence that one look may count
+        self._pulses: dict[int, _LastSeen] = {}
 
     def look(self, ranks: Sequence[int]) -> None:
         """Take one look at the heartbeats of some ranks."""
@@ -55,12 +57,12 @@ class Peers:
         now = time.monotonic()
         pulse = self._pulses.get(rank)
         if pulse is None or pulse.data != data:
-            self._pulses[rank] = _Pulse(data, _beat_in(data), now)
+            self._pulses[rank] = _LastSeen(data, _beat_in(data), now)
             return
         pulse.silent_s += min(now - pulse.seen_at, self._most_s)
         pulse.seen_at = now
 
-    def _beat(self, rank: int) -> Beat | None:
+    def _beat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat seen of a rank; None as well if it is none of ours."""
         pulse = self._pulses.get(rank)
         return pulse.beat if pulse else None
@@ -137,8 +139,8 @@ class Peers:
         return ranks_text(ranks) + (f" (host {beat.host})" if beat else "")
 
 
-def _beat_in(data: bytes) -> Beat | None:
+def _beat_in(data: bytes) -> Heartbeat | None:
     try:
-        return unpack(data, Beat)
+        return unpack(data, Heartbeat)
     except ValueError:
         return None

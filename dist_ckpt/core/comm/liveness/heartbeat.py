@@ -12,7 +12,7 @@ from dist_ckpt.core.runtime.typed_msgpack import Message, encode
 _Count = Annotated[int, Meta(ge=0)]
 
 
-class Beat(Message, frozen=True):
+class Heartbeat(Message, frozen=True):
     """One heartbeat: `count` grows with each; `number` is the last operation that was entered.
 
     `inside`: the rank has not left it yet. `told`: the exchange of it, counted from 1, of whose
@@ -28,7 +28,7 @@ class Beat(Message, frozen=True):
 
 
 @dataclass(slots=True)
-class Heart:
+class HeartbeatSender:
     """What this rank's next heartbeat will say; its channel sets it, its thread beats it.
 
     `key` is where beats are stored; while it is "" the heart does not beat.
@@ -46,4 +46,4 @@ class Heart:
         """Return the next heartbeat."""
         self._count += 1
         number, inside, told = self.number, self.inside, self.told
-        return encode(Beat(self._count, number, inside, told, self.gone, self.host))
+        return encode(Heartbeat(self._count, number, inside, told, self.gone, self.host))

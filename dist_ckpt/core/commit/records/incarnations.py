@@ -30,21 +30,21 @@ from dist_ckpt.core.commit.attempts import (
     new_id,
     read_document,
 )
-from dist_ckpt.core.commit.records.liveness import told_sign, utc
+from dist_ckpt.core.commit.records.liveness import describe_liveness, utc
 from dist_ckpt.core.commit.records.record_store import make_record_folders, put_record
 from dist_ckpt.core.format.filenames import (
-    ATTEMPTS_OF_START,
-    MAX_START,
+    ATTEMPTS_PER_INCARNATION,
+    MAX_INCARNATION,
     STARTS,
     Attempt,
-    parse_start,
-    start_file,
+    incarnation_file,
+    parse_incarnation,
 )
 from dist_ckpt.core.format.run_records import (
     MAX_NBYTES_OF_RECORD,
-    RunStart,
-    decode_start,
-    encode_start,
+    IncarnationRecord,
+    decode_incarnation,
+    encode_incarnation,
 )
 from dist_ckpt.core.format.strict_json import REMEDY
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -52,7 +52,7 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import ConflictError, CorruptError, NotFoundError, StorageError
 
 
-class OfRun(Message, frozen=True):
+class Incarnation(Message, frozen=True):
     """Whose attempt a claim is: that of a start of the run in `root`, a path of the storage."""
 
     root: str
@@ -61,13 +61,13 @@ class OfRun(Message, frozen=True):
     @property
     def first(self) -> int:
         """The lowest number of its attempts; those of newer starts begin with `first` of these."""
-        return self.start * ATTEMPTS_OF_START
+        return self.start * ATTEMPTS_PER_INCARNATION
 
     def check(self, storage: Storage) -> None:
         """Raise ConflictError if a newer start writes into the root."""
-        newest = newest_start(storage, self.root)
+        newest = newest_incarnation(storage, self.root)
         if newest is not None and newest.number > self.start:
-            alive = told_sign(storage, self.root, newest.number)
+            alive = describe_liveness(storage, self.root, newest.number)
             raise ConflictError(
                 f"{self.root}: start {newest.number} of this run, {newest.by}, has taken over at "
                 f"{utc(newest.at)}, and this is start {self.start}: it saves and removes nothing "
@@ -79,26 +79,26 @@ class OfRun(Message, frozen=True):
 
         ConflictError if that is a newer start's, StorageError if all of its own are used up.
         """
-        last = self.first + ATTEMPTS_OF_START - 1
+        last = self.first + ATTEMPTS_PER_INCARNATION - 1
         if highest > last:
             raise ConflictError(
-                f"{path}: start {highest // ATTEMPTS_OF_START} of this run saves here, and this is "
-                f"start {self.start}: it saves nothing more here. End this job; if it is the one "
-                f"to go on, start it again"
+                f"{path}: start {highest // ATTEMPTS_PER_INCARNATION} of this run saves here, and "
+                f"this is start {self.start}: it saves nothing more here. End this job; if it is "
+                f"the one to go on, start it again"
             )
         if highest == last:
             raise StorageError(
-                f"{path}: start {self.start} of this run has made {ATTEMPTS_OF_START} attempts to "
-                f"save here: see why they fail, then start the job again"
+                f"{path}: start {self.start} of this run has made {ATTEMPTS_PER_INCARNATION} "
+                f"attempts to save here: see why they fail, then start the job again"
             )
         return max(self.first, highest + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class IncarnationHistory:
     """The starts of a run, by number."""
 
-    starts: Mapping[int, RunStart]
+    starts: Mapping[int, IncarnationRecord]
 
     @property
     def newest(self) -> int:
@@ -126,16 +126,18 @@ class History:
         return attempt.start != number or step > until
 
 
-def read_history(storage: Storage, root: str) -> History:
+def read_history(storage: Storage, root: str) -> IncarnationHistory:
     """Return the starts of a run; none if there is no such root.
 
     CorruptError or IncompatibleError if one cannot be read: what it has left behind is not known.
     """
-    numbers = (parse_start(entry.name) for entry in entries_at(storage, f"{root}/{STARTS}"))
-    return History({number: _read(storage, root, number) for number in filter(None, numbers)})
+    numbers = (parse_incarnation(entry.name) for entry in entries_at(storage, f"{root}/{STARTS}"))
+    return IncarnationHistory(
+        {number: _read(storage, root, number) for number in filter(None, numbers)}
+    )
 
 
-def begin(
+def begin_incarnation(
     storage: Storage,
     root: str,
     *,
@@ -143,7 +145,7 @@ def begin(
     why: str,
     by: str,
     after: int | None = None,
-) -> RunStart:
+) -> IncarnationRecord:
     """Record a start, above all that are there and that of `restored`; it is durable on return.
 
     `after` is the number of the newest start that was known when `restored` was chosen, 0 for none;
@@ -159,7 +161,7 @@ def begin(
     own_id = new_id()
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)
-        newest = newest_start(storage, root)
+        newest = newest_incarnation(storage, root)
         if newest is not None and after is not None and newest.number > after:
             raise ConflictError(
                 f"{root}: start {newest.number} of this run, {newest.by}, has begun while this one "
@@ -168,16 +170,18 @@ def begin(
         # Not below that of a root which this one was copied from, without its records.
         below = 0 if restored is None else restored[1].start
         number = 1 + max(below, newest.number if newest else 0)
-        if number > MAX_START:
-            raise StorageError(f"{folder}: there are {MAX_START} starts: use another root")
-        start = RunStart(number, own_id, restored, why, by, time.time())
+        if number > MAX_INCARNATION:
+            raise StorageError(f"{folder}: there are {MAX_INCARNATION} starts: use another root")
+        start = IncarnationRecord(number, own_id, restored, why, by, time.time())
         with suppress(FileExistsError, FileNotFoundError):  # another took it; somebody cleans up
-            put_record(storage, folder, start_file(number), encode_start(start))
+            put_record(storage, folder, incarnation_file(number), encode_incarnation(start))
             return start
     raise StorageError(f"{folder}: others start again and again: end the other jobs that use it")
 
 
-def secure(storage: Storage, path: str, restored: Attempt, run: OfRun, *, by: str) -> None:
+def secure_incarnation(
+    storage: Storage, path: str, restored: Attempt, run: Incarnation, *, by: str
+) -> None:
     """Keep late saves of older starts from replacing what a start that is recorded went on from.
 
     Abandons what they have open at `path`, above the attempt that was restored there; what they
@@ -199,19 +203,19 @@ def secure(storage: Storage, path: str, restored: Attempt, run: OfRun, *, by: st
         )
 
 
-def newest_start(storage: Storage, root: str) -> RunStart | None:
+def newest_incarnation(storage: Storage, root: str) -> IncarnationRecord | None:
     """Return the start with the highest number, or None if there is none."""
-    names = (parse_start(entry.name) for entry in entries_at(storage, f"{root}/{STARTS}"))
+    names = (parse_incarnation(entry.name) for entry in entries_at(storage, f"{root}/{STARTS}"))
     highest = max(filter(None, names), default=None)
     if highest is None:
         return None
     return _read(storage, root, highest)
 
 
-def _read(storage: Storage, root: str, number: int) -> RunStart:
-    file = f"{root}/{STARTS}/{start_file(number)}"
+def _read(storage: Storage, root: str, number: int) -> IncarnationRecord:
+    file = f"{root}/{STARTS}/{incarnation_file(number)}"
     try:
-        start = decode_start(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+        start = decode_incarnation(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
     except FileNotFoundError:
         raise StorageError(f"{file} was removed while it was read: try again") from None
     except CorruptError as error:

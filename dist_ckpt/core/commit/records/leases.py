@@ -20,30 +20,30 @@ from time import monotonic
 
 from dist_ckpt.core.commit.attempts import entries_at, is_there, new_id
 from dist_ckpt.core.commit.records.protections import (
+    DELETION_INTENT_S,
     HOLD,
     MARK,
-    MARK_S,
     PIN,
     TAG,
     Where,
-    guards_of,
-    marks_of,
-    newest_of_tags,
+    deletion_intents_of,
+    newest_tagged,
+    protections_of,
 )
 from dist_ckpt.core.commit.records.record_store import (
-    StoredFact,
-    fact_about,
-    facts_folder,
-    put_fact,
-    read_facts,
-    read_facts_of,
+    StoredAnnotation,
+    annotations_folder,
+    new_annotation,
+    put_annotation,
+    read_annotations,
+    read_annotations_of,
 )
 from dist_ckpt.core.format.filenames import (
     FACTS,
+    AnnotationName,
     Attempt,
-    FactName,
     is_temporary_record,
-    parse_fact,
+    parse_annotation_name,
 )
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage, real_path
@@ -51,7 +51,7 @@ from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, Storag
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class CheckpointRef:
     """A committed attempt in a root: what facts are about. `path` is its checkpoint's."""
 
     storage: Storage
@@ -59,18 +59,18 @@ class Subject:
     path: str
     where: Where
 
-    def put(self, kind: str, values: Mapping[str, Scalar], *, above: int = 0) -> FactName:
+    def put(self, kind: str, values: Mapping[str, Scalar], *, above: int = 0) -> AnnotationName:
         """Put a fact about it; durable on return."""
-        fact = fact_about(*self.where, kind, values)
-        return put_fact(self.storage, self.root, fact, above=above)
+        fact = new_annotation(*self.where, kind, values)
+        return put_annotation(self.storage, self.root, fact, above=above)
 
-    def facts(self) -> tuple[StoredFact, ...]:
+    def facts(self) -> tuple[StoredAnnotation, ...]:
         """Return the facts about it."""
-        return read_facts_of(self.storage, self.root, *self.where)
+        return read_annotations_of(self.storage, self.root, *self.where)
 
-    def take_back(self, name: FactName) -> None:
+    def take_back(self, name: AnnotationName) -> None:
         """Remove a fact that was put just now and means nothing any more; never raises."""
-        file = f"{facts_folder(self.root, *self.where)}/{name}"
+        file = f"{annotations_folder(self.root, *self.where)}/{name}"
         with suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
             self.storage.remove(file)
 
@@ -82,17 +82,17 @@ class Subject:
 # --- keeping ---------------------------------------------------------------------------------
 
 
-def pin(subject: Subject, why: str) -> None:
+def pin(subject: CheckpointRef, why: str) -> None:
     """Keep a checkpoint until it is unpinned; durable on return. NotFoundError if it is gone."""
     _keep(subject, PIN, {"pinned": True, "why": why})
 
 
-def unpin(subject: Subject) -> None:
+def unpin(subject: CheckpointRef) -> None:
     """Take the pin from a checkpoint, if it has one."""
     subject.put(PIN, {"pinned": False, "why": ""})
 
 
-def tag(subject: Subject, name: str) -> None:
+def tag(subject: CheckpointRef, name: str) -> None:
     """Give a checkpoint a tag, which another may have had before; it is kept as long as it has it.
 
     Durable on return. NotFoundError if the checkpoint is gone.
@@ -100,21 +100,21 @@ def tag(subject: Subject, name: str) -> None:
     _keep(subject, TAG, {name: True}, above=_highest_tag(subject))
 
 
-def untag(subject: Subject, name: str) -> None:
+def untag(subject: CheckpointRef, name: str) -> None:
     """Take a tag from a checkpoint, which is the one that has it."""
     subject.put(TAG, {name: False}, above=_highest_tag(subject))
 
 
-def _highest_tag(subject: Subject) -> int:
-    facts = read_facts(subject.storage, subject.root)
+def _highest_tag(subject: CheckpointRef) -> int:
+    facts = read_annotations(subject.storage, subject.root)
     return max((fact.name.number for fact in facts if fact.name.kind == TAG), default=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class Lease:
     """A checkpoint that is kept for `ttl_s` seconds, by the storage's clock, and then again."""
 
-    subject: Subject
+    subject: CheckpointRef
     ttl_s: float
     id: str = field(default_factory=new_id)
 
@@ -148,7 +148,9 @@ def checked_ttl(ttl_s: float) -> float:
     return float(ttl_s)
 
 
-def _keep(subject: Subject, kind: str, values: Mapping[str, Scalar], *, above: int = 0) -> None:
+def _keep(
+    subject: CheckpointRef, kind: str, values: Mapping[str, Scalar], *, above: int = 0
+) -> None:
     name = subject.put(kind, values, above=above)
     try:
         _check_kept(subject, name)
@@ -157,17 +159,17 @@ def _keep(subject: Subject, kind: str, values: Mapping[str, Scalar], *, above: i
         raise
 
 
-def _check_kept(subject: Subject, name: FactName) -> None:
+def _check_kept(subject: CheckpointRef, name: AnnotationName) -> None:
     """Look for marks, then for the checkpoint: in this order, for who removes it does so too."""
     facts = subject.facts()
     own = [fact for fact in facts if fact.name == name]
-    for who in marks_of(facts, own[0].modified_at if own else 0.0):
+    for who in deletion_intents_of(facts, own[0].modified_at if own else 0.0):
         raise NotFoundError(f"{subject.path} is about to be removed by {who}: choose another")
     if not own or not subject.is_there():
         raise NotFoundError(f"{subject.path}: {subject.where[1]} was removed: choose another")
 
 
-def kept_at(
+def protections_at(
     storage: Storage,
     path: str,
     those: Collection[Attempt],
@@ -183,7 +185,7 @@ def kept_at(
     root = posixpath.dirname(real_path(path))
     if all(entry.name != FACTS for entry in entries_at(storage, root)):
         return {}
-    facts = read_facts(storage, root)
+    facts = read_annotations(storage, root)
     places = {
         (fact.step, fact.attempt)
         for fact in facts
@@ -191,18 +193,18 @@ def kept_at(
     }
     if not places:
         return {}
-    guards = guards_of(facts, clock(storage, root))
+    guards = protections_of(facts, clock(storage, root))
     return {place[1]: told for place in places if (told := guards.of(place))}
 
 
-def check_unkept(
+def check_unprotected(
     storage: Storage,
     path: str,
     those: Collection[Attempt],
     clock: Callable[[Storage, str], float],
 ) -> None:
     """Raise ExistsError if an attempt that a save would replace is pinned, tagged or held."""
-    for attempt, told in sorted(kept_at(storage, path, those, clock).items()):
+    for attempt, told in sorted(protections_at(storage, path, those, clock).items()):
         raise ExistsError(
             f"{path}: the checkpoint that is here ({attempt}) is kept: {'; '.join(told)}. Take "
             f"that away first, or choose another path"
@@ -212,11 +214,11 @@ def check_unkept(
 # --- removing --------------------------------------------------------------------------------
 
 
-def remove_unless_kept(
-    subject: Subject,
+def remove_if_unprotected(
+    subject: CheckpointRef,
     remove: Callable[[], None],
     *,
-    others: Iterable[StoredFact] = (),
+    others: Iterable[StoredAnnotation] = (),
     force: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[str, ...]:
@@ -232,7 +234,7 @@ def remove_unless_kept(
         told = () if force else _kept_by(subject, others, mark)
         if not told:
             check()
-        if not told and monotonic() - began > MARK_S / 2:
+        if not told and monotonic() - began > DELETION_INTENT_S / 2:
             told = ("its removal stood still for so long that others may hold it by now",)
     except BaseException:
         subject.take_back(mark)
@@ -250,24 +252,30 @@ def remove_unless_kept(
     return ()
 
 
-def _kept_by(subject: Subject, others: Iterable[StoredFact], mark: FactName) -> tuple[str, ...]:
+def _kept_by(
+    subject: CheckpointRef, others: Iterable[StoredAnnotation], mark: AnnotationName
+) -> tuple[str, ...]:
     facts = subject.facts()
     # The mark was put just now: so this is the time. Without it somebody else has removed all.
     now = max((fact.modified_at for fact in facts if fact.name == mark), default=0.0)
     own = [one for one in others if (one.step, one.attempt) != subject.where]
-    return guards_of([*own, *facts], now).of(subject.where)
+    return protections_of([*own, *facts], now).of(subject.where)
 
 
-def forget(storage: Storage, root: str, where: Where, facts: Sequence[StoredFact]) -> None:
+def forget(storage: Storage, root: str, where: Where, facts: Sequence[StoredAnnotation]) -> None:
     """Remove what is known of a checkpoint that is gone; `facts` are those of the root.
 
     Marks go last, so that what is left after a crash is known to be left.
     """
     for fact in _outdone(where, facts):
-        _remove(storage, f"{facts_folder(root, fact.step, fact.attempt)}/{fact.name}")
-    folder = facts_folder(root, *where)
+        _remove(storage, f"{annotations_folder(root, fact.step, fact.attempt)}/{fact.name}")
+    folder = annotations_folder(root, *where)
     names = [entry.name for entry in entries_at(storage, folder) if entry.kind == "file"]
-    ours = [name for name in names if is_temporary_record(name) or parse_fact(name) is not None]
+    ours = [
+        name
+        for name in names
+        if is_temporary_record(name) or parse_annotation_name(name) is not None
+    ]
     for name in sorted(ours, key=lambda name: (name.startswith(MARK), name)):
         _remove(storage, f"{folder}/{name}")
     with suppress(StorageError):  # somebody has put something there
@@ -275,13 +283,13 @@ def forget(storage: Storage, root: str, where: Where, facts: Sequence[StoredFact
         _remove(storage, f"{root}/{FACTS}/{where[0]}")
 
 
-def _outdone(where: Where, facts: Sequence[StoredFact]) -> list[StoredFact]:
+def _outdone(where: Where, facts: Sequence[StoredAnnotation]) -> list[StoredAnnotation]:
     """Return the facts that have put elsewhere a tag that the checkpoint has, or had last.
 
     Without the newest fact about a tag, which goes with the checkpoint, the one before would count
     again, and another checkpoint have the tag.
     """
-    names = {name for name, (place, _) in newest_of_tags(facts).items() if place == where}
+    names = {name for name, (place, _) in newest_tagged(facts).items() if place == where}
     return [
         fact
         for fact in facts

@@ -1,6 +1,6 @@
 """Signs of life of a start: they word messages, and nothing is decided by them.
 
-    <root>/.starts/<number>.alive-<id>    an empty file, made anew every SIGN_S seconds
+    <root>/.starts/<number>.alive-<id>    an empty file, made anew every LIVENESS_INTERVAL_S seconds
 
 Silence proves nothing: a process may stand still, or be cut off from the storage, and go on later.
 """
@@ -11,16 +11,16 @@ import time
 from contextlib import suppress
 
 from dist_ckpt.core.commit.attempts import entries_at, new_id, store
-from dist_ckpt.core.format.filenames import STARTS, parse_sign, sign_file
+from dist_ckpt.core.format.filenames import STARTS, liveness_file, parse_liveness
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError
 
-SIGN_S = 30.0
+LIVENESS_INTERVAL_S = 30.0
 
-NO_SIGN = "no sign of life: it has ended, or has only just begun"
+NO_LIVENESS = "no sign of life: it has ended, or has only just begun"
 
 
-class SignOfLife:
+class LivenessFile:
     """What a start shows while it lives. One thread makes and uses it."""
 
     def __init__(self, storage: Storage, root: str, start: int) -> None:
@@ -30,7 +30,7 @@ class SignOfLife:
 
     def renew(self) -> None:
         """Show that the start is alive now; remove what it, and older ones, have shown before."""
-        new = sign_file(self._start, new_id())
+        new = liveness_file(self._start, new_id())
         store(self._storage, f"{self._folder}/{new}", b"")
         self._remove(but=new)
 
@@ -40,13 +40,13 @@ class SignOfLife:
 
     def _remove(self, but: str = "") -> None:
         for entry in entries_at(self._storage, self._folder):
-            number = parse_sign(entry.name)
+            number = parse_liveness(entry.name)
             if number is not None and number <= self._start and entry.name != but:
                 with suppress(FileNotFoundError):
                     self._storage.remove(f"{self._folder}/{entry.name}")
 
 
-def last_sign(storage: Storage, root: str, start: int) -> float | None:
+def last_liveness(storage: Storage, root: str, start: int) -> float | None:
     """Return when a start was last alive, by the storage's clock, in seconds since 1970.
 
     None if it has ended by itself, has shown nothing yet, or the storage cannot say: what is asked
@@ -54,13 +54,15 @@ def last_sign(storage: Storage, root: str, start: int) -> float | None:
     """
     with suppress(CheckpointError, OSError):
         entries = entries_at(storage, f"{root}/{STARTS}")
-        return max((e.modified_at for e in entries if parse_sign(e.name) == start), default=None)
+        return max(
+            (e.modified_at for e in entries if parse_liveness(e.name) == start), default=None
+        )
     return None
 
 
-def told_sign(storage: Storage, root: str, start: int) -> str:
+def describe_liveness(storage: Storage, root: str, start: int) -> str:
     """Return in words when a start was last alive; nothing if that is not known."""
-    at = last_sign(storage, root, start)
+    at = last_liveness(storage, root, start)
     return "" if at is None else f"; its last sign of life was at {utc(at)}"
 
 

@@ -15,24 +15,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from dist_ckpt.core.commit.records.record_store import StoredFact
+from dist_ckpt.core.commit.records.record_store import StoredAnnotation
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.strict_json import Scalar
 
 PIN, TAG, HOLD, MARK = "pin", "tag", "hold", "mark"
 
 # So long a mark counts. Who put it renames within half of that, or not at all.
-MARK_S = 3600.0
+DELETION_INTENT_S = 3600.0
 
 # A checkpoint that facts are about: its step, and its attempt.
 Where = tuple[int, Attempt]
 
 # What a fact of a kind says, and the fact that says so.
-_Newest = Mapping[tuple[Where, str], tuple[Scalar, StoredFact]]
+_Newest = Mapping[tuple[Where, str], tuple[Scalar, StoredAnnotation]]
 
 
 @dataclass(frozen=True, slots=True)
-class Guards:
+class Protections:
     """What keeps which checkpoints: why they are pinned, their tags, and who holds them.
 
     `unreadable` are those with a pin, tag or hold that is damaged, or of a newer version.
@@ -53,7 +53,7 @@ class Guards:
         return tuple(told)
 
 
-def guards_of(facts: Iterable[StoredFact], now: float) -> Guards:
+def protections_of(facts: Iterable[StoredAnnotation], now: float) -> Protections:
     """Return what keeps which checkpoints at a time of the storage's clock. Pure."""
     facts = tuple(facts)
     pins = {
@@ -72,25 +72,25 @@ def guards_of(facts: Iterable[StoredFact], now: float) -> Guards:
     for fact in facts:
         if fact.problem and fact.name.kind in (PIN, TAG, HOLD):
             unreadable[fact.step, fact.attempt].append(fact.problem)
-    return Guards(pins, tags, holds, unreadable)
+    return Protections(pins, tags, holds, unreadable)
 
 
-def newest_values(facts: Iterable[StoredFact], kind: str) -> _Newest:
+def newest_values(facts: Iterable[StoredAnnotation], kind: str) -> _Newest:
     """Return the value of each name of each checkpoint; that of the newest fact counts. Pure."""
-    found: dict[tuple[Where, str], tuple[Scalar, StoredFact]] = {}
+    found: dict[tuple[Where, str], tuple[Scalar, StoredAnnotation]] = {}
     for fact in _of_kind(facts, kind):
         for name, value in fact.values.items():
             found[(fact.step, fact.attempt), name] = value, fact
     return found
 
 
-def tagged(facts: Iterable[StoredFact]) -> dict[str, Where]:
+def tagged(facts: Iterable[StoredAnnotation]) -> dict[str, Where]:
     """Return where each tag of a root is: where the newest fact about it puts it. Pure."""
-    newest = newest_of_tags(facts)
+    newest = newest_tagged(facts)
     return {name: where for name, (where, value) in sorted(newest.items()) if _is_set(value)}
 
 
-def newest_of_tags(facts: Iterable[StoredFact]) -> dict[str, tuple[Where, Scalar]]:
+def newest_tagged(facts: Iterable[StoredAnnotation]) -> dict[str, tuple[Where, Scalar]]:
     """Return what the newest fact about each tag of a root says, also that nobody has it. Pure."""
     found: dict[str, tuple[Where, Scalar]] = {}
     for fact in _of_kind(facts, TAG):
@@ -99,13 +99,13 @@ def newest_of_tags(facts: Iterable[StoredFact]) -> dict[str, tuple[Where, Scalar
     return found
 
 
-def _of_kind(facts: Iterable[StoredFact], kind: str) -> list[StoredFact]:
+def _of_kind(facts: Iterable[StoredAnnotation], kind: str) -> list[StoredAnnotation]:
     """Return the facts of a kind, the newest last."""
     own = [fact for fact in facts if fact.name.kind == kind]
     return sorted(own, key=lambda fact: (fact.name.number, fact.name.id))
 
 
-def marks_of(facts: Iterable[StoredFact], now: float) -> tuple[str, ...]:
+def deletion_intents_of(facts: Iterable[StoredAnnotation], now: float) -> tuple[str, ...]:
     """Return who is about to remove the checkpoint that the facts are about. Pure.
 
     A mark that cannot be read counts. One that is old does not: who put it has died, or will not
@@ -114,7 +114,7 @@ def marks_of(facts: Iterable[StoredFact], now: float) -> tuple[str, ...]:
     return tuple(
         fact.by or "somebody"
         for fact in facts
-        if fact.name.kind == MARK and now - fact.modified_at < MARK_S
+        if fact.name.kind == MARK and now - fact.modified_at < DELETION_INTENT_S
     )
 
 

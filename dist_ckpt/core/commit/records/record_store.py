@@ -30,17 +30,17 @@ from dist_ckpt.core.commit.new_folders import make_folders
 from dist_ckpt.core.format.filenames import (
     FACTS,
     MAX_FACT,
+    AnnotationName,
     Attempt,
-    FactName,
-    parse_fact,
+    parse_annotation_name,
     parse_step,
     temporary_record,
 )
 from dist_ckpt.core.format.run_records import (
     MAX_NBYTES_OF_RECORD,
-    Fact,
-    decode_fact,
-    encode_fact,
+    Annotation,
+    decode_annotation,
+    encode_annotation,
 )
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage
@@ -50,7 +50,7 @@ from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, S
 
 
 @dataclass(frozen=True, slots=True)
-class StoredFact:
+class StoredAnnotation:
     """A fact in its file, which was made at `modified_at` by the storage's clock.
 
     `by` says who put it. `problem` says why it cannot be read; then only its name and place tell of
@@ -59,29 +59,31 @@ class StoredFact:
 
     step: int
     attempt: Attempt
-    name: FactName
+    name: AnnotationName
     modified_at: float
     values: Mapping[str, Scalar]
     problem: str = ""
     by: str = ""
 
 
-def put_fact(storage: Storage, root: str, fact: Fact, *, above: int = 0) -> FactName:
+def put_annotation(
+    storage: Storage, root: str, fact: Annotation, *, above: int = 0
+) -> AnnotationName:
     """Add a fact to what is known of a checkpoint; it is durable on return.
 
     Its number is above those of its kind there, and `above`. Folders that are missing are made, the
     root as well. StorageError if it is not certain that the fact is there.
     """
-    data = encode_fact(fact)
-    folder = facts_folder(root, fact.step, fact.attempt)
+    data = encode_annotation(fact)
+    folder = annotations_folder(root, fact.step, fact.attempt)
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)
-        there = (parse_fact(entry.name) for entry in entries_at(storage, folder))
+        there = (parse_annotation_name(entry.name) for entry in entries_at(storage, folder))
         numbers = [name.number for name in there if name is not None and name.kind == fact.kind]
         number = 1 + max([above, *numbers])
         if number > MAX_FACT:
             raise StorageError(f"{folder}: no number is left above {number - 1}: who wrote that?")
-        name = FactName(fact.kind, number, new_id())
+        name = AnnotationName(fact.kind, number, new_id())
         # Who prunes what is known of checkpoints that are gone may have taken the folder.
         with suppress(FileNotFoundError):
             put_record(storage, folder, str(name), data)
@@ -89,38 +91,40 @@ def put_fact(storage: Storage, root: str, fact: Fact, *, above: int = 0) -> Fact
     raise StorageError(f"{folder} is removed again and again: look who does it")
 
 
-def read_facts(storage: Storage, root: str) -> tuple[StoredFact, ...]:
+def read_annotations(storage: Storage, root: str) -> tuple[StoredAnnotation, ...]:
     """Return all facts of a root, by step, attempt and name; none if there is no such folder."""
     return tuple(sorted(_facts(storage, root), key=lambda one: (one.step, one.attempt, one.name)))
 
 
-def _facts(storage: Storage, root: str) -> Iterator[StoredFact]:
+def _facts(storage: Storage, root: str) -> Iterator[StoredAnnotation]:
     for entry in entries_at(storage, f"{root}/{FACTS}"):
         step = parse_step(entry.name)
         if step is None:
             continue
         for attempt in attempts_in(entries_at(storage, f"{root}/{FACTS}/{entry.name}")):
-            yield from read_facts_of(storage, root, step, attempt)
+            yield from read_annotations_of(storage, root, step, attempt)
 
 
-def read_facts_of(
+def read_annotations_of(
     storage: Storage, root: str, step: int, attempt: Attempt
-) -> tuple[StoredFact, ...]:
+) -> tuple[StoredAnnotation, ...]:
     """Return the facts about one attempt, by name."""
-    folder = facts_folder(root, step, attempt)
+    folder = annotations_folder(root, step, attempt)
     found = []
     for file in entries_at(storage, folder):
-        name = parse_fact(file.name)
+        name = parse_annotation_name(file.name)
         if name is not None and file.kind == "file":
             with suppress(FileNotFoundError):  # pruned since
-                one = StoredFact(step, attempt, name, file.modified_at, {})
+                one = StoredAnnotation(step, attempt, name, file.modified_at, {})
                 found.append(_read(storage, f"{folder}/{file.name}", one))
     return tuple(sorted(found, key=lambda one: one.name))
 
 
-def fact_about(step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]) -> Fact:
+def new_annotation(
+    step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]
+) -> Annotation:
     """Return a fact of this process."""
-    return Fact(step, attempt, kind, values, this_process(), time.time())
+    return Annotation(step, attempt, kind, values, this_process(), time.time())
 
 
 def this_process() -> str:
@@ -128,15 +132,15 @@ def this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def facts_folder(root: str, step: int, attempt: Attempt) -> str:
+def annotations_folder(root: str, step: int, attempt: Attempt) -> str:
     """Return where the facts about an attempt lie."""
     return f"{root}/{FACTS}/{step}/{attempt}"
 
 
-def _read(storage: Storage, file: str, one: StoredFact) -> StoredFact:
+def _read(storage: Storage, file: str, one: StoredAnnotation) -> StoredAnnotation:
     """Return a fact with what its file says, or why that cannot be read."""
     try:
-        fact = decode_fact(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+        fact = decode_annotation(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
     except (CorruptError, IncompatibleError) as error:
         return replace(one, problem=str(error))
     if (fact.step, fact.attempt, fact.kind) != (one.step, one.attempt, one.name.kind):

@@ -19,7 +19,7 @@ from dist_ckpt.core.format.layout import Cut, Flat, Grid, Layout, Regions, check
 from dist_ckpt.core.format.strict_json import (
     Json,
     array,
-    corrupt,
+    corrupt_error,
     decode_dtype,
     decode_region,
     decode_shape,
@@ -27,8 +27,8 @@ from dist_ckpt.core.format.strict_json import (
     integer,
     integers,
     mapping,
+    quoted,
     row,
-    shown,
     string,
 )
 
@@ -49,7 +49,7 @@ HolderTable = tuple[tuple[int, ...], ...]
 # --- encoding --------------------------------------------------------------------------------
 
 
-class CatalogText:
+class EncodedCatalog:
     """The fields of a catalog as text, the same in every index that has it: made once.
 
     `was_read` says that an index with this text was decoded, whole, to this catalog.
@@ -165,7 +165,7 @@ def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, what: str) -> C
     _check_names((tensors, aliases, values, per_rank), what)
     for fqn, target in aliases.items():
         if target not in tensors:
-            raise corrupt(what, f"{fqn!r} is an alias of {target!r}, which is no tensor")
+            raise corrupt_error(what, f"{fqn!r} is an alias of {target!r}, which is no tensor")
     return Catalog(
         world_size=world_size,
         mesh=_decode_mesh(doc["mesh"], f"{what}, mesh"),
@@ -182,9 +182,9 @@ def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, what: str) -> C
 def _check_names(tables: Sequence[Mapping[str, object]], what: str) -> None:
     if len(set().union(*tables)) != sum(map(len, tables)):
         ((fqn, _),) = Counter(chain.from_iterable(tables)).most_common(1)
-        raise corrupt(what, f"{fqn!r} stands for two things")
+        raise corrupt_error(what, f"{fqn!r} stands for two things")
     if max(map(len, chain.from_iterable(tables)), default=0) > MAX_FQN_CHARS:
-        raise corrupt(what, f"a name of more than {MAX_FQN_CHARS} characters")
+        raise corrupt_error(what, f"a name of more than {MAX_FQN_CHARS} characters")
 
 
 def _decode_mesh(value: Json, what: str) -> tuple[tuple[str, int], ...]:
@@ -200,9 +200,9 @@ def _decode_components(value: Json, what: str) -> tuple[Component, ...]:
     components = tuple(Component(string(name, what), string(stem, what)) for name, stem in rows)
     for component in components:
         if not filenames.is_stem(component.stem):
-            raise corrupt(what, f"{shown(component.stem)} cannot begin a file's name")
+            raise corrupt_error(what, f"{quoted(component.stem)} cannot begin a file's name")
     if len({component.stem for component in components}) != len(components):
-        raise corrupt(what, "two components of one stem")
+        raise corrupt_error(what, "two components of one stem")
     return components
 
 
@@ -223,14 +223,14 @@ def _decode_holders(value: Json, world_size: int, what: str) -> list[HolderTable
         tables.append(holders)
         num_cells += len(holders)
         if num_cells > MAX_CELLS:
-            raise corrupt(what, f"more than {MAX_CELLS} cells")
+            raise corrupt_error(what, f"more than {MAX_CELLS} cells")
     return tables
 
 
 def _decode_ranks(value: Json, world_size: int, what: str) -> tuple[int, ...]:
     ranks = integers(value, what)
     if not ranks or ranks[-1] >= world_size or any(a >= b for a, b in pairwise(ranks)):
-        raise corrupt(what, f"{shown(value)} is not an ascending list of ranks")
+        raise corrupt_error(what, f"{quoted(value)} is not an ascending list of ranks")
     return ranks
 
 
@@ -240,12 +240,12 @@ def _decode_layouts(value: Json, tables: list[HolderTable], what: str) -> tuple[
         here = f"{what}, layout {number}"
         kinds = [kind for kind in ("grid", "flat", "regions") if kind in mapping(entry, here)]
         if len(kinds) != 1:
-            raise corrupt(here, f"{len(kinds)} kinds of cuts, not one")
+            raise corrupt_error(here, f"{len(kinds)} kinds of cuts, not one")
         cut, table = fields(entry, (kinds[0], "holders"), here)
         holders = tables[integer(table, 0, len(tables) - 1, f"{here}, holders")]
         decoded = _decode_cut(kinds[0], array(cut, here), here)
         if decoded.num_cells != len(holders):
-            raise corrupt(here, f"{decoded.num_cells} cells, but {len(holders)} have holders")
+            raise corrupt_error(here, f"{decoded.num_cells} cells, but {len(holders)} have holders")
         layouts.append(Layout(decoded, holders))
     return tuple(layouts)
 
@@ -254,7 +254,7 @@ def _decode_cut(kind: str, value: list[Json], what: str) -> Cut:
     if kind == "grid":
         cuts = tuple(integers(cut, what) for cut in value)
         if any(len(cut) < 2 for cut in cuts):
-            raise corrupt(what, "a dimension with fewer than two cuts")
+            raise corrupt_error(what, "a dimension with fewer than two cuts")
         return Grid(cuts)
     if kind == "flat":
         return Flat(integers(value, what))
@@ -269,7 +269,7 @@ def _decode_parameters(value: Json, names: Sequence[str], what: str) -> dict[str
         first = integer(start, free, len(names) - 1, what)
         free = first + integer(count, 1, len(names) - first, what)
         if type(trainable) is not bool:
-            raise corrupt(what, f"{shown(trainable)} is not true or false")
+            raise corrupt_error(what, f"{quoted(trainable)} is not true or false")
         parameters.update(dict.fromkeys(names[first:free], trainable))
     return parameters
 
@@ -280,7 +280,7 @@ def _decode_per_rank(value: Json, world_size: int, what: str) -> tuple[tuple[Key
         (_decode_key(key, what, 0), integer(rank, 0, world_size - 1, what)) for key, rank in rows
     )
     if not keys or len({key for key, _ in keys}) != len(keys):
-        raise corrupt(what, "no key, or the same key twice")
+        raise corrupt_error(what, "no key, or the same key twice")
     return keys
 
 
@@ -289,7 +289,7 @@ def _decode_key(value: Json, what: str, depth: int) -> Key:
         return tuple(_decode_key(part, what, depth + 1) for part in value)
     if type(value) is int or type(value) is str:
         return value
-    raise corrupt(what, f"{shown(value)} is no key")
+    raise corrupt_error(what, f"{quoted(value)} is no key")
 
 
 # --- tensors ---------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def _decode_tensors(
             try:
                 check_cut(cut, shape)
             except ValueError as error:
-                raise corrupt(what, str(error)) from None
+                raise corrupt_error(what, str(error)) from None
             fits.add(pair)
         return TensorRecord(dtype.name, shape, layout, rotation, component)
 

@@ -126,7 +126,7 @@ class AttachedFileRecord:
 
 # The attempt of a file of another system that is read as a checkpoint: see `interop/readers/`.
 # No folder has this name, and no save creates it: its digits are random.
-NO_DIGESTS = "a1-ffffffffffffffff"
+EMPTY_DIGESTS = "a1-ffffffffffffffff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ class Index:
     `save` is the random id of the save: wherever a copy of it lies, in memory or for another
     number of ranks, it has the same, under attempts of other names. Older indexes have none.
 
-    Made by `saving/save_transaction.py`, `tools/rewrite/reshard.py` and, of a save in memory only,
-    `async_save/memory_restore.py`.
+    Built by `core/saving/save_transaction.py` and `tools/rewrite/reshard.py`; for a save that is
+    only in memory, by `async_save/memory_restore.py`.
     """
 
     attempt: str
@@ -154,7 +154,7 @@ class Index:
     @property
     def has_digests(self) -> bool:
         """Whether the blocks of its files have digests: those of other systems do not."""
-        return self.attempt != NO_DIGESTS
+        return self.attempt != EMPTY_DIGESTS
 
     @property
     def nbytes(self) -> int:

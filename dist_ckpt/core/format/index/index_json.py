@@ -11,7 +11,7 @@ from math import lcm, prod
 
 from dist_ckpt.core.format import filenames, strict_json
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.index.catalog_json import CATALOG_FIELDS, CatalogText, decode_catalog
+from dist_ckpt.core.format.index.catalog_json import CATALOG_FIELDS, EncodedCatalog, decode_catalog
 from dist_ckpt.core.format.index.index import (
     MAX_ATTACHED,
     MAX_ATTACHED_NBYTES,
@@ -31,14 +31,14 @@ from dist_ckpt.core.format.strict_json import (
     Json,
     array,
     check_version,
-    corrupt,
+    corrupt_error,
     fields,
     hex_digits,
     integer,
     mapping,
     number,
+    quoted,
     row,
-    shown,
     string,
 )
 from dist_ckpt.core.runtime.gc_pause import paused_collector
@@ -61,7 +61,7 @@ _ABANDONED_FIELDS = ("format", "state", "attempt", "by", "reason", "digest")
 # --- encoding --------------------------------------------------------------------------------
 
 
-def encode(index: Index | Abandoned, text: CatalogText | None = None) -> bytes:
+def encode(index: Index | Abandoned, text: EncodedCatalog | None = None) -> bytes:
     """Return the document. ValueError if it holds text or numbers that JSON cannot.
 
     `text` is that of the index's catalog, if it is known.
@@ -70,7 +70,7 @@ def encode(index: Index | Abandoned, text: CatalogText | None = None) -> bytes:
         if isinstance(index, Abandoned):
             body = strict_json.dump(_abandoned_doc(index)).removesuffix(b"}")
         else:
-            body = _index_body(index, text or CatalogText(index.catalog))
+            body = _index_body(index, text or EncodedCatalog(index.catalog))
     except ValueError as error:
         raise ValueError(
             f"the index cannot be written: {error}; names must be valid Unicode, metadata's "
@@ -95,7 +95,7 @@ def _abandoned_doc(abandoned: Abandoned) -> dict[str, Json]:
     }
 
 
-def _index_body(index: Index, text: CatalogText) -> bytes:
+def _index_body(index: Index, text: EncodedCatalog) -> bytes:
     assert text.catalog is index.catalog, "the text of another catalog"
     before: dict[str, Json] = {
         "format": {"version": VERSION, "requires": []},
@@ -126,7 +126,7 @@ def _attached_rows(index: Index) -> Json:
 # --- decoding --------------------------------------------------------------------------------
 
 
-def read_back(data: bytes, text: CatalogText, *, what: str) -> None:
+def read_back(data: bytes, text: EncodedCatalog, *, what: str) -> None:
     """Raise what `decode` raises of an index that was encoded with this text.
 
     Where the text was read before, as this very catalog, only what stands around it is parsed.
@@ -138,7 +138,7 @@ def read_back(data: bytes, text: CatalogText, *, what: str) -> None:
 
 @paused_collector()
 def decode(
-    data: bytes, *, what: str = filenames.INDEX, known: CatalogText | None = None
+    data: bytes, *, what: str = filenames.INDEX, known: EncodedCatalog | None = None
 ) -> Index | Abandoned:
     """Return what the document says; `what` names it in errors.
 
@@ -146,7 +146,7 @@ def decode(
     a newer dist_ckpt. Where it has the text of a `known` catalog, which was read, it has that one.
     """
     if not 0 < len(data) <= MAX_NBYTES_OF_INDEX:
-        raise corrupt(what, f"{len(data)} bytes, not 1 to {MAX_NBYTES_OF_INDEX}")
+        raise corrupt_error(what, f"{len(data)} bytes, not 1 to {MAX_NBYTES_OF_INDEX}")
     # First, so that damage is not mistaken for a newer version; without it, the version may
     # explain why the end looks different.
     is_sealed = strict_json.check_seal(data, what)
@@ -154,20 +154,20 @@ def decode(
     doc, tensors = (around, b"") if around else strict_json.parse_apart(data, "tensors", what)
     check_version(doc, what)
     if not is_sealed:
-        raise corrupt(what, "it does not end with its digest")
+        raise corrupt_error(what, "it does not end with its digest")
     state = doc.get("state")
     if state == "abandoned":
         _, _, attempt, by, reason, _ = fields(doc, _ABANDONED_FIELDS, what)
         return Abandoned(_attempt(attempt, what), string(by, what), string(reason, what))
     if state != "committed":
-        raise corrupt(what, f"state {shown(state)} is neither committed nor abandoned")
+        raise corrupt_error(what, f"state {quoted(state)} is neither committed nor abandoned")
     # Before 2026-12 there was no `save`, and no `parameters`; `attached` is where something is.
     fields({"save": None, "parameters": [], "attached": [], **doc}, _INDEX_FIELDS, what)
     catalog = known.catalog if known and around else decode_catalog(doc, tensors, what)
     return _decode_index(doc, catalog, what)
 
 
-def _parse_around(data: bytes, known: CatalogText, what: str) -> dict[str, Json] | None:
+def _parse_around(data: bytes, known: EncodedCatalog, what: str) -> dict[str, Json] | None:
     """Parse what stands around the fields of a catalog, which are None then; None if that fails.
 
     As two objects: so the text between them is fields of the document itself, of no part of it.
@@ -208,7 +208,7 @@ def _decode_index(doc: Mapping[str, Json], catalog: Catalog, what: str) -> Index
 def _attempt(value: Json, what: str) -> str:
     name = string(value, f"{what}, attempt")
     if filenames.parse_attempt(name) is None:
-        raise corrupt(what, f"{shown(name)} is no name of an attempt")
+        raise corrupt_error(what, f"{quoted(name)} is no name of an attempt")
     return name
 
 
@@ -248,13 +248,13 @@ def _decode_attached(value: Json, what: str) -> tuple[AttachedFileRecord, ...]:
         size = integer(nbytes, 0, MAX_ATTACHED_NBYTES, what)
         files.append(AttachedFileRecord(string(name, what), size, hex_digits(digest, 32, what)))
     if bad := [file.name for file in files if not filenames.is_attached_name(file.name)]:
-        raise corrupt(what, f"{shown(bad[0])} is no name of a file that is attached")
+        raise corrupt_error(what, f"{quoted(bad[0])} is no name of a file that is attached")
     # Not on every file system are two names that differ in their case two files.
     if len({file.name.lower() for file in files}) != len(files):
-        raise corrupt(what, "a name is listed twice, or in upper and lower case")
+        raise corrupt_error(what, "a name is listed twice, or in upper and lower case")
     if len(files) > MAX_ATTACHED or sum(file.nbytes for file in files) > MAX_ATTACHED_NBYTES:
         most = f"{MAX_ATTACHED} files or {MAX_ATTACHED_NBYTES} bytes"
-        raise corrupt(what, f"more than {most}")
+        raise corrupt_error(what, f"more than {most}")
     return tuple(files)
 
 
@@ -265,19 +265,21 @@ def _check_shard_files(index: Index, what: str) -> None:
     counts = catalog.counts()
     needed = _files_of(catalog, [record for record, _ in counts], len(files), what)
     if len(set(files)) != len(files):
-        raise corrupt(what, "a shard file is listed twice")
+        raise corrupt_error(what, "a shard file is listed twice")
     if wrong := needed.symmetric_difference(files):
         component, rank = min(wrong)
         name = filenames.shard_file(catalog.components[component].stem, rank)
         fact = "holds shards but is not listed" if (component, rank) in needed else "holds nothing"
-        raise corrupt(what, f"{name} {fact}")
+        raise corrupt_error(what, f"{name} {fact}")
     stored = [0] * len(catalog.components)
     for file in index.files:
         stored[file.component] += file.nbytes - file.header_nbytes
     for tensor, count in counts:
         stored[tensor.component] -= count * prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
     if any(stored):
-        raise corrupt(what, f"its files are {max(stored, key=abs)} bytes too large for its tensors")
+        raise corrupt_error(
+            what, f"its files are {max(stored, key=abs)} bytes too large for its tensors"
+        )
 
 
 def _files_of(
@@ -295,7 +297,7 @@ def _files_of(
         holders = catalog.layouts[layout].holders
         num_lookups += len(holders)
         if num_lookups > _MAX_LOOKUPS:
-            raise corrupt(what, f"more than {_MAX_LOOKUPS} cells to look up")
+            raise corrupt_error(what, f"more than {_MAX_LOOKUPS} cells to look up")
         if len(needed) > num_files:
             break
         needed.update(
@@ -309,7 +311,7 @@ def _check_objects_files(index: Index, what: str) -> None:
     catalog = index.catalog
     names = {file.name for file in index.objects}
     if len(names) != len(index.objects):
-        raise corrupt(what, "an objects file is listed twice")
+        raise corrupt_error(what, "an objects file is listed twice")
     ranks: Iterable[int] = {rank for keys in catalog.per_rank.values() for _, rank in keys}
     needed = {filenames.objects_file(rank) for rank in ranks}
     needed |= {
@@ -317,6 +319,6 @@ def _check_objects_files(index: Index, what: str) -> None:
         for rank in catalog.values.values()
     }
     if missing := sorted(needed - names):
-        raise corrupt(what, f"{missing[0]} holds values but is not listed")
+        raise corrupt_error(what, f"{missing[0]} holds values but is not listed")
     if extra := sorted(names - needed - {filenames.OBJECTS}):
-        raise corrupt(what, f"{shown(extra[0])} holds nothing")
+        raise corrupt_error(what, f"{quoted(extra[0])} holds nothing")

@@ -16,14 +16,14 @@ from dist_ckpt.core.format.index.index import Catalog, Key, Node
 from dist_ckpt.core.format.objects.plain_decoder import decode_value
 from dist_ckpt.core.format.objects.plain_encoder import encode_value
 from dist_ckpt.core.format.objects.plain_types import (
-    StandIn,
+    Placeholder,
     cost_of,
 )
 from dist_ckpt.core.format.strict_json import (
     VERSION,
     Json,
     check_version,
-    corrupt,
+    corrupt_error,
     fields,
     max_memory,
     memory_problem,
@@ -103,7 +103,7 @@ def _largest(doc: Mapping[str, Any]) -> str:
 def decode(
     data: bytes,
     *,
-    make: Callable[[StandIn], object] = lambda value: value,
+    make: Callable[[Placeholder], object] = lambda value: value,
     what: str = filenames.OBJECTS,
 ) -> ObjectsFile:
     """Return what a file says, with `make(stand_in)` for what needs torch or numpy.
@@ -114,7 +114,7 @@ def decode(
     try:
         doc: Json = decode_value(data, make=make, around=_AROUND)
     except (ValueError, RecursionError) as error:
-        raise corrupt(what, str(error)) from None
+        raise corrupt_error(what, str(error)) from None
     except IncompatibleError as error:
         raise IncompatibleError(f"{what}: {error}") from error
     check_version(doc, what)
@@ -145,7 +145,9 @@ def contents_of(catalog: Catalog) -> Contents:
     return contents
 
 
-def lacking(file: ObjectsFile, name: str, catalog: Catalog, contents: Contents) -> Iterator[str]:
+def missing_error(
+    file: ObjectsFile, name: str, catalog: Catalog, contents: Contents
+) -> Iterator[str]:
     """Yield what is not in the file of this name, though the catalog says it is.
 
     Also what the tree says is in a container, and is neither a container nor in the catalog.
@@ -166,14 +168,14 @@ def lacking(file: ObjectsFile, name: str, catalog: Catalog, contents: Contents) 
 
 def _typed(value: Any, cls: type, what: str) -> Any:
     if type(value) is not cls:
-        raise corrupt(what, f"{type(value).__name__} in place of {cls.__name__}")
+        raise corrupt_error(what, f"{type(value).__name__} in place of {cls.__name__}")
     return value
 
 
 def _row(value: Any, length: int, what: str) -> list[Any]:
     row: list[Any] = _typed(value, list, what)
     if len(row) != length:
-        raise corrupt(what, f"{len(row)} entries in place of {length}")
+        raise corrupt_error(what, f"{len(row)} entries in place of {length}")
     return row
 
 
@@ -192,11 +194,11 @@ def _tree(rows: Any, what: str) -> tuple[Node, ...]:
     """
     nodes = tuple(_node(entry, what) for entry in _typed(rows, list, what))
     if len({node.fqn for node in nodes}) < len(nodes):
-        raise corrupt(what, "a container twice in its tree")
+        raise corrupt_error(what, "a container twice in its tree")
     ways = Counter({"": 1})
     for node in sorted(nodes, key=lambda node: len(node.fqn)):  # those above come first
         if ways[node.fqn] > _MAX_WAYS:
-            raise corrupt(what, f"too many ways to {node.fqn[:100]!r} in its tree")
+            raise corrupt_error(what, f"too many ways to {node.fqn[:100]!r} in its tree")
         for key in node.keys:
             if len(child := _child(node, key)) > len(node.fqn):
                 ways[child] += ways[node.fqn]
@@ -211,7 +213,7 @@ def _node(entry: Any, what: str) -> Node:
     fqn, kind, keys = _row(entry, 3, what)
     for key in _typed(keys, list, what):
         if type(key) is not str and type(key) is not int:
-            raise corrupt(what, f"a key that is a {type(key).__name__}")
+            raise corrupt_error(what, f"a key that is a {type(key).__name__}")
     return Node(_typed(fqn, str, what), _typed(kind, str, what), tuple(keys))
 
 
@@ -221,7 +223,7 @@ def _keyed(rows: Any, what: str) -> dict[Key, object]:
         key, value = _row(entry, 2, what)
         key = _key(key, what)
         if key in values:
-            raise corrupt(what, f"the key {key!r} twice")
+            raise corrupt_error(what, f"the key {key!r} twice")
         values[key] = value
     return values
 
@@ -231,4 +233,4 @@ def _key(value: Any, what: str) -> Key:
         return tuple(_key(part, what) for part in value)
     if type(value) is str or (type(value) is int and -(1 << 63) <= value < 1 << 64):
         return value
-    raise corrupt(what, f"a key that is a {type(value).__name__}, or beyond 64 bits")
+    raise corrupt_error(what, f"a key that is a {type(value).__name__}, or beyond 64 bits")

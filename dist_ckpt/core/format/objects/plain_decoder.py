@@ -26,8 +26,8 @@ from dist_ckpt.core.format.objects.plain_types import (
     DTypeValue,
     Ext,
     NumpyScalar,
+    Placeholder,
     Size,
-    StandIn,
     check_hashes,
     cost_of,
     numpy_itemsize,
@@ -43,7 +43,7 @@ _LOOKED_AT = _LISTS | _DICTS | {msgpack.Timestamp}
 
 
 def decode_value(
-    data: bytes, *, make: Callable[[StandIn], object] = lambda value: value, around: int = 0
+    data: bytes, *, make: Callable[[Placeholder], object] = lambda value: value, around: int = 0
 ) -> Any:
     """Return the value of `encode_value`'s bytes, with `make(stand_in)` in place of stand-ins.
 
@@ -91,7 +91,7 @@ def _unknown_type(code: int) -> IncompatibleError:
 
 
 class _Decoder:
-    def __init__(self, make: Callable[[StandIn], object]) -> None:
+    def __init__(self, make: Callable[[Placeholder], object]) -> None:
         self._make = make
         self._depth = 0
 
@@ -120,7 +120,7 @@ class _Decoder:
             value = _DECODERS[code](payload)
         except (TypeError, OverflowError) as error:  # a payload of another form than ours
             raise ValueError(f"a value of type {code} is malformed: {error}") from None
-        return self._make(value) if isinstance(value, StandIn) else value
+        return self._make(value) if isinstance(value, Placeholder) else value
 
 
 def _unpack_map(pairs: list[tuple[Any, Any]]) -> dict[str | int, Any]:

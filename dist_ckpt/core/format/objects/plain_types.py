@@ -86,7 +86,7 @@ class ArrayValue:
     kind: Literal["tensor", "numpy"] = "tensor"
 
 
-StandIn = DTypeValue | Device | Size | NumpyScalar | ArrayValue
+Placeholder = DTypeValue | Device | Size | NumpyScalar | ArrayValue
 
 _NUMPY_CODE = re.compile(r"[<>|]([biufcmMSU])([1-9][0-9]{0,5})(\[[0-9A-Za-z]+\])?")
 

@@ -17,7 +17,7 @@ from msgspec import Raw, json
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, num_blocks
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape, Span
+from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.layout import check_cell
 from dist_ckpt.core.format.shards.shard_table import (
@@ -30,7 +30,7 @@ from dist_ckpt.core.format.strict_json import (
     VERSION,
     Json,
     check_version,
-    corrupt,
+    corrupt_error,
     decode_dtype,
     decode_region,
     decode_shape,
@@ -92,7 +92,7 @@ def arrange(cells: Iterable[tuple[str, str, Shape, Cell]]) -> tuple[StoredShard,
     shards, start = [], 0
     for name, (fqn, dtype, shape, cell) in zip(names, ordered, strict=True):
         stop = start + cell.numel * DTYPES[dtype].itemsize
-        shards.append(StoredShard(name, fqn, dtype, shape, cell, Span(start, stop)))
+        shards.append(StoredShard(name, fqn, dtype, shape, cell, ByteRange(start, stop)))
         start = stop
     return tuple(shards)
 
@@ -175,22 +175,24 @@ def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> Shar
     in them. On return the shards fill the file without a hole and agree with safetensors' view.
     """
     if len(data) < 8:
-        raise corrupt(what, f"{len(data)} bytes are no safetensors file")
+        raise corrupt_error(what, f"{len(data)} bytes are no safetensors file")
     header = 8 + int.from_bytes(data[:8], "little")
     if data.startswith(b"version https://git-lfs"):
-        raise corrupt(what, "it is a Git LFS pointer, not the file itself")
+        raise corrupt_error(what, "it is a Git LFS pointer, not the file itself")
     if header > min(nbytes, 8 + MAX_HEADER_NBYTES):
-        raise corrupt(what, f"header length {header - 8} in a file of {nbytes} bytes")
+        raise corrupt_error(what, f"header length {header - 8} in a file of {nbytes} bytes")
     if header % ALIGNMENT:
-        raise corrupt(what, f"it begins with a header of {header} bytes, not a multiple of 4096")
+        raise corrupt_error(
+            what, f"it begins with a header of {header} bytes, not a multiple of 4096"
+        )
     if header != len(data):
-        raise corrupt(what, f"its header does not end at byte {len(data)}")
+        raise corrupt_error(what, f"its header does not end at byte {len(data)}")
     text = data[8:].rstrip(b" ")
     if not text.startswith(b"{") or not text.endswith(b"}"):
-        raise corrupt(what, "its header is not one JSON object padded with spaces")
+        raise corrupt_error(what, "its header is not one JSON object padded with spaces")
     file = _decode_own(text, len(data), what) or _decode_any(text, len(data), what)
     if file.nbytes != nbytes:
-        raise corrupt(what, f"{nbytes} bytes; its header says {file.nbytes}")
+        raise corrupt_error(what, f"{nbytes} bytes; its header says {file.nbytes}")
     return file
 
 
@@ -214,7 +216,7 @@ def _header_json(facts: Mapping[str, Json], shards: Sequence[StoredShard]) -> by
 
 
 def _encode_cell(cell: Cell) -> Json:
-    if isinstance(cell, Elements):
+    if isinstance(cell, ElementRange):
         return {"flat": [cell.start, cell.stop]}
     return [list(cell.offset), list(cell.shape)]
 
@@ -282,10 +284,12 @@ def _decode_metadata(value: Json, header: int, what: str) -> ShardFile:
         {"format": _FORMAT, **metadata}, ("format", "dist_ckpt", "digests"), f"{what}, __metadata__"
     )
     if tools != _FORMAT:
-        raise corrupt(f"{what}, __metadata__", f"format {strict_json.shown(tools)} is not 'pt'")
+        raise corrupt_error(
+            f"{what}, __metadata__", f"format {strict_json.quoted(tools)} is not 'pt'"
+        )
     hexes = strict_json.string(digests, what)
     if len(hexes) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(hexes):
-        raise corrupt(what, f"{len(hexes)} characters of digests, not all of them hex")
+        raise corrupt_error(what, f"{len(hexes)} characters of digests, not all of them hex")
     what = f"{what}, dist_ckpt"
     _, component, rank, world_size, step, block_nbytes, _ = strict_json.fields(facts, _FACTS, what)
     world_size = strict_json.integer(world_size, 1, MAX_RANK + 1, f"{what}, world_size")
@@ -305,7 +309,7 @@ def _decode_shards(text: bytes, block_nbytes: int, digests: str, what: str) -> D
     try:
         rows = json.decode(text, type=_ROWS)
     except (ValueError, RecursionError) as error:
-        raise corrupt(f"{what}, shards", str(error)) from None
+        raise corrupt_error(f"{what}, shards", str(error)) from None
     kinds = [b",".join(row[2:]) for row in rows]  # dtype, shape and cell
     numbers = dict(zip(kinds, range(len(kinds)), strict=True))
     texts = {kind: b"[%s]" % kind for kind in numbers}
@@ -318,7 +322,9 @@ def _decode_shards(text: bytes, block_nbytes: int, digests: str, what: str) -> D
     shards = DecodedShards(names, fqns, list(map(known.__getitem__, kinds)), digests)
     if shards.num_blocks * BLOCK_DIGEST_CHARS != len(digests):
         count = len(digests) // BLOCK_DIGEST_CHARS
-        raise corrupt(what, f"{count} digests, but its shards have {shards.num_blocks} blocks")
+        raise corrupt_error(
+            what, f"{count} digests, but its shards have {shards.num_blocks} blocks"
+        )
     return shards
 
 
@@ -338,19 +344,21 @@ def _decode_cell(value: Json, shape: Shape, what: str) -> Cell:
         if type(value) is dict:
             (flat,) = strict_json.fields(value, ("flat",), what)
             bounds = strict_json.row(flat, 2, what)
-            cell = Elements(*integers(bounds, what))
+            cell = ElementRange(*integers(bounds, what))
         else:
             cell = decode_region(value, what)
         check_cell(cell, shape)
     except ValueError as error:
-        raise corrupt(what, str(error)) from None
+        raise corrupt_error(what, str(error)) from None
     return cell
 
 
 def _check_entries(shards: Sequence[StoredShard], entries: dict[str, Json], what: str) -> None:
     """Check that safetensors' own entries say the same as our table."""
     if len(entries) != len(shards) or len({shard.name for shard in shards}) != len(shards):
-        raise corrupt(what, f"{len(entries)} tensors in the header, {len(shards)} in dist_ckpt")
+        raise corrupt_error(
+            what, f"{len(entries)} tensors in the header, {len(shards)} in dist_ckpt"
+        )
     for shard in shards:
         here = f"{what}, {shard.name!r}"
         entry = strict_json.fields(
@@ -360,4 +368,4 @@ def _check_entries(shards: Sequence[StoredShard], entries: dict[str, Json], what
         told = {"dtype": dtype, "shape": [*integers(shape, here)]}
         span = shard.span.start, shard.span.stop
         if told != entry_of(shard.dtype, shard.cell) or integers(offsets, here) != span:
-            raise corrupt(here, f"{strict_json.shown(entry)} is not what dist_ckpt says")
+            raise corrupt_error(here, f"{strict_json.quoted(entry)} is not what dist_ckpt says")

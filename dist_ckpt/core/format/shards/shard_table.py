@@ -11,7 +11,7 @@ from typing import overload
 
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Cell, Elements, Shape, Span
+from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Shape
 from dist_ckpt.core.format.strict_json import Json
 
 
@@ -27,7 +27,7 @@ class StoredShard:
     dtype: str
     shape: Shape
     cell: Cell
-    span: Span
+    span: ByteRange
     digests: tuple[str, ...] = ()
 
 
@@ -119,7 +119,7 @@ class DecodedShards(Sequence[StoredShard]):
         chars = BLOCK_DIGEST_CHARS
         ours = self._digests[first * chars : last * chars]
         digests = tuple([ours[at : at + chars] for at in range(0, len(ours), chars)])
-        span = Span(start, start + kind.nbytes)
+        span = ByteRange(start, start + kind.nbytes)
         name, fqn = self._names[number], self._fqns[number]
         return StoredShard(name, fqn, kind.dtype, kind.shape, kind.cell, span, digests)
 
@@ -161,6 +161,6 @@ class DecodedShards(Sequence[StoredShard]):
 def entry_of(dtype: str, cell: Cell) -> dict[str, Json]:
     """Return what safetensors is told of a shard, but for its place."""
     known = DTYPES[dtype]
-    shape = (cell.numel,) if isinstance(cell, Elements) else cell.shape
+    shape = (cell.numel,) if isinstance(cell, ElementRange) else cell.shape
     stored = shape if known.safetensors else (*shape, known.itemsize)
     return {"dtype": known.safetensors or "U8", "shape": [*stored]}

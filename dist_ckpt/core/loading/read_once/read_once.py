@@ -30,25 +30,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from dist_ckpt.core.loading.read_once.read_once_agreement import Meeting
-from dist_ckpt.core.loading.read_once.read_once_transfer import HostFlow, receive, send
-from dist_ckpt.core.loading.read_once.read_once_units import SharedWork, UnitPart, num_slots
-from dist_ckpt.core.runtime.threads import WORK_STALL_S, DaemonThreads, Watch, each
-from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.loading.read_once.read_once_agreement import SharedReadGroup
+from dist_ckpt.core.loading.read_once.read_once_transfer import HostTransfer, receive, send
+from dist_ckpt.core.loading.read_once.read_once_units import SharedRangePart, SharedWork, num_slots
+from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead
 from dist_ckpt.core.shard_io.read.open_files import OpenFile
-from dist_ckpt.core.shard_io.read.small_shards import Row
+from dist_ckpt.core.shard_io.read.small_shards import SmallShardRun
 from dist_ckpt.errors import StorageError
 
 # How often who waits looks after the ranks that it waits for, and after its own calls.
 LOOK_S = 1.0
 
 
-def read_shared(meeting: Meeting, reading: Reading) -> tuple[int, int]:
-    """Do what `Reading.run` does, but what is shared is fetched once.
+def read_shared(meeting: SharedReadGroup, reading: BlockReader) -> tuple[int, int]:
+    """Do what `BlockReader.run` does, but what is shared is fetched once.
 
     Returns how many bytes came from storage, and how many from other ranks. Collective: every rank
-    of `meeting` calls this. It raises the same, and FalloutError if another rank gives up or is
+    of `meeting` calls this. It raises the same, and SecondaryError if another rank gives up or is
     lost.
     """
     work = _work_of(meeting, reading)
@@ -57,16 +57,16 @@ def read_shared(meeting: Meeting, reading: Reading) -> tuple[int, int]:
     return work.nbytes_moved()
 
 
-def verify_shared(meeting: Meeting, reading: Reading) -> None:
+def verify_shared(meeting: SharedReadGroup, reading: BlockReader) -> None:
     """Check what this rank would fetch in a shared reading; the others check the rest."""
     work = _work_of(meeting, reading)
     fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
     reads = chain(work.own_reads(), fetched)
     with reading.telling_touched():
-        each(lambda one: reading.read(*one), reads, threads=meeting.ranks.config.threads)
+        parallel_for(lambda one: reading.read(*one), reads, threads=meeting.ranks.config.threads)
 
 
-def _work_of(meeting: Meeting, reading: Reading) -> SharedWork:
+def _work_of(meeting: SharedReadGroup, reading: BlockReader) -> SharedWork:
     rank = meeting.ranks.channel.rank
     return SharedWork(rank, reading.files, reading.targets, meeting.units)
 
@@ -74,7 +74,7 @@ def _work_of(meeting: Meeting, reading: Reading) -> SharedWork:
 class SharedReading:
     """One rank's side of a shared reading."""
 
-    def __init__(self, meeting: Meeting, work: SharedWork, reading: Reading) -> None:
+    def __init__(self, meeting: SharedReadGroup, work: SharedWork, reading: BlockReader) -> None:
         links, threads = meeting.links, meeting.ranks.config.threads
         assert links is not None, "there are units"
         self._work = work
@@ -83,10 +83,10 @@ class SharedReading:
         self._channel, self._collective = meeting.ranks.channel, meeting.ranks.bulk
         self._num_slots = num_slots(between_hosts=meeting.between_hosts)
         self._most_own = 2 * threads
-        self._decider = _Crew(1, links.wake)
-        self._readers = _Crew(threads, links.wake)
-        self._couriers = _Crew(2 * self._num_slots, links.wake)
-        self._host = HostFlow(work, reading, links)
+        self._decider = _ReadThreads(1, links.wake)
+        self._readers = _ReadThreads(threads, links.wake)
+        self._couriers = _ReadThreads(2 * self._num_slots, links.wake)
+        self._host = HostTransfer(work, reading, links)
         self._links = links
 
     def run(self) -> None:
@@ -127,18 +127,18 @@ class SharedReading:
             self._decider.put_off()
             self._host.hear(LOOK_S)
 
-    def _fetch(self, offset: int, parts: Iterator[UnitPart]) -> Iterator[None]:
+    def _fetch(self, offset: int, parts: Iterator[SharedRangePart]) -> Iterator[None]:
         """Fetch units into a slot, one after another; each is handed on to all that want it."""
         for part in parts:
             data = self._host.slot(offset, part)
             yield from self._readers.call(partial(_fetch, self._reading, part, data))
             yield from together(self._send(part, data), self._host.hand_on(offset, part))
 
-    def _send(self, part: UnitPart, data: memoryview) -> Iterator[None]:
+    def _send(self, part: SharedRangePart, data: memoryview) -> Iterator[None]:
         if agents := part.unit.agents:
             yield from self._couriers.call(partial(send, self._collective, part, data), agents)
 
-    def _receive(self, offset: int, parts: Iterator[UnitPart]) -> Iterator[None]:
+    def _receive(self, offset: int, parts: Iterator[SharedRangePart]) -> Iterator[None]:
         """Receive units into a slot, one after another, and hand them on on this host."""
         for part in parts:
             data = self._host.slot(offset, part)
@@ -146,13 +146,13 @@ class SharedReading:
             yield from self._couriers.call(work, (part.unit.fetcher,))
             yield from self._host.hand_on(offset, part)
 
-    def _read(self, reads: Iterator[tuple[OpenFile, Row | BlockRead]]) -> Iterator[None]:
+    def _read(self, reads: Iterator[tuple[OpenFile, SmallShardRun | BlockRead]]) -> Iterator[None]:
         """Do one after another what only this rank wants."""
         for file, read in reads:
             yield from self._readers.call(partial(self._reading.read, file, read))
 
 
-def _fetch(reading: Reading, part: UnitPart, data: memoryview) -> None:
+def _fetch(reading: BlockReader, part: SharedRangePart, data: memoryview) -> None:
     for read, place in part.places(data):
         reading.fetch(part.file, read, place)
 
@@ -163,11 +163,11 @@ class _Call:
 
     ranks: Sequence[int]
     until: float = field(default_factory=lambda: time.monotonic() + WORK_STALL_S)
-    watch: Watch = field(default_factory=Watch)
+    watch: CallMonitor = field(default_factory=CallMonitor)
     future: Future[object] = field(default_factory=Future)
 
 
-class _Crew:
+class _ReadThreads:
     """Threads, and the calls they are at; the end of each wakes who decides."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:

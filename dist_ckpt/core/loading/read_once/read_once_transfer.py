@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from dist_ckpt.core.comm.collectives.collective import Collective
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
-from dist_ckpt.core.comm.messages import FalloutError
-from dist_ckpt.core.loading.read_once.read_once_units import SharedWork, UnitPart
+from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.loading.read_once.read_once_units import SharedRangePart, SharedWork
 from dist_ckpt.core.planning.load.read_sharing import Name
-from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.errors import CorruptError, RankError
 
 # Kind; where a slot begins in the memory; of the unit in it: file and first block.
@@ -19,10 +19,10 @@ _MESSAGE = struct.Struct("<BQQQ")
 _READY, _DONE = range(2)
 
 
-class HostFlow:
+class HostTransfer:
     """What the ranks of a host hand on to each other, as one of them sees it."""
 
-    def __init__(self, work: SharedWork, reading: Reading, links: HostLinks) -> None:
+    def __init__(self, work: SharedWork, reading: BlockReader, links: HostLinks) -> None:
         self._work = work
         self._reading = reading
         self._links = links
@@ -31,11 +31,11 @@ class HostFlow:
         self._users: dict[int, set[int]] = {}  # the others that have not taken what is in a slot
         self._gone: set[int] = set()  # ranks whose links have ended
 
-    def slot(self, offset: int, part: UnitPart) -> memoryview:
+    def slot(self, offset: int, part: SharedRangePart) -> memoryview:
         """Return the place of a unit in this rank's own memory."""
         return self._memory(self._work.rank, offset, part)
 
-    def hand_on(self, offset: int, part: UnitPart) -> Iterator[None]:
+    def hand_on(self, offset: int, part: SharedRangePart) -> Iterator[None]:
         """Let all ranks of this host have what is in a slot; ends when they have taken it."""
         _, *others = part.unit.host_of(self._work.rank)
         users = self._users[offset] = set(others)
@@ -78,29 +78,31 @@ class HostFlow:
         return ranks.union(*self._users.values())
 
     def check_gone(self) -> None:
-        """Raise FalloutError if a rank is waited for whose link has ended, maybe long ago."""
+        """Raise SecondaryError if a rank is waited for whose link has ended, maybe long ago."""
         if lost := self._gone and self._gone & self.awaited():
-            raise FalloutError(
+            raise SecondaryError(
                 f"rank {min(lost)} of this host has given up or is gone, and had not handed on "
                 "and taken all that is shared; look into that rank's log"
             )
 
-    def _memory(self, rank: int, offset: int, part: UnitPart) -> memoryview:
+    def _memory(self, rank: int, offset: int, part: SharedRangePart) -> memoryview:
         return self._links.memory_of(rank)[offset : offset + part.span.nbytes]
 
-    def _place(self, part: UnitPart, data: memoryview) -> None:
+    def _place(self, part: SharedRangePart, data: memoryview) -> None:
         for read, place in part.places(data):
             self._reading.place(part.file, read, place)
 
 
-def send(collective: Collective, part: UnitPart, data: memoryview) -> None:
+def send(collective: Collective, part: SharedRangePart, data: memoryview) -> None:
     """Send a unit to the ranks that hand it on on their hosts, and wait until they have it."""
     sent = [collective.send(agent, data, tag) for agent, tag in part.tags.items()]
     for transfer in sent:
         transfer.wait()
 
 
-def receive(collective: Collective, part: UnitPart, data: memoryview, reading: Reading) -> None:
+def receive(
+    collective: Collective, part: SharedRangePart, data: memoryview, reading: BlockReader
+) -> None:
     """Wait for a unit that another host's rank sends, and check it again."""
     fetcher = part.unit.fetcher
     collective.receive(fetcher, data, part.tags[collective.rank]).wait()

@@ -8,19 +8,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from dist_ckpt.core.format.geometry import Span, joined
-from dist_ckpt.core.planning.load.read_sharing import UNIT_NBYTES, BlockRuns, Name, Unit
+from dist_ckpt.core.format.geometry import ByteRange, joined
+from dist_ckpt.core.planning.load.read_sharing import (
+    SHARED_RANGE_NBYTES,
+    BlockRuns,
+    Name,
+    SharedBlockRange,
+)
 from dist_ckpt.core.planning.plan import ReadItem
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
-    Need,
+    BlockRequest,
     gathered,
-    needed_blocks,
     reads_of,
+    requested_blocks,
 )
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
 from dist_ckpt.core.shard_io.read.read_work import CellTargets, by_shard, needs_of
-from dist_ckpt.core.shard_io.read.small_shards import Row, divide
+from dist_ckpt.core.shard_io.read.small_shards import SmallShardRun, divide
 
 
 def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
@@ -40,7 +45,7 @@ def _runs_of(file: OpenFile, number: int, items: Sequence[ReadItem]) -> Iterator
     if stop - start <= file.header.block_nbytes:
         yield range(first, first + 1)
         return
-    for need in needed_blocks(
+    for need in requested_blocks(
         file.shards[number], items, file.header.block_nbytes, lambda _: False
     ):
         yield range(first + need.number, first + need.number + 1)
@@ -48,7 +53,7 @@ def _runs_of(file: OpenFile, number: int, items: Sequence[ReadItem]) -> Iterator
 
 def slot_nbytes(files: OpenFiles) -> int:
     """Return the size of a slot that holds any unit of some files."""
-    return max(UNIT_NBYTES, *(file.header.block_nbytes for file in files.files.values()), 0)
+    return max(SHARED_RANGE_NBYTES, *(file.header.block_nbytes for file in files.files.values()), 0)
 
 
 def num_slots(*, between_hosts: bool) -> int:
@@ -65,23 +70,23 @@ def common_nbytes(files: OpenFiles, *, between_hosts: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitPart:
+class SharedRangePart:
     """A unit, and the reads that bring it; this rank needs all its blocks.
 
     `tags` number it among what its fetcher sends to each agent.
     """
 
-    unit: Unit
+    unit: SharedBlockRange
     file: OpenFile
-    reads: tuple[Row | BlockRead, ...]
+    reads: tuple[SmallShardRun | BlockRead, ...]
     tags: Mapping[int, int]
 
     @property
-    def span(self) -> Span:
+    def span(self) -> ByteRange:
         """Its bytes in the data section; the reads fill it in order, without a hole."""
-        return Span(self.reads[0].span.start, self.reads[-1].span.stop)
+        return ByteRange(self.reads[0].span.start, self.reads[-1].span.stop)
 
-    def places(self, data: memoryview) -> Iterator[tuple[Row | BlockRead, memoryview]]:
+    def places(self, data: memoryview) -> Iterator[tuple[SmallShardRun | BlockRead, memoryview]]:
         """Return each read, and where in the unit, which is `data`, it brings its bytes."""
         begin = self.span.start
         for read in self.reads:
@@ -96,7 +101,7 @@ class SharedWork:
         rank: int,
         files: OpenFiles,
         targets: CellTargets | None,
-        units: Mapping[int, Sequence[Unit]],
+        units: Mapping[int, Sequence[SharedBlockRange]],
     ) -> None:
         self.rank = rank
         self.slot_nbytes = slot_nbytes(files)
@@ -104,19 +109,21 @@ class SharedWork:
         self._targets = targets
         self._units = units
         self._tags = _tags_of(unit for file in sorted(units) for unit in units[file])
-        self._known: dict[int, tuple[list[Row | BlockRead], dict[int, UnitPart]]] = {}
+        self._known: dict[
+            int, tuple[list[SmallShardRun | BlockRead], dict[int, SharedRangePart]]
+        ] = {}
 
-    def own_reads(self) -> Iterator[tuple[OpenFile, Row | BlockRead]]:
+    def own_reads(self) -> Iterator[tuple[OpenFile, SmallShardRun | BlockRead]]:
         """Return the reads of what no other rank wants."""
         for number in self._files.plan:
             for read in self._of(number)[0]:
                 yield self._files.files[number], read
 
-    def fetched(self) -> Iterator[UnitPart]:
+    def fetched(self) -> Iterator[SharedRangePart]:
         """Return the units that this rank fetches, in the order of all ranks."""
         return (self.part(unit.name) for unit in self._all() if unit.fetcher == self.rank)
 
-    def relayed(self) -> Iterator[UnitPart]:
+    def relayed(self) -> Iterator[SharedRangePart]:
         """Return those that it brings from other hosts, in the same order."""
         return (self.part(unit.name) for unit in self._all() if self.rank in unit.agents)
 
@@ -129,7 +136,7 @@ class SharedWork:
                 names.setdefault(first, set()).add(unit.name)
         return names
 
-    def part(self, name: Name) -> UnitPart:
+    def part(self, name: Name) -> SharedRangePart:
         """Return what there is to do with a unit."""
         file, block = name
         return self._of(file)[1][block]
@@ -141,15 +148,19 @@ class SharedWork:
         shared = sum(self.part(unit.name).span.nbytes for unit in self._all())
         return own + fetched, shared - fetched
 
-    def _all(self) -> Iterator[Unit]:
+    def _all(self) -> Iterator[SharedBlockRange]:
         return (unit for file in sorted(self._units) for unit in self._units[file])
 
-    def _of(self, number: int) -> tuple[list[Row | BlockRead], dict[int, UnitPart]]:
+    def _of(
+        self, number: int
+    ) -> tuple[list[SmallShardRun | BlockRead], dict[int, SharedRangePart]]:
         if number not in self._known:
             self._known[number] = self._divide(number)
         return self._known[number]
 
-    def _divide(self, number: int) -> tuple[list[Row | BlockRead], dict[int, UnitPart]]:
+    def _divide(
+        self, number: int
+    ) -> tuple[list[SmallShardRun | BlockRead], dict[int, SharedRangePart]]:
         """Divide the needed blocks of a file into reads of this rank's own, and units."""
         file = self._files.files[number]
         starts = file.block_starts
@@ -165,7 +176,9 @@ class SharedWork:
         for need in needs_of(file, others, self._targets):
             pieces[_place(need.start, bounds)].needs.append(need)
         parts = {
-            unit.blocks.start: UnitPart(unit, file, pieces[number].filling(), self._tags[unit.name])
+            unit.blocks.start: SharedRangePart(
+                unit, file, pieces[number].filling(), self._tags[unit.name]
+            )
             for number, unit in enumerate(units)
         }
         own = pieces[None]
@@ -176,13 +189,13 @@ class SharedWork:
 class _Pieces:
     """What lies in a unit, or in none: rows of small shards, and other blocks, each in order."""
 
-    rows: list[Row] = field(default_factory=list)
-    needs: list[Need] = field(default_factory=list)
+    rows: list[SmallShardRun] = field(default_factory=list)
+    needs: list[BlockRequest] = field(default_factory=list)
 
-    def filling(self) -> tuple[Row | BlockRead, ...]:
+    def filling(self) -> tuple[SmallShardRun | BlockRead, ...]:
         """Return the reads of all of it, which lies without a hole, in order."""
         runs = gathered(self.needs, lambda run, need: run[-1].stop == need.start)
-        reads = [BlockRead(Span(run[0].start, run[-1].stop), tuple(run)) for run in runs]
+        reads = [BlockRead(ByteRange(run[0].start, run[-1].stop), tuple(run)) for run in runs]
         return tuple(sorted([*self.rows, *reads], key=lambda read: read.span.start))
 
 
@@ -193,16 +206,18 @@ def _place(start: int, bounds: Sequence[int]) -> int | None:
     return before // 2 if before % 2 else None
 
 
-def _cut(row: Row, starts: Sequence[int], bounds: Sequence[int]) -> Iterator[Row]:
+def _cut(
+    row: SmallShardRun, starts: Sequence[int], bounds: Sequence[int]
+) -> Iterator[SmallShardRun]:
     """Cut a row of small shards where units begin and end."""
     inside = bounds[bisect_right(bounds, row.span.start) : bisect_left(bounds, row.span.stop)]
     cuts = [row.first, *(bisect_left(starts, bound) for bound in dict.fromkeys(inside))]
     for first, stop in pairwise([*cuts, row.first + len(row.items)]):
         items = row.items[first - row.first : stop - row.first]
-        yield Row(first, items, Span(starts[first], starts[stop]))
+        yield SmallShardRun(first, items, ByteRange(starts[first], starts[stop]))
 
 
-def _tags_of(units: Iterable[Unit]) -> dict[Name, dict[int, int]]:
+def _tags_of(units: Iterable[SharedBlockRange]) -> dict[Name, dict[int, int]]:
     """Return the numbers of units among what each rank sends to each other: alike on both."""
     counts: dict[tuple[int, int], int] = {}
     tags: dict[Name, dict[int, int]] = {}

@@ -12,18 +12,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from operator import mul
 
-from dist_ckpt.core.format.geometry import Cell, Piece, Region, Shape, pieces, row_major_strides
+from dist_ckpt.core.format.geometry import (
+    Cell,
+    Region,
+    RegionPiece,
+    Shape,
+    pieces,
+    row_major_strides,
+)
 from dist_ckpt.core.format.index.index import Catalog, Index
 from dist_ckpt.core.format.layout import Cut, Flat, Grid, Regions, check_cell
 from dist_ckpt.core.planning.box_tree import BoxTree
-from dist_ckpt.core.planning.plan import LoadPlan, Match, ReadItem, Wanted
+from dist_ckpt.core.planning.plan import CellOverlap, LoadPlan, ReadItem, TensorRequest
 from dist_ckpt.errors import CorruptError
 
 # The numbers, ascending, of the cells of a layout that a box may have elements of.
 _Candidates = Callable[[Region], Iterable[int]]
 
 
-def problems_of(catalog: Catalog, wanted: Iterable[Wanted]) -> tuple[str, ...]:
+def problems_of(catalog: Catalog, wanted: Iterable[TensorRequest]) -> tuple[str, ...]:
     """Return why the wanted tensors cannot be loaded: names, shapes, dtypes, cells; all of them."""
     problems = []
     fitting: set[tuple[tuple[Cell, ...], Shape]] = set()
@@ -59,7 +66,7 @@ def _wrong_cells(cells: Iterable[Cell], shape: Shape) -> Iterator[str]:
             yield str(error)
 
 
-def plan_load(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
+def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
     """Return what to read to fill the wanted cells: only what is needed, file by file.
 
     There must be no `problems_of` them. Raises CorruptError if the index names no file for a cell
@@ -68,7 +75,7 @@ def plan_load(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
     catalog = index.catalog
     files = {(file.component, file.rank): number for number, file in enumerate(index.files)}
     candidates: dict[tuple[int, Shape], _Candidates] = {}
-    known: dict[tuple[int, Shape, tuple[Cell, ...]], tuple[tuple[int, Match], ...]] = {}
+    known: dict[tuple[int, Shape, tuple[Cell, ...]], tuple[tuple[int, CellOverlap], ...]] = {}
     items: dict[int, list[ReadItem]] = {}
     for want in wanted:
         tensor = catalog.aliases.get(want.fqn, want.fqn)
@@ -96,9 +103,9 @@ def plan_load(index: Index, wanted: Iterable[Wanted]) -> LoadPlan:
 
 def _matches(
     cut: Cut, shape: Shape, cells: Sequence[Cell], candidates: _Candidates
-) -> Iterator[tuple[int, Match]]:
+) -> Iterator[tuple[int, CellOverlap]]:
     """Return the matches of wanted cells, each with the number of the stored cell."""
-    sources: dict[int, tuple[Piece, ...]] = {}
+    sources: dict[int, tuple[RegionPiece, ...]] = {}
     for part, cell in enumerate(cells):
         for target in pieces(cell, shape):
             if target.region.numel == 0:
@@ -109,7 +116,10 @@ def _matches(
                 for source in sources[number]:
                     common = _common_of(source.region, target.region)
                     if common is not None:
-                        yield number, Match.of(cut.cell(number), source, part, cell, target, common)
+                        yield (
+                            number,
+                            CellOverlap.of(cut.cell(number), source, part, cell, target, common),
+                        )
 
 
 def _common_of(a: Region, b: Region) -> Region | None:

@@ -16,7 +16,7 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 
 # A unit is fetched at once, by one rank: enough for the storage's full speed, little enough to be
 # still in a processor's cache when others copy it (docs/decisions/0008).
-UNIT_NBYTES = 4 << 20
+SHARED_RANGE_NBYTES = 4 << 20
 
 # Runs of block numbers, ascending; between any two is a block that is not in them.
 BlockRuns = tuple[range, ...]
@@ -25,7 +25,7 @@ BlockRuns = tuple[range, ...]
 Name = tuple[int, int]
 
 
-class BlockWants(Message, frozen=True):
+class BlockRequests(Message, frozen=True):
     """What one rank needs of each file, by the file's number in the index.
 
     That is kept as `steps`, by turns the gap before a run of blocks and its length: they are short
@@ -36,13 +36,13 @@ class BlockWants(Message, frozen=True):
     steps: dict[int, tuple[int, ...]]
 
     @staticmethod
-    def of(host: str, runs: Mapping[int, Iterable[range]]) -> BlockWants:
+    def of(host: str, runs: Mapping[int, Iterable[range]]) -> BlockRequests:
         """Return what a rank needs that needs these runs of blocks of each file."""
         steps = {}
         for file, some in sorted(runs.items()):
             edges = [0, *(edge for run in some for edge in (run.start, run.stop))]
             steps[file] = tuple(stop - start for start, stop in pairwise(edges))
-        return BlockWants(host, steps)
+        return BlockRequests(host, steps)
 
     def runs(self, file: int) -> BlockRuns:
         """Return the runs of blocks that it needs of a file; none of a file that it does not."""
@@ -51,7 +51,7 @@ class BlockWants(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class SharedBlockRange:
     """Adjoining blocks of one file that the same ranks want; several ranks.
 
     `hosts` are these ranks, host by host. The first of each host brings the unit there and hands
@@ -82,7 +82,7 @@ class Unit:
         return next(ranks for ranks in self.hosts if rank in ranks)
 
 
-def want_the_same(wants: Iterable[BlockWants], *, between_hosts: bool) -> bool:
+def have_equal_requests(wants: Iterable[BlockRequests], *, between_hosts: bool) -> bool:
     """Say whether some block is wanted by several ranks that share with each other.
 
     Those are the ranks of one host, or `between_hosts` all.
@@ -97,7 +97,9 @@ def want_the_same(wants: Iterable[BlockWants], *, between_hosts: bool) -> bool:
     return any(a[:2] == b[:2] and a[3] > b[2] for a, b in pairwise(runs))
 
 
-def units_of(file: int, starts: Sequence[int], wants: Mapping[int, BlockWants]) -> tuple[Unit, ...]:
+def shared_block_ranges(
+    file: int, starts: Sequence[int], wants: Mapping[int, BlockRequests]
+) -> tuple[SharedBlockRange, ...]:
     """Return the units of a file that several ranks want, in its order.
 
     `wants` are those of the ranks that share with each other, by rank; `starts` is where each
@@ -116,7 +118,7 @@ def units_of(file: int, starts: Sequence[int], wants: Mapping[int, BlockWants]) 
     return tuple(units)
 
 
-def partners_of(rank: int, units: Iterable[Unit]) -> list[int]:
+def receivers_of(rank: int, units: Iterable[SharedBlockRange]) -> list[int]:
     """Return the ranks of its host with which a rank shares some of these units."""
     found = {other for unit in units for other in unit.host_of(rank)}
     return sorted(found - {rank})
@@ -139,10 +141,10 @@ def _segments(wants: Mapping[int, BlockRuns]) -> Iterator[tuple[range, tuple[int
 
 
 def _parts(blocks: range, starts: Sequence[int]) -> Iterator[range]:
-    """Cut a run of blocks into parts of `UNIT_NBYTES` at most, or of one block."""
+    """Cut a run of blocks into parts of `SHARED_RANGE_NBYTES` at most, or of one block."""
     first = blocks.start
     while first < blocks.stop:
-        fits = bisect_right(starts, starts[first] + UNIT_NBYTES) - 1
+        fits = bisect_right(starts, starts[first] + SHARED_RANGE_NBYTES) - 1
         stop = min(max(fits, first + 1), blocks.stop)
         yield range(first, stop)
         first = stop
@@ -157,7 +159,7 @@ class _Shares:
         self._file = file
         self._brought = dict.fromkeys(host_of, 0)
 
-    def out(self, blocks: range, starts: Sequence[int], ranks: tuple[int, ...]) -> Unit:
+    def out(self, blocks: range, starts: Sequence[int], ranks: tuple[int, ...]) -> SharedBlockRange:
         """Give a unit to the rank that fetches least, and on other hosts to who brings least."""
         nbytes = starts[blocks.stop] - starts[blocks.start]
         fetcher = self._least(ranks, self.fetched)
@@ -170,7 +172,7 @@ class _Shares:
             first = fetcher if fetcher in here else self._least(here, self._brought)
             self._brought[first] += nbytes
             ordered.append((first, *(rank for rank in here if rank != first)))
-        return Unit(self._file, blocks, tuple(ordered))
+        return SharedBlockRange(self._file, blocks, tuple(ordered))
 
     def _least(self, ranks: Sequence[int], nbytes: Mapping[int, int]) -> int:
         turn = self._file % len(ranks)

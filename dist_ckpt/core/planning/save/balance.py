@@ -14,7 +14,7 @@ from heapq import heapify, heapreplace
 from itertools import pairwise, product
 from math import prod
 
-from dist_ckpt.core.format.geometry import Cell, Elements, Region
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region
 from dist_ckpt.core.format.layout import Cut, Flat, Grid, Layout, Regions
 from dist_ckpt.core.planning.save.ownership import layout_of_cells
 
@@ -30,7 +30,7 @@ _EVEN_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class TensorOwnership:
     """One tensor to store: its size, and the layout in which the ranks hold it."""
 
     fqn: str
@@ -51,7 +51,7 @@ class _Measure:
     group: int
 
 
-def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, tuple[Layout, int]]:
+def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tuple[Layout, int]]:
     """Return the layout in which each tensor is stored, and the rotation that says by whom.
 
     The same on every rank. Pass the same `Layout` object for tensors that share one: work is done
@@ -61,13 +61,13 @@ def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, tuple[Layo
     """
     measures = _measures(tensors)
     split = _split_large(tensors, measures)
-    alone: list[tuple[Holding, int]] = []
-    several: dict[int, list[Holding]] = {}
-    single: list[Holding] = []
+    alone: list[tuple[TensorOwnership, int]] = []
+    several: dict[int, list[TensorOwnership]] = {}
+    single: list[TensorOwnership] = []
     for tensor in tensors:
         measure = measures[id(tensor.layout)]
         if tensor.fqn in split:
-            alone.append((Holding(tensor.fqn, tensor.itemsize, split[tensor.fqn]), 0))
+            alone.append((TensorOwnership(tensor.fqn, tensor.itemsize, split[tensor.fqn]), 0))
         elif measure.replicas == 1:
             alone.append((tensor, 0))
         elif len(tensor.layout.holders) == 1:
@@ -89,7 +89,7 @@ def balance(tensors: Sequence[Holding], world_size: int) -> dict[str, tuple[Layo
     return {tensor.fqn: (tensor.layout, rotation) for tensor, rotation in stored}
 
 
-def _measures(tensors: Iterable[Holding]) -> dict[int, _Measure]:
+def _measures(tensors: Iterable[TensorOwnership]) -> dict[int, _Measure]:
     """Return what each layout comes to, by its id()."""
     measures: dict[int, _Measure] = {}
     groups: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -118,7 +118,7 @@ def cell_numels(cut: Cut) -> list[int]:
             return [region.numel for region in cut.regions]
 
 
-def _add_loads(loads: list[int], stored: Iterable[tuple[Holding, int]]) -> None:
+def _add_loads(loads: list[int], stored: Iterable[tuple[TensorOwnership, int]]) -> None:
     """Count the bytes that each rank stores; once for each layout and rotation."""
     layouts: dict[tuple[int, int], Layout] = {}
     itemsizes: dict[tuple[int, int], int] = {}
@@ -143,8 +143,8 @@ def evenly(nbytes: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def _least_loaded(
-    tensors: Iterable[Holding], loads: list[int], measures: Mapping[int, _Measure]
-) -> list[tuple[Holding, int]]:
+    tensors: Iterable[TensorOwnership], loads: list[int], measures: Mapping[int, _Measure]
+) -> list[tuple[TensorOwnership, int]]:
     """Give each tensor, the largest first, to its holder that has the least to store.
 
     The next ones go to the same holder as long as it stores no more than the busiest rank, or so
@@ -184,7 +184,9 @@ def _least(heap: list[tuple[int, int]], holders: Sequence[int], loads: Sequence[
 # --- splitting -------------------------------------------------------------------------------
 
 
-def _split_large(tensors: Iterable[Holding], measures: Mapping[int, _Measure]) -> dict[str, Layout]:
+def _split_large(
+    tensors: Iterable[TensorOwnership], measures: Mapping[int, _Measure]
+) -> dict[str, Layout]:
     """Return the finer layouts, in which each cell has one holder, of what is split."""
     layouts: dict[tuple[int, int, int], Layout] = {}
     shifts: dict[int, int] = {}
@@ -227,11 +229,11 @@ def _dim_to_cut(sizes: Sequence[int], num_parts: int) -> int:
 
 def _parts(cell: Cell, num_parts: int, dim: int) -> Iterator[Cell]:
     """Cut a cell along a dimension into parts that differ by one row at most; none is empty."""
-    size = cell.numel if isinstance(cell, Elements) else cell.shape[dim]
+    size = cell.numel if isinstance(cell, ElementRange) else cell.shape[dim]
     cuts = sorted({size * n // num_parts for n in range(num_parts + 1)})
     for start, stop in pairwise(cuts):
-        if isinstance(cell, Elements):
-            yield Elements(cell.start + start, cell.start + stop)
+        if isinstance(cell, ElementRange):
+            yield ElementRange(cell.start + start, cell.start + stop)
         else:
             offset, shape = list(cell.offset), list(cell.shape)
             offset[dim] += start

@@ -24,18 +24,18 @@ ONLY_COMPONENT = "state"
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class InventoryBody:
     """An inventory, and the ranks, ascending, that sent it."""
 
     inventory: Inventory
     ranks: tuple[int, ...]
 
 
-def bodies_of(
+def inventory_bodies(
     inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
-) -> list[Body]:
+) -> list[InventoryBody]:
     """Return the bodies in order. Every rank must have sent exactly one."""
-    bodies = [Body(inventory, tuple(sorted(ranks))) for inventory, ranks in inventories]
+    bodies = [InventoryBody(inventory, tuple(sorted(ranks))) for inventory, ranks in inventories]
     bodies.sort(key=lambda body: body.ranks)
     sent = sorted(rank for body in bodies for rank in body.ranks)
     if sent != list(range(world_size)):
@@ -43,7 +43,7 @@ def bodies_of(
     return bodies
 
 
-def untied(bodies: Sequence[Body]) -> tuple[list[Body], dict[str, str]]:
+def without_aliases(bodies: Sequence[InventoryBody]) -> tuple[list[InventoryBody], dict[str, str]]:
     """Return the aliases that hold on all ranks, and the bodies without the others.
 
     Where ranks disagree about what is tied, each name is stored by itself: the alias becomes a
@@ -64,7 +64,7 @@ def untied(bodies: Sequence[Body]) -> tuple[list[Body], dict[str, str]]:
     return [_with_own(body, common) for body in bodies], common
 
 
-def _with_own(body: Body, common: Mapping[str, str]) -> Body:
+def _with_own(body: InventoryBody, common: Mapping[str, str]) -> InventoryBody:
     inventory = body.inventory
     entries = {entry.fqn: entry for entry in inventory.tensors}
     own: tuple[TensorEntry, ...] = tuple(
@@ -72,10 +72,10 @@ def _with_own(body: Body, common: Mapping[str, str]) -> Body:
         for fqn, canonical in inventory.aliases
         if fqn not in common
     )
-    return Body(replace(inventory, tensors=inventory.tensors + own), body.ranks)
+    return InventoryBody(replace(inventory, tensors=inventory.tensors + own), body.ranks)
 
 
-def kind_problems(bodies: Sequence[Body]) -> list[str]:
+def kind_problems(bodies: Sequence[InventoryBody]) -> list[str]:
     """Return where one name is one kind of thing on some ranks and another kind on others."""
     kinds: dict[str, str] = {}
     mixed: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -102,9 +102,9 @@ def _names(inventory: Inventory) -> dict[str, list[str]]:
     }
 
 
-def value_holders(bodies: Sequence[Body]) -> dict[str, tuple[int, ...]]:
+def value_holders(bodies: Sequence[InventoryBody]) -> dict[str, tuple[int, ...]]:
     """Return the ranks, ascending, that hold each value."""
-    holders: dict[str, list[Body]] = {}
+    holders: dict[str, list[InventoryBody]] = {}
     for body in bodies:
         for fqn in body.inventory.values:
             holders.setdefault(fqn, []).append(body)
@@ -113,7 +113,7 @@ def value_holders(bodies: Sequence[Body]) -> dict[str, tuple[int, ...]]:
 
 
 def _ranks(
-    bodies: Sequence[Body], merged: dict[tuple[int, ...], tuple[int, ...]]
+    bodies: Sequence[InventoryBody], merged: dict[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[int, ...]:
     # One tuple for each set of bodies, however many values they hold.
     if len(bodies) == 1:
@@ -124,7 +124,9 @@ def _ranks(
     return merged[key]
 
 
-def key_holders(bodies: Sequence[Body]) -> dict[str, tuple[tuple[Key, tuple[int, ...]], ...]]:
+def key_holders(
+    bodies: Sequence[InventoryBody],
+) -> dict[str, tuple[tuple[Key, tuple[int, ...]], ...]]:
     """Return for each value per rank its keys, and the ranks, ascending, that hold each."""
     holders: dict[str, dict[Key, list[int]]] = {}
     for body in bodies:
@@ -140,7 +142,7 @@ def key_holders(bodies: Sequence[Body]) -> dict[str, tuple[tuple[Key, tuple[int,
     }
 
 
-def merged_tree(bodies: Sequence[Body], problems: list[str]) -> tuple[Node, ...]:
+def merged_tree(bodies: Sequence[InventoryBody], problems: list[str]) -> tuple[Node, ...]:
     """Return the containers of all ranks; one that several have gets the keys of them all."""
     kinds: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     keys: dict[str, dict[str, str | int]] = {}
@@ -163,7 +165,7 @@ def merged_tree(bodies: Sequence[Body], problems: list[str]) -> tuple[Node, ...]
     return tuple(Node(fqn, kinds[fqn][0][0], tuple(known.values())) for fqn, known in keys.items())
 
 
-def merged_names(bodies: Sequence[Body]) -> tuple[NameList, ...]:
+def merged_names(bodies: Sequence[InventoryBody]) -> tuple[NameList, ...]:
     """Return the lists of names, each with the names of all ranks."""
     lists: dict[str, dict[str, None]] = {}
     for body in bodies:
@@ -172,12 +174,12 @@ def merged_names(bodies: Sequence[Body]) -> tuple[NameList, ...]:
     return tuple(NameList(fqn, tuple(names)) for fqn, names in lists.items())
 
 
-def merged_numpy(bodies: Sequence[Body]) -> tuple[str, ...]:
+def merged_numpy(bodies: Sequence[InventoryBody]) -> tuple[str, ...]:
     """Return the names of the tensors that are numpy arrays on some rank."""
     return tuple(dict.fromkeys(fqn for body in bodies for fqn in body.inventory.numpy))
 
 
-def merged_parameters(bodies: Sequence[Body]) -> dict[str, bool]:
+def merged_parameters(bodies: Sequence[InventoryBody]) -> dict[str, bool]:
     """Return the tensors that are parameters on some rank, and whether one is trained on any."""
     found: dict[str, bool] = {}
     for body in bodies:
@@ -191,12 +193,12 @@ def merged_parameters(bodies: Sequence[Body]) -> dict[str, bool]:
     return found
 
 
-def merged_mesh(bodies: Sequence[Body]) -> tuple[tuple[str, int], ...]:
+def merged_mesh(bodies: Sequence[InventoryBody]) -> tuple[tuple[str, int], ...]:
     """Return the mesh of the lowest rank that has one."""
     return next((body.inventory.mesh for body in bodies if body.inventory.mesh), ())
 
 
-def components_of(bodies: Sequence[Body]) -> tuple[Component, ...]:
+def components_of(bodies: Sequence[InventoryBody]) -> tuple[Component, ...]:
     """Return the components that have tensors, in order, with the stems of their files."""
     used = {
         body.inventory.components[entry.component]: None

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from math import prod
 
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape, row_major_strides
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape, row_major_strides
 from dist_ckpt.core.format.layout import Flat, Grid, Layout, Regions, check_cell, check_tiling
 from dist_ckpt.core.planning.box_tree import BoxTree
 from dist_ckpt.core.planning.mesh import holders_of, layout_of, positions_of, whole_layout
-from dist_ckpt.core.planning.plan import Flattened, Mesh, Parts, Placed, Ruled, View
+from dist_ckpt.core.planning.plan import Flattened, Mesh, MeshPlaced, Parts, RuleSharded, View
 from dist_ckpt.errors import ranks_text
 
 # How many pairs of overlapping shards an error names.
@@ -19,7 +19,7 @@ _MAX_PAIRS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankView:
     """How some ranks hold a tensor: `shape` is the one of their entries."""
 
     ranks: tuple[int, ...]
@@ -27,7 +27,7 @@ class Share:
     shape: Shape
 
 
-def held_by(shares: Sequence[Share]) -> tuple[Shape, Layout]:
+def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
     """Return the global shape of a tensor and the layout in which the ranks hold it.
 
     Cells that several ranks hold are replicas. Raises ValueError, naming ranks, unless the shares
@@ -41,7 +41,7 @@ def held_by(shares: Sequence[Share]) -> tuple[Shape, Layout]:
     views: dict[View, list[int]] = {}
     for share in holding:
         views.setdefault(share.view, []).extend(share.ranks)
-    rules = [view for view in views if isinstance(view, Ruled)]
+    rules = [view for view in views if isinstance(view, RuleSharded)]
     if rules and len(views) > 1:
         raise ValueError("held " + differing((_way(v), who) for v, who in views.items()))
     if rules:
@@ -49,7 +49,7 @@ def held_by(shares: Sequence[Share]) -> tuple[Shape, Layout]:
     shape = _agreed_shape(shares)
     layouts = [
         _present(layout_of(view, shape), view.mesh, ranks)
-        if isinstance(view, Placed | Flattened)
+        if isinstance(view, MeshPlaced | Flattened)
         else whole_layout(shape, ranks)
         for view, ranks in views.items()
         if not isinstance(view, Parts)
@@ -61,10 +61,10 @@ def held_by(shares: Sequence[Share]) -> tuple[Shape, Layout]:
 
 
 def _way(view: View) -> str:
-    return "by a rule of the ShardingConfig" if isinstance(view, Ruled) else "otherwise"
+    return "by a rule of the ShardingConfig" if isinstance(view, RuleSharded) else "otherwise"
 
 
-def _agreed_shape(shares: Sequence[Share]) -> Shape:
+def _agreed_shape(shares: Sequence[RankView]) -> Shape:
     if any(share.shape != shares[0].shape for share in shares):
         raise ValueError("shape " + differing((share.shape, share.ranks) for share in shares))
     return shares[0].shape
@@ -127,7 +127,7 @@ def _tiled(cells: _RanksByCell, shape: Shape) -> Layout:
             raise ValueError(f"{error}, on {ranks_text(ranks)}") from error
     if prod(shape) == 0:
         return whole_layout(shape, {rank for ranks in cells.values() for rank in ranks})
-    flat = sorted(cell for cell in cells if isinstance(cell, Elements) and cell.numel)
+    flat = sorted(cell for cell in cells if isinstance(cell, ElementRange) and cell.numel)
     boxes = sorted(cell for cell in cells if isinstance(cell, Region) and cell.numel)
     if flat and boxes:
         raise ValueError(
@@ -149,7 +149,7 @@ def _all_ranks(cells: Iterable[Cell], holders: _RanksByCell) -> str:
 
 def layout_of_cells(holders: _RanksByCell) -> Layout:
     """Return the layout of cells that tile a tensor: flat, a grid, or else a list of regions."""
-    if flat := sorted(cell for cell in holders if isinstance(cell, Elements)):
+    if flat := sorted(cell for cell in holders if isinstance(cell, ElementRange)):
         cuts = (*(cell.start for cell in flat), flat[-1].stop)
         return Layout(Flat(cuts), tuple(holders[cell] for cell in flat))
     boxes = sorted(cell for cell in holders if isinstance(cell, Region))
@@ -173,8 +173,8 @@ def _grid(ordered: Sequence[Region]) -> Grid | None:
     return None
 
 
-def _check_flat(ordered: Sequence[Elements], holders: _RanksByCell, numel: int) -> None:
-    for before, after in pairwise([Elements(0, 0), *ordered, Elements(numel, numel)]):
+def _check_flat(ordered: Sequence[ElementRange], holders: _RanksByCell, numel: int) -> None:
+    for before, after in pairwise([ElementRange(0, 0), *ordered, ElementRange(numel, numel)]):
         if before.stop > after.start:
             raise ValueError(_overlap(before, after, holders))
         if before.stop < after.start:
@@ -215,7 +215,7 @@ def _overlap(one: Cell, other: Cell, holders: _RanksByCell) -> str:
 # --- parts under a ShardingConfig ------------------------------------------------------------
 
 
-def _under_rules(view: Ruled, shares: Sequence[Share]) -> tuple[Shape, Layout]:
+def _under_rules(view: RuleSharded, shares: Sequence[RankView]) -> tuple[Shape, Layout]:
     """Line the local tensors up along the mesh axes that cut each dimension."""
     mesh, strides = view.mesh, row_major_strides(view.mesh.shape)
     if {len(share.shape) for share in shares} != {len(view.axes)}:
@@ -247,7 +247,7 @@ def _sizes(
     positions: Sequence[int],
     shapes: Mapping[int, Shape],
     strides: Sequence[tuple[int, int]],
-    view: Ruled,
+    view: RuleSharded,
 ) -> list[int]:
     """Return the sizes of the parts of a dimension, in the order of the axes that cut it."""
     mesh = view.mesh

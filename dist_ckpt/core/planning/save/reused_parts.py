@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import count
 
 from dist_ckpt.core.format.index.index import Component, TensorRecord
-from dist_ckpt.core.planning.save.inventories import Body
+from dist_ckpt.core.planning.save.inventories import InventoryBody
 
 
-def merged_reused(bodies: Sequence[Body]) -> frozenset[str]:
+def merged_reused(bodies: Sequence[InventoryBody]) -> frozenset[str]:
     """Return the tensors that some rank wants in files of their own, to be linked later."""
     return frozenset(fqn for body in bodies for fqn in body.inventory.reused)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.index.index import Catalog, TensorRecord
 from dist_ckpt.core.format.layout import Layout, check_shape
 from dist_ckpt.core.format.shards.shard_file import arrange, header_text
@@ -25,16 +25,16 @@ from dist_ckpt.core.planning.plan import (
     Inventory,
     Parts,
     ReplicaGroup,
-    Ruled,
+    RuleSharded,
     SavePlan,
     TensorEntry,
     View,
 )
-from dist_ckpt.core.planning.save.balance import Holding, balance, cell_numels
+from dist_ckpt.core.planning.save.balance import TensorOwnership, balance, cell_numels
 from dist_ckpt.core.planning.save.inventories import (
-    Body,
-    bodies_of,
+    InventoryBody,
     components_of,
+    inventory_bodies,
     key_holders,
     kind_problems,
     merged_mesh,
@@ -42,10 +42,10 @@ from dist_ckpt.core.planning.save.inventories import (
     merged_numpy,
     merged_parameters,
     merged_tree,
-    untied,
     value_holders,
+    without_aliases,
 )
-from dist_ckpt.core.planning.save.ownership import Share, differing, held_by
+from dist_ckpt.core.planning.save.ownership import RankView, differing, merge_ownership
 from dist_ckpt.core.planning.save.reused_parts import merged_reused, with_reused_parts
 from dist_ckpt.core.planning.write_batches import batches_of
 from dist_ckpt.errors import remedy_of_parts
@@ -68,7 +68,7 @@ def plan_save(
 
     Raises ValueError, with every problem, unless the ranks' states make one checkpoint.
     """
-    bodies, aliases = untied(bodies_of(inventories, world_size))
+    bodies, aliases = without_aliases(inventory_bodies(inventories, world_size))
     problems = kind_problems(bodies)
     tree = merged_tree(bodies, problems)
     tensors = _tensors(bodies, problems)
@@ -80,7 +80,7 @@ def plan_save(
             f"Make the ranks agree, or {remedy}."
         )
     stored = balance(
-        [Holding(fqn, DTYPES[t.dtype].itemsize, t.layout) for fqn, t in tensors.items()],
+        [TensorOwnership(fqn, DTYPES[t.dtype].itemsize, t.layout) for fqn, t in tensors.items()],
         world_size,
     )
     components = components_of(bodies)
@@ -231,7 +231,7 @@ def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tup
     held = {}
     for entry in inventory.tensors:
         view = inventory.views[entry.view]
-        if isinstance(view, Ruled):
+        if isinstance(view, RuleSharded):
             layout = (
                 plan.held_layouts.get(entry.fqn)
                 or catalog.layouts[catalog.tensors[entry.fqn].layout]
@@ -285,10 +285,10 @@ def origin_of(held: HeldCells, fqn: str, cell: Cell) -> Origin:
     for larger, number in cells.items():
         if isinstance(larger, Region) and isinstance(cell, Region) and larger.covers(cell):
             return Origin(fqn, number, cell.relative_to(larger.offset))
-        if not (isinstance(larger, Elements) and isinstance(cell, Elements)):
+        if not (isinstance(larger, ElementRange) and isinstance(cell, ElementRange)):
             continue
         if larger.start <= cell.start and cell.stop <= larger.stop:
-            part = Elements(cell.start - larger.start, cell.stop - larger.start)
+            part = ElementRange(cell.start - larger.start, cell.stop - larger.start)
             return Origin(fqn, number, part)
     raise AssertionError(f"the plan stores {fqn}[{cell}] here, but this rank does not hold it")
 
@@ -296,7 +296,7 @@ def origin_of(held: HeldCells, fqn: str, cell: Cell) -> Origin:
 # --- the tensors of all ranks ----------------------------------------------------------------
 
 
-def _tensors(bodies: Sequence[Body], problems: list[str]) -> dict[str, _Tensor]:
+def _tensors(bodies: Sequence[InventoryBody], problems: list[str]) -> dict[str, _Tensor]:
     """Return what all ranks say of each tensor, in the order of the state."""
     views: dict[View, int] = {}
     numbers = [[views.setdefault(v, len(views)) for v in body.inventory.views] for body in bodies]
@@ -312,9 +312,9 @@ def _tensors(bodies: Sequence[Body], problems: list[str]) -> dict[str, _Tensor]:
     for fqn, entries in said.items():
         key = tuple((n, numbers[n][entry.view], entry.shape) for n, entry in entries)
         if key not in known:
-            shares = [Share(bodies[n].ranks, ways[view], shape) for n, view, shape in key]
+            shares = [RankView(bodies[n].ranks, ways[view], shape) for n, view, shape in key]
             try:
-                shape, layout = held_by(shares)
+                shape, layout = merge_ownership(shares)
                 known[key] = shape, layouts.setdefault(layout, layout)
             except ValueError as error:
                 known[key] = error
@@ -338,7 +338,7 @@ def _tensors(bodies: Sequence[Body], problems: list[str]) -> dict[str, _Tensor]:
     return tensors
 
 
-def _disagreements(said: Sequence[tuple[Body, TensorEntry]]) -> list[str]:
+def _disagreements(said: Sequence[tuple[InventoryBody, TensorEntry]]) -> list[str]:
     problems = []
     if len({entry.dtype for _, entry in said}) > 1:
         problems.append("dtype " + differing((entry.dtype, body.ranks) for body, entry in said))

@@ -12,14 +12,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
-from dist_ckpt.core.comm.exchange.channel import check_alike
+from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.attempts import find, while_it_is_there
+from dist_ckpt.core.commit.attempts import find, not_found_if_removed
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.catalog_json import CatalogText
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Index, Key
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
@@ -32,14 +32,14 @@ from dist_ckpt.core.saving.carry.carried_names import carried_names, not_loaded,
 from dist_ckpt.core.saving.carry.carried_plan import CarryPlan, plan_carried
 from dist_ckpt.core.shard_io.read.open_files import read_objects
 from dist_ckpt.core.shard_io.read.read_windows import StoredTensors, Windows, read_windows
-from dist_ckpt.core.shard_io.write.copied_files import carry_files
+from dist_ckpt.core.shard_io.write.copied_files import link_or_copy_files
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError, listed
-from dist_ckpt.reports import LoadReport, Tally
-from dist_ckpt.runs.lease_renewal import held_source
+from dist_ckpt.reports import IoCount, LoadReport
+from dist_ckpt.runs.lease_renewal import leased_source
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -47,7 +47,7 @@ _log = logging.getLogger("dist_ckpt")
 WINDOW_NBYTES = 16 * BLOCK_NBYTES
 
 
-class CarryAsked(Message, frozen=True):
+class CarryRequest(Message, frozen=True):
     """What a rank wants carried on, the same on all but `bulk`, the number of its connections."""
 
     carry: str
@@ -55,7 +55,7 @@ class CarryAsked(Message, frozen=True):
     bulk: int
 
 
-class CarryOpened(Message, frozen=True):
+class CarrySourceInfo(Message, frozen=True):
     """The source is there; `bulk` are the connections over which its index comes."""
 
     bulk: int
@@ -81,19 +81,19 @@ class CarrySource:
     names: tuple[str, ...]
     found: tuple[str, ...]
     excluded: Selection
-    reads: Tally
+    reads: IoCount
 
     def unmatched(self, problems: Sequence[str]) -> tuple[str, ...]:
         """Return the problems of patterns that match nothing here either: `exclude` is for both."""
         of_exclude, left = self.excluded.unmatched(()), self.excluded.unmatched(self.found)
         return tuple(one for one in problems if one not in of_exclude or one in left)
 
-    def planned(self, plan: SavePlan) -> Carrying:
+    def planned(self, plan: SavePlan) -> CarryOver:
         """Return what is carried on beside the state that is planned. ValueError if it cannot."""
         live = plan.catalog
         names = carried_names(self.index.catalog, self.names, live, plan.tree)
         found = plan_carried(live, self.index, names)
-        return Carrying(self, found, CatalogText(found.catalog))
+        return CarryOver(self, found, EncodedCatalog(found.catalog))
 
     def hold(self, storage: Storage, held: ExitStack) -> None:
         """Hold the source until `held` ends, if it can be. Coordinator only, after the claim.
@@ -101,7 +101,7 @@ class CarrySource:
         Where the save replaces it: before that it could not, and it must end before the clean-up.
         """
         try:
-            held.enter_context(held_source(storage, self.path))
+            held.enter_context(leased_source(storage, self.path))
         except StorageError as error:
             _log.debug("%s is not held: %s", self.path, error)
 
@@ -113,16 +113,16 @@ def open_source(
     storage: Storage | None,
 ) -> CarrySource:
     """Find the checkpoint of a load's `report`, and agree on what of it was loaded. Collective."""
-    channel, encoded, reads = ranks.channel, b"", Tally()
+    channel, encoded, reads = ranks.channel, b"", IoCount()
     with channel.exchange("carry") as opening:
         loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
-        asked = CarryAsked(loaded.path, loaded.attempt, ranks.bulk.epoch)
+        asked = CarryRequest(loaded.path, loaded.attempt, ranks.bulk.epoch)
         if told := opening.gather(asked):
-            check_alike("save", told, ("carry", "attempt"))
+            check_equal_on_all_ranks("save", told, ("carry", "attempt"))
             counting = CountingStorage(storage or open_storage(loaded.path)[0])
             encoded, reads = index_json.encode(_find(counting, loaded)), counting.reads
-            opening.decide(CarryOpened(max(one.bulk for one in told)))
-    ranks.bulk.renew(opening.result(CarryOpened).bulk)
+            opening.decide(CarrySourceInfo(max(one.bulk for one in told)))
+    ranks.bulk.renew(opening.result(CarrySourceInfo).bulk)
     with channel.exchange("carried names"):
         index = index_json.decode(ranks.bulk.broadcast(encoded or None))
         assert isinstance(index, Index)
@@ -174,12 +174,12 @@ def _find(storage: Storage, loaded: LoadReport) -> Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Carrying:
+class CarryOver:
     """What one save carries on; `text` is that of the catalog of all that is stored."""
 
     source: CarrySource
     plan: CarryPlan
-    text: CatalogText
+    text: EncodedCatalog
 
     def objects(self, storage: Storage, live: Mapping[str, bytes], rank: int) -> dict[str, bytes]:
         """Return a rank's objects files with what it carries on in them, encoded, by name."""
@@ -210,16 +210,16 @@ class Carrying:
 
     def write(
         self, ranks: Session, storage: Storage, folder: str, step: int | None
-    ) -> tuple[tuple[FileReceipt, ...], Tally]:
+    ) -> tuple[tuple[FileReceipt, ...], IoCount]:
         """Link and copy this rank's part; return its files, and what was linked.
 
         On return they are durable, under their names. CorruptError if the source is damaged.
         """
         rank, threads = ranks.channel.rank, ranks.config.threads
         files = {n: one for n, one in self.plan.linked.items() if one.rank == rank}
-        linked = Tally()
+        linked = IoCount()
         if files:
-            linked = carry_files(
+            linked = link_or_copy_files(
                 storage,
                 self.source.index,
                 self._folder,
@@ -251,7 +251,7 @@ class Carrying:
     @contextmanager
     def reading(self, storage: Storage) -> Iterator[None]:
         """Read the source in this block: if it is gone, that is NotFoundError, and no damage."""
-        with while_it_is_there(storage, self.source.path, self.source.attempt):
+        with not_found_if_removed(storage, self.source.path, self.source.attempt):
             yield
 
     @property

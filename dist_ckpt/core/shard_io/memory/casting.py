@@ -7,7 +7,7 @@ from math import inf
 
 import torch
 
-from dist_ckpt.core.format.geometry import Cell, Piece, Region, Shape, row_major_strides
+from dist_ckpt.core.format.geometry import Cell, Region, RegionPiece, Shape, row_major_strides
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, host_memory, values_in
 
 # How many bits of a whole number each holds exactly.
@@ -68,7 +68,7 @@ class CastTarget:
         """Return None: no byte of a file is one of the tensor's."""
         return None
 
-    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+    def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
         """Convert the elements of `box` out of `data`, which are of the saved dtype."""
         if box.numel == 0:
             return

@@ -28,7 +28,7 @@ from dist_ckpt.errors import CheckpointError
 _log = logging.getLogger("dist_ckpt")
 
 # A copy waits for all that was asked of the device before. What takes longer than this hangs.
-HUNG_S = 1800.0
+COPY_TIMEOUT_S = 1800.0
 
 # The memory is pinned for all devices of the process (cudaHostRegisterPortable).
 _PORTABLE = 1
@@ -45,7 +45,7 @@ def check_no_capture() -> None:
         raise ValueError("a CUDA graph is captured here: save when that is over")
 
 
-class Mark:
+class StreamMark:
     """A moment in what some streams do. Threads may share it."""
 
     def __init__(self, streams: Mapping[torch.device, Stream]) -> None:
@@ -69,7 +69,7 @@ class Mark:
             torch.cuda.current_stream(device).wait_event(event)
 
 
-class BesideCopies:
+class SideStreamCopies:
     """Copies on streams of their own, which begin when the training's have come as far as now."""
 
     def __init__(
@@ -87,9 +87,9 @@ class BesideCopies:
         assert isinstance(source, TensorSource)
         source.send(start, stop, memory)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """Return the moment at which all that was sent until now is copied."""
-        return Mark(self._own)
+        return StreamMark(self._own)
 
     def hold_training(self) -> None:
         """Have the training's streams go on only then. The host goes on at once."""
@@ -109,7 +109,7 @@ class SideStreams:
         self._streams: dict[torch.device, Stream] = {}
 
     @contextmanager
-    def beside(self, devices: Iterable[torch.device]) -> Iterator[BesideCopies]:
+    def beside(self, devices: Iterable[torch.device]) -> Iterator[SideStreamCopies]:
         """Copy beside the training in the block. If that fails, nothing is copied any more after.
 
         No graph is captured here: see `check_no_capture`.
@@ -124,7 +124,7 @@ class SideStreams:
                 own[device].wait_stream(training[device])
                 stack.enter_context(torch.cuda.stream(own[device]))
             try:
-                yield BesideCopies(training, own)
+                yield SideStreamCopies(training, own)
             except BaseException:
                 for stream in own.values():
                     stream.synchronize()
@@ -135,11 +135,11 @@ class Fence:
     """Keeps weights from changing while they are copied beside the training."""
 
     def __init__(self) -> None:
-        self._end: Mark | None = None
+        self._end: StreamMark | None = None
         self._following: threading.Thread | None = None
         self._hook: RemovableHandle | None = None
 
-    def run(self, end: Mark, follow: Callable[[], None]) -> None:
+    def run(self, end: StreamMark, follow: Callable[[], None]) -> None:
         """Let nothing change before `end`; `follow`, in a thread, returns when all is staged.
 
         From the first call on every optimizer waits before its step, whoever made it: those that
@@ -175,11 +175,11 @@ class Fence:
         following = self._following
         # In that thread itself a job may end that was dropped meanwhile: all is staged then.
         if following is not None and following is not threading.current_thread():
-            following.join(HUNG_S)
+            following.join(COPY_TIMEOUT_S)
             if following.is_alive():
                 raise CheckpointError(
-                    f"the devices have not copied the save before this one for {HUNG_S:g} s: look "
-                    "for what they hang in, such as a collective that a rank has not entered"
+                    f"the devices have not copied the save before this one for {COPY_TIMEOUT_S:g} "
+                    "s: look for the cause, such as a collective that a rank has not entered"
                 )
             self._following = None
 
@@ -285,10 +285,10 @@ def _apart(device: torch.device, call: Callable[[], T]) -> T:
 
     threads = DaemonThreads(1)
     try:
-        return threads.submit(on_device).result(HUNG_S)
+        return threads.submit(on_device).result(COPY_TIMEOUT_S)
     except TimeoutError:
         raise CheckpointError(
-            f"{device} has not answered for {HUNG_S:g} s: look for what it hangs in"
+            f"{device} has not answered for {COPY_TIMEOUT_S:g} s: look for what it hangs in"
         ) from None
     finally:
         threads.close()

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Piece, Region, Shape, row_major_strides
+from dist_ckpt.core.format.geometry import Region, RegionPiece, Shape, row_major_strides
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,7 +141,7 @@ class ArrayTarget:
         """Return the cell's bytes."""
         return self._memory
 
-    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+    def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
         """Copy the elements of `box` out of `data`, bit for bit, row by row."""
         if box.numel == 0:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dist_ckpt.core.format.geometry import Piece, Region, Shape
+from dist_ckpt.core.format.geometry import Region, RegionPiece, Shape
 
 
 class CellSource(Protocol):
@@ -38,7 +38,7 @@ class Target(Protocol):
     def memory(self) -> memoryview | None:
         """Return the cell's bytes, writable, if they are row-major in host memory, else None."""
 
-    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+    def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
         """Copy the elements of `box` (global coordinates, inside `piece`) out of `data`.
 
         `data` begins with the box's first element; `strides` are its strides in elements. The

@@ -14,9 +14,9 @@ import torch
 
 from dist_ckpt.core.format.geometry import (
     Cell,
-    Elements,
-    Piece,
+    ElementRange,
     Region,
+    RegionPiece,
     Shape,
     boxes_of,
     row_major_strides,
@@ -42,7 +42,7 @@ class TensorSource:
     # A state may have very many: what can be made when it is read is not kept.
     __slots__ = ("_tensor", "_within")
 
-    def __init__(self, tensor: torch.Tensor, within: Elements | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, within: ElementRange | None = None) -> None:
         """Make the source of a tensor, or of the elements `within` it in row-major order."""
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._within = within
@@ -65,9 +65,9 @@ class TensorSource:
 
     def part(self, cell: Cell) -> TensorSource:
         """Return the source of a part, in coordinates that begin at this cell's start."""
-        if isinstance(cell, Elements):
+        if isinstance(cell, ElementRange):
             first = self._first
-            return TensorSource(self._tensor, Elements(first + cell.start, first + cell.stop))
+            return TensorSource(self._tensor, ElementRange(first + cell.start, first + cell.stop))
         whole = self._within is None or self._within.numel == self._tensor.numel()
         assert whole, "a box of a range of elements"
         return TensorSource(self._tensor[slices_of(cell)])
@@ -110,7 +110,7 @@ class TensorSource:
         held = tensor.view(-1) if tensor.is_contiguous() else tensor
         words = _over(memory, _WORDS[itemsize])
         done = 0
-        elements = Elements(element, element + memory.nbytes // itemsize)
+        elements = ElementRange(element, element + memory.nbytes // itemsize)
         for box in boxes_of(elements, tuple(held.shape)):
             values = as_words(held[slices_of(box)].resolve_conj().resolve_neg())
             room = words[done : done + values.numel()].view(values.shape)
@@ -141,7 +141,7 @@ class TensorTarget:
             self._is_counted = True
         return memory
 
-    def place(self, piece: Piece, box: Region, data: memoryview, strides: Shape) -> None:
+    def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
         """Copy the elements of `box` out of `data` into the tensor."""
         if box.numel == 0:
             return
@@ -158,7 +158,7 @@ class TensorTarget:
         with torch.no_grad():
             self._box(piece, box).copy_(values)
 
-    def _box(self, piece: Piece, box: Region) -> torch.Tensor:
+    def _box(self, piece: RegionPiece, box: Region) -> torch.Tensor:
         words = self._tensor if _is_typed(self._tensor) else as_words(self._tensor)
         within = box.relative_to(piece.region.offset)
         if isinstance(self._cell, Region):

@@ -15,37 +15,42 @@ from threading import Lock
 from dist_ckpt.core.format.checksums import block_digest, streamed_digest
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import (
-    Elements,
+    ElementRange,
     Region,
     boxes_of,
     row_major_strides,
 )
-from dist_ckpt.core.planning.plan import Match, ReadItem
-from dist_ckpt.core.runtime.buffers import Slots, copy
-from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.planning.plan import CellOverlap, ReadItem
+from dist_ckpt.core.runtime.buffers import BufferPool, copy
+from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.shard_io.read.block_reads import (
     READ_NBYTES,
     BlockRead,
-    Need,
+    BlockRequest,
     every_block,
     gathered,
 )
-from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles, damage, digest_problem
-from dist_ckpt.core.shard_io.read.read_work import CellTargets, work_of
-from dist_ckpt.core.shard_io.read.small_shards import Row
+from dist_ckpt.core.shard_io.read.open_files import (
+    OpenFile,
+    OpenFiles,
+    damage_error,
+    digest_problem,
+)
+from dist_ckpt.core.shard_io.read.read_work import CellTargets, split_into_work
+from dist_ckpt.core.shard_io.read.small_shards import SmallShardRun
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import CorruptError, StorageError, listed
 
 # So much is read at once and digested before the next, while a processor still has it cached.
 # Measured with 1 GiB: in the page cache 1 MiB reads as fast as 2, and 8 somewhat slower; from the
 # disk 2 MiB read as fast as 8, and 1 half as fast: the kernel reads too little ahead.
-BITE_NBYTES = 2 << 20
+IO_CHUNK_NBYTES = 2 << 20
 
 _CUT_OFF = "the file ended while it was read"
 
 
-class Reading:
+class BlockReader:
     """One load's reading: threads bring different blocks of it to their targets, if it has any.
 
     The targets are keyed by tensor and number of the wanted cell; without any, blocks are only
@@ -60,14 +65,14 @@ class Reading:
         targets: CellTargets | None,
         *,
         verify: bool,
-        slots: Slots | None = None,
+        slots: BufferPool | None = None,
     ) -> None:
         self.touched: set[str] = set()
         self.files = files
         self.targets = targets
         self._verify = verify
         blocks = (file.header.block_nbytes for file, _ in files)
-        self._slots = (slots or Slots()).fitting(max(READ_NBYTES, *blocks, 0))
+        self._slots = (slots or BufferPool()).fitting(max(READ_NBYTES, *blocks, 0))
         # What is done for small shards is all Python: threads at it would only be in each
         # other's way, at twice the cost, while the reads of the next rows run beside it.
         self._turn = Lock()
@@ -80,12 +85,12 @@ class Reading:
         partial data; a StorageError says the same in its message.
         """
 
-        def read_some(some: Sequence[tuple[OpenFile, Row | BlockRead]]) -> int:
+        def read_some(some: Sequence[tuple[OpenFile, SmallShardRun | BlockRead]]) -> int:
             return sum(self.read(file, one) for file, one in some)
 
         with self.telling_touched():
-            work = work_of(self.files, self.targets, threads)
-            return sum(each(read_some, work, threads=threads))
+            work = split_into_work(self.files, self.targets, threads)
+            return sum(parallel_for(read_some, work, threads=threads))
 
     @contextmanager
     def telling_touched(self) -> Iterator[None]:
@@ -101,7 +106,7 @@ class Reading:
             partial = f"; partial data may be in {listed(touched)}" if touched else ""
             raise StorageError(f"{error}{partial}") from error
 
-    def read(self, file: OpenFile, one: Row | BlockRead) -> int:
+    def read(self, file: OpenFile, one: SmallShardRun | BlockRead) -> int:
         """Bring the blocks of one read to their targets; return how many bytes were read."""
         if isinstance(one, BlockRead) and one.straight:
             self._straight(file, one)
@@ -116,33 +121,33 @@ class Reading:
     def _verifies(self, file: OpenFile) -> bool:
         return self._verify and file.has_digests
 
-    def _fetch_row(self, file: OpenFile, row: Row, data: memoryview) -> None:
+    def _fetch_row(self, file: OpenFile, row: SmallShardRun, data: memoryview) -> None:
         shards, begin = file.shards, row.span.start
         with file.reading() as readable:
             count = readable.read_into(file.header.header_nbytes + begin, data)
         if count < row.span.nbytes:
             cut_off = bisect_right(shards.starts, begin + count) - 1
-            raise CorruptError(damage(file, _only_block(file, cut_off), _CUT_OFF))
+            raise CorruptError(damage_error(file, _only_block(file, cut_off), _CUT_OFF))
         if self._verifies(file):
             self._check_row(file, row, data)
 
-    def _check_row(self, file: OpenFile, row: Row, data: memoryview) -> None:
+    def _check_row(self, file: OpenFile, row: SmallShardRun, data: memoryview) -> None:
         with self._turn:
             actual = [block_digest(part) for part in row.parts(file, data)]
             if "".join(actual) != file.shards.first_digests(row.first, len(actual)):
                 for number, one in enumerate(actual, row.first):
                     _check(file, _only_block(file, number), one)
 
-    def check(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
+    def check(self, file: OpenFile, one: SmallShardRun | BlockRead, data: memoryview) -> None:
         """Check bytes that another rank has read as `fetch` does those that it reads."""
         if not self._verifies(file):
             return
-        if isinstance(one, Row):
+        if isinstance(one, SmallShardRun):
             self._check_row(file, one, data)
             return
         _check_blocks(file, one.needs, data)
 
-    def _place_row(self, row: Row, parts: Iterable[memoryview]) -> None:
+    def _place_row(self, row: SmallShardRun, parts: Iterable[memoryview]) -> None:
         for item, part in zip(row.items, parts, strict=True):
             match, target = item.match, self._touch(item)
             if (memory := target.memory()) is not None:
@@ -161,9 +166,9 @@ class Reading:
         start = first.span.start + item.match.shift * DTYPES[item.dtype].itemsize
         self.fetch(file, one, memory[start : start + one.span.nbytes])
 
-    def fetch(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
+    def fetch(self, file: OpenFile, one: SmallShardRun | BlockRead, data: memoryview) -> None:
         """Read and check; CorruptError names the first block that is damaged or cut off."""
-        if isinstance(one, Row):
+        if isinstance(one, SmallShardRun):
             self._fetch_row(file, one, data)
             return
         with file.reading() as readable:
@@ -171,18 +176,22 @@ class Reading:
                 self._bite(file, readable, needs, data[needs[0].start - one.span.start :])
 
     def _bite(
-        self, file: OpenFile, readable: ReadableFile, needs: Sequence[Need], data: memoryview
+        self,
+        file: OpenFile,
+        readable: ReadableFile,
+        needs: Sequence[BlockRequest],
+        data: memoryview,
     ) -> None:
         """Read and check blocks: one in several steps, or several that come in one."""
         first = needs[0].start
         nbytes = needs[-1].stop - first
         digest, verifies = streamed_digest(), self._verifies(file)
-        for start in range(0, nbytes, BITE_NBYTES):
-            part = data[start : min(start + BITE_NBYTES, nbytes)]
+        for start in range(0, nbytes, IO_CHUNK_NBYTES):
+            part = data[start : min(start + IO_CHUNK_NBYTES, nbytes)]
             count = readable.read_into(file.header.header_nbytes + first + start, part)
             if count < part.nbytes:
                 cut_off = next(need for need in needs if need.stop > first + start + count)
-                raise CorruptError(damage(file, cut_off, _CUT_OFF))
+                raise CorruptError(damage_error(file, cut_off, _CUT_OFF))
             if verifies and len(needs) == 1:
                 digest.update(part)
         if verifies and len(needs) == 1:
@@ -190,16 +199,16 @@ class Reading:
         elif verifies:
             _check_blocks(file, needs, data)
 
-    def place(self, file: OpenFile, one: Row | BlockRead, data: memoryview) -> None:
+    def place(self, file: OpenFile, one: SmallShardRun | BlockRead, data: memoryview) -> None:
         """Copy the checked blocks of one read, which are `data`, to their targets."""
-        if isinstance(one, Row):
+        if isinstance(one, SmallShardRun):
             with self._turn:
                 self._place_row(one, one.parts(file, data))
             return
         for row in gathered(one.needs, _are_placed_at_once):
             itemsize = DTYPES[row[0].shard.dtype].itemsize
             start, stop = row[0].span.start, row[-1].span.stop
-            stored = Elements(start // itemsize, stop // itemsize)
+            stored = ElementRange(start // itemsize, stop // itemsize)
             offset = row[0].start - one.span.start
             for item in row[0].items:
                 target = self._touch(item)
@@ -212,34 +221,34 @@ class Reading:
         return self.targets[item.fqn, item.match.part]
 
 
-def _is_one_bite(needs: Sequence[Need], need: Need) -> bool:
+def _is_one_bite(needs: Sequence[BlockRequest], need: BlockRequest) -> bool:
     """Say whether a processor still has the first of some blocks cached when one more is read."""
-    return need.stop - needs[0].start <= BITE_NBYTES
+    return need.stop - needs[0].start <= IO_CHUNK_NBYTES
 
 
-def _only_block(file: OpenFile, number: int) -> Need:
+def _only_block(file: OpenFile, number: int) -> BlockRequest:
     (need,) = every_block((file.shards[number],), file.header.block_nbytes)
     return need
 
 
-def _check(file: OpenFile, need: Need, actual: str) -> None:
+def _check(file: OpenFile, need: BlockRequest, actual: str) -> None:
     if (problem := digest_problem(need, actual)) is not None:
-        raise CorruptError(damage(file, need, problem))
+        raise CorruptError(damage_error(file, need, problem))
 
 
-def _check_blocks(file: OpenFile, needs: Sequence[Need], data: memoryview) -> None:
+def _check_blocks(file: OpenFile, needs: Sequence[BlockRequest], data: memoryview) -> None:
     """Check blocks whose bytes, from the first one's on, are `data`."""
     first = needs[0].start
     for need in needs:
         _check(file, need, block_digest(data[need.start - first : need.stop - first]))
 
 
-def _are_placed_at_once(needs: Sequence[Need], need: Need) -> bool:
+def _are_placed_at_once(needs: Sequence[BlockRequest], need: BlockRequest) -> bool:
     """Say whether one more block is of the same shard, and wanted by the same items."""
     return needs[-1].shard is need.shard and needs[-1].items == need.items
 
 
-def _copy(item: ReadItem, target: Target, stored: Elements, data: memoryview) -> None:
+def _copy(item: ReadItem, target: Target, stored: ElementRange, data: memoryview) -> None:
     """Copy what an item wants of some elements of a stored cell, which are `data`."""
     itemsize, match, memory = DTYPES[item.dtype].itemsize, item.match, target.memory()
     if memory is not None and match.run is not None:
@@ -254,14 +263,14 @@ def _copy(item: ReadItem, target: Target, stored: Elements, data: memoryview) ->
         target.place(match.target, box, view, strides)
 
 
-def _boxes(match: Match, stored: Elements) -> Iterator[tuple[Region, int]]:
+def _boxes(match: CellOverlap, stored: ElementRange) -> Iterator[tuple[Region, int]]:
     """Return the wanted boxes among some elements of a stored cell, and where each begins."""
     piece = match.source
     region = piece.region
     start = max(stored.start, piece.start) - piece.start
     stop = min(stored.stop, piece.start + region.numel) - piece.start
     strides = row_major_strides(region.shape)
-    for box in boxes_of(Elements(start, stop), region.shape):
+    for box in boxes_of(ElementRange(start, stop), region.shape):
         corner = tuple(a + b for a, b in zip(box.offset, region.offset, strict=True))
         wanted = Region(corner, box.shape).intersect(match.common)
         if wanted is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dist_ckpt.core.format.checksums import blocks, num_blocks
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Elements, Span, runs_of
+from dist_ckpt.core.format.geometry import ByteRange, ElementRange, runs_of
 from dist_ckpt.core.format.shards.shard_table import StoredShard
 from dist_ckpt.core.planning.plan import ReadItem
 
@@ -21,15 +21,15 @@ READ_NBYTES = 8 << 20
 
 # Holes below this between needed blocks are read through, but only while all that a read
 # brings in vain stays under this part of it.
-GAP_NBYTES = 64 << 10
+MAX_GAP_NBYTES = 64 << 10
 MAX_WASTE = 0.04
 
 # Smaller runs of whole blocks go through scratch, so that one read serves many small tensors.
-STRAIGHT_NBYTES = 512 << 10
+ZERO_COPY_NBYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class BlockRequest:
     """A block that is needed; `span` is in the shard's bytes.
 
     `items` want some of it. `straight`: it can be read into the memory of its one item, for it maps
@@ -38,7 +38,7 @@ class Need:
 
     shard: StoredShard
     number: int
-    span: Span
+    span: ByteRange
     items: tuple[ReadItem, ...]
     straight: bool
 
@@ -57,8 +57,8 @@ class Need:
 class BlockRead:
     """One read: a span of the data section, and the needed blocks in it, in order."""
 
-    span: Span
-    needs: tuple[Need, ...]
+    span: ByteRange
+    needs: tuple[BlockRequest, ...]
 
     @property
     def straight(self) -> bool:
@@ -66,24 +66,24 @@ class BlockRead:
         return self.needs[0].straight
 
 
-def every_block(shards: Iterable[StoredShard], block_nbytes: int) -> Iterator[Need]:
+def every_block(shards: Iterable[StoredShard], block_nbytes: int) -> Iterator[BlockRequest]:
     """Return all blocks of all shards."""
     for shard in sorted(shards, key=lambda shard: shard.span):
         for number, span in enumerate(blocks(shard.span.nbytes, block_nbytes)):
-            yield Need(shard, number, span, (), straight=False)
+            yield BlockRequest(shard, number, span, (), straight=False)
 
 
-def needed_blocks(
+def requested_blocks(
     shard: StoredShard,
     items: Sequence[ReadItem],
     block_nbytes: int,
     has_memory: Callable[[ReadItem], bool],
-) -> Iterator[Need]:
+) -> Iterator[BlockRequest]:
     """Return the blocks of a shard that hold elements of the items, each once, in order."""
     itemsize = DTYPES[shard.dtype].itemsize
-    if shard.span.nbytes <= min(block_nbytes, STRAIGHT_NBYTES - 1):
-        span = Span(0, shard.span.nbytes)
-        yield Need(shard, 0, span, tuple(items), straight=False)
+    if shard.span.nbytes <= min(block_nbytes, ZERO_COPY_NBYTES - 1):
+        span = ByteRange(0, shard.span.nbytes)
+        yield BlockRequest(shard, 0, span, tuple(items), straight=False)
         return
     wanted: dict[int, list[ReadItem]] = {}
     for item in items:
@@ -92,32 +92,34 @@ def needed_blocks(
     needs = []
     for number, wanting in sorted(wanted.items()):
         start = number * block_nbytes
-        span = Span(start, min(start + block_nbytes, shard.span.nbytes))
+        span = ByteRange(start, min(start + block_nbytes, shard.span.nbytes))
         straight = len(wanting) == 1 and _maps_whole(wanting[0], span, itemsize)
         straight = straight and has_memory(wanting[0])
-        needs.append(Need(shard, number, span, tuple(wanting), straight))
+        needs.append(BlockRequest(shard, number, span, tuple(wanting), straight))
     yield from _without_short_runs(needs)
 
 
-def _without_short_runs(needs: Iterable[Need]) -> Iterator[Need]:
+def _without_short_runs(needs: Iterable[BlockRequest]) -> Iterator[BlockRequest]:
     """Take back `straight` where too few bytes in a row would gain from it."""
     for run in gathered(needs, lambda run, need: _adjoin_straight(run[-1], need)):
-        if run[0].straight and run[-1].stop - run[0].start < STRAIGHT_NBYTES:
-            yield from (Need(n.shard, n.number, n.span, n.items, straight=False) for n in run)
+        if run[0].straight and run[-1].stop - run[0].start < ZERO_COPY_NBYTES:
+            yield from (
+                BlockRequest(n.shard, n.number, n.span, n.items, straight=False) for n in run
+            )
         else:
             yield from run
 
 
-def _adjoin_straight(a: Need, b: Need) -> bool:
+def _adjoin_straight(a: BlockRequest, b: BlockRequest) -> bool:
     """Say whether two blocks in a row can come with one read straight into one target."""
     return a.straight and b.straight and a.items[0] is b.items[0]
 
 
 def gathered(
-    needs: Iterable[Need], fits: Callable[[Sequence[Need], Need], bool]
-) -> Iterator[list[Need]]:
+    needs: Iterable[BlockRequest], fits: Callable[[Sequence[BlockRequest], BlockRequest], bool]
+) -> Iterator[list[BlockRequest]]:
     """Gather blocks that follow each other: each joins those before it if it fits them."""
-    row: list[Need] = []
+    row: list[BlockRequest] = []
     for need in needs:
         if row and not fits(row, need):
             yield row
@@ -127,20 +129,20 @@ def gathered(
         yield row
 
 
-def reads_of(needs: Iterable[Need]) -> Iterator[BlockRead]:
+def reads_of(needs: Iterable[BlockRequest]) -> Iterator[BlockRead]:
     """Gather needed blocks, sorted by their place in the file, into reads."""
-    row: list[Need] = []
+    row: list[BlockRequest] = []
     first = last = wasted = 0
     for need in needs:
         start, stop = need.start, need.stop
         gap = start - last
         if row and not (
             stop - first <= READ_NBYTES
-            and gap < GAP_NBYTES
+            and gap < MAX_GAP_NBYTES
             and wasted + gap <= MAX_WASTE * (stop - first)
             and _can_join(row[-1], need)
         ):
-            yield BlockRead(Span(first, last), tuple(row))
+            yield BlockRead(ByteRange(first, last), tuple(row))
             row = []
         if not row:
             first, gap, wasted = start, 0, 0
@@ -148,14 +150,14 @@ def reads_of(needs: Iterable[Need]) -> Iterator[BlockRead]:
         last = stop
         wasted += gap
     if row:
-        yield BlockRead(Span(first, last), tuple(row))
+        yield BlockRead(ByteRange(first, last), tuple(row))
 
 
-def _can_join(last: Need, need: Need) -> bool:
+def _can_join(last: BlockRequest, need: BlockRequest) -> bool:
     return _adjoin_straight(last, need) if last.straight or need.straight else True
 
 
-def _maps_whole(item: ReadItem, span: Span, itemsize: int) -> bool:
+def _maps_whole(item: ReadItem, span: ByteRange, itemsize: int) -> bool:
     run = item.match.run
     return (
         run is not None and run.start * itemsize <= span.start and span.stop <= run.stop * itemsize
@@ -165,6 +167,6 @@ def _maps_whole(item: ReadItem, span: Span, itemsize: int) -> bool:
 def _block_numbers(item: ReadItem, block_numel: int) -> Iterator[int]:
     """Return the numbers of the blocks that hold elements of an item, ascending."""
     match = item.match
-    runs: Iterable[Elements] = (match.run,) if match.run else ()
+    runs: Iterable[ElementRange] = (match.run,) if match.run else ()
     for run in runs or runs_of(match.common, match.source, block_numel):
         yield from range(run.start // block_numel, num_blocks(run.stop, block_numel))

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from dist_ckpt.core.format import checksums
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape, Span
+from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.index.index import (
     AttachedFileRecord,
     Index,
@@ -20,11 +20,11 @@ from dist_ckpt.core.format.index.index import (
 )
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.format.objects.plain_types import StandIn
+from dist_ckpt.core.format.objects.plain_types import Placeholder
 from dist_ckpt.core.format.shards.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
-from dist_ckpt.core.runtime.threads import each
-from dist_ckpt.core.shard_io.read.block_reads import Need
+from dist_ckpt.core.runtime.threads import parallel_for
+from dist_ckpt.core.shard_io.read.block_reads import BlockRequest
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, listed
 
@@ -137,7 +137,7 @@ def open_files(  # noqa: PLR0913 - both of the last are for who opens more than 
             problems.extend(_mismatches(file, index, plan[number]))
 
     try:
-        each(open_one, plan, threads=threads)
+        parallel_for(open_one, plan, threads=threads)
         if problems:
             raise CorruptError(f"{listed(sorted(problems), '; ')}; load an older checkpoint")
     except BaseException:
@@ -235,17 +235,17 @@ def _names_of(items: Sequence[ReadItem]) -> str:
     names: dict[str, None] = {}
     for item in items:
         common = item.match.common
-        rows = Span(common.offset[0], common.stop[0]) if common.shape else None
+        rows = ByteRange(common.offset[0], common.stop[0]) if common.shape else None
         names[f"{item.fqn} {rows_text(rows)}"] = None
     return listed(list(names))
 
 
-def rows_text(rows: Span | None) -> str:
+def rows_text(rows: ByteRange | None) -> str:
     """Return a tensor's rows for a message."""
     return "(a scalar)" if rows is None else f"rows {rows.start}:{rows.stop}"
 
 
-def rows_of(cell: Cell, shape: Shape, part: Elements) -> Span | None:
+def rows_of(cell: Cell, shape: Shape, part: ElementRange) -> ByteRange | None:
     """Return the rows (along dimension 0) of a tensor that some elements of a cell belong to.
 
     `part` counts in the cell's own memory. None if the tensor has no rows, being a scalar.
@@ -259,18 +259,18 @@ def rows_of(cell: Cell, shape: Shape, part: Elements) -> Span | None:
         shift = cell.start
     row_numel = max(prod(inner), 1)
     start, stop = part.start + shift, part.stop + shift
-    return Span(first + start // row_numel, first - (-stop // row_numel))
+    return ByteRange(first + start // row_numel, first - (-stop // row_numel))
 
 
-def rows_of_block(need: Need) -> Span | None:
+def rows_of_block(need: BlockRequest) -> ByteRange | None:
     """Return the rows of the tensor that a block belongs to."""
     shard = need.shard
     itemsize = DTYPES[shard.dtype].itemsize
-    part = Elements(need.span.start // itemsize, need.span.stop // itemsize)
+    part = ElementRange(need.span.start // itemsize, need.span.stop // itemsize)
     return rows_of(shard.cell, shard.shape, part)
 
 
-def damage(file: OpenFile, need: Need, what: str) -> str:
+def damage_error(file: OpenFile, need: BlockRequest, what: str) -> str:
     """Say where a damaged block is: tensor, rows, rank, file and bytes."""
     start = file.header.header_nbytes
     return (
@@ -279,7 +279,7 @@ def damage(file: OpenFile, need: Need, what: str) -> str:
     )
 
 
-def digest_problem(need: Need, actual: str) -> str | None:
+def digest_problem(need: BlockRequest, actual: str) -> str | None:
     """Say how the digest of what was read of a block differs from the one in the header."""
     expected = need.shard.digests[need.number]
     if actual == expected:
@@ -295,7 +295,7 @@ def read_objects(
     folder: str,
     record: ObjectsFileRecord,
     *,
-    make: Callable[[StandIn], object] = lambda value: value,
+    make: Callable[[Placeholder], object] = lambda value: value,
 ) -> ObjectsFile:
     """Return what an objects file says, with `make(stand_in)` for what needs torch or numpy.
 

@@ -9,15 +9,15 @@ from functools import partial
 from dist_ckpt.config import Config
 from dist_ckpt.core.format.checksums import blocks
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Span, boxes_of
+from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, boxes_of
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.shards.shard_table import StoredShard
 from dist_ckpt.core.planning.load.load_planner import plan_load
-from dist_ckpt.core.planning.plan import FilePlan, Wanted
-from dist_ckpt.core.runtime.buffers import Slots
+from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
+from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.shard_io.memory.host_array import ArrayTarget
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
-from dist_ckpt.core.shard_io.read.block_reader import Reading
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, open_files
 from dist_ckpt.core.storage import Storage
 
@@ -35,17 +35,17 @@ class StoredTensors:
         folder: str,
         index: Index,
         *,
-        slots: Slots | None = None,
+        slots: BufferPool | None = None,
         keeps_open: bool = True,
     ) -> None:
         self.index = index
         self._storage = storage
         self._folder = folder
-        self._slots = slots or Slots()
+        self._slots = slots or BufferPool()
         self._keeps_open = keeps_open
         self._files: dict[int, OpenFile] = {}
 
-    def fetch(self, wanted: Sequence[Wanted], memory: memoryview) -> None:
+    def fetch(self, wanted: Sequence[TensorRequest], memory: memoryview) -> None:
         """Read the wanted cells, one after another, into `memory`; each block is checked."""
         targets = {}
         start = 0
@@ -63,7 +63,7 @@ class StoredTensors:
         for number in self._files.keys() - plan.keys():
             self._files.pop(number).close()
         self._files.update((number, opened.files[number]) for number in plan)
-        Reading(opened, targets, verify=True, slots=self._slots).run(threads)
+        BlockReader(opened, targets, verify=True, slots=self._slots).run(threads)
         if not self._keeps_open:
             self.close()
 
@@ -82,8 +82,8 @@ class Window:
     `places` say of each item's bytes where the first is in the item, and where all are in memory.
     """
 
-    wanted: tuple[Wanted, ...]
-    places: Mapping[tuple[str, Cell], tuple[int, Span]]
+    wanted: tuple[TensorRequest, ...]
+    places: Mapping[tuple[str, Cell], tuple[int, ByteRange]]
     nbytes: int
 
 
@@ -103,15 +103,16 @@ def windows_of(
     for parts in _cut(files, window_nbytes):
         items: dict[str, StoredShard] = {}
         cells: dict[str, list[Cell]] = {}
-        places: dict[tuple[str, Cell], tuple[int, Span]] = {}
+        places: dict[tuple[str, Cell], tuple[int, ByteRange]] = {}
         offset = 0
         for item, span in sorted(parts, key=lambda part: order(part[0])):
             items.setdefault(item.fqn, item)
             cells.setdefault(item.fqn, []).extend(_cells_of(item, span))
-            places[item.fqn, item.cell] = span.start, Span(offset, offset + span.nbytes)
+            places[item.fqn, item.cell] = span.start, ByteRange(offset, offset + span.nbytes)
             offset += span.nbytes
         wanted = (
-            Wanted(fqn, item.dtype, item.shape, tuple(cells[fqn])) for fqn, item in items.items()
+            TensorRequest(fqn, item.dtype, item.shape, tuple(cells[fqn]))
+            for fqn, item in items.items()
         )
         yield Window(tuple(wanted), places, offset)
 
@@ -173,13 +174,13 @@ class Windows:
             }
 
 
-def _cells_of(item: StoredShard, span: Span) -> Iterator[Cell]:
+def _cells_of(item: StoredShard, span: ByteRange) -> Iterator[Cell]:
     """Yield some bytes of an item as cells of the tensor, in order."""
     itemsize = DTYPES[item.dtype].itemsize
-    elements = Elements(span.start // itemsize, span.stop // itemsize)
+    elements = ElementRange(span.start // itemsize, span.stop // itemsize)
     cell = item.cell
-    if isinstance(cell, Elements):
-        yield Elements(cell.start + elements.start, cell.start + elements.stop)
+    if isinstance(cell, ElementRange):
+        yield ElementRange(cell.start + elements.start, cell.start + elements.stop)
         return
     for box in boxes_of(elements, cell.shape):
         offset = tuple(a + b for a, b in zip(cell.offset, box.offset, strict=True))
@@ -188,9 +189,9 @@ def _cells_of(item: StoredShard, span: Span) -> Iterator[Cell]:
 
 def _cut(
     files: Sequence[FilePlan], window_nbytes: int
-) -> Iterator[Sequence[tuple[StoredShard, Span]]]:
+) -> Iterator[Sequence[tuple[StoredShard, ByteRange]]]:
     """Cut items into windows' parts, in the order of the files."""
-    window: list[tuple[StoredShard, Span]] = []
+    window: list[tuple[StoredShard, ByteRange]] = []
     free = window_nbytes
     for item in (item for file in files for item in file.items):
         for span in blocks(item.span.nbytes, window_nbytes):

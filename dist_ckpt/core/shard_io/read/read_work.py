@@ -7,9 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.shard_io.memory.protocol import Target
-from dist_ckpt.core.shard_io.read.block_reads import BlockRead, Need, needed_blocks, reads_of
+from dist_ckpt.core.shard_io.read.block_reads import (
+    BlockRead,
+    BlockRequest,
+    reads_of,
+    requested_blocks,
+)
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
-from dist_ckpt.core.shard_io.read.small_shards import Row, divide
+from dist_ckpt.core.shard_io.read.small_shards import SmallShardRun, divide
 
 # What is done for small shards is all Python, and threads that take turns at it wait as long for
 # each other as they work. So one takes so many rows: more gain nothing where all is in the page
@@ -33,15 +38,15 @@ def nbytes_placed_by(plan: LoadPlan) -> int:
     )
 
 
-def work_of(
+def split_into_work(
     files: OpenFiles, targets: CellTargets | None, threads: int
-) -> Iterator[list[tuple[OpenFile, Row | BlockRead]]]:
+) -> Iterator[list[tuple[OpenFile, SmallShardRun | BlockRead]]]:
     """Return the reads of some files, those of one thread at a time together: many rows, or reads.
 
     Towards the end these are fewer and fewer, so that no thread is left with much to do.
     """
-    rows: list[tuple[OpenFile, Row | BlockRead]] = []
-    some: list[tuple[OpenFile, Row | BlockRead]] = []
+    rows: list[tuple[OpenFile, SmallShardRun | BlockRead]] = []
+    some: list[tuple[OpenFile, SmallShardRun | BlockRead]] = []
     nbytes, left = 0, nbytes_placed_by(files.plan)
     for file, items in files:
         small, others = divide(file, items)
@@ -70,11 +75,13 @@ def by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int, list[
 
 def needs_of(
     file: OpenFile, items: Iterable[ReadItem], targets: CellTargets | None
-) -> Iterator[Need]:
+) -> Iterator[BlockRequest]:
     """Return the blocks of a file that items need, in the file's order."""
 
     def has_memory(item: ReadItem) -> bool:
         return targets is not None and targets[item.fqn, item.match.part].memory() is not None
 
     for number, wanted in by_shard(file, items):
-        yield from needed_blocks(file.shards[number], wanted, file.header.block_nbytes, has_memory)
+        yield from requested_blocks(
+            file.shards[number], wanted, file.header.block_nbytes, has_memory
+        )

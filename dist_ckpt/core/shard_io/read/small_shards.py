@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dist_ckpt.core.format.geometry import Span
+from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.planning.plan import ReadItem
-from dist_ckpt.core.shard_io.read.block_reads import STRAIGHT_NBYTES
+from dist_ckpt.core.shard_io.read.block_reads import ZERO_COPY_NBYTES
 from dist_ckpt.core.shard_io.read.open_files import OpenFile
 
-# So much is read at once, and used while a processor still has it cached: see `BITE_NBYTES`.
+# So much is read at once, and used while a processor still has it cached: see `IO_CHUNK_NBYTES`.
 ROW_NBYTES = 2 << 20
 
 # Fewer are left to be read with what lies beside them, across holes.
@@ -23,7 +23,7 @@ MIN_SHARDS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SmallShardRun:
     """Shards of one block each, from number `first` of the file on; `span` is their bytes.
 
     Each is wanted whole, by one item.
@@ -31,7 +31,7 @@ class Row:
 
     first: int
     items: tuple[ReadItem, ...]
-    span: Span
+    span: ByteRange
 
     def parts(self, file: OpenFile, data: memoryview) -> Iterator[memoryview]:
         """Return the bytes of each shard, out of those of all."""
@@ -40,7 +40,9 @@ class Row:
             yield data[start - self.span.start : stop - self.span.start]
 
 
-def divide(file: OpenFile, items: Sequence[ReadItem]) -> tuple[list[Row], Sequence[ReadItem]]:
+def divide(
+    file: OpenFile, items: Sequence[ReadItem]
+) -> tuple[list[SmallShardRun], Sequence[ReadItem]]:
     """Return the rows among the items of a file, and the other items."""
     numbers = list(map(file.number_of, items))
     wanted: dict[int, ReadItem | None] = {}
@@ -48,14 +50,18 @@ def divide(file: OpenFile, items: Sequence[ReadItem]) -> tuple[list[Row], Sequen
         alone = number not in wanted and item.match.is_whole
         wanted[number] = item if alone else None
     starts = file.shards.starts
-    small = min(file.header.block_nbytes, STRAIGHT_NBYTES - 1, ROW_NBYTES)
+    small = min(file.header.block_nbytes, ZERO_COPY_NBYTES - 1, ROW_NBYTES)
     fitting = {
         number: item
         for number, item in wanted.items()
         if item is not None and starts[number + 1] - starts[number] <= small
     }
     rows = [
-        Row(run[0], tuple(map(fitting.__getitem__, run)), Span(starts[run[0]], starts[run[-1] + 1]))
+        SmallShardRun(
+            run[0],
+            tuple(map(fitting.__getitem__, run)),
+            ByteRange(starts[run[0]], starts[run[-1] + 1]),
+        )
         for run in _runs(sorted(fitting), starts)
         if len(run) >= MIN_SHARDS
     ]

@@ -12,11 +12,11 @@ from dist_ckpt.core.format.index.index import (
     ObjectsFileRecord,
     ShardFileRecord,
 )
-from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead, every_block, reads_of
 from dist_ckpt.core.shard_io.read.open_files import (
     OpenFile,
-    damage,
+    damage_error,
     digest_problem,
     open_readable,
     read_header,
@@ -25,7 +25,7 @@ from dist_ckpt.core.shard_io.read.open_files import (
 from dist_ckpt.core.storage import ReadableFile, Storage, WritableFile
 from dist_ckpt.core.storage.linking import linked
 from dist_ckpt.errors import ConflictError, CorruptError, StorageError
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 
 _Document = ObjectsFileRecord | AttachedFileRecord
 FileRecord = ShardFileRecord | _Document
@@ -38,7 +38,7 @@ def files_of(index: Index) -> dict[str, FileRecord]:
     return {**shards, **{record.name: record for record in index.objects}, **attached}
 
 
-def carry_files(  # noqa: PLR0913 - what, from where to where, and how
+def link_or_copy_files(  # noqa: PLR0913 - what, from where to where, and how
     storage: Storage,
     index: Index,
     source: str,
@@ -49,7 +49,7 @@ def carry_files(  # noqa: PLR0913 - what, from where to where, and how
     most_names: int | None = None,
     links: bool = True,
     tell: Callable[[int], None] = lambda nbytes: None,
-) -> Tally:
+) -> IoCount:
     """Have files of an attempt in another one's folder as well; return what was linked of them.
 
     `index` is that of `source`, which has the `files`, of shards maybe under other names than those
@@ -81,12 +81,12 @@ def carry_files(  # noqa: PLR0913 - what, from where to where, and how
             ) from error
         return -1
 
-    done = [nbytes for nbytes in each(carry, files, threads=threads) if nbytes >= 0]
+    done = [nbytes for nbytes in parallel_for(carry, files, threads=threads) if nbytes >= 0]
     try:
         storage.sync(target)
     except FileNotFoundError as error:
         raise _gone(target) from error
-    return Tally(len(done), sum(done))
+    return IoCount(len(done), sum(done))
 
 
 def _may_link(
@@ -131,7 +131,7 @@ def _checked(file: OpenFile, source: ReadableFile, one: BlockRead) -> memoryview
     for need in one.needs:
         block = data[need.start - one.span.start : need.stop - one.span.start]
         if (problem := digest_problem(need, block_digest(block))) is not None:
-            raise CorruptError(f"{damage(file, need, problem)}; use another checkpoint")
+            raise CorruptError(f"{damage_error(file, need, problem)}; use another checkpoint")
     return data
 
 

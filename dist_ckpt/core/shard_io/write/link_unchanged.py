@@ -21,17 +21,17 @@ from typing import Literal
 from dist_ckpt.core.format.checksums import block_digest, document_digest
 from dist_ckpt.core.format.shards.shard_file import decode_header
 from dist_ckpt.core.planning.plan import FileReceipt
-from dist_ckpt.core.runtime.buffers import Slots
-from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead, every_block, reads_of
 from dist_ckpt.core.shard_io.read.open_files import digest_problem
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, gone, write_all, write_shard_files
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.linking import linked
 from dist_ckpt.core.storage.local.page_cache import drop_cached_file
-from dist_ckpt.core.storage.null_storage import NoStorage
+from dist_ckpt.core.storage.null_storage import NullStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
-from dist_ckpt.reports import Tally
+from dist_ckpt.reports import IoCount
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -56,16 +56,16 @@ class SavedFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class PartOfSave:
+class SavedPart:
     """What a rank has written, and linked: `linked` counts files and their bytes."""
 
     receipts: tuple[FileReceipt, ...]
-    linked: Tally
+    linked: IoCount
     saved: SavedFiles
 
 
 @dataclass(frozen=True, slots=True)
-class EarlierSaves:
+class LinkableSaves:
     """The last committed saves of a process, the older first; `number` counts all there were."""
 
     saves: tuple[SavedFiles, ...] = ()
@@ -80,21 +80,21 @@ class EarlierSaves:
         """Return the last two that have such a file: the bytes are the same, whatever the plan."""
         return tuple(one for one in self.saves if one.files.get(wanted[0]) == wanted)[-2:]
 
-    def plus(self, saved: SavedFiles) -> EarlierSaves:
+    def plus(self, saved: SavedFiles) -> LinkableSaves:
         """Return them with one more that is committed."""
         saves = (*self.saves, saved)[-_REMEMBERED:] if saved.files else self.saves
-        return EarlierSaves(saves, self.number + 1)
+        return LinkableSaves(saves, self.number + 1)
 
 
 def write_or_link(
     storage: Storage,
     folder: str,
     files: RankFiles,
-    earlier: EarlierSaves,
+    earlier: LinkableSaves,
     *,
     threads: int,
-    slots: Slots | None = None,
-) -> PartOfSave:
+    slots: BufferPool | None = None,
+) -> SavedPart:
     """Write a rank's files as `write_all` does, but link those that an earlier save has.
 
     Whatever forbids a link, the file is written. Raises what `write_all` does.
@@ -105,7 +105,7 @@ def write_or_link(
     if tried:
         digested = _only(files, tried)
         wanted = write_shard_files(
-            NoStorage(), "", digested, threads=threads, slots=slots or Slots()
+            NullStorage(), "", digested, threads=threads, slots=slots or BufferPool()
         )
     # One after another: each is read back by all threads.
     found = {one[0]: _link(storage, folder, one, earlier, threads) for one in wanted}
@@ -127,7 +127,7 @@ def write_or_link(
     receipts = (*carried, *written)
     names = {one.name for one in files.plans if one.is_reused}
     saved = SavedFiles(folder, {one[0]: one for one in receipts if one[0] in names}, checked)
-    return PartOfSave(receipts, Tally(len(carried), sum(one[1] for one in carried)), saved)
+    return SavedPart(receipts, IoCount(len(carried), sum(one[1] for one in carried)), saved)
 
 
 def _only(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
@@ -143,7 +143,7 @@ def _link(
     storage: Storage,
     folder: str,
     wanted: FileReceipt,
-    earlier: EarlierSaves,
+    earlier: LinkableSaves,
     threads: int,
 ) -> int | None:
     """Link a file of an earlier save; return which save has read it back. None: write it."""
@@ -218,4 +218,4 @@ def _read_back(file: ReadableFile, path: str, header: bytes, nbytes: int, thread
             if (problem := digest_problem(need, block_digest(block))) is not None:
                 raise CorruptError(f"{path}: {need.shard.fqn} is {problem}")
 
-    each(check, reads_of(every_block(said.shards, said.block_nbytes)), threads=threads)
+    parallel_for(check, reads_of(every_block(said.shards, said.block_nbytes)), threads=threads)

@@ -16,12 +16,12 @@ from functools import partial
 from threading import Lock
 from typing import Protocol
 
-from dist_ckpt.config import patience_s
+from dist_ckpt.config import stall_timeout_s
 from dist_ckpt.core.format import checksums
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt
 from dist_ckpt.core.planning.write_batches import Batch, BatchPart
-from dist_ckpt.core.runtime.buffers import Slots, address_of, copy, move
-from dist_ckpt.core.runtime.threads import WORK_STALL_S, each, results_of
+from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy, move
+from dist_ckpt.core.runtime.threads import WORK_STALL_S, parallel_for, results_of
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
@@ -67,7 +67,7 @@ def write_all(
     files: RankFiles,
     *,
     threads: int,
-    slots: Slots | None = None,
+    slots: BufferPool | None = None,
 ) -> tuple[FileReceipt, ...]:
     """Write a rank's files into an attempt folder; return what `Receipt.files` takes.
 
@@ -78,7 +78,9 @@ def write_all(
     of them may lie there unfinished; the attempt cannot be committed and is removed as a whole.
     ConflictError if the folder is gone or a file is there already, StorageError otherwise.
     """
-    receipts = write_shard_files(storage, folder, files, threads=threads, slots=slots or Slots())
+    receipts = write_shard_files(
+        storage, folder, files, threads=threads, slots=slots or BufferPool()
+    )
     receipts += tuple(
         write_objects(storage, folder, name, data) for name, data in sorted(files.objects.items())
     )
@@ -102,7 +104,7 @@ def write_objects(storage: WritableStorage, folder: str, name: str, data: bytes)
 
 
 def write_shard_files(
-    storage: WritableStorage, folder: str, files: RankFiles, *, threads: int, slots: Slots
+    storage: WritableStorage, folder: str, files: RankFiles, *, threads: int, slots: BufferPool
 ) -> tuple[FileReceipt, ...]:
     """Write a rank's shard files; durable on return, but for their names."""
     with ExitStack() as stack:
@@ -118,18 +120,18 @@ def write_shard_files(
         work = ((writing, batch) for writing in writings for batch in writing.plan.batches)
         # To make one file durable may take as long as to write all of them.
         nbytes = sum(plan.nbytes for plan in files.plans)
-        stall_s = patience_s(nbytes, stall_s=WORK_STALL_S)
+        stall_s = stall_timeout_s(nbytes, stall_s=WORK_STALL_S)
 
         def prepare(one: tuple[_Writing, Batch]) -> Callable[[], FileReceipt | None]:
             return one[0].prepare(one[1], slots)
 
         if threads == 1:
-            found = each(lambda one: prepare(one)(), work, threads=1, stall_s=stall_s)
+            found = parallel_for(lambda one: prepare(one)(), work, threads=1, stall_s=stall_s)
         else:
             preparing = min(threads // 2, MAX_PREPARING)
             ready = results_of(prepare, work, threads=preparing, waiting=0, stall_s=stall_s)
             with closing(ready):
-                found = each(
+                found = parallel_for(
                     lambda write: write(),
                     ready,
                     threads=threads,
@@ -163,7 +165,7 @@ class _Writing:
         """The size of a slot in which any batch can be placed as the file wants it."""
         return self.plan.block_nbytes + self._file.alignment - 1
 
-    def prepare(self, batch: Batch, slots: Slots) -> Callable[[], FileReceipt | None]:
+    def prepare(self, batch: Batch, slots: BufferPool) -> Callable[[], FileReceipt | None]:
         """Gather and digest the blocks of a batch; return what writes them."""
         lent = ExitStack()
         if not batch.parts:

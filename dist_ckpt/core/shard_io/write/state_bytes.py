@@ -15,7 +15,7 @@ from dist_ckpt.core.format import filenames, strict_json
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.shards.shard_file import ALIGNMENT, MAX_HEADER_NBYTES
-from dist_ckpt.core.format.strict_json import check_version, corrupt
+from dist_ckpt.core.format.strict_json import check_version, corrupt_error
 from dist_ckpt.errors import IncompatibleError
 
 # The name of the attempt, of which there is no folder.
@@ -45,7 +45,7 @@ _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class EncodedDocuments:
     """The documents of a checkpoint by one rank, encoded; `objects` are its objects files by name.
 
     `header` is that of its shard file, b"" if it has none.
@@ -56,7 +56,7 @@ class Documents:
     header: bytes
 
 
-def encode_header(documents: Documents) -> bytes:
+def encode_header(documents: EncodedDocuments) -> bytes:
     """Return what comes before the tensors' data.
 
     ValueError if it would be longer than safetensors reads.
@@ -77,7 +77,7 @@ def encode_header(documents: Documents) -> bytes:
     return room.to_bytes(8, "little") + text.ljust(room)
 
 
-def decode(data: memoryview) -> tuple[Documents, int]:
+def decode(data: memoryview) -> tuple[EncodedDocuments, int]:
     """Return the documents in the bytes of a state, and where the tensors' data begins.
 
     CorruptError if they are not written as `encode_header` has it, or IncompatibleError if they are
@@ -86,19 +86,19 @@ def decode(data: memoryview) -> tuple[Documents, int]:
     """
     header = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or header > min(len(data), 8 + MAX_HEADER_NBYTES):
-        raise corrupt(WHAT, f"{len(data)} bytes, which no header fits into")
+        raise corrupt_error(WHAT, f"{len(data)} bytes, which no header fits into")
     raw = bytes(data[:header])
     try:
         documents = _documents(raw[8:].decode("utf-8").rstrip(" "))
     except (ValueError, Error, RecursionError) as error:
-        raise corrupt(WHAT, f"its header is not as dist_ckpt writes it: {error}") from None
+        raise corrupt_error(WHAT, f"its header is not as dist_ckpt writes it: {error}") from None
     # A header says all of it in one way only: so nothing is in it that nobody looks at.
     if encode_header(documents) != raw:
-        raise corrupt(WHAT, "its header is not as dist_ckpt writes it")
+        raise corrupt_error(WHAT, "its header is not as dist_ckpt writes it")
     return documents, header
 
 
-def _documents(text: str) -> Documents:
+def _documents(text: str) -> EncodedDocuments:
     start = f'{_START}"{_INDEX}":"'
     if not text.startswith(start):
         raise IncompatibleError(
@@ -126,13 +126,13 @@ def _documents(text: str) -> Documents:
     if not found.files:
         if rest != _NO_SHARDS:
             raise ValueError("it has shards that the index knows nothing of")
-        return Documents(index, objects, b"")
+        return EncodedDocuments(index, objects, b"")
     # What the index is wrong about is found out by the digest there.
     room = found.files[0].header_nbytes - 8
     inner = f"{_START}{rest}".encode()
     if not len(inner) <= room <= len(inner) + 2 * ALIGNMENT:
         raise ValueError(f"{len(inner)} bytes where the index says {room}")
-    return Documents(index, objects, room.to_bytes(8, "little") + inner.ljust(room))
+    return EncodedDocuments(index, objects, room.to_bytes(8, "little") + inner.ljust(room))
 
 
 def _text(text: str) -> str:

@@ -20,42 +20,48 @@ from operator import itemgetter
 from typing import assert_never
 
 from dist_ckpt.core.format.index.index import Key
-from dist_ckpt.core.planning.plan import Wanted
+from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.state.binding.bind_modules import bind_module
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
-from dist_ckpt.core.state.binding.bind_requests import Requests
+from dist_ckpt.core.state.binding.bind_requests import BindContext
 from dist_ckpt.core.state.binding.sources.rename import rules_for
-from dist_ckpt.core.state.binding.sources.saved_tree import Saved, saved_of
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, saved_tree_of
 from dist_ckpt.core.state.binding.sources.scopes import Scopes
-from dist_ckpt.core.state.binding.targets.load_values import Known, Made, Value, filled, taken
-from dist_ckpt.core.state.binding.template import Template, survey
+from dist_ckpt.core.state.binding.targets.load_values import (
+    ConstantValue,
+    NewContainer,
+    Value,
+    filled,
+    taken,
+)
+from dist_ckpt.core.state.binding.template import Template, read_template
 from dist_ckpt.core.state.tree.containers import entries_of, join, kind_of
 from dist_ckpt.core.state.tree.leaves import (
     Branch,
-    CompoundLeaf,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
     PerRankLeaf,
     PlainLeaf,
+    SubclassLeaf,
     TensorLeaf,
     Tree,
     frozen_names,
 )
-from dist_ckpt.core.state.tree.read_tree import has_state, users_code
+from dist_ckpt.core.state.tree.read_tree import calling_user_code, has_state
 from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.data.data_position import DataPosition, check_ranks
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 
-__all__ = ["Binding", "Template", "bind", "saved_of", "survey", "unexpected_problem"]
+__all__ = ["Binding", "Template", "bind", "read_template", "saved_tree_of", "unexpected_problem"]
 
 
 def bind(
     template: Template,
-    saved: Saved,
+    saved: SavedTree,
     *,
     strict: bool,
     selection: Selection | Scopes,
@@ -68,7 +74,7 @@ def bind(
     the keys of all ranks' per-rank templates; None where this rank is alone. Raises CorruptError if
     a value is in none of the files.
     """
-    requests = Requests(template, saved, selection, keys, strict=strict, cast=cast)
+    requests = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
     if not saved.problems:
         _bind_root(requests, template.root)
     return Binding(requests)
@@ -86,14 +92,14 @@ class Binding:
     whether the methods `place` and `load_objects` have anything to do.
     """
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: BindContext) -> None:
         self._requests = requests
         saved = requests.saved
         self.missing = tuple(requests.missing)
         self.dropped = tuple(requests.dropped)
         self.restored = tuple(requests.restored)
         self.resharded = tuple(requests.targets.resharded)
-        self.wanted: tuple[Wanted, ...] = requests.targets.wanted()
+        self.wanted: tuple[TensorRequest, ...] = requests.targets.wanted()
         self.makes_memory = bool(requests.targets.fresh)
         self.places = bool(requests.assigns or requests.effects)
         self.loads_objects = bool(requests.loads or requests.generators)
@@ -232,22 +238,22 @@ def _them(names: Sequence[str]) -> str:
 # --- one walk over a template: each leaf asks for what was saved under its name ---------------
 
 
-def _bind_root(requests: Requests, root: Branch) -> None:
+def _bind_root(requests: BindContext, root: Branch) -> None:
     value = _branch(requests, "", root) if root.children else requests.subtree("")
-    if isinstance(value, Made):  # an empty state takes all
+    if isinstance(value, NewContainer):  # an empty state takes all
         value = partial(filled, root.kind, root.live, value.items)
     if value is not None:
         requests.effects.append(value)
 
 
-def _bind(requests: Requests, name: str, tree: Tree) -> Value | None:
+def _bind(requests: BindContext, name: str, tree: Tree) -> Value | None:
     """Bind what is at a name; return what to put there instead, or None to leave it."""
     match tree:
         case Branch():
             return _branch(requests, name, tree)
         case TensorLeaf():
             return _tensor(requests, name, tree)
-        case CompoundLeaf():
+        case SubclassLeaf():
             requests.compound(name, tree)
         case PlainLeaf():
             return _plain(requests, name, tree.value)
@@ -264,7 +270,7 @@ def _bind(requests: Requests, name: str, tree: Tree) -> Value | None:
     return None
 
 
-def _branch(requests: Requests, name: str, tree: Branch) -> Value | None:
+def _branch(requests: BindContext, name: str, tree: Branch) -> Value | None:
     requests.split(name)
     requests.check_keys(name, tree.children)
     bound = {key: _bind(requests, join(name, key), child) for key, child in tree.children.items()}
@@ -272,14 +278,14 @@ def _branch(requests: Requests, name: str, tree: Branch) -> Value | None:
     return partial(filled, tree.kind, tree.live, found) if found else None
 
 
-def _tensor(requests: Requests, name: str, leaf: TensorLeaf) -> Value | None:
+def _tensor(requests: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
     if not requests.takes(name):
         return None
     value = requests.targets.fill(name, leaf)
-    return None if value is leaf.value else Known(value)
+    return None if value is leaf.value else ConstantValue(value)
 
 
-def _plain(requests: Requests, name: str, live: object) -> Value | None:
+def _plain(requests: BindContext, name: str, live: object) -> Value | None:
     if live is None or (isinstance(live, Mapping) and not live):
         saved = None if requests.lacks(name) else requests.subtree(name)
         return None if saved is None else partial(taken, live, saved)
@@ -290,13 +296,13 @@ def _plain(requests: Requests, name: str, live: object) -> Value | None:
         return value
     entries = entries_of(live)
     if entries is None or not requests.is_container(name):
-        requests.misfit(name, "a value without tensors")
+        requests.report_mismatch(name, "a value without tensors")
         return None
     children = {key: PlainLeaf(item) for key, item in entries.items()}
     return _branch(requests, name, Branch(kind_of(live) or "dict", live, children))
 
 
-def _per_rank(requests: Requests, name: str, leaf: PerRankLeaf) -> None:
+def _per_rank(requests: BindContext, name: str, leaf: PerRankLeaf) -> None:
     wrapper = leaf.wrapper
     if not requests.selected(name):
         return
@@ -312,11 +318,11 @@ def _per_rank(requests: Requests, name: str, leaf: PerRankLeaf) -> None:
         requests.effects.append(lambda: setattr(wrapper, "value", saved()))
 
 
-def _object(requests: Requests, name: str, leaf: ObjectLeaf) -> None:
+def _object(requests: BindContext, name: str, leaf: ObjectLeaf) -> None:
     """Ask for all of an object's state: it says itself what it takes of it."""
     if requests.selected(name) and requests.saved.keys_of(name) is not None:
         remedy = "load it in a dc.PerRank as it was saved in"
-        requests.misfit(name, f"a {type(leaf.owner).__name__}", remedy)
+        requests.report_mismatch(name, f"a {type(leaf.owner).__name__}", remedy)
         return
     if requests.lacks(name) or (state := requests.subtree(name, leaf.content)) is None:
         return
@@ -343,10 +349,10 @@ def _object(requests: Requests, name: str, leaf: ObjectLeaf) -> None:
     _load(requests, name, leaf.owner, state)
 
 
-def _load(requests: Requests, name: str, owner: object, saved: Value) -> None:
+def _load(requests: BindContext, name: str, owner: object, saved: Value) -> None:
     def load() -> None:
         state = saved()
-        with users_code(name, owner, "load_state_dict"):
+        with calling_user_code(name, owner, "load_state_dict"):
             owner.load_state_dict(state)  # type: ignore[attr-defined]
 
     requests.loads.append((name, load))

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dist_ckpt.core.state.binding.bind_requests import Requests
+from dist_ckpt.core.state.binding.bind_requests import BindContext
 from dist_ckpt.core.state.binding.targets.load_values import Value
 from dist_ckpt.core.state.modules import ModulePart, ModuleState
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import join
-from dist_ckpt.core.state.tree.leaves import CompoundLeaf, ModuleLeaf, TensorLeaf
-from dist_ckpt.core.state.tree.read_tree import read_tensor, users_code
+from dist_ckpt.core.state.tree.leaves import ModuleLeaf, SubclassLeaf, TensorLeaf
+from dist_ckpt.core.state.tree.read_tree import calling_user_code, read_tensor
 
 
-def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
+def bind_module(requests: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
     """Ask for what a module's state dict holds. Modules are closed."""
     state = leaf.state
     assigned = _bind_live(requests, fqn, state)
@@ -28,7 +28,7 @@ def bind_module(requests: Requests, fqn: str, leaf: ModuleLeaf) -> None:
         _load(requests, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
 
 
-def _bind_live(requests: Requests, fqn: str, state: ModuleState) -> dict[str, object]:
+def _bind_live(requests: BindContext, fqn: str, state: ModuleState) -> dict[str, object]:
     """Ask for the live tensors; return what is to be put in the place of those on meta."""
     made: dict[int, object] = {}
     assigned: dict[str, object] = {}
@@ -37,7 +37,7 @@ def _bind_live(requests: Requests, fqn: str, state: ModuleState) -> dict[str, ob
         full, live = join(fqn, name), state.live[name]
         # The live tensor, not what the state dict returned: a hook may have copied that.
         own = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
-        if isinstance(own, CompoundLeaf):
+        if isinstance(own, SubclassLeaf):
             requests.compound(full, own)
             continue
         if not requests.takes(full):
@@ -55,7 +55,7 @@ def _bind_live(requests: Requests, fqn: str, state: ModuleState) -> dict[str, ob
     return assigned
 
 
-def _tied_to_saved(requests: Requests, fqn: str, state: ModuleState) -> set[str]:
+def _tied_to_saved(requests: BindContext, fqn: str, state: ModuleState) -> set[str]:
     """Return the names of tensors that are saved under another of their names, but not under this.
 
     Others save tied tensors under one of their names: with that all of them are filled.
@@ -74,9 +74,11 @@ def _tied_to_saved(requests: Requests, fqn: str, state: ModuleState) -> set[str]
     return tied
 
 
-def _assign(requests: Requests, fqn: str, part: ModulePart, assigned: Mapping[str, object]) -> None:
+def _assign(
+    requests: BindContext, fqn: str, part: ModulePart, assigned: Mapping[str, object]
+) -> None:
     def assign() -> None:
-        with users_code(fqn, part.module, "load_state_dict"):
+        with calling_user_code(fqn, part.module, "load_state_dict"):
             part.load(assigned, assign=True)
 
     if assigned:
@@ -84,7 +86,7 @@ def _assign(requests: Requests, fqn: str, part: ModulePart, assigned: Mapping[st
 
 
 def _load(
-    requests: Requests,
+    requests: BindContext,
     fqn: str,
     leaf: ModuleLeaf,
     part: ModulePart,
@@ -100,7 +102,7 @@ def _load(
         values: dict[str, object] = {}
         values.update((name, live[name]) for name in live if whole and not is_meta(live[name]))
         values.update((name, extra()) for name, extra in extras.items())
-        with users_code(fqn, part.module, "load_state_dict"):
+        with calling_user_code(fqn, part.module, "load_state_dict"):
             part.load(values)
 
     if extras or whole:

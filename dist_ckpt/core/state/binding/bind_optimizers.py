@@ -15,28 +15,28 @@ from typing import Any
 import torch
 
 from dist_ckpt.core.state.binding.bind_param_groups import GroupBinding, saved_groups, sources_of
-from dist_ckpt.core.state.binding.bind_requests import Requests
-from dist_ckpt.core.state.binding.targets.load_values import Known, Value
-from dist_ckpt.core.state.binding.targets.new_subclasses import compound_classes
-from dist_ckpt.core.state.binding.targets.targets import Beside
+from dist_ckpt.core.state.binding.bind_requests import BindContext
+from dist_ckpt.core.state.binding.targets.load_values import ConstantValue, Value
+from dist_ckpt.core.state.binding.targets.new_subclasses import subclass_types
+from dist_ckpt.core.state.binding.targets.targets import PlacementHint
 from dist_ckpt.core.state.fsdp1.optimizers import FlatOptimizer
 from dist_ckpt.core.state.optimizers.named_optimizers import ParameterName, state_branch
 from dist_ckpt.core.state.optimizers.optimizer_state import (
     GROUPS,
     STATE,
     OptimizerState,
-    told_state,
+    reported_state,
 )
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import PathKey, entries_of, join
 from dist_ckpt.core.state.tree.leaves import OptimizerLeaf, PlainLeaf, TensorLeaf, Tree
-from dist_ckpt.core.state.tree.read_tree import read_value, users_code
+from dist_ckpt.core.state.tree.read_tree import calling_user_code, read_value
 
 # As torch does: unless the step is computed on the device, it is counted in host memory.
 _STEP = "step"
 
 
-def bind_optimizer(requests: Requests, fqn: str, leaf: OptimizerLeaf) -> None:
+def bind_optimizer(requests: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
     """Ask for an optimizer's state and groups. Optimizers are closed.
 
     State that the checkpoint has and memory lacks is made. State of a parameter that was saved
@@ -57,14 +57,14 @@ def bind_optimizer(requests: Requests, fqn: str, leaf: OptimizerLeaf) -> None:
     stored = _stored_names(held, names, saved)
     if saved and all(name.isdecimal() for name in saved):
         stored = _numbered(requests, fqn, held, saved) or stored
-    classes = compound_classes(held.optimizer)
+    classes = subclass_types(held.optimizer)
     defaults = held.defaults if requests.strict else {}
     before = len(requests.effects)
     for number, group in enumerate(held.groups):
         on_host = not (group.get("capturable") or group.get("fused"))
         for parameter in filter(held.keeps, group["params"]):
             name = stored[id(parameter)]
-            beside = Beside(parameter, names[id(parameter)].rule, on_host, classes)
+            beside = PlacementHint(parameter, names[id(parameter)].rule, on_host, classes)
             full = join(state, name)
             if name in saved and not requests.has(full) and requests.saved.says_stepless(full):
                 _drop_state(requests, full, held, parameter)
@@ -84,7 +84,7 @@ def bind_optimizer(requests: Requests, fqn: str, leaf: OptimizerLeaf) -> None:
 
 
 def _bind_flat(
-    requests: Requests, state: str, held: FlatOptimizer, stored: Mapping[int, str]
+    requests: BindContext, state: str, held: FlatOptimizer, stored: Mapping[int, str]
 ) -> None:
     """Hand on what is bound to a view of an optimizer; what has one state needs all or nothing."""
     for parts in held.in_one():
@@ -115,7 +115,7 @@ def _stored_names(
 
 
 def _numbered(
-    requests: Requests, fqn: str, held: OptimizerState, saved: Mapping[str, str]
+    requests: BindContext, fqn: str, held: OptimizerState, saved: Mapping[str, str]
 ) -> dict[int, str]:
     """Return what torch's own state dict calls the parameters: numbers, in the order of the groups.
 
@@ -136,7 +136,7 @@ def _numbered(
 
 
 def _drop_state(
-    requests: Requests, fqn: str, held: OptimizerState, parameter: torch.Tensor
+    requests: BindContext, fqn: str, held: OptimizerState, parameter: torch.Tensor
 ) -> None:
     """Go back to before the parameter's first step."""
     live = [key for key in held.state.get(parameter, {}) if requests.selected(join(fqn, key))]
@@ -153,7 +153,9 @@ def _drop_state(
         requests.effects.append(drop)
 
 
-def _bind_state(requests: Requests, fqn: str, held: OptimizerState, beside: Beside) -> None:
+def _bind_state(
+    requests: BindContext, fqn: str, held: OptimizerState, beside: PlacementHint
+) -> None:
     parameter = beside.parameter
     under = beside.rule, tuple(parameter.shape)
     live = state_branch(held.state.get(parameter, {}), fqn, under).children
@@ -176,7 +178,7 @@ def _bind_state(requests: Requests, fqn: str, held: OptimizerState, beside: Besi
 
 
 def _bind_shared(
-    requests: Requests, state: str, held: OptimizerState, saved: Mapping[str, str]
+    requests: BindContext, state: str, held: OptimizerState, saved: Mapping[str, str]
 ) -> None:
     """Ask for the state that is under no parameter. Saved without any state it is dropped."""
     live = held.shared()
@@ -203,33 +205,35 @@ def _bind_shared(
 
 
 def _entry(
-    requests: Requests, name: str, key: PathKey, live: Tree | None, beside: Beside
+    requests: BindContext, name: str, key: PathKey, live: Tree | None, beside: PlacementHint
 ) -> Value | None:
     """Ask for one entry of a parameter's state; what is there must be of the saved kind."""
     if requests.saved.tensor(name) is None:
         if isinstance(live, TensorLeaf):
-            requests.misfit(name, "a tensor")
+            requests.report_mismatch(name, "a tensor")
             return None
         return requests.subtree(name, live, replace(beside, on_host=False))
     if isinstance(live, TensorLeaf):
         requests.restore(name)
-        return Known(requests.targets.fill(name, live))
+        return ConstantValue(requests.targets.fill(name, live))
     if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
-        requests.misfit(name, "no tensor")
+        requests.report_mismatch(name, "no tensor")
         return None
     on_host = beside.on_host and key == _STEP
     return requests.subtree(name, None, replace(beside, on_host=on_host))
 
 
-def _load(requests: Requests, fqn: str, held: OptimizerState, further: Mapping[str, Value]) -> None:
+def _load(
+    requests: BindContext, fqn: str, held: OptimizerState, further: Mapping[str, Value]
+) -> None:
     """Give an optimizer what it told, once what was saved is in place of it."""
 
     def load() -> None:
         state = held.state_dict({key: value() for key, value in further.items()})
-        with users_code(fqn, held.optimizer, "load_state_dict"):
+        with calling_user_code(fqn, held.optimizer, "load_state_dict"):
             held.optimizer.load_state_dict(state)
-        with users_code(fqn, held.optimizer, "state_dict"):
-            told = told_state(held.optimizer, held.optimizer.state_dict(), live=True)
+        with calling_user_code(fqn, held.optimizer, "state_dict"):
+            told = reported_state(held.optimizer, held.optimizer.state_dict(), live=True)
         if told is not None:
             _put_back(told.state, held.state)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dist_ckpt.core.state.binding.bind_requests import Requests
-from dist_ckpt.core.state.binding.targets.load_values import Known, Made, Value
+from dist_ckpt.core.state.binding.bind_requests import BindContext
+from dist_ckpt.core.state.binding.targets.load_values import ConstantValue, NewContainer, Value
 from dist_ckpt.core.state.optimizers.named_optimizers import LOCAL_KEYS, options_branch
 from dist_ckpt.core.state.optimizers.optimizer_state import GROUPS
 from dist_ckpt.core.state.tree.containers import is_mapping, join
@@ -25,7 +25,7 @@ from dist_ckpt.core.state.tree.read_tree import read_value
 _WAYS_TO_STEP = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-def saved_groups(requests: Requests, groups: str) -> dict[str, str]:
+def saved_groups(requests: BindContext, groups: str) -> dict[str, str]:
     """Return the name of the group in which each parameter was saved, by the parameter's."""
     saved: dict[str, str] = {}
     number = 0
@@ -49,7 +49,7 @@ def sources_of(fqn: str, params: Sequence[str], saved: Mapping[str, str]) -> lis
 class GroupBinding:
     """One parameter group, and the names of the saved ones that its parameters come from."""
 
-    requests: Requests
+    requests: BindContext
     fqn: str
     group: dict[str, Any]
     sources: Sequence[str]
@@ -73,7 +73,7 @@ class GroupBinding:
             return
         if len(asked) > 1:
             self._check_agreement(dict(zip(sources, asked, strict=True)))
-        known = {key: o.value if isinstance(o, Known) else o for key, o in asked[0].items()}
+        known = {key: o.value if isinstance(o, ConstantValue) else o for key, o in asked[0].items()}
         self._check_options(known, defaults)
 
         # Of nothing that has `requests`: they would keep each other alive, and the state.
@@ -83,11 +83,11 @@ class GroupBinding:
         """Check saved groups that are not loaded."""
         requests = self.requests
         for name in names:
-            own = requests.glance(name)
+            own = requests.peek(name)
             options = own.value if own is not None else {}
             if isinstance(options, Mapping):
                 # A tensor is no switch: it only has to be there.
-                parts = {str(key): requests.glance(n) for key, n in requests.children(name)}
+                parts = {str(key): requests.peek(n) for key, n in requests.children(name)}
                 known = {key: part.value if part else None for key, part in parts.items()}
                 self._check_options({**options, **known}, defaults)
 
@@ -112,11 +112,11 @@ class GroupBinding:
         own = options_branch(self.group, name) if container else None
         values = requests.subtree(name, own) if container else requests.value(name)
         if values is None:
-            requests.misfit(name, "a parameter group")
+            requests.report_mismatch(name, "a parameter group")
             return None
         options = _items_of(values)
         if options is None:
-            what = values.kind if isinstance(values, Made) else type(values()).__name__
+            what = values.kind if isinstance(values, NewContainer) else type(values()).__name__
             requests.problems.append(
                 f"{name}: saved as a {what}, the state has a parameter group: exclude it, or load "
                 "an optimizer's checkpoint"
@@ -206,10 +206,10 @@ def _assign(group: dict[str, Any], options: Mapping[str, Value]) -> None:
 
 def _items_of(saved: Value) -> dict[str, Value] | None:
     """Return what a saved group holds; None if it is no mapping."""
-    if isinstance(saved, Made) and is_mapping(saved.kind):
+    if isinstance(saved, NewContainer) and is_mapping(saved.kind):
         return {str(key): item for key, item in saved.items.items()}
-    if isinstance(saved, Known) and isinstance(saved.value, Mapping):
-        return {key: Known(value) for key, value in saved.value.items()}
+    if isinstance(saved, ConstantValue) and isinstance(saved.value, Mapping):
+        return {key: ConstantValue(value) for key, value in saved.value.items()}
     return None
 
 

@@ -7,20 +7,25 @@ from functools import cache, partial
 
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.state.binding.sources.saved_tree import Saved, mesh_text
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, mesh_text
 from dist_ckpt.core.state.binding.sources.scopes import Scopes
-from dist_ckpt.core.state.binding.targets.load_values import Known, Made, Value, resharded
-from dist_ckpt.core.state.binding.targets.new_subclasses import fresh_compound
-from dist_ckpt.core.state.binding.targets.targets import Beside, Targets
+from dist_ckpt.core.state.binding.targets.load_values import (
+    ConstantValue,
+    NewContainer,
+    Value,
+    resharded,
+)
+from dist_ckpt.core.state.binding.targets.new_subclasses import new_subclass_tensor
+from dist_ckpt.core.state.binding.targets.targets import FillTargets, PlacementHint
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
 from dist_ckpt.core.state.tensors.tensor_subclasses import difference
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, entries_of, join
 from dist_ckpt.core.state.tree.leaves import (
-    CompoundLeaf,
     ObjectLeaf,
     PerRankLeaf,
+    SubclassLeaf,
     TensorLeaf,
     Tree,
     children_of,
@@ -29,7 +34,7 @@ from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
 from dist_ckpt.errors import CheckpointError
 
 
-class Requests:
+class BindContext:
     """What one rank asks for. Each method claims the saved names that it serves.
 
     Once all is read `assigns` fill meta modules, `effects` what else there is; `loads` call objects
@@ -39,7 +44,7 @@ class Requests:
     def __init__(
         self,
         template: Template,
-        saved: Saved,
+        saved: SavedTree,
         selection: Selection | Scopes,
         keys: Mapping[str, Sequence[Key]] | None,
         *,
@@ -49,7 +54,7 @@ class Requests:
         self.strict = strict
         self.template = template
         self.saved = saved
-        self.targets = Targets(template, saved, cast)
+        self.targets = FillTargets(template, saved, cast)
         self._cast = cast
         self.problems = self.targets.problems
         self.missing: dict[str, None] = {}
@@ -124,12 +129,12 @@ class Requests:
         if name not in self._selection:
             return False
         if self.saved.tensor(name) is None:
-            self.misfit(name, "a tensor")
+            self.report_mismatch(name, "a tensor")
             return False
         self.restore(name)
         return True
 
-    def misfit(self, name: str, asked: str, remedy: str = "make them alike") -> None:
+    def report_mismatch(self, name: str, asked: str, remedy: str = "make them alike") -> None:
         """Report that a name is missing, or is not what the state has there."""
         kind = "a value without tensors" if name in self._split else self.saved.kind_of(name)
         if kind is None:
@@ -154,17 +159,17 @@ class Requests:
 
     # --- values ------------------------------------------------------------------------------
 
-    def value(self, name: str) -> Known | None:
+    def value(self, name: str) -> ConstantValue | None:
         """Ask for a value; None if the name is no value."""
-        if (value := self.glance(name)) is not None:
+        if (value := self.peek(name)) is not None:
             self.restore(name)
         return value
 
-    def glance(self, name: str) -> Known | None:
+    def peek(self, name: str) -> ConstantValue | None:
         """Look at a value that is only to be compared with."""
         if name in self._split:
-            return Known(self._split[name])
-        return Known(self.saved.value(name)) if self.saved.is_value(name) else None
+            return ConstantValue(self._split[name])
+        return ConstantValue(self.saved.value(name)) if self.saved.is_value(name) else None
 
     def check_keys(self, name: str, keys: Collection[PathKey]) -> None:
         """Report keys of a container in the state that were saved as another class."""
@@ -213,7 +218,7 @@ class Requests:
 
     # --- tensors that are made of others -----------------------------------------------------
 
-    def compound(self, name: str, leaf: CompoundLeaf) -> None:
+    def compound(self, name: str, leaf: SubclassLeaf) -> None:
         """Ask for what a tensor is made of, to be filled in place.
 
         It must have been saved from one that was made alike.
@@ -226,17 +231,17 @@ class Requests:
             )
             return
         if name in self.saved.leaves and self.selected(name):
-            self.misfit(name, f"a {own}", "load into a plain tensor and convert that then")
+            self.report_mismatch(name, f"a {own}", "load into a plain tensor and convert that then")
             return
         for attribute, inner in leaf.inner.items():
             full = join(name, attribute)
-            if isinstance(inner, CompoundLeaf):
+            if isinstance(inner, SubclassLeaf):
                 self.compound(full, inner)
             elif self.takes(full):
                 self.targets.fill(full, inner, as_bits=True)
         self._check_record(name, leaf)
 
-    def _fresh_compound(self, name: str, beside: Beside) -> Value | None:
+    def _fresh_compound(self, name: str, beside: PlacementHint) -> Value | None:
         """Ask for a compound tensor that this load makes."""
         parts = [*self.saved.below(name)]
         if len(self.chosen(name)) < len(parts):
@@ -246,19 +251,19 @@ class Requests:
             return None
         for part in parts:
             self.restore(part)
-            self.glance(part)  # a file that cannot be read is no problem of the class
+            self.peek(part)  # a file that cannot be read is no problem of the class
         try:
-            return fresh_compound(self.saved, self.targets, name, beside)
+            return new_subclass_tensor(self.saved, self.targets, name, beside)
         except CheckpointError as error:
             self.problems.append(str(error))
             return None
 
-    def _check_record(self, name: str, leaf: CompoundLeaf) -> None:
+    def _check_record(self, name: str, leaf: SubclassLeaf) -> None:
         full = join(name, RECORD)
         if not self.selected(full):
             return
         if (record := self.value(full)) is None:
-            self.misfit(full, "what a tensor is made of")
+            self.report_mismatch(full, "what a tensor is made of")
         elif found := difference(record.value, leaf.record):
             self.problems.append(
                 f"{name}: a {class_name(leaf.value)} {found}{self.saved.where(name)}: convert the "
@@ -271,7 +276,7 @@ class Requests:
         """Ask for the value of this rank's key, by the policy of the wrapper."""
         saved = self.saved.keys_of(name)
         if saved is None:
-            self.misfit(name, f"a {type(wrapper).__name__}")
+            self.report_mismatch(name, f"a {type(wrapper).__name__}")
             return None
         key, keys = key_of(wrapper, self.template.rank), dict(saved)
         now = self._keys.get(name, (key,))
@@ -294,20 +299,20 @@ class Requests:
             return partial(resharded, name, policy, self.saved.per_rank(name, keys), key)
         return None
 
-    def open_per_rank(self, name: str) -> Known | None:
+    def open_per_rank(self, name: str) -> ConstantValue | None:
         """Ask for a per-rank value where the state says nothing of it, if the keys are ranks."""
         saved = self.saved.keys_of(name)
         assert saved is not None
         ranks = set(range(self.template.world_size))
         if {key for key, _ in saved} == ranks and self._same_mesh(name):
-            return Known(PerRank(self._keyed(name, self.template.rank).value))
+            return ConstantValue(PerRank(self._keyed(name, self.template.rank).value))
         self.claim(name)
         self.dropped.append(name)
         return None
 
-    def _keyed(self, name: str, key: Key) -> Known:
+    def _keyed(self, name: str, key: Key) -> ConstantValue:
         self.restore(name)
-        return Known(self.saved.per_rank(name, [key])[key])
+        return ConstantValue(self.saved.per_rank(name, [key])[key])
 
     def _same_mesh(self, name: str) -> bool:
         return self.saved.is_of_mesh(name, self._live_mesh(), self.template.world_size)
@@ -324,7 +329,7 @@ class Requests:
         return found
 
     def subtree(
-        self, name: str, tree: Tree | None = None, beside: Beside | None = None
+        self, name: str, tree: Tree | None = None, beside: PlacementHint | None = None
     ) -> Value | None:
         """Ask for all that is saved at and below a name, as new containers of the saved kinds.
 
@@ -333,10 +338,10 @@ class Requests:
         """
         while isinstance(tree, ObjectLeaf):
             tree = tree.content
-        if isinstance(tree, CompoundLeaf):
+        if isinstance(tree, SubclassLeaf):
             self.compound(name, tree)
-            return Known(tree.value)
-        if beside is not None and self.saved.is_compound(name):
+            return ConstantValue(tree.value)
+        if beside is not None and self.saved.is_wrapper_subclass(name):
             return self._fresh_compound(name, beside)
         own = self._leaf(name, tree, beside)
         children = children_of(tree)
@@ -346,25 +351,25 @@ class Requests:
                 found[key] = value
         kind = self.saved.kinds.get(name)
         if found:
-            before = (entries_of(own.value) if isinstance(own, Known) else None) or {}
-            known = {key: Known(value) for key, value in before.items()}
-            return Made(kind or "dict", {**known, **found})
+            before = (entries_of(own.value) if isinstance(own, ConstantValue) else None) or {}
+            known = {key: ConstantValue(value) for key, value in before.items()}
+            return NewContainer(kind or "dict", {**known, **found})
         if (
             own is None
             and kind is not None
             and self.selected(name)
             and not self.saved.children(name)
         ):
-            return Made(kind, {})
+            return NewContainer(kind, {})
         return own
 
-    def _leaf(self, name: str, leaf: Tree | None, beside: Beside | None) -> Value | None:
+    def _leaf(self, name: str, leaf: Tree | None, beside: PlacementHint | None) -> Value | None:
         if not self.selected(name):
             return None
         if self.saved.tensor(name) is not None:
             self.restore(name)
             if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
-                return Known(self.targets.fill(name, leaf))
+                return ConstantValue(self.targets.fill(name, leaf))
             return self.targets.whole(name) if beside is None else self.targets.beside(name, beside)
         if self.saved.keys_of(name) is not None:
             if isinstance(leaf, PerRankLeaf):

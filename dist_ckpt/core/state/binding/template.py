@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.plan import View
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.state.fsdp1.optimizers import unflattened
+from dist_ckpt.core.state.fsdp1.optimizers import with_original_params
 from dist_ckpt.core.state.optimizers.named_optimizers import (
     ParameterName,
     name_parameters,
     state_names,
 )
 from dist_ckpt.core.state.optimizers.optimizer_state import GROUPS
-from dist_ckpt.core.state.sharding_rules import Rules, mesh_of
+from dist_ckpt.core.state.sharding_rules import ShardingRules, mesh_of
 from dist_ckpt.core.state.tensors.read_tensor import describe_target
 from dist_ckpt.core.state.tree.containers import State, join
 from dist_ckpt.core.state.tree.leaves import (
@@ -43,7 +43,7 @@ class Template:
     root: Branch
     keys: Mapping[str, Key]
     parameters: Mapping[str, Mapping[int, ParameterName]]
-    rules: Rules | None
+    rules: ShardingRules | None
     rank: int
     world_size: int
     group_ranks: tuple[int, ...]
@@ -70,7 +70,7 @@ class Template:
         return mesh_of(self.rules, views)
 
 
-def survey(
+def read_template(
     state: State,
     *,
     sharding: ShardingConfig | None,
@@ -82,14 +82,14 @@ def survey(
 
     Raises TypeError or ValueError for a state that cannot be loaded into.
     """
-    root = unflattened(read_state(state))
+    root = with_original_params(read_state(state))
     if not isinstance(state, MutableMapping):
         raise TypeError(f"the state is a {type(state).__name__}, which is read-only: give a dict")
     return Template(
         root=root,
         keys=_check_names(root, rank),
         parameters=name_parameters(root),
-        rules=Rules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
+        rules=ShardingRules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
         rank=rank,
         world_size=world_size,
         group_ranks=tuple(group_ranks),

@@ -20,11 +20,11 @@ from dist_ckpt.core.state.optimizers.optimizer_state import OptimizerState
 from dist_ckpt.core.state.tree.containers import join
 from dist_ckpt.core.state.tree.leaves import (
     Branch,
-    CompoundLeaf,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
     PlainLeaf,
+    SubclassLeaf,
     TensorLeaf,
     Tree,
     children_of,
@@ -161,7 +161,7 @@ class FlatOptimizer(OptimizerState):
         )
 
 
-def unflattened(root: Branch) -> Branch:
+def with_original_params(root: Branch) -> Branch:
     """Return a state in which optimizers over flat parameters are `FlatOptimizer`s.
 
     Raises ValueError where the module that has a flat parameter is not in the state, or is twice.
@@ -237,7 +237,7 @@ def _check_further(leaf: OptimizerLeaf, fqn: str) -> None:
 def _has_tensors(tree: Tree) -> bool:
     if isinstance(tree, TensorLeaf):
         return not isinstance(tree.value, torch.Tensor) or tree.value.ndim > 0
-    return isinstance(tree, CompoundLeaf) or any(map(_has_tensors, children_of(tree).values()))
+    return isinstance(tree, SubclassLeaf) or any(map(_has_tensors, children_of(tree).values()))
 
 
 def _own(value: object, part: ParameterPart) -> object:

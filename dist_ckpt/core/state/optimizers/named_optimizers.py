@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.state.optimizers.optimizer_state import STATE, OptimizerState, check_told
+from dist_ckpt.core.state.optimizers.optimizer_state import STATE, OptimizerState, check_reported
 from dist_ckpt.core.state.tree.containers import PathKey, join
 from dist_ckpt.core.state.tree.leaves import (
     Branch,
@@ -67,7 +67,7 @@ def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
                     places.setdefault(key, []).append((str(component), fqn, name))
     all_of_them = {id(leaf.held.optimizer) for leaf in optimizers.values()}
     for fqn, leaf in optimizers.items():
-        check_told(leaf.held.optimizer, fqn, all_of_them)
+        check_reported(leaf.held.optimizer, fqn, all_of_them)
     return {fqn: _names(leaf, fqn, places) for fqn, leaf in optimizers.items()}
 
 

@@ -93,7 +93,9 @@ def direct_state(optimizer: Optimizer, fqn: str) -> OptimizerState | None:
     )
 
 
-def told_state(optimizer: Optimizer, told: object, *, live: bool = False) -> OptimizerState | None:
+def reported_state(
+    optimizer: Optimizer, told: object, *, live: bool = False
+) -> OptimizerState | None:
     """Return what `state_dict` told, by parameter; None if it is of another form than torch's.
 
     In torch's form `state` is by what the groups call their parameters, in their order. `live`
@@ -115,7 +117,7 @@ def told_state(optimizer: Optimizer, told: object, *, live: bool = False) -> Opt
     return OptimizerState(optimizer, groups, state, defaults_of(optimizer), told=told)
 
 
-def check_told(optimizer: Optimizer, fqn: str, beside: Container[int]) -> None:
+def check_reported(optimizer: Optimizer, fqn: str, beside: Container[int]) -> None:
     """Raise ValueError for an optimizer that keeps another of whose state nothing tells.
 
     `beside` are the id()s of the optimizers that the state holds besides.

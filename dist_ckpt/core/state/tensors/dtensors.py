@@ -85,8 +85,8 @@ def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.M
     return plan.Mesh(tuple(names), tuple(mesh.shape), tuple(numbers[rank] for rank in ranks))
 
 
-def cells_held(
-    view: plan.Placed, rank: int, local: torch.Tensor, value: DTensor, fqn: str
+def local_cells(
+    view: plan.MeshPlaced, rank: int, local: torch.Tensor, value: DTensor, fqn: str
 ) -> tuple[plan.View, tuple[Cell, ...]]:
     """Return the view of a DTensor, and which cells of it a local tensor on a rank of its mesh is.
 

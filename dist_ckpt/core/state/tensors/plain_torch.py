@@ -12,8 +12,8 @@ from dist_ckpt.core.format.objects.plain_types import (
     Device,
     DTypeValue,
     NumpyScalar,
+    Placeholder,
     Size,
-    StandIn,
 )
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
 from dist_ckpt.core.state.tensors.local_tensors import (
@@ -28,7 +28,7 @@ from dist_ckpt.core.state.tree.containers import MAX_DEPTH, container, entries_o
 from dist_ckpt.errors import IncompatibleError
 
 
-def make(value: StandIn) -> object:
+def make(value: Placeholder) -> object:
     """Return what a stand-in stands for; see `objects_file.decode`.
 
     Raises ValueError for data that is damaged, IncompatibleError for what is lacking here.

@@ -19,14 +19,14 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from dist_ckpt.core.format.geometry import Cell, Elements, Region, Shape
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
 from dist_ckpt.core.planning import plan
 from dist_ckpt.core.runtime.torch_private import ShardedTensor
 from dist_ckpt.core.shard_io.memory.torch_tensor import overlaps_itself
 from dist_ckpt.core.state.tensors.dtensors import (
     boxes_in,
-    cells_held,
     dtensor_like,
+    local_cells,
     local_of,
     mesh_within,
     placement_of,
@@ -45,12 +45,12 @@ from dist_ckpt.core.state.wrappers import FlatShard, LocalShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldTensor:
+class LocalTensor:
     """One tensor as this rank holds it: `parts[i]` is the local memory of `cells[i]`.
 
-    A part has the shape of its Region; that of Elements has one dimension. It shares memory with
-    the leaf, so a load writes into it. No cell is empty but the one of an empty tensor, and there
-    are none on a rank outside the tensor's mesh.
+    A part has the shape of its Region; that of an ElementRange has one dimension. It shares memory
+    with the leaf, so a load writes into it. No cell is empty but the one of an empty tensor, and
+    there are none on a rank outside the tensor's mesh.
     """
 
     dtype: str
@@ -76,7 +76,7 @@ def is_tensor_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor | LocalShard | FlatShard) or _is_chunked(value)
 
 
-def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> HeldTensor:
+def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
     """Return what this rank would save of a leaf.
 
     `group[r]` is the global rank of rank r of the group, `rank` our own in it. Moves no data.
@@ -93,7 +93,7 @@ def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> Hel
     return held
 
 
-def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> HeldTensor:
+def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
     """Return what a load would fill of a leaf; like `describe`, but it must be writable.
 
     Memory that overlaps itself (`expand`) is refused. So are meta tensors: who wants them
@@ -157,7 +157,7 @@ def device_of(value: torch.Tensor) -> torch.device:
     return local_of(value).device if isinstance(value, DTensor) else value.device
 
 
-def tie_key(held: HeldTensor) -> Hashable | None:
+def tie_key(held: LocalTensor) -> Hashable | None:
     """Return a key that two leaves share if they are the same memory, seen the same way.
 
     None where that cannot be said: nothing held, empty, or meta.
@@ -178,7 +178,7 @@ def tie_key(held: HeldTensor) -> Hashable | None:
 
 def _held(
     value: object, fqn: str, rank: int, group: tuple[int, ...], *, writable: bool
-) -> HeldTensor:
+) -> LocalTensor:
     if type(value) not in PLAIN and is_array(value):
         value = from_numpy(value, fqn, writable=writable)
     if type(value) in PLAIN:  # most are, and the questions below take longer than the answer
@@ -199,13 +199,13 @@ def _held(
 _whole_cell = lru_cache(maxsize=1024)(Region.whole)  # thousands of tensors have a few shapes
 
 
-def _whole(value: torch.Tensor, fqn: str) -> HeldTensor:
+def _whole(value: torch.Tensor, fqn: str) -> LocalTensor:
     local = plain(value, fqn)
     cell = _whole_cell(tuple(local.shape))
-    return HeldTensor(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
+    return LocalTensor(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
 
 
-def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> HeldTensor:
+def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> LocalTensor:
     if not isinstance(shard.tensor, torch.Tensor):
         raise TypeError(
             f"{fqn}: {type(shard).__name__} holds a {class_name(shard.tensor)}: give it a tensor, "
@@ -223,30 +223,30 @@ def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> HeldTensor:
             f"{fqn}: the tensor of a FlatShard, shape {tuple(local.shape)} with strides "
             f"{local.stride()}, has no flat view: make it contiguous"
         ) from None
-    cells = (Elements(shard.start, shard.start + flat.numel()),)
+    cells = (ElementRange(shard.start, shard.start + flat.numel()),)
     dtype = dtype_name(local.dtype, fqn)
-    return HeldTensor(dtype, shard.global_shape, plan.Parts(cells), cells, (flat,))
+    return LocalTensor(dtype, shard.global_shape, plan.Parts(cells), cells, (flat,))
 
 
-def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> HeldTensor:
+def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> LocalTensor:
     shape = tuple(value.shape)
     placements = tuple(placement_of(placement, value, fqn) for placement in value.placements)
     local = unwrapped(local_of(value))
     if _is_chunked(local):
         return _parts(fqn, local.dtype, shape, _shards_of(local, fqn))
     mesh = mesh_within(value.device_mesh, group, fqn)
-    view = plan.Placed(mesh, placements) if mesh else plan.Parts(())
+    view = plan.MeshPlaced(mesh, placements) if mesh else plan.Parts(())
     if isinstance(view, plan.Parts) or rank not in view.mesh.ranks:
-        return HeldTensor(dtype_name(value.dtype, fqn), shape, view, (), ())
+        return LocalTensor(dtype_name(value.dtype, fqn), shape, view, (), ())
     local = plain(local, fqn)
     dtype = dtype_name(local.dtype, fqn)
     if 0 in shape:
-        return HeldTensor(dtype, shape, view, (Region.whole(shape),), (local.new_empty(shape),))
-    seen, cells = cells_held(view, rank, local, value, fqn)
-    return HeldTensor(dtype, shape, seen, cells, tuple(boxes_in(local, cells)))
+        return LocalTensor(dtype, shape, view, (Region.whole(shape),), (local.new_empty(shape),))
+    seen, cells = local_cells(view, rank, local, value, fqn)
+    return LocalTensor(dtype, shape, seen, cells, tuple(boxes_in(local, cells)))
 
 
-def _sharded(value: ShardedTensor, fqn: str) -> HeldTensor:
+def _sharded(value: ShardedTensor, fqn: str) -> LocalTensor:
     metadata = value.metadata()
     shards = [
         (tuple(shard.metadata.shard_offsets), plain(shard.tensor, fqn))
@@ -279,7 +279,7 @@ def _shards_of(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
 
 def _parts(
     fqn: str, dtype: torch.dtype, shape: Shape, shards: Iterable[tuple[Shape, torch.Tensor]]
-) -> HeldTensor:
+) -> LocalTensor:
     """Return what a rank holds that has these boxes, given by where they begin.
 
     `dtype` counts only where there are none: torch's LocalShardsWrapper says float32 always.
@@ -298,7 +298,7 @@ def _parts(
                 f"tensor's shape {shape}: wrap it in dist_ckpt.LocalShard with the true shape"
             )
     name = dtype_name(dtype, fqn)
-    return HeldTensor(name, shape, plan.Parts(cells), cells, tuple(tensor for _, tensor in shards))
+    return LocalTensor(name, shape, plan.Parts(cells), cells, tuple(tensor for _, tensor in shards))
 
 
 def _empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -23,22 +23,22 @@ from dist_ckpt.core.format.geometry import Region, Shape
 from dist_ckpt.core.format.objects.plain_encoder import check_plain
 from dist_ckpt.core.planning import plan
 from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor, StridedShard, local_tensor
-from dist_ckpt.core.state.tensors.dtensors import cells_held, mesh_within, placement_of
+from dist_ckpt.core.state.tensors.dtensors import local_cells, mesh_within, placement_of
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, class_name
 from dist_ckpt.core.state.tree.containers import join
 from dist_ckpt.core.state.wrappers import LocalShard
 
 
-def is_compound(value: object) -> TypeGuard[torch.Tensor]:
+def is_wrapper_subclass(value: object) -> TypeGuard[torch.Tensor]:
     """Say whether a value is a tensor that is made of others, and is not known by another name."""
     return (
-        is_compound_class(type(value))
+        is_wrapper_subclass_type(type(value))
         # The sizes of these are symbols, which are made of the values of their inner tensors.
         and not value.is_nested  # type: ignore[attr-defined]
     )
 
 
-def is_compound_class(cls: object) -> TypeGuard[type[torch.Tensor]]:
+def is_wrapper_subclass_type(cls: object) -> TypeGuard[type[torch.Tensor]]:
     """Say whether the tensors of a class are made of others."""
     return (
         isinstance(cls, type)
@@ -55,7 +55,7 @@ def unwrapped(value: Any) -> Any:
     Such a one (that of float8 all-gather) holds one tensor of its own shape and dtype. What it
     stands for is stored under its name, and loads into a model without it.
     """
-    while type(value) not in PLAIN and is_compound(value):
+    while type(value) not in PLAIN and is_wrapper_subclass(value):
         names = list(_flattened(value)[0])
         alike = [name for name in names if _is_alike(getattr(value, name, None), value)]
         if len(alike) != 1 or (len(names) > 1 and _names_kept(value) != alike):
@@ -78,7 +78,9 @@ def inner_tensors(value: torch.Tensor, fqn: str) -> dict[str, torch.Tensor]:
     return inner
 
 
-def record_of(value: torch.Tensor, fqn: str, shape: Shape | None = None) -> dict[str, object]:
+def flatten_context_of(
+    value: torch.Tensor, fqn: str, shape: Shape | None = None
+) -> dict[str, object]:
     """Return what a checkpoint says of a tensor beside its inner ones: plain data.
 
     `shape` is that of the whole, if the value is a part. `exact` says whether `context` is the
@@ -146,7 +148,7 @@ def _is_alike(inner: object, outer: torch.Tensor) -> bool:
 def _names_kept(value: torch.Tensor) -> list[str]:
     """Return the inner tensors that a state dict would have: what `detach` drops is a cache."""
     kept = value.detach()
-    return list(_flattened(kept)[0]) if is_compound(kept) else []
+    return list(_flattened(kept)[0]) if is_wrapper_subclass(kept) else []
 
 
 def _described(value: object, what: str) -> object:
@@ -202,7 +204,7 @@ def _text_of(value: object) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBox:
+class LocalBox:
     """Which box of the tensor of `shape` a rank has."""
 
     shape: Shape
@@ -215,7 +217,7 @@ class HeldBox:
         return tuple(dim for dim, (whole, part) in enumerate(sizes) if whole != part)
 
 
-def held_box(value: DTensor, fqn: str) -> HeldBox:
+def local_box(value: DTensor, fqn: str) -> LocalBox:
     """Return which box of a DTensor this rank has. Raises TypeError if it is more than one."""
     shape = tuple(value.shape)
     ranks: list[int] = value.device_mesh.mesh.flatten().tolist()
@@ -223,8 +225,8 @@ def held_box(value: DTensor, fqn: str) -> HeldBox:
     assert mesh is not None
     placements = tuple(placement_of(placement, value, fqn) for placement in value.placements)
     rank = ranks.index(dist.get_rank())
-    view = plan.Placed(mesh, placements)
-    _, cells = cells_held(view, rank, local_tensor(value), value, fqn)
+    view = plan.MeshPlaced(mesh, placements)
+    _, cells = local_cells(view, rank, local_tensor(value), value, fqn)
     if len(cells) > 1:
         raise TypeError(
             f"{fqn}: the compound tensor on this rank is {len(cells)} boxes of the whole under "
@@ -232,8 +234,8 @@ def held_box(value: DTensor, fqn: str) -> HeldBox:
         )
     for cell in cells:
         assert isinstance(cell, Region)
-        return HeldBox(shape, cell)
-    return HeldBox(shape, Region((0,) * len(shape), (0, *shape[1:])))
+        return LocalBox(shape, cell)
+    return LocalBox(shape, Region((0,) * len(shape), (0, *shape[1:])))
 
 
 def inner_shards(
@@ -243,7 +245,7 @@ def inner_shards(
 
     And what the record says of those that are stored for each shard, if there are any.
     """
-    cut = held_box(value, fqn)
+    cut = local_box(value, fqn)
     inner = inner_tensors(local, fqn)
     tables = _tables(local, cut, inner)
     shards, single = {}, []
@@ -262,14 +264,14 @@ def inner_shards(
     return shards, {"parts": single, "placements": str(value.placements), "mesh": mesh}
 
 
-def inner_cut(cut: HeldBox, shape: Shape, *, is_table: bool | None) -> HeldBox | None:
+def inner_cut(cut: LocalBox, shape: Shape, *, is_table: bool | None) -> LocalBox | None:
     """Return which box an inner tensor of a local `shape` is, or None if that cannot be told.
 
     `is_table` says whether every rank has all of it, where the shape leaves that open; None if
     that is not known.
     """
     if not cut.dims or is_table:
-        return HeldBox(shape, Region.whole(shape))
+        return LocalBox(shape, Region.whole(shape))
     if shape == cut.box.shape:
         return cut
     if len(shape) == len(cut.shape) and (found := _in_blocks(cut, shape)):
@@ -277,7 +279,7 @@ def inner_cut(cut: HeldBox, shape: Shape, *, is_table: bool | None) -> HeldBox |
     return _in_runs(cut, shape) if is_table is False else None
 
 
-def _in_blocks(cut: HeldBox, shape: Shape) -> HeldBox | None:
+def _in_blocks(cut: LocalBox, shape: Shape) -> LocalBox | None:
     """Return the box of a tensor with an element for each block of the whole, as a scale."""
     sizes, offset = [], []
     for dim, size in enumerate(shape):
@@ -294,10 +296,10 @@ def _in_blocks(cut: HeldBox, shape: Shape) -> HeldBox | None:
             return None
         sizes.append(whole // block)
         offset.append(start // block)
-    return HeldBox(tuple(sizes), Region(tuple(offset), shape))
+    return LocalBox(tuple(sizes), Region(tuple(offset), shape))
 
 
-def _in_runs(cut: HeldBox, shape: Shape) -> HeldBox | None:
+def _in_runs(cut: LocalBox, shape: Shape) -> LocalBox | None:
     """Return the box of a tensor with an element for each run of the whole's row-major ones."""
     if len(shape) != 1 or cut.dims != (0,) or not prod(shape):
         return None
@@ -305,11 +307,11 @@ def _in_runs(cut: HeldBox, shape: Shape) -> HeldBox | None:
     run = cut.box.numel // shape[0]
     if not run or cut.box.numel % shape[0] or start % run or prod(cut.shape) % run:
         return None
-    return HeldBox((prod(cut.shape) // run,), Region((start // run,), shape))
+    return LocalBox((prod(cut.shape) // run,), Region((start // run,), shape))
 
 
 def _tables(
-    local: torch.Tensor, cut: HeldBox, inner: Mapping[str, torch.Tensor]
+    local: torch.Tensor, cut: LocalBox, inner: Mapping[str, torch.Tensor]
 ) -> dict[str, bool]:
     """Ask the class which inner tensors are cut with it, by a few rows: those that are not."""
     if cut.dims != (0,):

@@ -41,11 +41,11 @@ class TensorLeaf:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CompoundLeaf:
+class SubclassLeaf:
     """A tensor that is made of others: these by attribute, and the record of what it is."""
 
     value: torch.Tensor
-    inner: Mapping[str, TensorLeaf | CompoundLeaf]
+    inner: Mapping[str, TensorLeaf | SubclassLeaf]
     record: Mapping[str, object]
 
 
@@ -95,7 +95,7 @@ class ObjectLeaf:
 Tree = (
     Branch
     | TensorLeaf
-    | CompoundLeaf
+    | SubclassLeaf
     | PlainLeaf
     | PerRankLeaf
     | ModuleLeaf
@@ -193,7 +193,7 @@ def children_of(tree: Tree | None) -> Mapping[PathKey, Tree]:
     match tree:
         case Branch() | ModuleLeaf():
             return tree.children
-        case CompoundLeaf():
+        case SubclassLeaf():
             children: dict[PathKey, Tree] = {}
             children.update(tree.inner)
             return {**children, RECORD: PlainLeaf(tree.record)}

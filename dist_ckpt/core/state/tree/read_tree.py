@@ -18,14 +18,18 @@ from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.runtime.torch_private import local_tensor
 from dist_ckpt.core.state.fsdp1.modules import check_whole
 from dist_ckpt.core.state.modules import ModuleState, flat_state, merged, module_state
-from dist_ckpt.core.state.optimizers.optimizer_state import check_unnamed, direct_state, told_state
+from dist_ckpt.core.state.optimizers.optimizer_state import (
+    check_unnamed,
+    direct_state,
+    reported_state,
+)
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, is_array
 from dist_ckpt.core.state.tensors.read_tensor import is_meta, is_tensor_leaf
 from dist_ckpt.core.state.tensors.tensor_subclasses import (
+    flatten_context_of,
     inner_shards,
     inner_tensors,
-    is_compound,
-    record_of,
+    is_wrapper_subclass,
     unwrapped,
 )
 from dist_ckpt.core.state.tree.containers import (
@@ -38,12 +42,12 @@ from dist_ckpt.core.state.tree.containers import (
 )
 from dist_ckpt.core.state.tree.leaves import (
     Branch,
-    CompoundLeaf,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
     PerRankLeaf,
     PlainLeaf,
+    SubclassLeaf,
     TensorLeaf,
     Tree,
 )
@@ -70,7 +74,7 @@ def read_value(value: object, fqn: str, above: tuple[int, ...] = ()) -> Tree:
     return leaf if leaf is not None else _read_further(value, fqn, above)
 
 
-def read_tensor(value: object, fqn: str) -> TensorLeaf | CompoundLeaf:
+def read_tensor(value: object, fqn: str) -> TensorLeaf | SubclassLeaf:
     """Read a tensor; one that is made of others is taken apart. Raises TypeError if it cannot be.
 
     One on the meta device stays what it is: only its own class could give it memory.
@@ -80,26 +84,26 @@ def read_tensor(value: object, fqn: str) -> TensorLeaf | CompoundLeaf:
         return TensorLeaf(value) if type(local) in PLAIN else _read_sharded(value, local, fqn)
     if not is_meta(value):
         value = unwrapped(value)
-    if type(value) in PLAIN or not is_compound(value):
+    if type(value) in PLAIN or not is_wrapper_subclass(value):
         return TensorLeaf(value)
     inner = inner_tensors(value, fqn)
     leaves = {name: read_tensor(tensor, join(fqn, name)) for name, tensor in inner.items()}
-    return CompoundLeaf(value, leaves, record_of(value, fqn))
+    return SubclassLeaf(value, leaves, flatten_context_of(value, fqn))
 
 
-def _read_sharded(value: DTensor, local: torch.Tensor, fqn: str) -> TensorLeaf | CompoundLeaf:
+def _read_sharded(value: DTensor, local: torch.Tensor, fqn: str) -> TensorLeaf | SubclassLeaf:
     """Read a DTensor of which this rank has a tensor of another class."""
-    if is_compound(local) and local.is_meta:
+    if is_wrapper_subclass(local) and local.is_meta:
         inner = inner_tensors(local, fqn)
-        return CompoundLeaf(value, {name: TensorLeaf(t) for name, t in inner.items()}, {})
+        return SubclassLeaf(value, {name: TensorLeaf(t) for name, t in inner.items()}, {})
     local = unwrapped(local)
-    if type(local) in PLAIN or not is_compound(local):
+    if type(local) in PLAIN or not is_wrapper_subclass(local):
         return TensorLeaf(value)
     shards, single = inner_shards(value, local, fqn)
-    record = record_of(local, fqn, tuple(value.shape))
+    record = flatten_context_of(local, fqn, tuple(value.shape))
     if single is not None:
         record["for_each_shard"] = single
-    return CompoundLeaf(value, {name: TensorLeaf(shard) for name, shard in shards.items()}, record)
+    return SubclassLeaf(value, {name: TensorLeaf(shard) for name, shard in shards.items()}, record)
 
 
 def has_state(value: object) -> bool:
@@ -114,12 +118,12 @@ def state_of(value: object, fqn: str) -> object:
     if not has_state(value):
         return value
     get: Callable[[], object] = value.state_dict  # type: ignore[attr-defined]  # checked above
-    with users_code(fqn, value, "state_dict"):
+    with calling_user_code(fqn, value, "state_dict"):
         return get()
 
 
 @contextmanager
-def users_code(fqn: str, owner: object, what: str) -> Iterator[None]:
+def calling_user_code(fqn: str, owner: object, what: str) -> Iterator[None]:
     """Run code of the user's: what it raises becomes a CheckpointError that says where it was.
 
     `owner` is the object or the class that the code belongs to.
@@ -232,7 +236,7 @@ def _read_modules(
 def _state_of_module(module: nn.Module, fqn: str) -> ModuleState:
     if (flat := flat_state(module, fqn)) is not None:
         return flat
-    with users_code(fqn, module, "state_dict"):
+    with calling_user_code(fqn, module, "state_dict"):
         state = module_state(module)
     for name, tensor in (*state.live.items(), *state.left_out.items()):
         check_whole(tensor, fqn, name)
@@ -262,7 +266,7 @@ def _read_optimizer(
     if held is not None:
         return OptimizerLeaf(held, names, {})
     told = state_of(optimizer, fqn)
-    held = told_state(optimizer, told)
+    held = reported_state(optimizer, told)
     if held is None:
         check_unnamed(optimizer, fqn)
     try:

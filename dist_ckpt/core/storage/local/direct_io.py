@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from mmap import PAGESIZE
 
-from dist_ckpt.core.format.geometry import Span
-from dist_ckpt.core.runtime.buffers import Slots, address_of, copy
+from dist_ckpt.core.format.geometry import ByteRange
+from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy
 from dist_ckpt.core.storage.local.exclusive_rename import system_call
 
 # cachestat(2), of Linux 6.5; the number is the same on all processors but alpha. It only looks:
@@ -85,13 +85,13 @@ class Alignment:
     memory: int
     block: int
 
-    def inner(self, address: int, offset: int, nbytes: int) -> Span:
+    def inner(self, address: int, offset: int, nbytes: int) -> ByteRange:
         """Return the part of a write from this memory to this place that can go directly."""
         start = -offset % self.block
         stop = (offset + nbytes) // self.block * self.block - offset
         if (address - offset) % self.memory or start >= stop:
-            return Span(0, 0)
-        return Span(start, stop)
+            return ByteRange(0, 0)
+        return ByteRange(start, stop)
 
 
 class DirectIO:
@@ -101,7 +101,7 @@ class DirectIO:
     """
 
     def __init__(self) -> None:
-        self.slots = Slots(READ_SLOT_NBYTES)
+        self.slots = BufferPool(READ_SLOT_NBYTES)
         self._lock = threading.Lock()
         self._alignments: dict[int, Alignment | None] = {}  # by device; None: it takes none
 
@@ -173,14 +173,14 @@ class DirectFile:
     def _refuse(self, error: OSError) -> None:
         self.origin.refuse(self.path, self.status.st_dev, error)
 
-    def write(self, direct: int, data: memoryview, offset: int) -> Span:
+    def write(self, direct: int, data: memoryview, offset: int) -> ByteRange:
         """Write to what was opened; return which part of `data` could go directly, maybe none.
 
         The caller writes the rest. After a write that fell short that may begin within a block,
         which then no direct write touches any more. Raises OSError if the disk fails.
         """
         if data.readonly or not data or not self._is_taken:
-            return Span(0, 0)
+            return ByteRange(0, 0)
         part = self.aligned.inner(address_of(data), offset, len(data))
         done = part.start
         while done < part.stop:
@@ -193,7 +193,7 @@ class DirectFile:
             done += count
             if count < len(asked):
                 break
-        return Span(part.start, done)
+        return ByteRange(part.start, done)
 
     def read(self, fd: int, target: memoryview, offset: int) -> int:
         """Fill `target` from the file of `fd`; return how many bytes came, maybe none.

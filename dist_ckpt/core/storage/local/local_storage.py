@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from dist_ckpt.core.format.checksums import Buffer
-from dist_ckpt.core.format.geometry import Span
+from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.storage.local.descriptor import Descriptor
 from dist_ckpt.core.storage.local.direct_io import DirectFile, DirectIO
 from dist_ckpt.core.storage.local.exclusive_rename import (
@@ -190,7 +190,7 @@ class _LocalWritableFile:
     def write_at(self, offset: int, data: Buffer) -> None:
         view = memoryview(data).cast("B")
         with _errors_of(self._descriptor.path), self._descriptor.lend() as fds:
-            done = self._direct.write(fds[1], view, offset) if self._direct else Span(0, 0)
+            done = self._direct.write(fds[1], view, offset) if self._direct else ByteRange(0, 0)
             # Never into a page that a direct write of another thread touches: those cover whole
             # pages of what was given to them. One fsync of the file makes both kinds durable.
             write_all(fds[0], view[: done.start], offset)

@@ -1,6 +1,6 @@
 """A storage that counts what is read and written through it: one rank's, in one operation."""
 
-# ruff: noqa: D102  # `WrappedStorage` documents the methods
+# ruff: noqa: D102  # `ForwardingStorage` documents the methods
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import threading
 from collections.abc import Callable
 
 from dist_ckpt.core.storage.protocol import Storage
-from dist_ckpt.core.storage.wrappers.forwarding import WrappedStorage
-from dist_ckpt.reports import Tally
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
+from dist_ckpt.reports import IoCount
 
 
-class CountingStorage(WrappedStorage):
+class CountingStorage(ForwardingStorage):
     """Hands every call to `inner`; `reads` and `writes` are the calls and bytes of its files."""
 
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
-        self.reads = self.writes = Tally()
+        self.reads = self.writes = IoCount()
         self._lock = threading.Lock()
 
     def read(self, path: str, nbytes: int, act: Callable[[], int]) -> int:

@@ -6,7 +6,7 @@ a thread itself, and somebody watches it, the call is made in place: a thread mo
 a call.
 """
 
-# ruff: noqa: D102  # `WrappedStorage` documents the methods
+# ruff: noqa: D102  # `ForwardingStorage` documents the methods
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
-from dist_ckpt.config import STALL_S, patience_s
-from dist_ckpt.core.runtime.threads import DaemonThreads, Watch
+from dist_ckpt.config import STALL_TIMEOUT_S, stall_timeout_s
+from dist_ckpt.core.runtime.threads import CallMonitor, DaemonThreads
 from dist_ckpt.core.storage.protocol import Storage, WritableFile
-from dist_ckpt.core.storage.wrappers.forwarding import T, WrappedStorage
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage, T
 from dist_ckpt.errors import StorageError
 
 # So many calls are made at once. Those that hang count, so that they cannot pile up for ever.
@@ -29,14 +29,14 @@ MAX_CALLS = 256
 GRACE_S = 5.0
 
 
-class DeadlineStorage(WrappedStorage):
+class DeadlineStorage(ForwardingStorage):
     """Hands calls to `inner`, with deadlines: StorageError that names the call and the path.
 
-    `stall_s` is for a call that moves nothing; bytes get `patience_s`. A call that has missed its
-    deadline may still take effect later.
+    `stall_s` is for a call that moves nothing; bytes get `stall_timeout_s`. A call that has missed
+    its deadline may still take effect later.
     """
 
-    def __init__(self, inner: Storage, stall_s: float = STALL_S) -> None:
+    def __init__(self, inner: Storage, stall_s: float = STALL_TIMEOUT_S) -> None:
         super().__init__(inner)
         self._stall_s = stall_s
         self._threads = DaemonThreads(MAX_CALLS)
@@ -57,12 +57,12 @@ class DeadlineStorage(WrappedStorage):
         nbytes: int = 0,
         release: Callable[[T], None] = lambda _: None,
     ) -> T:
-        timeout_s = patience_s(nbytes, stall_s=self._stall_s)
+        timeout_s = stall_timeout_s(nbytes, stall_s=self._stall_s)
         fact = (
             f"{what}: the storage did not answer for {timeout_s:g} s; look at its health (a "
             "network mount may hang), then try again"
         )
-        if (watch := Watch.here()) is not None:
+        if (watch := CallMonitor.here()) is not None:
             return watch.make(act, timeout_s, fact, release)
         future = self._submit(what, act)
         try:

@@ -16,7 +16,7 @@ from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage, Writab
 T = TypeVar("T")
 
 
-class WrappedStorage:
+class ForwardingStorage:
     """Hands every call to `inner`, all but `close` by `make_call`; `act` is the call itself.
 
     Those of files come by `read`, `write`, `finish` and `close` before, with the path of the file.
@@ -91,7 +91,7 @@ class WrappedStorage:
 
 
 class _WrappedWritableFile:
-    def __init__(self, storage: WrappedStorage, path: str, inner: WritableFile) -> None:
+    def __init__(self, storage: ForwardingStorage, path: str, inner: WritableFile) -> None:
         self._storage = storage
         self._path = path
         self._inner = inner
@@ -112,7 +112,7 @@ class _WrappedWritableFile:
 
 
 class _WrappedReadableFile:
-    def __init__(self, storage: WrappedStorage, path: str, inner: ReadableFile) -> None:
+    def __init__(self, storage: ForwardingStorage, path: str, inner: ReadableFile) -> None:
         self._storage = storage
         self._path = path
         self._inner = inner

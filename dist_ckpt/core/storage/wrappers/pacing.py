@@ -1,6 +1,6 @@
 """A storage that is written to at no more than so many bytes a second, by all threads together."""
 
-# ruff: noqa: D102  # `WrappedStorage` documents the methods
+# ruff: noqa: D102  # `ForwardingStorage` documents the methods
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 
 from dist_ckpt.core.storage.protocol import Storage
-from dist_ckpt.core.storage.wrappers.forwarding import WrappedStorage
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
 
 # How long at most nobody looks whether there is still something to wait for.
 STEP_S = 0.05
 
 
-class Allowance:
+class RateLimit:
     """So many bytes a second, for all who share it. Threads may.
 
     Who has taken some waits until all that was taken before has had its time. `check` is called
@@ -50,13 +50,13 @@ class Allowance:
             self._sleep(min(left_s, STEP_S))
 
 
-class PacedStorage(WrappedStorage):
+class RateLimitedStorage(ForwardingStorage):
     """Hands every call to `inner`, and writes to files when the allowance says so.
 
     It sleeps before a call, not within: a deadline of `inner` does not run meanwhile.
     """
 
-    def __init__(self, inner: Storage, allowance: Allowance) -> None:
+    def __init__(self, inner: Storage, allowance: RateLimit) -> None:
         super().__init__(inner)
         self._allowance = allowance
 

@@ -13,7 +13,7 @@ from dist_ckpt.core.format.index.index import Catalog, Key, TensorRecord
 from dist_ckpt.core.format.layout import Layout
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import names_above
-from dist_ckpt.core.state.binding.sources.saved_tree import Saved, state_of
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, state_of
 from dist_ckpt.core.state.binding.sources.scopes import Scope, SourceCatalog, tagged
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, is_mapping, join
 
@@ -21,18 +21,18 @@ _GROUPS = ".param_groups"
 
 
 @dataclass(frozen=True, slots=True)
-class Offering:
+class SourceView:
     """What one source may give: what a checkpoint holds, seen through the source's rename.
 
     `place` is the number of that checkpoint: several sources may be of one.
     """
 
     place: int
-    saved: Saved
+    saved: SavedTree
     scope: Scope
 
 
-def merged(offers: Sequence[Offering], paths: Sequence[str]) -> Saved:
+def merge_sources(offers: Sequence[SourceView], paths: Sequence[str]) -> SavedTree:
     """Return what several sources hold together. `paths` are those of the checkpoints.
 
     Of the sources of one key the first that has a name gives it. That sources of two keys have one
@@ -40,7 +40,7 @@ def merged(offers: Sequence[Offering], paths: Sequence[str]) -> Saved:
     """
     catalogs = {offer.place: offer.saved.catalog for offer in offers}
     origins = tuple(SourceCatalog(path, catalogs[place]) for place, path in enumerate(paths))
-    taken = _Taken()
+    taken = _Allocation()
     won = [taken.take(offer) for offer in offers]
     leaves = {name: tagged(one.place, fqn) for one in won for name, fqn in one.leaves.items()}
     kinds, entries = _containers(won)
@@ -74,18 +74,18 @@ def merged(offers: Sequence[Offering], paths: Sequence[str]) -> Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class _Won:
+class _SourceNames:
     """What one source gives: leaves by their names here; `alive` are also the names above them."""
 
     place: int
-    saved: Saved
+    saved: SavedTree
     leaves: Mapping[str, str]
     params: Mapping[str, Sequence[str]]
     alive: frozenset[str]
 
 
 @dataclass(slots=True)
-class _Taken:
+class _Allocation:
     """What the sources so far give: each unit, and all names above one, with the key they are of.
 
     `groups` are how many parameter groups each key's sources give, and of which parameters.
@@ -97,7 +97,7 @@ class _Taken:
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
     clashing: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
-    def take(self, offer: Offering) -> _Won:
+    def take(self, offer: SourceView) -> _SourceNames:
         """Return what one more source gives, and note it."""
         key, saved = offer.scope.key, self._regrouped(offer)
         units = _units(saved)
@@ -122,7 +122,7 @@ class _Taken:
             self.numbers[key, _optimizer_of(group)] = _number_of(group) + 1
         leaves = {name: saved.leaves[name] for name in won if name in saved.leaves}
         alive = frozenset(above for name in won for above in names_above(name))
-        return _Won(offer.place, saved, leaves, params, alive)
+        return _SourceNames(offer.place, saved, leaves, params, alive)
 
     def clashes(self) -> Iterator[str]:
         """Yield what is wrong where the sources of two keys have one name."""
@@ -140,7 +140,7 @@ class _Taken:
             return self.above[unit]
         return next((self.units[name] for name in names_above(unit) if name in self.units), None)
 
-    def _regrouped(self, offer: Offering) -> Saved:
+    def _regrouped(self, offer: SourceView) -> SavedTree:
         """Give parameter groups numbers behind those of earlier sources, less their parameters.
 
         Which of a source's groups has a number says nothing of the groups of another.
@@ -164,7 +164,7 @@ class _Taken:
         return _moved(replace(saved, params=kept | behind), moved) if moved else saved
 
 
-def _moved(saved: Saved, groups: Mapping[str, str | None]) -> Saved:
+def _moved(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
     """Give groups, and what is below them, other numbers; None leaves one out."""
 
     def new(name: str) -> str | None:
@@ -195,13 +195,13 @@ def _moved(saved: Saved, groups: Mapping[str, str | None]) -> Saved:
     )
 
 
-def _units(saved: Saved) -> frozenset[str]:
+def _units(saved: SavedTree) -> frozenset[str]:
     """Return the names at and below which all comes from one source."""
     compounds = (n.removesuffix(f".{RECORD}") for n in saved.leaves if n.endswith(f".{RECORD}"))
     return frozenset((*compounds, *saved.params, *_states(saved)))
 
 
-def _states(saved: Saved) -> Iterator[str]:
+def _states(saved: SavedTree) -> Iterator[str]:
     """Yield the names of the state of each parameter that the groups name."""
     for group, params in saved.params.items():
         yield from (join(state_of(group), name) for name in params)
@@ -224,7 +224,7 @@ def _number_of(group: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _left_out(offer: Offering, leaves: Mapping[str, str]) -> Iterator[str]:
+def _left_out(offer: SourceView, leaves: Mapping[str, str]) -> Iterator[str]:
     for name in offer.saved.leaves:
         if offer.scope.holds(name) and name not in offer.scope.selection and name not in leaves:
             yield name
@@ -233,13 +233,13 @@ def _left_out(offer: Offering, leaves: Mapping[str, str]) -> Iterator[str]:
 # --- what is wrong under `strict` ------------------------------------------------------------
 
 
-def _unmatched(offer: Offering) -> tuple[str, ...]:
+def _unmatched(offer: SourceView) -> tuple[str, ...]:
     names = [name for name in offer.saved.leaves if offer.scope.holds(name)]
     problems = offer.scope.selection.unmatched(names)
     return tuple(f"{offer.scope.path}: {problem}" for problem in problems)
 
 
-def _empty_keys(offers: Iterable[Offering]) -> Iterator[str]:
+def _empty_keys(offers: Iterable[SourceView]) -> Iterator[str]:
     paths: dict[str, list[str]] = {}
     found: set[str] = set()
     for offer in offers:
@@ -256,7 +256,7 @@ def _empty_keys(offers: Iterable[Offering]) -> Iterator[str]:
 
 
 def _containers(
-    won: Sequence[_Won],
+    won: Sequence[_SourceNames],
 ) -> tuple[dict[str, str], dict[str, Sequence[tuple[PathKey, str]]]]:
     """Return the kind and the entries of each container that holds something that is given."""
     kinds: dict[str, str] = {}

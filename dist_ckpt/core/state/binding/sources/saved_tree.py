@@ -29,7 +29,7 @@ _GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedTree:
     """A checkpoint seen through a rename; or several, as `merged` sees them as one.
 
     `leaves` are all names: of tensors, of values, of per-rank values. Each maps to the name that
@@ -95,7 +95,7 @@ class Saved:
         """Say whether all names are those of the catalog: no rename has touched them."""
         return not self.dropped and all(name == fqn for name, fqn in self.leaves.items())
 
-    def is_compound(self, name: str) -> bool:
+    def is_wrapper_subclass(self, name: str) -> bool:
         """Say whether the name is that of a tensor which is made of others."""
         return join(name, RECORD) in self.leaves
 
@@ -107,7 +107,7 @@ class Saved:
             return "a per-rank value"
         if self.is_value(name):
             return "a value without tensors"
-        if self.is_compound(name):
+        if self.is_wrapper_subclass(name):
             saved = self.main.get(self.leaves[join(name, RECORD)])
             what = saved.get("class") if isinstance(saved, Mapping) else None
             return f"the parts of a {what or 'tensor of a class of its own'}"
@@ -199,13 +199,13 @@ def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
     return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "unknown"
 
 
-def saved_of(
+def saved_tree_of(
     catalog: Catalog,
     main: ObjectsFile,
     read: Callable[[int], ObjectsFile],
     *,
     rename: Mapping[str, str | None] | None = None,
-) -> Saved:
+) -> SavedTree:
     """Return what a checkpoint holds; `main` is its `objects.msgpack`, `read(rank)` gets another's.
 
     Raises TypeError or ValueError for a rename that makes no sense in itself; one that does not
@@ -241,7 +241,7 @@ def saved_of(
         if name in leaves and name not in params
     )
     numpy = set(main.numpy)
-    return Saved(
+    return SavedTree(
         catalog=catalog,
         leaves=leaves,
         kinds=kinds,

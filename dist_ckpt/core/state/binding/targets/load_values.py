@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.state.tree.containers import PathKey, container
-from dist_ckpt.core.state.tree.read_tree import users_code
+from dist_ckpt.core.state.tree.read_tree import calling_user_code
 
 Value = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class ConstantValue:
     """A plain value, or memory that the state has."""
 
     value: object
@@ -28,7 +28,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class NewContainer:
     """A new container of a saved kind."""
 
     kind: str
@@ -49,7 +49,7 @@ def resharded(
 
     Raises CheckpointError if it does.
     """
-    with users_code(name, on_reshard, "on_reshard"):
+    with calling_user_code(name, on_reshard, "on_reshard"):
         return on_reshard(dict(values), key)
 
 

@@ -19,26 +19,26 @@ from torch.optim import Optimizer
 
 from dist_ckpt.core.format.geometry import Region, Shape, row_major_strides
 from dist_ckpt.core.runtime.torch_private import local_tensor
-from dist_ckpt.core.state.binding.sources.saved_tree import Saved
-from dist_ckpt.core.state.binding.targets.targets import Beside, Fresh, Targets
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
+from dist_ckpt.core.state.binding.targets.targets import FillTargets, NewTensor, PlacementHint
 from dist_ckpt.core.state.fsdp1.modules import ParameterPart
 from dist_ckpt.core.state.tensors.dtensors import dtensor_like
 from dist_ckpt.core.state.tensors.local_tensors import class_name, full_name, torch_dtype
 from dist_ckpt.core.state.tensors.read_tensor import device_of
 from dist_ckpt.core.state.tensors.tensor_subclasses import (
-    HeldBox,
+    LocalBox,
     difference,
-    held_box,
+    flatten_context_of,
     inner_cut,
     inner_tensors,
-    is_compound,
-    is_compound_class,
-    record_of,
+    is_wrapper_subclass,
+    is_wrapper_subclass_type,
+    local_box,
     resized,
     unwrapped,
 )
 from dist_ckpt.core.state.tree.containers import RECORD, join
-from dist_ckpt.core.state.tree.read_tree import users_code
+from dist_ckpt.core.state.tree.read_tree import calling_user_code
 from dist_ckpt.errors import IncompatibleError
 
 _REMEDY = (
@@ -49,7 +49,7 @@ _REMEDY = (
 _KEYS = {"class", "dtype", "shape", "context", "exact"}
 
 
-def compound_classes(optimizer: Optimizer) -> dict[str, type[torch.Tensor]]:
+def subclass_types(optimizer: Optimizer) -> dict[str, type[torch.Tensor]]:
     """Return the classes that an optimizer may keep its state in, by their full names.
 
     They are those of its parameters, and those in the modules that define its own classes; of the
@@ -63,9 +63,9 @@ def compound_classes(optimizer: Optimizer) -> dict[str, type[torch.Tensor]]:
         found += [
             cls
             for cls in named
-            if is_compound_class(cls) and _package_of(cls) == _package_of(owner)
+            if is_wrapper_subclass_type(cls) and _package_of(cls) == _package_of(owner)
         ]
-    return {full_name(cls): cls for cls in found if is_compound_class(cls)}
+    return {full_name(cls): cls for cls in found if is_wrapper_subclass_type(cls)}
 
 
 def _package_of(cls: type) -> str:
@@ -73,7 +73,7 @@ def _package_of(cls: type) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FreshCompound:
+class NewSubclassTensor:
     """A compound tensor that is made once the memory of its inner ones is there and filled.
 
     `like` is one without memory, and `context` what its class gets. It becomes a DTensor where
@@ -83,7 +83,7 @@ class FreshCompound:
     name: str
     like: torch.Tensor
     context: object
-    inner: Mapping[str, Fresh | FreshCompound]
+    inner: Mapping[str, NewTensor | NewSubclassTensor]
     parameter: torch.Tensor
 
     def __call__(self) -> object:
@@ -91,19 +91,21 @@ class FreshCompound:
         made = self._local()
         if not isinstance(self.parameter, DTensor):
             return made
-        with users_code(self.name, made, "a view"), torch.no_grad():
+        with calling_user_code(self.name, made, "a view"), torch.no_grad():
             return dtensor_like(self.parameter, made)
 
     def _local(self) -> torch.Tensor:
         inner = {
-            name: one._local() if isinstance(one, FreshCompound) else one.value
+            name: one._local() if isinstance(one, NewSubclassTensor) else one.value
             for name, one in self.inner.items()
         }
         shape = tuple(self.like.shape)
         return _unflattened(type(self.like), self.context, inner, shape, self.name)
 
 
-def fresh_compound(saved: Saved, targets: Targets, name: str, beside: Beside) -> FreshCompound:
+def new_subclass_tensor(
+    saved: SavedTree, targets: FillTargets, name: str, beside: PlacementHint
+) -> NewSubclassTensor:
     """Want the inner tensors of a compound one that was saved, in new memory.
 
     Raises CheckpointError if it could not be made of them.
@@ -117,9 +119,9 @@ def fresh_compound(saved: Saved, targets: Targets, name: str, beside: Beside) ->
     parameter = unwrapped(beside.parameter)
     shape = tuple(whole.shape)
     if not isinstance(parameter, DTensor):
-        cut = HeldBox(shape, Region.whole(shape))
+        cut = LocalBox(shape, Region.whole(shape))
     elif shape == tuple(parameter.shape):
-        cut = held_box(parameter, name)
+        cut = local_box(parameter, name)
     else:
         raise IncompatibleError(
             f"{name}: saved with shape {shape} under a parameter of shape "
@@ -128,13 +130,13 @@ def fresh_compound(saved: Saved, targets: Targets, name: str, beside: Beside) ->
     return _wanted(saved, targets, name, beside, whole, cut)
 
 
-def _trial(saved: Saved, name: str, beside: Beside) -> torch.Tensor:
+def _trial(saved: SavedTree, name: str, beside: PlacementHint) -> torch.Tensor:
     """Make one without memory, whole, and see that it is what was saved."""
     cls, record = _class_of(saved, name, beside)
     inner: dict[str, torch.Tensor] = {}
     for attribute, child in _inner_names(saved, name):
         if (stored := saved.tensor(child)) is None:
-            if not saved.is_compound(child):
+            if not saved.is_wrapper_subclass(child):
                 raise IncompatibleError(
                     f"{child}: saved as {saved.kind_of(child)}, where a part of a "
                     f"{record['class']} is a tensor: {_REMEDY}"
@@ -146,8 +148,8 @@ def _trial(saved: Saved, name: str, beside: Beside) -> torch.Tensor:
     shape = record["shape"]
     assert isinstance(shape, tuple)
     made = _unflattened(cls, record["context"], inner, shape, name)
-    with users_code(name, made, "__tensor_flatten__"):
-        own, parts = record_of(made, name), inner_tensors(made, name)
+    with calling_user_code(name, made, "__tensor_flatten__"):
+        own, parts = flatten_context_of(made, name), inner_tensors(made, name)
     found = difference(record, own)
     if found is None and parts.keys() != inner.keys():
         found = f"saved with the parts {', '.join(inner)}, it has others"
@@ -157,27 +159,32 @@ def _trial(saved: Saved, name: str, beside: Beside) -> torch.Tensor:
 
 
 def _wanted(
-    saved: Saved, targets: Targets, name: str, beside: Beside, whole: torch.Tensor, cut: HeldBox
-) -> FreshCompound:
+    saved: SavedTree,
+    targets: FillTargets,
+    name: str,
+    beside: PlacementHint,
+    whole: torch.Tensor,
+    cut: LocalBox,
+) -> NewSubclassTensor:
     """Want what a rank needs for its part of a whole one."""
     assert isinstance(beside.parameter, torch.Tensor)
     local = whole
     for dim in cut.dims:
-        with users_code(name, whole, f"narrow({dim}, ...)"):
+        with calling_user_code(name, whole, f"narrow({dim}, ...)"):
             local = local.narrow(dim, cut.box.offset[dim], cut.box.shape[dim])
     if type(local) is not type(whole):
         raise IncompatibleError(
             f"{name}: a part of a {class_name(whole)} is a {class_name(local)}: {_REMEDY}"
         )
     _, record = _class_of(saved, name, beside)
-    with users_code(name, local, "__tensor_flatten__"):
+    with calling_user_code(name, local, "__tensor_flatten__"):
         parts, wholes = inner_tensors(local, name), inner_tensors(whole, name)
     if parts.keys() != wholes.keys():
         raise IncompatibleError(
             f"{name}: a part of a {class_name(whole)} is made of {', '.join(parts)}, the whole of "
             f"{', '.join(wholes)}: {_REMEDY}"
         )
-    inner: dict[str, Fresh | FreshCompound] = {}
+    inner: dict[str, NewTensor | NewSubclassTensor] = {}
     for attribute, child in _inner_names(saved, name):
         part, shape = parts[attribute], tuple(wholes[attribute].shape)
         box = inner_cut(cut, tuple(part.shape), is_table=tuple(part.shape) == shape)
@@ -186,16 +193,16 @@ def _wanted(
                 f"{name}: of its {attribute!r} of shape {shape} this rank would need "
                 f"{tuple(part.shape)}, which is not a part that can be told: {_REMEDY}"
             )
-        if is_compound(wholes[attribute]):
+        if is_wrapper_subclass(wholes[attribute]):
             inner[attribute] = _wanted(saved, targets, child, beside, wholes[attribute], box)
         else:
             inner[attribute] = targets.box(child, box.box, device_of(beside.parameter))
     context = resized(record["context"], cut.shape, cut.box.shape)
-    return FreshCompound(name, local, context, inner, beside.parameter)
+    return NewSubclassTensor(name, local, context, inner, beside.parameter)
 
 
 def _class_of(
-    saved: Saved, name: str, beside: Beside
+    saved: SavedTree, name: str, beside: PlacementHint
 ) -> tuple[type[torch.Tensor], Mapping[str, object]]:
     full = join(name, RECORD)
     record = saved.value(full) if saved.is_value(full) else None
@@ -214,7 +221,7 @@ def _class_of(
 
 
 def _is_record(record: object) -> TypeGuard[Mapping[str, object]]:
-    """Say whether a value of the file has the form of what `record_of` returns."""
+    """Say whether a value of the file has the form of what `flatten_context_of` returns."""
     if not isinstance(record, Mapping) or record.keys() - {"for_each_shard"} != _KEYS:
         return False
     return (
@@ -229,7 +236,7 @@ def _is_shape(value: object) -> bool:
     return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _inner_names(saved: Saved, name: str) -> Iterator[tuple[str, str]]:
+def _inner_names(saved: SavedTree, name: str) -> Iterator[tuple[str, str]]:
     return ((str(key), child) for key, child in saved.children(name) if key != RECORD)
 
 
@@ -241,7 +248,7 @@ def _unflattened(
     name: str,
 ) -> torch.Tensor:
     strides = row_major_strides(shape)
-    with users_code(name, cls, "__tensor_unflatten__"), torch.no_grad():
+    with calling_user_code(name, cls, "__tensor_unflatten__"), torch.no_grad():
         made: torch.Tensor = cls.__tensor_unflatten__(  # type: ignore[attr-defined]
             inner, context, torch.Size(shape), strides
         )

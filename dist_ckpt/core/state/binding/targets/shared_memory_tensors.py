@@ -19,7 +19,7 @@ from dist_ckpt.errors import IncompatibleError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Landing:
+class AliasStaging:
     """The local parts of a tensor, and memory like them on the host that is read into first."""
 
     name: str
@@ -27,10 +27,10 @@ class Landing:
     read: tuple[torch.Tensor, ...]
 
     @staticmethod
-    def of(name: str, parts: Sequence[torch.Tensor]) -> Landing:
+    def of(name: str, parts: Sequence[torch.Tensor]) -> AliasStaging:
         """Make the memory."""
         read = (torch.empty(part.shape, dtype=part.dtype, device="cpu") for part in parts)
-        return Landing(name, tuple(parts), tuple(read))
+        return AliasStaging(name, tuple(parts), tuple(read))
 
     def put(self) -> None:
         """Copy what was read to where it belongs: bits, never cast."""
@@ -49,7 +49,7 @@ class Landing:
         )
 
 
-def sharing(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
+def aliases_memory(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
     """Return the numbers of the tensors, given by their parts, that may share a byte with another.
 
     Strided views that only interleave are among them.
@@ -71,7 +71,7 @@ def sharing(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
     return frozenset(found)
 
 
-def settle(landings: Sequence[Landing]) -> None:
+def copy_to_aliases(landings: Sequence[AliasStaging]) -> None:
     """Put everything in place. Raises IncompatibleError where what was saved does not agree."""
     for landing in landings:
         landing.put()
@@ -85,7 +85,7 @@ def settle(landings: Sequence[Landing]) -> None:
             )
 
 
-def _undoes(other: Landing, landing: Landing) -> bool:
+def _undoes(other: AliasStaging, landing: AliasStaging) -> bool:
     landing.put()
     other.put()
     return not landing.is_there()

@@ -11,19 +11,23 @@ import torch
 
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
-from dist_ckpt.core.planning.plan import Flattened, Ruled, Wanted, Whole
+from dist_ckpt.core.planning.plan import Flattened, RuleSharded, TensorRequest, Whole
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.shard_io.memory.casting import CastTarget, can_cast
 from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, synchronize
-from dist_ckpt.core.state.binding.sources.saved_tree import Saved
-from dist_ckpt.core.state.binding.targets.shared_memory_tensors import Landing, settle, sharing
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
+from dist_ckpt.core.state.binding.targets.shared_memory_tensors import (
+    AliasStaging,
+    aliases_memory,
+    copy_to_aliases,
+)
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.fsdp1.modules import ParameterPart
 from dist_ckpt.core.state.sharding_rules import target_cells
 from dist_ckpt.core.state.tensors.local_tensors import as_numpy, is_array, is_ordinary, torch_dtype
 from dist_ckpt.core.state.tensors.read_tensor import (
-    HeldTensor,
+    LocalTensor,
     describe_target,
     empty_like_saved,
     is_meta,
@@ -35,8 +39,8 @@ from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 
 
 @dataclass(slots=True, eq=False)
-class Fresh:
-    """A tensor that a load makes; `value` is there once `Targets.allocate` has run."""
+class NewTensor:
+    """A tensor that a load makes; `value` is there once `FillTargets.allocate` has run."""
 
     make: Callable[[], object]
     value: object = None
@@ -47,7 +51,7 @@ class Fresh:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beside:
+class PlacementHint:
     """The parameter that state lies beside; `on_host` says that the state stays in host memory.
 
     `classes` are those of which compound state may be made, by their full names.
@@ -70,11 +74,11 @@ class _Fill(NamedTuple):
     fqn: str
     first: int
     cells: tuple[Cell, ...]
-    parts: tuple[torch.Tensor, ...] | Fresh
+    parts: tuple[torch.Tensor, ...] | NewTensor
     cast_from: str | None
 
 
-class Targets:
+class FillTargets:
     """The tensors that a rank wants, added one after another.
 
     What does not fit goes to `problems`, in words. `resharded` are the names whose cells here are
@@ -82,7 +86,7 @@ class Targets:
     names whose values may be converted, None for none.
     """
 
-    def __init__(self, template: Template, saved: Saved, cast: Selection | None = None) -> None:
+    def __init__(self, template: Template, saved: SavedTree, cast: Selection | None = None) -> None:
         self.problems: list[str] = []
         self.resharded: list[str] = []
         self._template = template
@@ -91,16 +95,16 @@ class Targets:
         self._casts: list[tuple[str, CastTarget]] = []
         self._cells: dict[str, tuple[Cell, ...]] = {}
         self._fills: list[_Fill] = []
-        self.fresh: list[Fresh] = []
+        self.fresh: list[NewTensor] = []
         # The cells of the ordinary tensors of a kind that is stored in just these cells.
         self._kinds: dict[Hashable, tuple[Cell, ...]] = {}
         self._values: dict[str, object] = {}
         self._starts: dict[int, str] = {}
         self._ties: dict[Hashable, str] = {}
-        self._whole: dict[tuple[str, bool], Fresh] = {}
+        self._whole: dict[tuple[str, bool], NewTensor] = {}
         # Those on accelerators.
         self._tensors: list[torch.Tensor] = []
-        self._landings: list[Landing] = []
+        self._landings: list[AliasStaging] = []
         self._stored: dict[int, frozenset[Cell]] = {}
 
     def fill(self, name: str, leaf: TensorLeaf, *, as_bits: bool = False) -> object:
@@ -147,7 +151,7 @@ class Targets:
                 self._kinds[key] = cells
         return value
 
-    def _why_no_cast(self, name: str, held: HeldTensor, *, as_bits: bool) -> str | None:
+    def _why_no_cast(self, name: str, held: LocalTensor, *, as_bits: bool) -> str | None:
         """Say why the values of a saved tensor are not converted; None if they are."""
         if as_bits:
             return "what a tensor is made of is never cast"
@@ -169,7 +173,7 @@ class Targets:
         cells = self._cells_of(name, held, leaf, record.shape)
         return cells is not None and held.dtype == record.dtype
 
-    def whole(self, name: str) -> Fresh:
+    def whole(self, name: str) -> NewTensor:
         """Want a tensor whole, in new host memory. Tied names get the same tensor."""
         fqn, record = self._tensor(name)
         as_array = name in self._saved.numpy
@@ -186,7 +190,7 @@ class Targets:
             self._whole[fqn, as_array] = self._want_fresh(name, cells, make)
         return self._whole[fqn, as_array]
 
-    def beside(self, name: str, beside: Beside) -> Fresh:
+    def beside(self, name: str, beside: PlacementHint) -> NewTensor:
         """Want a tensor in new memory: laid out as a parameter if it has its shape, else whole."""
         record = self._tensor(name)[1]
         whole, dtype, parameter = Region.whole(record.shape), record.dtype, beside.parameter
@@ -211,7 +215,7 @@ class Targets:
         # DTensor.
         return self._want_fresh(name, (whole,), partial(_new, like, record.shape, dtype))
 
-    def box(self, name: str, box: Region, device: torch.device) -> Fresh:
+    def box(self, name: str, box: Region, device: torch.device) -> NewTensor:
         """Want a box of a tensor in new memory."""
         dtype = torch_dtype(self._tensor(name)[1].dtype)
         cells = (box,) if box.numel else ()
@@ -219,7 +223,7 @@ class Targets:
             name, cells, lambda: torch.empty(box.shape, dtype=dtype, device=device)
         )
 
-    def _beside_part(self, name: str, part: ParameterPart, record: TensorRecord) -> Fresh:
+    def _beside_part(self, name: str, part: ParameterPart, record: TensorRecord) -> NewTensor:
         """Want a tensor in new memory beside a part of a parameter: cut alike, or a scalar."""
         if record.shape == part.global_shape:
             return self._want_fresh(
@@ -235,11 +239,11 @@ class Targets:
             )
         return self.box(name, Region.whole(record.shape), part.tensor.device)
 
-    def wanted(self) -> tuple[Wanted, ...]:
+    def wanted(self) -> tuple[TensorRequest, ...]:
         """Return what a load plan is made for."""
         tensors = self._saved.catalog.tensors
         return tuple(
-            Wanted(fqn, tensors[fqn].dtype, tensors[fqn].shape, cells)
+            TensorRequest(fqn, tensors[fqn].dtype, tensors[fqn].shape, cells)
             for fqn, cells in self._cells.items()
         )
 
@@ -249,12 +253,12 @@ class Targets:
             fresh.value = fresh.make()
         targets: dict[tuple[str, int], Target] = {}
         held = [self._parts_of(fill) for fill in self._fills]
-        shared = sharing(held)
+        shared = aliases_memory(held)
         self._tensors += [part for parts in held for part in parts if not part.is_cpu]
         for place, (fill, parts) in enumerate(zip(self._fills, held, strict=True)):
             memory = parts
             if place in shared:
-                self._landings.append(Landing.of(fill.name, parts))
+                self._landings.append(AliasStaging.of(fill.name, parts))
                 memory = self._landings[-1].read
             for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
                 targets[fill.fqn, number] = self._target(fill, part, cell)
@@ -266,7 +270,7 @@ class Targets:
 
         Raises IncompatibleError if they cannot all be filled, or a cast has lost a number.
         """
-        settle(self._landings)
+        copy_to_aliases(self._landings)
         self._landings.clear()
         synchronize(self._tensors)
         if lost := list(dict.fromkeys(name for name, one in self._casts if one.has_overflown)):
@@ -284,7 +288,7 @@ class Targets:
         return target
 
     def _parts_of(self, fill: _Fill) -> tuple[torch.Tensor, ...]:
-        if isinstance(fill.parts, Fresh):
+        if isinstance(fill.parts, NewTensor):
             return self._held(fill.parts.value, fill.name).parts
         return fill.parts
 
@@ -293,7 +297,7 @@ class Targets:
         assert found is not None, name
         return found
 
-    def _held(self, value: object, name: str) -> HeldTensor:
+    def _held(self, value: object, name: str) -> LocalTensor:
         template = self._template
         return describe_target(value, name, rank=template.rank, group=template.group_ranks)
 
@@ -304,7 +308,7 @@ class Targets:
         return value.dtype, value.shape, record.dtype, record.shape, record.layout
 
     def _cells_of(
-        self, name: str, held: HeldTensor, leaf: TensorLeaf, shape: Shape
+        self, name: str, held: LocalTensor, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Cell, ...] | None:
         """Return the cells that a leaf is of the saved tensor, or None if its shape is another."""
         found = self._ruled(name, held, leaf)
@@ -313,14 +317,14 @@ class Targets:
         return held.cells if held.shape == shape else None
 
     def _ruled(
-        self, name: str, held: HeldTensor, leaf: TensorLeaf
-    ) -> tuple[Ruled, Shape] | tuple[Flattened, Shape] | None:
+        self, name: str, held: LocalTensor, leaf: TensorLeaf
+    ) -> tuple[RuleSharded, Shape] | tuple[Flattened, Shape] | None:
         rules = self._template.rules
         if rules is None or not isinstance(held.view, Whole):
             return None
         return rules.view(name, leaf, held.shape)
 
-    def _misfit(self, name: str, held: HeldTensor, leaf: TensorLeaf) -> str:
+    def _misfit(self, name: str, held: LocalTensor, leaf: TensorLeaf) -> str:
         shape = f"{self._tensor(name)[1].shape}{self._saved.where(name)}"
         if self._ruled(name, held, leaf) is None:
             return (
@@ -349,8 +353,10 @@ class Targets:
                 first = self._ties.setdefault(tie, other)
         return first == name or self._tensor(first)[0] != self._tensor(name)[0]
 
-    def _want_fresh(self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]) -> Fresh:
-        fresh = Fresh(make)
+    def _want_fresh(
+        self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]
+    ) -> NewTensor:
+        fresh = NewTensor(make)
         self.fresh.append(fresh)
         fqn, record = self._tensor(name)
         self._want(name, fqn, cells, fresh)
@@ -362,7 +368,7 @@ class Targets:
         name: str,
         fqn: str,
         cells: tuple[Cell, ...],
-        parts: tuple[torch.Tensor, ...] | Fresh,
+        parts: tuple[torch.Tensor, ...] | NewTensor,
         cast_from: str | None = None,
     ) -> None:
         wanted = self._cells.get(fqn, ())
