@@ -1,4 +1,4 @@
-"""What saves of a model with frozen weights write, without and with `reuse=`.
+"""What saves of a model with frozen weights write, without and with `link_unchanged=`.
 
     .venv/bin/python -m benchmarks.frozen --dir /tmp
 
@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dir", default=tempfile.gettempdir())
     parser.add_argument("--saves", type=int, default=5)
     args = parser.parse_args(arguments)
-    for reuse in ((), "model.*.base"):
+    for link_unchanged in ((), "model.*.base"):
         with tempfile.TemporaryDirectory(dir=args.dir, prefix="frozen-") as folder:
-            print(f"reuse={reuse!r}")
-            for report in _train(Path(folder), args.saves, reuse):
+            print(f"link_unchanged={link_unchanged!r}")
+            for report in _train(Path(folder), args.saves, link_unchanged):
                 written, linked = report.storage_writes.nbytes, report.nbytes_linked
                 print(
                     f"  step {report.step}: {written / 1e6:6.2f} MB written, "
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
 
 
-def _train(folder: Path, saves: int, reuse: str | Sequence[str]) -> list[dc.SaveReport]:
+def _train(folder: Path, saves: int, link_unchanged: str | Sequence[str]) -> list[dc.SaveReport]:
     layers = [
         nn.ModuleDict(
             {
@@ -64,7 +64,9 @@ def _train(folder: Path, saves: int, reuse: str | Sequence[str]) -> list[dc.Save
         optimizer.step()
         optimizer.zero_grad()
         state = {"model": model, "optim": optimizer}
-        reports.append(dc.save(state, folder / f"step-{step}", step=step, reuse=reuse))
+        reports.append(
+            dc.save(state, folder / f"step-{step}", step=step, link_unchanged=link_unchanged)
+        )
     return reports
 
 

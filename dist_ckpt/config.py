@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 # A call that takes this long is not slow: the storage under it hangs. Far above what the fullest
 # disk needs for a few MiB, and what a network file system needs to fail over.
@@ -24,20 +28,45 @@ def stall_timeout_s(nbytes: int, *, stall_s: float = STALL_TIMEOUT_S) -> float:
     return stall_s + nbytes / SLOWEST_NBYTES_PER_S
 
 
+# Names that 0.2.0 has changed. They are refused: ignored, they would mean the defaults.
+_NEW_NAMES: Mapping[str, str] = {
+    "silence_s": "heartbeat_timeout_s",
+    "arrive_s": "join_timeout_s",
+    "warn_s": "join_warning_s",
+    "appear_s": "visibility_timeout_s",
+}
+
+
+def _refuse_old_names(config: type[_T]) -> type[_T]:
+    """Decorate a dataclass: its constructor refuses the old names of its fields."""
+    init = config.__init__  # type: ignore[misc]  # `Config` has no subclasses
+
+    @functools.wraps(init)
+    def checked(self: _T, *args: object, **kwargs: object) -> None:
+        for old, new in _NEW_NAMES.items():
+            if old in kwargs:
+                raise TypeError(f"{old}= is called {new}= since dist_ckpt 0.2.0: write {new}=")
+        init(self, *args, **kwargs)
+
+    config.__init__ = checked  # type: ignore[assignment, method-assign]
+    return config
+
+
+@_refuse_old_names
 @dataclass(frozen=True, slots=True)
 class Config:
     """Deadlines and sizes. Raises ValueError when built with a value that makes no sense.
 
     `heartbeat_timeout_s`: a rank whose heartbeat stops for this long is dead. `join_timeout_s`: how
-    long the first rank in a save or load waits for the others to enter; after `warn_s` it logs a
-    warning that names them. `visibility_timeout_s`: how long a rank waits to see the coordinator's
-    claim on shared storage. `threads`: how many reads or writes a rank has in flight. `host`: what
-    this rank's host is called; "" is what the system calls it.
+    long the first rank in a save or load waits for the others to enter; after `join_warning_s` it
+    logs a warning that names them. `visibility_timeout_s`: how long a rank waits to see the
+    coordinator's claim on shared storage. `threads`: how many reads or writes a rank has in flight.
+    `host`: what this rank's host is called; "" is what the system calls it.
     """
 
     heartbeat_timeout_s: float = 20.0
     join_timeout_s: float = 300.0
-    warn_s: float = 30.0
+    join_warning_s: float = 30.0
     visibility_timeout_s: float = 60.0
     threads: int = 4
     host: str = ""
@@ -56,7 +85,16 @@ class Config:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
-        """Return the defaults, changed by DIST_CKPT_HEARTBEAT_TIMEOUT_S and so on."""
+        """Return the defaults, changed by DIST_CKPT_HEARTBEAT_TIMEOUT_S and so on.
+
+        Raises ValueError for a value that is not a number, and for a variable with an old name.
+        """
+        for old, new in _NEW_NAMES.items():
+            if _variable(old) in environ:
+                raise ValueError(
+                    f"{_variable(old)} is called {_variable(new)} since dist_ckpt 0.2.0: set "
+                    f"{_variable(new)}, and unset {_variable(old)}"
+                )
         options: dict[str, float | str] = {}
         for field in fields(Config):
             text = environ.get(_variable(field.name))

@@ -135,7 +135,7 @@ class LoadReport:
 
     `sources` says what came from where; `path`, `step` and `attempt` are of the first source.
     `as_saved`: no rename has given saved names other ones. The report of a load that has left
-    something out says to `dc.save(carry=...)` what to carry on.
+    something out says to `dc.save(carry_over=...)` what to carry on.
     """
 
     path: str

@@ -24,7 +24,7 @@ class SaverOptions:
     root: str | os.PathLike[str] | None
     job: str | None
     when_busy: WhenBusy
-    settle_s: float
+    drain_timeout_s: float
     max_bytes_per_s: float | None
 
     def check(self) -> None:
@@ -35,7 +35,9 @@ class SaverOptions:
             check_job(self.job)
         if self.when_busy not in get_args(WhenBusy):
             raise ValueError(f'when_busy={self.when_busy!r}: give "wait", "skip" or "supersede"')
-        _check_number("settle_s", self.settle_s, 0, "a finite number of seconds, 0 or more")
+        _check_number(
+            "drain_timeout_s", self.drain_timeout_s, 0, "a finite number of seconds, 0 or more"
+        )
         if self.max_bytes_per_s is not None:
             least = f"a number, {MIN_BYTES_PER_S} at least, or None"
             _check_number("max_bytes_per_s", self.max_bytes_per_s, MIN_BYTES_PER_S, least)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torch.distributed import ProcessGroup
 
@@ -26,6 +26,7 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.runtime.renamed import refuse_old_attributes, refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.saving.save import SaveOptions
 from dist_ckpt.core.state.tree.containers import MutableState, State
@@ -55,8 +56,8 @@ class AsyncSaver:
     to a job, by default the one that the user and the root make; `job` names another. Two processes
     that live at once as the same rank of one job on one host are a ConflictError, and so are two
     savers of one process that are not closed. A later run of the job finds what an earlier one has
-    left: first its writers may finish, `settle_s` at most, then they are ended. Without `root` and
-    `job` the first save decides: its folder's parent is the root.
+    left: first its writers may finish, `drain_timeout_s` at most, then they are ended. Without
+    `root` and `job` the first save decides: its folder's parent is the root.
 
     `when_busy` says what `save` does while both arenas are still being written: "wait" for one,
     "skip" this save, or let it "supersede" the one that no writer has begun (else it waits).
@@ -68,6 +69,7 @@ class AsyncSaver:
     it: what is staged is written, and nobody is told if that fails.
     """
 
+    @refuse_old_parameters(settle_s="drain_timeout_s")
     def __init__(
         self,
         root: str | os.PathLike[str] | None = None,
@@ -75,13 +77,13 @@ class AsyncSaver:
         job: str | None = None,
         group: ProcessGroup | None = None,
         when_busy: WhenBusy = "wait",
-        settle_s: float = 60.0,
+        drain_timeout_s: float = 60.0,
         max_bytes_per_s: float | None = None,
     ) -> None:
         self.num_skipped = 0
         self.restored: LoadReport | None = None
         self._ranks: Session = session_of(group)
-        self._options = SaverOptions(root, job, when_busy, settle_s, max_bytes_per_s)
+        self._options = SaverOptions(root, job, when_busy, drain_timeout_s, max_bytes_per_s)
         self._pid = os.getpid()
         self._is_closed = False
         self._is_used = threading.Lock()
@@ -90,6 +92,7 @@ class AsyncSaver:
         with self._ranks.operation("AsyncSaver"):
             self._open()
 
+    @refuse_old_parameters(frozen="include_frozen", reuse="link_unchanged")
     def save(  # noqa: PLR0913 - the options of `dc.save`
         self,
         state: State,
@@ -101,16 +104,15 @@ class AsyncSaver:
         metadata: Mapping[str, object] | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
-        frozen: bool = True,
+        include_frozen: bool = True,
         config: Mapping[str, object] | None = None,
         kind: str | None = None,
         attach: Attachments | None = None,
-        reuse: str | Sequence[str] = (),
-        carry: LoadReport | None = None,
+        link_unchanged: str | Sequence[str] = (),
     ) -> SaveHandle:
         """Save a state as the checkpoint at `path`. Collective: every rank calls this.
 
-        The options are those of `dc.save`; `carry` is refused. On return the state is staged, and
+        The options are those of `dc.save`, without `carry_over`. On return the state is staged, and
         may change (on CUDA devices: see `fence`); nothing is durable yet: see `SaveHandle.result`.
 
         Raises what `dc.save` raises for a state that cannot be saved, on all ranks; then nothing
@@ -119,8 +121,8 @@ class AsyncSaver:
         and the next call goes on.
         """
         options = SaveOptions(
-            *(step, sharding, overwrite, metadata, include, exclude, frozen),
-            *(config, kind, attach, reuse, carry),
+            *(step, sharding, overwrite, metadata, include, exclude, include_frozen),
+            *(config, kind, attach, link_unchanged),
         )
         return self.save_with(state, path, options)
 
@@ -149,6 +151,7 @@ class AsyncSaver:
         if self._job is not None:
             self._job.fence.wait()
 
+    @refuse_old_parameters(frozen="include_frozen")
     def restore(  # noqa: PLR0913 - the options of `dc.load`
         self,
         state: MutableState,
@@ -158,7 +161,7 @@ class AsyncSaver:
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         rename: Mapping[str, str | None] | None = None,
-        frozen: bool = True,
+        include_frozen: bool = True,
         config: Mapping[str, object] | None = None,
         kind: str | None = None,
     ) -> int | None:
@@ -182,7 +185,7 @@ class AsyncSaver:
             include=include,
             exclude=exclude,
             rename=rename,
-            frozen=frozen,
+            include_frozen=include_frozen,
             config=config,
             kind=kind,
         )
@@ -225,7 +228,7 @@ class AsyncSaver:
             if self._job is not None:
                 self._job.wait(timeout_s)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """End this saver, and let its writer go on with what is staged. Waits for no storage.
 
         Nobody is told how that ends but by the log; a later run of the job finds what was staged.
@@ -235,7 +238,7 @@ class AsyncSaver:
         with self._alone():
             self._is_closed = True
             if self._job is not None:
-                self._job.leave()
+                self._job.detach()
 
     def close(self, *, keep: bool = False) -> None:
         """Wait until every save is settled, and end the writer of this rank. May be called again.
@@ -251,6 +254,9 @@ class AsyncSaver:
             self._is_closed = True
             if self._job is not None:
                 self._job.close(keep=keep)
+
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_old_attributes("AsyncSaver", {"leave": "detach"})
 
     def __enter__(self) -> Self:
         return self
@@ -322,7 +328,7 @@ class AsyncSaver:
             replace(self._ranks.config, host=channel.host),
             None if options.max_bytes_per_s is None else float(options.max_bytes_per_s),
         )
-        self._job = Job(hello, settle_s=float(options.settle_s))
+        self._job = Job(hello, drain_timeout_s=float(options.drain_timeout_s))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.loading.sources import Sources
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.runtime.renamed import refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.runs.annotations import checked_metrics
@@ -58,13 +59,13 @@ class Checkpointer:
     `init` is where a fresh run takes what it begins with, all that `dc.load` takes: a path, a
     selector, a `dc.Source`, a list or a mapping of them, with `init_strict` as its `strict`. A
     resume always wins over it. `must_exist` refuses a fresh run; `read_only` resumes and changes
-    nothing. `config` is saved with each checkpoint; what of it matches a pattern of `same` must be
-    equal when a run goes on, all else is compared, and a difference logged. So is `kind`, a short
-    text that says what the model is, and must be equal. `attach` is a function of a step that
-    returns what to attach to its checkpoint, as for `dc.save`; it is called on rank 0, when that
-    step is saved, by whatever policy. `include`, `exclude` and `frozen` say what of the state is
-    saved and resumed, as in `dc.save` and `dc.load`; tensors that match `reuse`, such as frozen
-    weights, are linked and not written. `carry` is of `dc.save`, and refused here.
+    nothing. `config` is saved with each checkpoint; what of it matches a pattern of
+    `config_must_match` must be equal when a run goes on, all else is compared, and a difference
+    logged. So is `kind`, a short text that says what the model is, and must be equal. `attach` is a
+    function of a step that returns what to attach to its checkpoint, as for `dc.save`; it is called
+    on rank 0, when that step is saved, by whatever policy. `include`, `exclude` and
+    `include_frozen` say what of the state is saved and resumed, as in `dc.save` and `dc.load`;
+    tensors that match `link_unchanged`, such as frozen weights, are linked and not written.
 
     With `background` a process of its own writes, see `dc.AsyncSaver`. A save that fails is told
     once, with what is safe, and tried again; `on_failure` is "warn", "raise" or a function that is
@@ -75,6 +76,9 @@ class Checkpointer:
     and takes the place of one that is not begun. With `root=None` nothing is saved.
     """
 
+    @refuse_old_parameters(
+        frozen="include_frozen", reuse="link_unchanged", same="config_must_match"
+    )
     def __init__(  # noqa: PLR0913 - each is a policy of its own
         self,
         root: str | os.PathLike[str] | None,
@@ -87,14 +91,13 @@ class Checkpointer:
         read_only: bool = False,
         config: Mapping[str, object] | None = None,
         kind: str | None = None,
-        same: Sequence[str] = (),
+        config_must_match: Sequence[str] = (),
         attach: Callable[[int], Attachments | None] | None = None,
         sharding: ShardingConfig | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
-        frozen: bool = True,
-        reuse: str | Sequence[str] = (),
-        carry: None = None,
+        include_frozen: bool = True,
+        link_unchanged: str | Sequence[str] = (),
         on_commit: Callable[[Checkpoint], object] | None = None,
         on_failure: OnFailure = "warn",
         max_failures: int = 3,
@@ -115,11 +118,11 @@ class Checkpointer:
             save,
             keep,
             ResumeOptions(
-                *(init, init_strict, must_exist, read_only, config, kind, same),
-                *(sharding, include, exclude, frozen),
+                *(init, init_strict, must_exist, read_only, config, kind, config_must_match),
+                *(sharding, include, exclude, include_frozen),
             ),
             Hooks(on_commit, on_failure, max_failures),
-            *(background, stop_within_s, attach, reuse, carry),
+            *(background, stop_within_s, attach, link_unchanged),
         )
         self._run = open_run(options, group, _check_alone)
         self._dropped = weakref.finalize(self, self._run.let_go)

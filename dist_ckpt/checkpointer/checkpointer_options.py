@@ -35,7 +35,7 @@ class RunArguments(Message, frozen=True):
     on_failure: str
     max_failures: int
     stop_within_s: float
-    reuse: tuple[str, ...]
+    link_unchanged: tuple[str, ...]
     chosen: str
 
 
@@ -51,8 +51,7 @@ class RunOptions:
     background: bool
     stop_within_s: float
     attach: Callable[[int], Attachments | None] | None = None
-    reuse: str | Sequence[str] = ()
-    carry: object = None
+    link_unchanged: str | Sequence[str] = ()
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that make no sense."""
@@ -67,11 +66,6 @@ class RunOptions:
         self._check_hooks()
         if not (self.attach is None or callable(self.attach)):
             raise TypeError(f"attach={self.attach!r}: give a function of the step, or None")
-        if self.carry is not None:
-            raise ValueError(
-                "carry: a run saves what is in its state: put all that is to be saved there "
-                "(reuse= links what does not change), or end with dc.save(state, path, carry=...)"
-            )
 
     def _check_hooks(self) -> None:
         commit, failure = self.hooks.on_commit, self.hooks.on_failure
@@ -112,12 +106,18 @@ class RunOptions:
             raise ValueError(f"stop_within_s={seconds}: give {wanted}")
 
     def _check_config(self) -> None:
-        config, same = self.resume.config, self.resume.same
+        config, config_must_match = self.resume.config, self.resume.config_must_match
         check_description(None, config, self.resume.kind)
-        if isinstance(same, str) or not all(type(one) is str for one in same):
-            raise TypeError(f'same={same!r}: give patterns, such as ("model.*",)')
-        if same and config is None:
-            raise ValueError("same= says what of config= must be equal: give config= as well")
+        if isinstance(config_must_match, str) or not all(
+            type(one) is str for one in config_must_match
+        ):
+            raise TypeError(
+                f'config_must_match={config_must_match!r}: give patterns, such as ("model.*",)'
+            )
+        if config_must_match and config is None:
+            raise ValueError(
+                "config_must_match= says what of config= must be equal: give config= as well"
+            )
 
     def opened_root(self) -> str:
         """Return the folder as the storage names it."""
@@ -141,6 +141,6 @@ class RunOptions:
             on_failure=hook if isinstance(hook, str) else "warn",
             max_failures=self.hooks.max_failures,
             stop_within_s=float(self.stop_within_s),
-            reuse=patterns(self.reuse, "reuse"),
+            link_unchanged=patterns(self.link_unchanged, "link_unchanged"),
             chosen=str(self.resume.load_options().selection()),
         )

@@ -61,11 +61,11 @@ class ResumeOptions:
     read_only: bool = False
     config: Mapping[str, object] | None = None
     kind: str | None = None
-    same: Sequence[str] = ()
+    config_must_match: Sequence[str] = ()
     sharding: ShardingConfig | None = None
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
-    frozen: bool = True
+    include_frozen: bool = True
 
     def load_options(self, *, notes: bool = True) -> LoadOptions:
         """Return how the run's own checkpoints are loaded: what is saved of the state."""
@@ -73,7 +73,7 @@ class ResumeOptions:
             self.sharding,
             include=self.include,
             exclude=self.exclude,
-            frozen=self.frozen,
+            include_frozen=self.include_frozen,
             notes=notes,
         )
 
@@ -217,7 +217,7 @@ class Resume:
             )
         if then is None or config is None:
             return
-        differs = check_config_matches(then, config, self.options.same, newest.path)
+        differs = check_config_matches(then, config, self.options.config_must_match, newest.path)
         if differs:
             _log.warning("%s was saved with another configuration: %s", newest.path, differs)
 

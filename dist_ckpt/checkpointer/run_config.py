@@ -9,14 +9,16 @@ from dist_ckpt.core.format.index.model_description import differences
 from dist_ckpt.errors import IncompatibleError, listed
 
 
-def check_config_matches(then: object, now: object, same: Sequence[str], path: str) -> str:
+def check_config_matches(
+    then: object, now: object, config_must_match: Sequence[str], path: str
+) -> str:
     """Return what differs from the checkpoint's configuration, in one line; "" if nothing does.
 
-    IncompatibleError if something does that matches a pattern of `same`.
+    IncompatibleError if something does that matches a pattern of `config_must_match`.
     """
     found = differences(then, now)
     text = {name: f"{name}: {old} there, {new} here" for name, (old, new) in found.items()}
-    refused = [name for name in found if any(fnmatchcase(name, one) for one in same)]
+    refused = [name for name in found if any(fnmatchcase(name, one) for one in config_must_match)]
     if refused:
         raise IncompatibleError(
             f"{path} was saved with another configuration, which must be the same: "

@@ -230,7 +230,7 @@ class RunSession:
                 stack.callback(keeper.close, HURRIED_END_S if is_urgent else END_S)
             if self.saver is not None:
                 if is_pressed:
-                    stack.callback(self.saver.leave)
+                    stack.callback(self.saver.detach)
                 else:
                     stack.callback(self.saver.close, keep=error is not None)
             stack.callback(self.rounds.close)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Shorter than in a job, but no busy machine stops a rank for so long.
 TEST_CONFIG = Config(
-    heartbeat_timeout_s=5.0, join_timeout_s=20.0, warn_s=10.0, visibility_timeout_s=5.0
+    heartbeat_timeout_s=5.0, join_timeout_s=20.0, join_warning_s=10.0, visibility_timeout_s=5.0
 )
 
 # No rank that is alive takes longer to send or take bytes.

@@ -32,12 +32,36 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
         ({"root": "s3://a", "job": "a"}, ValueError, "root='s3://a': .* only file systems"),
         ({"when_busy": "now"}, ValueError, "when_busy='now': give \"wait\""),
         ({"when_busy": None}, ValueError, 'when_busy=None: give "wait"'),
-        ({"settle_s": "60"}, TypeError, "settle_s='60': give a finite number of seconds"),
-        ({"settle_s": None}, TypeError, "settle_s=None: give a finite number of seconds"),
-        ({"settle_s": True}, TypeError, "settle_s=True: give a finite number of seconds"),
-        ({"settle_s": -1}, ValueError, "settle_s=-1: give a finite number of seconds"),
-        ({"settle_s": float("nan")}, ValueError, "settle_s=nan: give a finite number"),
-        ({"settle_s": float("inf")}, ValueError, "settle_s=inf: give a finite number"),
+        (
+            {"drain_timeout_s": "60"},
+            TypeError,
+            "drain_timeout_s='60': give a finite number of seconds",
+        ),
+        (
+            {"drain_timeout_s": None},
+            TypeError,
+            "drain_timeout_s=None: give a finite number of seconds",
+        ),
+        (
+            {"drain_timeout_s": True},
+            TypeError,
+            "drain_timeout_s=True: give a finite number of seconds",
+        ),
+        (
+            {"drain_timeout_s": -1},
+            ValueError,
+            "drain_timeout_s=-1: give a finite number of seconds",
+        ),
+        (
+            {"drain_timeout_s": float("nan")},
+            ValueError,
+            "drain_timeout_s=nan: give a finite number",
+        ),
+        (
+            {"drain_timeout_s": float("inf")},
+            ValueError,
+            "drain_timeout_s=inf: give a finite number",
+        ),
         ({"max_bytes_per_s": "1e9"}, TypeError, "max_bytes_per_s='1e9': give a number, 16384"),
         ({"max_bytes_per_s": 0}, ValueError, "max_bytes_per_s=0: give a number, 16384"),
         ({"max_bytes_per_s": float("nan")}, ValueError, "max_bytes_per_s=nan: give a number"),
@@ -71,7 +95,7 @@ class Interrupting:
 
 def test_nothing_is_begun_while_a_saver_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Interrupting()
-    monkeypatch.setattr("dist_ckpt.async_save.async_saver.Job", lambda hello, settle_s: job)
+    monkeypatch.setattr("dist_ckpt.async_save.async_saver.Job", lambda hello, drain_timeout_s: job)
     job.saver = dc.AsyncSaver(job="a")
     job.saver.close()
     assert len(job.told) == 2

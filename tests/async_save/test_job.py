@@ -46,7 +46,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeJob]:
 
     def make(rank: int, world_size: int = 2, is_dropped: bool = False) -> tuple[Job, FakeWriter]:
         fakes.append(FakeWriter())
-        one = Job(Hello("job", rank, world_size, Config(), None), settle_s=0)
+        one = Job(Hello("job", rank, world_size, Config(), None), drain_timeout_s=0)
         if not is_dropped:
             made.append(one)
         return one, fakes[-1]

@@ -74,9 +74,11 @@ def end_when_looked_at(monkeypatch: pytest.MonkeyPatch, one: Program) -> None:
     monkeypatch.setattr(orphan_writers, "_left_writer", left_writer)
 
 
-def settled(folder: JobFolder, settle_s: float, caplog: pytest.LogCaptureFixture) -> list[str]:
+def settled(
+    folder: JobFolder, drain_timeout_s: float, caplog: pytest.LogCaptureFixture
+) -> list[str]:
     """Settle with the writers; return what is said of them."""
-    end_orphan_writers(folder, settle_s)
+    end_orphan_writers(folder, drain_timeout_s)
     words = [record.message.partition("job job: the writers of ")[2] for record in caplog.records]
     return [one for one in words if one]
 

@@ -28,7 +28,7 @@ def test_saves_with_frozen_weights_write_less_where_they_are_reused(
     monkeypatch.setattr(frozen, "WIDTH", 64)
     monkeypatch.setattr(frozen, "LAYERS", 2)
     frozen.main(["--dir", str(tmp_path), "--saves", "3"])
-    plain, reused = capsys.readouterr().out.split("reuse=")[1:]
+    plain, reused = capsys.readouterr().out.split("link_unchanged=")[1:]
     assert plain.count(" 0.00 MB linked") == 3
     assert reused.count("0.00 MB linked") == 2
     assert not list(tmp_path.iterdir())

@@ -270,14 +270,14 @@ CONFIG = {"model": {"depth": 3, "wide": [1, 2]}, "lr": 1e-3}
 
 
 def test_a_configuration_that_must_be_the_same_is_refused_with_what_differs(tmp_path: Path) -> None:
-    run(tmp_path, 1, config=CONFIG, same=("model.*",))
+    run(tmp_path, 1, config=CONFIG, config_must_match=("model.*",))
     other = {"model": {"depth": 4, "wide": (1, 2)}, "lr": 1e-4}
     with pytest.raises(
         IncompatibleError, match=r"must be the same: model.depth: 3 there, 4 here\. Use"
     ):
-        restored(tmp_path, config=other, same=("model.*",))
+        restored(tmp_path, config=other, config_must_match=("model.*",))
     with pytest.raises(IncompatibleError, match=r"lr: 0\.001 there, nothing here"):
-        restored(tmp_path, config={"model": CONFIG["model"]}, same=("lr",))
+        restored(tmp_path, config={"model": CONFIG["model"]}, config_must_match=("lr",))
     assert why(tmp_path) == "there was nothing to go on from"
 
 
@@ -288,9 +288,9 @@ def test_what_may_differ_in_the_configuration_is_said(
     with dc.open(tmp_path / "step-00000001") as checkpoint:
         assert checkpoint.metadata == {"config": CONFIG}
     caplog.clear()
-    assert restored(tmp_path, config=CONFIG, same=("*",)) == 1
+    assert restored(tmp_path, config=CONFIG, config_must_match=("*",)) == 1
     assert "another configuration" not in caplog.text
-    assert restored(tmp_path, config={**CONFIG, "lr": 5}, same=("model.*",)) == 1
+    assert restored(tmp_path, config={**CONFIG, "lr": 5}, config_must_match=("model.*",)) == 1
     assert "was saved with another configuration: lr: 0.001 there, 5 here" in caplog.text
     assert restored(tmp_path) == 1  # nothing to compare
 

@@ -35,7 +35,9 @@ from dist_ckpt.testing.thread_channel import Outcome, try_ranks
 from rank_threads import PATH, load, save
 
 RANKS = 3
-CONFIG = Config(heartbeat_timeout_s=4.0, join_timeout_s=2.0, warn_s=1.0, visibility_timeout_s=2.0)
+CONFIG = Config(
+    heartbeat_timeout_s=4.0, join_timeout_s=2.0, join_warning_s=1.0, visibility_timeout_s=2.0
+)
 FOLDERS = tuple(str(Path(dc.__file__).parent / "core" / name) for name in ("saving", "loading"))
 
 # The phases of a load until which nothing of the state may change.

@@ -43,7 +43,9 @@ from written import Saved
 # A writer that says nothing for so long fails the test.
 ANSWER_S = 60.0
 STAGED_AT = 1.0
-CONFIG = Config(heartbeat_timeout_s=1.5, join_timeout_s=20.0, warn_s=5.0, visibility_timeout_s=10.0)
+CONFIG = Config(
+    heartbeat_timeout_s=1.5, join_timeout_s=20.0, join_warning_s=5.0, visibility_timeout_s=10.0
+)
 
 
 class State:

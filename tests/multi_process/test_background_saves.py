@@ -393,7 +393,7 @@ def disagree(rank: int, root: str, job: str) -> list[Any]:
     left = f"{SHARED_MEMORY}/dist_ckpt-{os.geteuid()}/{job}-{rank}"
     make(job=f"{job}-{rank}")
     make(**({"root": f"{root}/{rank}"} if rank else {"job": f"{job}-{rank}"}))
-    make(job=f"{job}-{rank}", settle_s=60 if rank else -1)
+    make(job=f"{job}-{rank}", drain_timeout_s=60 if rank else -1)
     lock = JobFolder(job).rank(rank).lock("trainer") if rank else None
     make(job=job)
     if lock is not None:
@@ -415,7 +415,7 @@ def test_ranks_that_make_different_savers_are_all_told_and_none_is_made(
             assert not is_there
         assert mistaken[0][0] == "ValueError"
         assert mistaken[0][1].startswith("rank 0 (host ")
-        assert "settle_s=-1" in mistaken[0][1]
+        assert "drain_timeout_s=-1" in mistaken[0][1]
         assert taken[0][0] == "ConflictError"
         assert "is open in this process" in taken[0][1]
         assert "rank 1" in taken[0][1]

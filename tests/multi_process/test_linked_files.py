@@ -24,19 +24,24 @@ def state(rank: int, step: int) -> dict[str, object]:
 def save_all(rank: int, folder: str) -> None:
     root = Path(folder)
     for step in range(1, 5):
-        report = dc.save(state(rank, step), root / "fg" / f"s{step}", step=step, reuse="model.base")
+        report = dc.save(
+            state(rank, step), root / "fg" / f"s{step}", step=step, link_unchanged="model.base"
+        )
         assert report.num_linked == (0 if step < 3 else 2)
     with dc.AsyncSaver(root) as saver:
         for step in range(1, 5):
             handle = saver.save(
-                state(rank, step), root / "bg" / f"s{step}", step=step, reuse="model.base.*"
+                state(rank, step),
+                root / "bg" / f"s{step}",
+                step=step,
+                link_unchanged="model.base.*",
             )
             done = handle.result()
             assert done is not None
             assert done.num_linked == (0 if step < 3 else 2)
-    with pytest.raises(ValueError, match="reuse"):
-        dc.save(state(rank, 9), root / "odd", reuse=("model.base", "model.lora")[rank])
-    with dc.Checkpointer(root / "run", save=dc.every(steps=1), reuse="model.base") as ck:
+    with pytest.raises(ValueError, match="link_unchanged"):
+        dc.save(state(rank, 9), root / "odd", link_unchanged=("model.base", "model.lora")[rank])
+    with dc.Checkpointer(root / "run", save=dc.every(steps=1), link_unchanged="model.base") as ck:
         held = state(rank, 0)
         for step in ck.steps(held, until=4):
             held["step"] = step

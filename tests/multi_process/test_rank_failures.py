@@ -43,7 +43,7 @@ FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOU
 HASTY = {
     "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "15",
     "DIST_CKPT_JOIN_TIMEOUT_S": "0.5",
-    "DIST_CKPT_WARN_S": "0.2",
+    "DIST_CKPT_JOIN_WARNING_S": "0.2",
 }
 
 # Each rank holds so many rows of the state that fails.

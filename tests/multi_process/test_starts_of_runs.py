@@ -73,7 +73,7 @@ def save_as_the_first_start(rank: int, root: str, job: str) -> None:
 def go_on(rank: int, root: str, job: str) -> tuple[int | None, set[float], str]:
     """Restore what memory has, and save."""
     state = state_of(rank, WORLD_SIZE, -1)
-    with dc.AsyncSaver(job=job, settle_s=30) as saver:
+    with dc.AsyncSaver(job=job, drain_timeout_s=30) as saver:
         restored, found = saver.restore(state), steps_in(state)
         report = save(saver, state, root, 2, Incarnation(root, 2)).result(RESULT_S)
     return restored, found, report.attempt

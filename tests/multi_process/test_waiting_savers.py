@@ -83,9 +83,9 @@ def leave(rank: int, root: str, job: str) -> float:
     os.kill(writer, signal.SIGSTOP)
     saver.save(state_of(rank, 2, 2), folder_of(root, 2), step=2)
     began = time.monotonic()
-    saver.leave()
+    saver.detach()
     seconds = time.monotonic() - began
-    saver.leave()
+    saver.detach()
     saver.close()
     with pytest.raises(ValueError, match="is closed"):
         saver.wait()

@@ -47,7 +47,7 @@ def documented(operation: str) -> tuple[int, int]:
 
 FIRST_SAVE = documented("a first save, and one of another layout")
 SAME_LAYOUT_AGAIN = documented("a save of the same layout again")
-CARRY = documented("besides, with `carry`")
+CARRY = documented("besides, with `carry_over`")
 LOAD = documented("a load")
 PREPARE = documented("besides, if some rank makes tensors, or some share what they read")
 WANTS = documented(
@@ -113,7 +113,7 @@ def test_a_save_that_carries_on_takes_two_exchanges_and_two_collectives_more():
     def carry(rank: int, ranks: Session) -> dc.SaveReport:
         state, options = {"step": 0}, LoadOptions(include="step")
         loaded = load_together(ranks, state, rank_threads.PATH, options, storage)
-        return save_together(ranks, state, "/runs/2", SaveOptions(carry=loaded), storage)
+        return save_together(ranks, state, "/runs/2", SaveOptions(carry_over=loaded), storage)
 
     for report in on_ranks(carry):
         assert talks(report) == together(FIRST_SAVE, CARRY)

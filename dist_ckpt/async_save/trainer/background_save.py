@@ -120,11 +120,6 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
     ranks, options = call.ranks, call.options
     with ranks.channel.exchange("agree") as agreeing:
         options.check()
-        if options.carry is not None:
-            raise ValueError(
-                "carry: a save in the background takes what is in the state: use "
-                "dc.save(state, path, carry=...), or put all that is to be saved into the state"
-            )
         check_no_capture()
         attached = read_attached(options.attach)
         request = request_of(*open_storage(where), options, attached)

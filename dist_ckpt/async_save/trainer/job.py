@@ -31,12 +31,12 @@ class Job:
     with the last reference to it: its writer goes on as if this process had died.
     """
 
-    def __init__(self, hello: Hello, *, settle_s: float) -> None:
+    def __init__(self, hello: Hello, *, drain_timeout_s: float) -> None:
         self.folder = JobFolder(hello.job)
         self._own = self.folder.rank(hello.rank)
         self._lock = _trainer_lock(self._own)
         try:
-            end_orphan_writers(self.folder, settle_s)
+            end_orphan_writers(self.folder, drain_timeout_s)
             self.arenas = ArenaPool(self._own)
             self.writer = WriterHandle(self._own, hello)
             self.writer.newest_at = self.arenas.newest_at
@@ -83,7 +83,7 @@ class Job:
         if errors := [order.failure for order in failed if order.failure]:
             raise first_error(errors)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Let the writer finish what is staged, and end by itself; others may be trainer."""
         self._dropped.detach()
         self.fence.close()
@@ -143,7 +143,7 @@ def _leave(
         pinned.close()
     finally:
         arenas.close()
-        writer.leave()
+        writer.detach()
         lock.release()
 
 

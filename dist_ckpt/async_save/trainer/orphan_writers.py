@@ -25,8 +25,8 @@ _LOOK_S = 0.02
 _MAX_WORDS_NBYTES = 4096
 
 
-def end_orphan_writers(folder: JobFolder, settle_s: float) -> None:
-    """Wait for the writers on this host whose trainer is gone, `settle_s` at most; then end them.
+def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
+    """Wait `drain_timeout_s` for the writers on this host whose trainer is gone; then end them.
 
     Those of this process's own rank among them: it holds the trainer's lock, and has not started a
     writer. Whose trainer lives otherwise is another's business. On return none of them lives, and
@@ -40,9 +40,9 @@ def end_orphan_writers(folder: JobFolder, settle_s: float) -> None:
         return
     _log.info(
         "job %s: waiting up to %g s for the background writers of %s, which an earlier run left",
-        *(folder.job, settle_s, ranks_text(left)),
+        *(folder.job, drain_timeout_s, ranks_text(left)),
     )
-    finished = _gone(left, settle_s)
+    finished = _gone(left, drain_timeout_s)
     told = {rank for rank, one in left.items() if _end(one, signal.SIGTERM)}
     gone = _gone(left, _STOP_S)
     for one in left.values():

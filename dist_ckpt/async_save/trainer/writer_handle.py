@@ -217,7 +217,7 @@ class WriterHandle:
             self.num_dropped += 1
         self._send(Go(snapshot, drop))
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Let the writer end by itself when everything is settled; who has handles is told still.
 
         Waits for nothing.

@@ -60,6 +60,7 @@ from dist_ckpt.core.loading.sources import Sources, text_of
 from dist_ckpt.core.planning.selection import SELECT_ALL, Cast
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.runtime.renamed import refuse_old_parameters
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.read_work import CellTargets, nbytes_placed_by
 from dist_ckpt.core.state.tree.containers import MutableState
@@ -72,6 +73,7 @@ from dist_ckpt.runs.annotations import note_verified
 _log = logging.getLogger("dist_ckpt")
 
 
+@refuse_old_parameters(frozen="include_frozen")
 def load(
     state: MutableState,
     path: Sources,
@@ -83,7 +85,7 @@ def load(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     rename: Mapping[str, str | None] | None = None,
-    frozen: bool = True,
+    include_frozen: bool = True,
     check_first: bool = False,
     read_once: ReadOnce = "host",
     cast: Cast = None,
@@ -121,8 +123,8 @@ def load(
     `strict` makes names that are missing or unexpected an error; shape, dtype and coverage always
     are one. `include` and `exclude` are globs that cut both sides, and each must match something;
     `rename` maps saved names to names here, with `*` for any text and `{name}` for one without
-    dots. With `frozen=False` parameters that require no gradient stay as they are. An empty mapping
-    or None in the state takes what was saved there.
+    dots. With `include_frozen=False` parameters that require no gradient stay as they are. An empty
+    mapping or None in the state takes what was saved there.
 
     Nothing is cast unless `cast` says so: True, or patterns of names. Then tensors of the state
     that have another floating dtype than was saved get the values converted, block by block as
@@ -143,7 +145,7 @@ def load(
         include=include,
         exclude=exclude,
         rename=rename,
-        frozen=frozen,
+        include_frozen=include_frozen,
         read_once=read_once,
         cast=cast,
         config=config,

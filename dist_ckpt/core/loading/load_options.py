@@ -27,7 +27,7 @@ class LoadOptions:
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
     rename: Mapping[str, str | None] | None = None
-    frozen: bool = True
+    include_frozen: bool = True
     config: Mapping[str, object] | None = None
     kind: str | None = None
     read_once: ReadOnce = "host"
@@ -50,4 +50,4 @@ class LoadOptions:
 
     def selection(self) -> Selection:
         """Return which names are loaded. Raises TypeError or ValueError."""
-        return selection_of(self.include, self.exclude, self.frozen)
+        return selection_of(self.include, self.exclude, self.include_frozen)

@@ -20,13 +20,14 @@ class Selection:
     A pattern selects a name if it matches it or a name above it: `model` and `model.*` are all of
     the model, `*.bias` is every bias and what an optimizer stores under it. A `*` also crosses
     dots, and `**` is the same. `include=None` is everything. `without` are names, no patterns, that
-    are left out with all that is below them: without `frozen`, who knows the state puts those there
-    of parameters that require no gradient; `knows_parameters` is whether there are any parameters.
+    are left out with all that is below them: without `include_frozen`, who knows the state puts
+    those there of parameters that require no gradient; `knows_parameters` is whether there are any
+    parameters.
     """
 
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
-    frozen: bool = True
+    include_frozen: bool = True
     without: frozenset[str] = frozenset()
     knows_parameters: bool = True
     # By name: a name above many is looked at once.
@@ -35,13 +36,13 @@ class Selection:
     @property
     def is_everything(self) -> bool:
         """Whether no name is left out."""
-        return self.include is None and not self.exclude and self.frozen
+        return self.include is None and not self.exclude and self.include_frozen
 
     def __str__(self) -> str:
         """Say it as options of a call; "" if nothing is left out."""
         options = [f"include={[*self.include]}"] if self.include is not None else []
         options += [f"exclude={[*self.exclude]}"] if self.exclude else []
-        return ", ".join(options + ["frozen=False"] * (not self.frozen))
+        return ", ".join(options + ["include_frozen=False"] * (not self.include_frozen))
 
     def __contains__(self, name: str) -> bool:
         if self.include is not None and self.matches(name).isdisjoint(self.include):
@@ -69,7 +70,7 @@ class Selection:
         return known
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the problem of each pattern, and of `frozen`, that none of the names is about."""
+        """Return the problems of patterns, or of `include_frozen`, that are about no name."""
         left, names = dict.fromkeys(self._patterns), [*names]
         for name in names if left else ():
             for pattern in self.matches(name):
@@ -84,8 +85,8 @@ class Selection:
         ]
         if not self.knows_parameters:
             problems.append(
-                "frozen=False: the state has no parameters, of which alone it is known whether "
-                "they require a gradient: put the module there, not its state_dict()"
+                "include_frozen=False: the state has no parameters, of which alone it is known "
+                "whether they require a gradient: put the module there, not its state_dict()"
             )
         return tuple(problems)
 
@@ -127,15 +128,17 @@ Cast = bool | str | Sequence[str] | None
 def selection_of(
     include: str | Sequence[str] | None,
     exclude: str | Sequence[str] | None,
-    frozen: bool = True,  # noqa: FBT001, FBT002 - what a caller of ours was given
+    include_frozen: bool = True,  # noqa: FBT001, FBT002 - what a caller of ours was given
 ) -> Selection:
     """Check the options of these names. Raises TypeError or ValueError."""
     chosen = None if include is None else patterns(include, "include")
     if chosen == ():
         raise ValueError("include=[] selects nothing: give patterns, or None for everything")
-    if type(frozen) is not bool:
-        raise TypeError(f"frozen={frozen!r}: give True or False")
-    return Selection(chosen, () if exclude is None else patterns(exclude, "exclude"), frozen)
+    if type(include_frozen) is not bool:
+        raise TypeError(f"include_frozen={include_frozen!r}: give True or False")
+    return Selection(
+        chosen, () if exclude is None else patterns(exclude, "exclude"), include_frozen
+    )
 
 
 def cast_of(asked: Cast) -> Selection | None:

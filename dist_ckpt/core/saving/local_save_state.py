@@ -58,7 +58,7 @@ class _RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Reused:
-    """Which tensors the patterns of `reuse` match; of a tied one, that which has the data.
+    """Which tensors the patterns of `link_unchanged` match; of a tied one, that which has the data.
 
     Kept for the next save: to match thousands of names takes long.
     """
@@ -75,7 +75,7 @@ class _Reused:
         names = {entry.fqn: entry.fqn for entry in inventory.tensors} | dict(inventory.aliases)
         found = {one: {to for f, to in names.items() if f in Selection((one,))} for one in chosen}
         unmatched = tuple(
-            f"reuse: {one!r} matches no tensor: mend or remove it"
+            f"link_unchanged: {one!r} matches no tensor: mend or remove it"
             for one in chosen
             if not found[one]
         )
@@ -109,7 +109,7 @@ class LocalSaveState:
         state: State | StateReader,
         sharding: ShardingConfig | None,
         selection: Selection = SELECT_ALL,
-        reuse: tuple[str, ...] = (),
+        link_unchanged: tuple[str, ...] = (),
     ) -> LocalSaveState:
         """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
         if isinstance(state, StateReader):
@@ -126,11 +126,11 @@ class LocalSaveState:
                 selection=selection,
             )
         held = LocalSaveState(ranks, local)
-        if reuse:
-            held._reuse(reuse)
+        if link_unchanged:
+            held._link_unchanged(link_unchanged)
         return held
 
-    def _reuse(self, chosen: tuple[str, ...]) -> None:
+    def _link_unchanged(self, chosen: tuple[str, ...]) -> None:
         """Note which tensors get files that later saves link to, and which patterns match none."""
         inventory = self.inventory
         known = self._ranks.kept(_Reused)

@@ -28,6 +28,7 @@ from dist_ckpt.core.format.strict_json import Scalar, is_text
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.runtime.renamed import refuse_old_parameters
 from dist_ckpt.core.saving.agreement import (
     CachedPlan,
     SaveAgreement,
@@ -54,9 +55,9 @@ MAX_MIRRORED_CHARS = 1024
 class SaveOptions:
     """The options of `save`, checked by `check` once a rank's error can reach the others.
 
-    `reuse` is one pattern, or several, on the names of tensors. Not of users are the last three:
-    the start of a run that saves, at which of its boundaries, and whether time is short just now,
-    so that a save in the background must not wait for another.
+    `link_unchanged` is one pattern, or several, on the names of tensors. Not of users are the last
+    three: the start of a run that saves, at which of its boundaries, and whether time is short just
+    now, so that a save in the background must not wait for another.
     """
 
     step: int | None = None
@@ -65,12 +66,12 @@ class SaveOptions:
     metadata: Mapping[str, object] | None = None
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
-    frozen: bool = True
+    include_frozen: bool = True
     config: Mapping[str, object] | None = None
     kind: str | None = None
     attach: Attachments | ReadAttachments | None = None
-    reuse: str | Sequence[str] = ()
-    carry: LoadReport | None = None
+    link_unchanged: str | Sequence[str] = ()
+    carry_over: LoadReport | None = None
     run: Incarnation | None = None
     boundary: int | None = None
     is_urgent: Callable[[], bool] = bool
@@ -91,7 +92,7 @@ class SaveOptions:
                 raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
             check_plain(dict(self.metadata), "metadata")
         check_description(self.metadata, self.config, self.kind)
-        patterns(self.reuse, "reuse")
+        patterns(self.link_unchanged, "link_unchanged")
 
     def all_metadata(self) -> dict[str, object]:
         """Return the metadata, with the configuration and the kind in it."""
@@ -99,19 +100,20 @@ class SaveOptions:
 
     def held(self, ranks: Session, state: State | StateReader) -> LocalSaveState:
         """See what this rank holds of a state. ValueError, TypeError for what cannot be saved."""
-        reused = patterns(self.reuse, "reuse")
+        reused = patterns(self.link_unchanged, "link_unchanged")
         return LocalSaveState.take(ranks, state, self.sharding, self.selection(), reused)
 
     def selection(self) -> Selection:
         """Return what of the state is saved. Raises TypeError or ValueError."""
-        return selection_of(self.include, self.exclude, self.frozen)
+        return selection_of(self.include, self.exclude, self.include_frozen)
 
     def chosen(self) -> str:
         """Say what is saved, and what of it is reused; "" if all is saved and nothing reused."""
-        reused = patterns(self.reuse, "reuse")
-        return f"{self.selection()}{f' reuse={[*reused]}' if reused else ''}"
+        reused = patterns(self.link_unchanged, "link_unchanged")
+        return f"{self.selection()}{f' link_unchanged={[*reused]}' if reused else ''}"
 
 
+@refuse_old_parameters(frozen="include_frozen", reuse="link_unchanged", carry="carry_over")
 def save(
     state: State,
     path: str | os.PathLike[str],
@@ -123,12 +125,12 @@ def save(
     metadata: Mapping[str, object] | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
-    frozen: bool = True,
+    include_frozen: bool = True,
     config: Mapping[str, object] | None = None,
     kind: str | None = None,
     attach: Attachments | None = None,
-    reuse: str | Sequence[str] = (),
-    carry: LoadReport | None = None,
+    link_unchanged: str | Sequence[str] = (),
+    carry_over: LoadReport | None = None,
 ) -> SaveReport:
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -137,9 +139,9 @@ def save(
     they were. Saving changes nothing in the state and runs no step of an optimizer.
 
     `sharding` says how plain local tensors are parts of global ones; `overwrite` replaces the
-    checkpoint that is there once the new one is durable; `metadata` is plain data to keep with
-    it. `include` and `exclude` are globs on the names of the state, as of `dc.load`, each of which
-    must match one; `frozen=False` leaves parameters out that require no gradient. Load such a
+    checkpoint that is there once the new one is durable; `metadata` is plain data to keep with it.
+    `include` and `exclude` are globs on the names of the state, as of `dc.load`, each of which must
+    match one; `include_frozen=False` leaves parameters out that require no gradient. Load such a
     checkpoint with the same three options.
 
     `config` is what the model was made from, a dict of plain data, and `kind` a short text that
@@ -148,25 +150,26 @@ def save(
     `Path`, whose file is read now, bytes, or a dict or list that becomes JSON; 100 files and 64 MiB
     at most. They are rank 0's; another rank gives none, or the same.
 
-    Tensors whose names match `reuse`, globs as well, get files of their own. What does not change,
-    such as frozen weights, is written by the first two saves of this group that have it; later ones
-    link to those files, where the storage makes hard links, and the older checkpoint is there and
-    whole; else they write. A file has at most 8 names, and is read back within 8 saves before it
-    gets another.
+    Tensors whose names match `link_unchanged`, globs as well, get files of their own. What does not
+    change, such as frozen weights, is written by the first two saves of this group that have it;
+    later ones link to those files, where the storage makes hard links, and the older checkpoint is
+    there and whole; else they write. A file has at most 8 names, and is read back within 8 saves
+    before it gets another.
 
-    `carry` is what a `dc.load` of the same group has returned, which has left something out. What
-    that has not restored, and is not saved of the state, goes from its checkpoint into this one,
-    but for what `exclude` leaves out. So what was loaded and is not in the state any more does not
-    come back. Whole files are linked if as many ranks save as then; all else is copied and checked.
-    Raises NotFoundError if that checkpoint was replaced or deleted, CorruptError if it is damaged.
+    `carry_over` is what a `dc.load` of the same group has returned, which has left something out.
+    What that has not restored, and is not saved of the state, goes from its checkpoint into this
+    one, but for what `exclude` leaves out. So what was loaded and is not in the state any more does
+    not come back. Whole files are linked if as many ranks save as then; all else is copied and
+    checked. Raises NotFoundError if that checkpoint was replaced or deleted, CorruptError if it is
+    damaged.
 
     Raises ValueError or TypeError for a state that cannot be saved, that ranks disagree on, or for
     a pattern that matches nothing; ExistsError, ConflictError, StorageError, and RankError if a
     rank dies or never calls.
     """
     options = SaveOptions(
-        *(step, sharding, overwrite, metadata, include, exclude, frozen),
-        *(config, kind, attach, reuse, carry),
+        *(step, sharding, overwrite, metadata, include, exclude, include_frozen),
+        *(config, kind, attach, link_unchanged, carry_over),
     )
     return save_together(session_of(group), state, path, options)
 
@@ -184,8 +187,8 @@ def save_together(
         phases = Phases("save", str(path), quiet=channel.rank != COORDINATOR)
         with phases.phase("agree"):
             source = None
-            if options.carry is not None:
-                source = open_source(ranks, options.carry, options.exclude, storage)
+            if options.carry_over is not None:
+                source = open_source(ranks, options.carry_over, options.exclude, storage)
             claimed = _agree_and_claim(ranks, state, path, options, storage, source)
         run = claimed.run
         found = IoCount() if source is None else source.reads

@@ -45,6 +45,7 @@ from dist_ckpt.core.loading.load_messages import ReadOnce
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.selection import Cast
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.runtime.renamed import refuse_old_parameters
 from dist_ckpt.core.saving.local_save_state import StateReader
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.state.tree.containers import MutableState
@@ -61,6 +62,7 @@ _log = logging.getLogger("dist_ckpt")
 DcpPath = str | os.PathLike[str]
 
 
+@refuse_old_parameters(frozen="include_frozen")
 def load(
     state: MutableState,
     path: DcpPath,
@@ -71,7 +73,7 @@ def load(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     rename: Mapping[str, str | None] | None = None,
-    frozen: bool = True,
+    include_frozen: bool = True,
     read_once: ReadOnce = "host",
     cast: Cast = None,
 ) -> LoadReport:
@@ -90,7 +92,7 @@ def load(
         include=include,
         exclude=exclude,
         rename=rename,
-        frozen=frozen,
+        include_frozen=include_frozen,
         read_once=read_once,
         cast=cast,
         notes=False,

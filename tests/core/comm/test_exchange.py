@@ -33,8 +33,8 @@ from exchanges import Doc, exchange
 pytestmark = pytest.mark.waits
 
 # Deadlines that pass within a test. A busy machine may stop a rank for longer than FRAIL bears.
-HASTY = Config(heartbeat_timeout_s=3.0, join_timeout_s=0.3, warn_s=0.1)
-FRAIL = Config(heartbeat_timeout_s=2.0, join_timeout_s=20.0, warn_s=20.0)
+HASTY = Config(heartbeat_timeout_s=3.0, join_timeout_s=0.3, join_warning_s=0.1)
+FRAIL = Config(heartbeat_timeout_s=2.0, join_timeout_s=20.0, join_warning_s=20.0)
 
 OUR_ERRORS = [
     errors.NotFoundError,
@@ -403,7 +403,7 @@ def test_after_a_call_by_some_alone_they_may_come_late_to_the_next_call(early):
         time.sleep(0.6 if rank in early else 0)
         return ask(channel, lambda: rank, sum, what="save to b")
 
-    config = Config(heartbeat_timeout_s=1.2, join_timeout_s=2.0, warn_s=1.0)
+    config = Config(heartbeat_timeout_s=1.2, join_timeout_s=2.0, join_warning_s=1.0)
     assert run_ranks(3, run, config=config) == [3, 3, 3]
 
 
@@ -616,7 +616,7 @@ def test_a_rank_that_works_longer_than_every_deadline_is_only_slow():
 
         return ask(channel, work, sum)
 
-    config = Config(heartbeat_timeout_s=1.2, join_timeout_s=0.5, warn_s=0.5)
+    config = Config(heartbeat_timeout_s=1.2, join_timeout_s=0.5, join_warning_s=0.5)
     assert run_ranks(3, run, config=config) == [3, 3, 3]
 
 

@@ -39,7 +39,7 @@ from exchanges import Doc, exchange
 pytestmark = pytest.mark.waits
 
 NUM_CASES = int(os.environ.get("DIST_CKPT_TEST_CASES", "300"))
-FRAIL = Config(heartbeat_timeout_s=4.0, join_timeout_s=20.0, warn_s=20.0)
+FRAIL = Config(heartbeat_timeout_s=4.0, join_timeout_s=20.0, join_warning_s=20.0)
 
 
 FAILURE = Failure("CorruptError", "rank 1 (host b): bad", 1, "read", ("a", "b"), fallout=True)
@@ -239,7 +239,7 @@ def test_a_heartbeat_that_is_none_is_told_where_it_is_needed(owner: int):
 def test_ranks_that_count_another_start_are_named_with_the_remedy():
     store = ThreadStore()
     store.add("starts/1", 1)  # an earlier start, of which rank 0 was dead before it saved
-    config = Config(heartbeat_timeout_s=3.0, join_timeout_s=0.3, warn_s=0.1)
+    config = Config(heartbeat_timeout_s=3.0, join_timeout_s=0.3, join_warning_s=0.1)
 
     def run(rank: int, _: ThreadChannel, __: ThreadCollective) -> Doc:
         with closing(ThreadChannel(store, rank, 2, config)) as channel:

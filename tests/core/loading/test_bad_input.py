@@ -172,7 +172,7 @@ def test_wrong_options_of_save_are_refused(
         ({"include": [3]}, TypeError, "include has 3"),
         ({"include": "nothing"}, dc.IncompatibleError, "include: 'nothing' matches no name"),
         ({"exclude": "nothing"}, dc.IncompatibleError, "exclude: 'nothing' matches no name"),
-        ({"frozen": 1}, TypeError, "frozen=1: give True or False"),
+        ({"include_frozen": 1}, TypeError, "include_frozen=1: give True or False"),
         ({"exclude": [""]}, ValueError, "exclude has an empty pattern"),
         ({"exclude": 5}, TypeError, "exclude=5"),
         ({"rename": 3}, TypeError, "rename=3"),

@@ -82,13 +82,15 @@ def saved_by(
     **options: Any,
 ) -> list[Outcome[SaveReport]]:
     """Save `some` on as many ranks, each with its report of a load."""
-    each = [{"carry": report} for report in reports]
+    each = [{"carry_over": report} for report in reports]
     return rank_threads.try_save(storage_of, some, path, each, **options)
 
 
 def carry(storage: Storage, path: str = B, source: str = A, **options: Any) -> SaveReport:
     """Load the head, change it, and save it with everything."""
-    return rank_threads.save(storage, [head(9)], path, carry=part_of(storage, source), **options)
+    return rank_threads.save(
+        storage, [head(9)], path, carry_over=part_of(storage, source), **options
+    )
 
 
 def with_source(storage: Storage, step: int | None = None) -> Storage:
@@ -110,7 +112,7 @@ def test_whole_components_are_linked_and_what_was_loaded_in_part_is_copied(tmp_p
     mine = head(0)
     loaded = dc.load(mine, tmp_path / "a", include="model.head")
     mine["model"]["head"] += 8
-    report = dc.save(mine, tmp_path / "b", step=2, carry=loaded)
+    report = dc.save(mine, tmp_path / "b", step=2, carry_over=loaded)
     before, after = inodes(tmp_path / "a"), inodes(tmp_path / "b")
     for stem in ("optim", "ema"):
         assert before[f"{stem}-00000.safetensors"] == after[f"{stem}-00000.safetensors"]
@@ -156,7 +158,7 @@ def test_one_source_may_be_given_as_the_one_of_a_key() -> None:
     storage = memory()
     sources: Any = {"model": dc.Source(A, include="model.head")}
     report = rank_threads.load(storage, [head(0)], sources)
-    rank_threads.save(storage, [head(9)], B, carry=report)
+    rank_threads.save(storage, [head(9)], B, carry_over=report)
     assert numbers_at(storage, B) == {"head": 9, "rest": 1}
 
 
@@ -164,10 +166,10 @@ def test_a_load_that_took_what_is_there_leniently_carries_the_rest() -> None:
     storage = memory()
     mine = {"step": 0}
     report = rank_threads.load(storage, [mine], A, strict=False)
-    rank_threads.save(storage, [{"step": 1}], B, carry=report)
+    rank_threads.save(storage, [{"step": 1}], B, carry_over=report)
     assert numbers_at(storage, B) == {"head": 1, "rest": 1}
     report = rank_threads.load(storage, [state(0)], A)  # nothing is left
-    rank_threads.save(storage, [{"new": 3}], f"{ROOT}/c", carry=report)
+    rank_threads.save(storage, [{"new": 3}], f"{ROOT}/c", carry_over=report)
     found: dict[str, Any] = {}
     rank_threads.load(storage, [found], f"{ROOT}/c")
     assert found == {"new": 3}
@@ -179,7 +181,7 @@ def test_what_was_loaded_and_deleted_does_not_come_back_and_the_states_own_name_
     report = rank_threads.load(storage, [mine], A, include=["model.body", "step"])
     # `model.body` and `step` were loaded, `model.head` is in the state, though it was not.
     own = {"model": {"head": torch.full((3,), 5)}}
-    rank_threads.save(storage, [own], B, carry=report, exclude=["ema", "loader"])
+    rank_threads.save(storage, [own], B, carry_over=report, exclude=["ema", "loader"])
     found: dict[str, Any] = {}
     rank_threads.load(storage, [found], B)
     assert [*found] == ["model", "optim"]
@@ -190,18 +192,18 @@ def test_what_was_loaded_and_deleted_does_not_come_back_and_the_states_own_name_
 def test_patterns_leave_out_what_is_carried_and_must_match_a_name_of_either() -> None:
     storage = memory()
     report = part_of(storage)
-    rank_threads.save(storage, [head(2)], B, carry=report, exclude=["ema", "optim.l*"])
+    rank_threads.save(storage, [head(2)], B, carry_over=report, exclude=["ema", "optim.l*"])
     catalog = find(storage, B)[1].catalog
     assert {*catalog.tensors} == {"model.head", "model.body", "optim.body"}
     assert [*catalog.values] == ["step"]
     with pytest.raises(ValueError, match=r"exclude: 'model.tail' matches no name"):
-        rank_threads.save(storage, [head(2)], f"{ROOT}/c", carry=report, exclude="model.tail")
+        rank_threads.save(storage, [head(2)], f"{ROOT}/c", carry_over=report, exclude="model.tail")
     # What is to be saved of the state is no word about what is carried.
     whole = state(3)
-    rank_threads.save(storage, [whole], f"{ROOT}/c", carry=report, include="model.head")
+    rank_threads.save(storage, [whole], f"{ROOT}/c", carry_over=report, include="model.head")
     assert numbers_at(storage, f"{ROOT}/c") == {"head": 3, "rest": 1}
     with pytest.raises(ValueError, match=r"include: 'ema' matches no name"):
-        rank_threads.save(storage, [head(2)], f"{ROOT}/d", carry=report, include="ema")
+        rank_threads.save(storage, [head(2)], f"{ROOT}/d", carry_over=report, include="ema")
 
 
 def test_an_optimizer_of_a_part_of_the_model_gets_the_state_of_the_rest(tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_an_optimizer_of_a_part_of_the_model_gets_the_state_of_the_rest(tmp_path
     report = dc.load(part, tmp_path / "a", include=include)
     with torch.no_grad():
         tail.bias.fill_(7)
-    dc.save(part, tmp_path / "b", carry=report, include=["model.1", "optim"])
+    dc.save(part, tmp_path / "b", carry_over=report, include=["model.1", "optim"])
     assert dc.verify(tmp_path / "b").ok
     dc.load(full, tmp_path / "b")
     state_of = whole["optim"].state[whole["model"][0].weight]
@@ -242,17 +244,17 @@ def test_a_quantized_tensor_is_carried_and_left_out_as_a_whole() -> None:
     saved = {"w": weights[0], "v": weights[1], "x": 1, "y": {"scale": torch.ones(1)}}
     rank_threads.save(storage, [saved], A)
     report = rank_threads.load(storage, [{"x": 0}], A, include="x")
-    rank_threads.save(storage, [{"x": 2}], B, carry=report, exclude=["v", "*.scale"])
+    rank_threads.save(storage, [{"x": 2}], B, carry_over=report, exclude=["v", "*.scale"])
     assert {*find(storage, B)[1].catalog.tensors} == {"w.qdata", "w.scale"}
     back = {"w": Quantized.of(torch.ones(2, 3)), "x": 0}
     rank_threads.load(storage, [back], B)
     assert torch.equal(back["w"].dequantize(), weights[0].dequantize())
     with pytest.raises(ValueError, match=r"exclude: 'v.scale' matches no name"):
-        rank_threads.save(storage, [{"x": 2}], f"{ROOT}/c", carry=report, exclude="v.scale")
+        rank_threads.save(storage, [{"x": 2}], f"{ROOT}/c", carry_over=report, exclude="v.scale")
     # What was loaded of one, and is not in the state any more, does not come back in parts.
     part = {"w": {"scale": torch.zeros(2, 1)}}
     report = rank_threads.load(storage, [part], A, include="w.scale")
-    rank_threads.save(storage, [{"x": 2}], f"{ROOT}/c", carry=report, exclude="y")
+    rank_threads.save(storage, [{"x": 2}], f"{ROOT}/c", carry_over=report, exclude="y")
     assert {*find(storage, f"{ROOT}/c")[1].catalog.tensors} == {"v.qdata", "v.scale"}
 
 
@@ -263,11 +265,11 @@ def test_a_list_loses_no_item() -> None:
     report = rank_threads.load(storage, [{"l": [torch.zeros(1)]}], A, include="l.0")
     match = r"l would be a list without its item 0, .*exclude='l'"
     with pytest.raises(ValueError, match=match):
-        rank_threads.save(storage, [{"new": items[1]}], B, carry=report)
+        rank_threads.save(storage, [{"new": items[1]}], B, carry_over=report)
     with pytest.raises(ValueError, match=r"without its item 1"):
-        rank_threads.save(storage, [{"l": items[:1]}], B, carry=report, exclude="l.1")
-    rank_threads.save(storage, [{"new": items[1]}], B, carry=report, exclude="l")
-    rank_threads.save(storage, [{"l": [items[2]]}], B, carry=report, overwrite=True)
+        rank_threads.save(storage, [{"l": items[:1]}], B, carry_over=report, exclude="l.1")
+    rank_threads.save(storage, [{"new": items[1]}], B, carry_over=report, exclude="l")
+    rank_threads.save(storage, [{"l": [items[2]]}], B, carry_over=report, overwrite=True)
     found: dict[str, Any] = {}
     rank_threads.load(storage, [found], B)
     assert found["l"] == [items[2], items[1], items[2]]
@@ -286,7 +288,7 @@ def test_a_name_that_was_tied_to_what_was_loaded_stays_tied_to_it(name: str) -> 
     storage = MemoryStorage({ROOT: None})
     rank_threads.save(storage, [tied(1)], A)
     report = rank_threads.load(storage, [{name: torch.zeros(2, 2)}], A, include=name)
-    rank_threads.save(storage, [{name: torch.full((2, 2), 4.0)}], B, carry=report)
+    rank_threads.save(storage, [{name: torch.full((2, 2), 4.0)}], B, carry_over=report)
     catalog = find(storage, B)[1].catalog
     assert catalog.aliases == dict.fromkeys({"embed", "head", "third"} - {name}, name)
     full = tied(0)
@@ -299,7 +301,7 @@ def test_a_name_that_was_tied_to_what_is_gone_or_is_otherwise_now_keeps_its_own_
     rank_threads.save(storage, [tied(1)], A)
     report = rank_threads.load(storage, [{"embed": torch.zeros(2, 2)}], A, include="embed")
     for now in ({}, {"embed": torch.ones(5)}):
-        rank_threads.save(storage, [now], B, carry=report, overwrite=True)
+        rank_threads.save(storage, [now], B, carry_over=report, overwrite=True)
         catalog = find(storage, B)[1].catalog
         assert catalog.aliases == {"third": "head"}
         found: dict[str, Any] = {}
@@ -381,7 +383,7 @@ def test_ranks_must_carry_on_the_same() -> None:
         lambda _: storage, [head(0), head(0)], f"{ROOT}/c", include="model.head"
     )[1].value
     for outcome in saved_by(lambda _: storage, [head(2), head(2)], [report, other]):
-        assert "the ranks call save with different carry" in str(outcome.error)
+        assert "the ranks call save with different carry_over" in str(outcome.error)
     for outcome in saved_by(lambda _: storage, [head(2), head(2)], [report, None]):
         assert isinstance(outcome.error, CheckpointError)  # in another phase
     for outcome in saved_by(lambda _: storage, [head(2)], [report]):
@@ -395,30 +397,29 @@ def test_ranks_must_carry_on_the_same() -> None:
 
 def test_what_is_no_report_of_such_a_load_is_refused() -> None:
     storage = memory()
-    options: dict[str, Any] = {"carry": A}
-    with pytest.raises(TypeError, match=r"carry is a str: give the report that dc.load"):
+    options: dict[str, Any] = {"carry_over": A}
+    with pytest.raises(TypeError, match=r"carry_over is a str: give the report that dc.load"):
         rank_threads.save(storage, [head(2)], B, **options)
     renamed = rank_threads.load(
         storage, [{"net": head(0)["model"]}], A, rename={"model": "net"}, include="net.head"
     )
-    with pytest.raises(ValueError, match=r"carry: /runs/a was loaded with a rename"):
-        rank_threads.save(storage, [head(2)], B, carry=renamed)
+    with pytest.raises(ValueError, match=r"carry_over: /runs/a was loaded with a rename"):
+        rank_threads.save(storage, [head(2)], B, carry_over=renamed)
     rank_threads.save(storage, [state(4)], f"{ROOT}/c")
     sources: Any = {"model": A, "ema": f"{ROOT}/c"}
     both = rank_threads.load(storage, [{"model": {}, "ema": {}}], sources)
-    with pytest.raises(ValueError, match=r"carry: /runs/a and /runs/c were loaded together"):
-        rank_threads.save(storage, [head(2)], B, carry=both)
+    with pytest.raises(ValueError, match=r"carry_over: /runs/a and /runs/c were loaded together"):
+        rank_threads.save(storage, [head(2)], B, carry_over=both)
     with pytest.raises(NotFoundError):
         find(storage, B)
 
 
-def test_who_cannot_carry_on_says_so_and_what_to_do(tmp_path: Path) -> None:
+def test_only_dc_save_has_the_option(tmp_path: Path) -> None:
     dc.save(state(1), tmp_path / "a")
-    report = dc.load(head(0), tmp_path / "a", include="model.head")
-    with dc.AsyncSaver() as saver, pytest.raises(ValueError, match=r"carry: .*use dc.save\(state"):
-        saver.save(head(2), tmp_path / "b", carry=report)
-    options: Any = {"carry": True}
-    with pytest.raises(ValueError, match=r"carry: .*put all that is to be saved there"):
+    options: Any = {"carry_over": dc.load(head(0), tmp_path / "a", include="model.head")}
+    with dc.AsyncSaver() as saver, pytest.raises(TypeError, match="carry_over"):
+        saver.save(head(2), tmp_path / "b", **options)
+    with pytest.raises(TypeError, match="carry_over"):
         dc.Checkpointer(tmp_path / "run", **options)
 
 
@@ -431,26 +432,28 @@ def test_where_the_state_has_a_container_or_a_tensor_it_hides_what_was_there(
     rank_threads.save(storage, [saved], A)
     report = rank_threads.load(storage, [{"lr": 0}], A, include="lr", strict=False)
     now = {"a": {"x": one}, "b": 5, "lr": 7}
-    rank_threads.save(storage, [now], B, carry=report)
+    rank_threads.save(storage, [now], B, carry_over=report)
     assert "/runs/a: a, b.c, b.d: not carried on, the state has something else" in caplog.text
     found: dict[str, Any] = {}
     rank_threads.load(storage, [found], B)
     assert found == {"a": {"x": one}, "b": 5, "lr": 7, "lr.max": 2, "l": [one]}
     mixed = {"l": {"k": one}}
     with pytest.raises(ValueError, match=r"l is a dict in the .* saved as a list: .*exclude='l.0'"):
-        rank_threads.save(storage, [mixed], f"{ROOT}/c", carry=report)
-    rank_threads.save(storage, [mixed], f"{ROOT}/c", carry=report, exclude="l.0")
+        rank_threads.save(storage, [mixed], f"{ROOT}/c", carry_over=report)
+    rank_threads.save(storage, [mixed], f"{ROOT}/c", carry_over=report, exclude="l.0")
 
 
 def test_a_source_that_was_replaced_or_deleted_is_not_carried_on() -> None:
     storage = memory()
     report = part_of(storage)
     rank_threads.save(storage, [state(2)], A, overwrite=True)
-    with pytest.raises(NotFoundError, match=r"/runs/a was replaced: .* load again, and give carry"):
-        rank_threads.save(storage, [head(3)], B, carry=report)
+    with pytest.raises(
+        NotFoundError, match=r"/runs/a was replaced: .* load again, and give carry_over"
+    ):
+        rank_threads.save(storage, [head(3)], B, carry_over=report)
     removal.delete(storage, A)
-    with pytest.raises(NotFoundError, match="load again, and give carry"):
-        rank_threads.save(storage, [head(3)], B, carry=report)
+    with pytest.raises(NotFoundError, match="load again, and give carry_over"):
+        rank_threads.save(storage, [head(3)], B, carry_over=report)
     with pytest.raises(NotFoundError):
         find(storage, B)
 
@@ -508,7 +511,7 @@ def test_a_damaged_source_makes_no_checkpoint(
             lambda _, a, b: refuse(a, b),
         )
     with pytest.raises(CorruptError):
-        dc.save(head(2), tmp_path / "b", carry=report)
+        dc.save(head(2), tmp_path / "b", carry_over=report)
     assert not [*tmp_path.glob("b/*")]
 
 
@@ -528,7 +531,7 @@ def test_a_prune_does_not_take_the_source_meanwhile() -> None:
             pruned.append(find(inner, A))
             super().link(old, new)
 
-    rank_threads.save(Pruning(inner), [head(3)], B, carry=report, step=5)
+    rank_threads.save(Pruning(inner), [head(3)], B, carry_over=report, step=5)
     assert len(pruned) == 2
     prune(inner, ROOT, last(1), is_whole=lambda _: True)
     with pytest.raises(NotFoundError):
@@ -555,7 +558,7 @@ def test_a_save_over_its_own_source_replaces_it() -> None:
             storage,
             [head(3)],
             A,
-            carry=replace(part_of(storage), attempt=before[0].name),
+            carry_over=replace(part_of(storage), attempt=before[0].name),
             overwrite=True,
         )
 
@@ -574,7 +577,7 @@ def test_after_any_crash_both_are_whole_or_the_new_one_is_not_there(wrap: Any) -
     with_source(disk)
     report = part_of(disk)
     disk.mark("saved")
-    rank_threads.save(wrap(disk), [head(9)], B, carry=report)
+    rank_threads.save(wrap(disk), [head(9)], B, carry_over=report)
     disk.mark("carried")
     seen = set()
     for point, storage in states(disk.log, since="saved", limit=20 if IS_LONG else 3):
@@ -596,7 +599,7 @@ def test_an_error_at_any_storage_call_makes_no_checkpoint_or_a_whole_one(done: b
         storage = FaultyStorage(inner, fail_at_call=number, done=done)
         error: CheckpointError | None = None
         try:
-            rank_threads.save(storage, [head(9)], B, carry=report)
+            rank_threads.save(storage, [head(9)], B, carry_over=report)
         except CheckpointError as raised:
             error = raised
         calls = storage.calls

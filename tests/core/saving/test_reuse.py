@@ -59,7 +59,7 @@ def saves(
     **options: Any,
 ) -> list[SaveReport]:
     """Save steps one after another by the same ranks; return what rank 0 reports."""
-    options = {"reuse": "model.base", **options}
+    options = {"link_unchanged": "model.base", **options}
 
     def run(rank: int, channel: Any, bulk: Any) -> list[SaveReport]:
         session = Session(channel, bulk, TEST_CONFIG)
@@ -125,8 +125,10 @@ def test_states_that_are_saved_in_turns_are_linked_each_to_its_own(tmp_path: Pat
     for step in range(4):
         linked.append([])
         for number, held in enumerate([state(step), *others]):
-            reuse = "model.base" if "model" in held else ()
-            report = dc.save(held, tmp_path / f"{number}-{step}", step=step, reuse=reuse)
+            link_unchanged = "model.base" if "model" in held else ()
+            report = dc.save(
+                held, tmp_path / f"{number}-{step}", step=step, link_unchanged=link_unchanged
+            )
             linked[-1].append(report.num_linked)
     assert linked == [[0, 0, 0], [0, 0, 0], [1, 0, 1], [1, 0, 1]]
     assert step_at(LocalStorage(), f"{tmp_path}/0-3") == 3
@@ -139,7 +141,7 @@ def test_a_file_is_linked_where_something_else_of_the_state_has_another_plan(
         dc.save(
             {**state(step, base=9.0), "seen": torch.zeros(step)},
             tmp_path / f"{step}",
-            reuse="model.base",
+            link_unchanged="model.base",
         )
         for step in range(1, 4)
     ]
@@ -158,7 +160,7 @@ def test_what_has_changed_is_written_and_linked_from_then_on(
 
 
 def test_without_reuse_nothing_is_linked_and_no_component_is_in_parts(tmp_path: Path) -> None:
-    reports = saves(LocalStorage(), range(1, 4), path=f"{tmp_path}/s{{}}", reuse=())
+    reports = saves(LocalStorage(), range(1, 4), path=f"{tmp_path}/s{{}}", link_unchanged=())
     assert [one.num_linked for one in reports] == [0, 0, 0]
     assert [one.stem for one in dc.open(tmp_path / "s3").index.catalog.components] == ["model"]
 
@@ -279,19 +281,19 @@ def test_an_overwrite_at_one_path_links_to_what_it_replaces() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"reuse: 'model\.none' matches no tensor"):
-        dc.save(state(1), tmp_path / "ck", reuse=["model.base.*", "model.none"])
-    with pytest.raises(TypeError, match="reuse"):
-        dc.save(state(1), tmp_path / "ck", reuse=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"link_unchanged: 'model\.none' matches no tensor"):
+        dc.save(state(1), tmp_path / "ck", link_unchanged=["model.base.*", "model.none"])
+    with pytest.raises(TypeError, match="link_unchanged"):
+        dc.save(state(1), tmp_path / "ck", link_unchanged=3)  # type: ignore[arg-type]
     assert not (tmp_path / "ck").exists()
-    dc.save(state(1), tmp_path / "ck", reuse=["model"])  # all of it: no parts
+    dc.save(state(1), tmp_path / "ck", link_unchanged=["model"])  # all of it: no parts
     assert [one.stem for one in dc.open(tmp_path / "ck").index.catalog.components] == ["model"]
 
 
 def test_of_a_tied_tensor_the_one_that_has_the_data_is_reused(tmp_path: Path) -> None:
     weight = torch.ones(3)
     tied = {"model": {"a": weight, "b": weight, "c": torch.zeros(3)}}
-    dc.save(tied, tmp_path / "ck", reuse="model.b")
+    dc.save(tied, tmp_path / "ck", link_unchanged="model.b")
     with dc.open(tmp_path / "ck") as checkpoint:
         catalog = checkpoint.index.catalog
     stems = {fqn: catalog.components[one.component].stem for fqn, one in catalog.tensors.items()}

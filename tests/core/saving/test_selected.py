@@ -1,4 +1,4 @@
-"""What a save leaves out: by `include` and `exclude`, and with `frozen=False`."""
+"""What a save leaves out: by `include` and `exclude`, and with `include_frozen=False`."""
 
 from __future__ import annotations
 
@@ -68,26 +68,28 @@ def test_a_component_that_is_left_out_leaves_no_trace(path: Path) -> None:
 def test_frozen_parameters_are_left_out_and_stay_as_they_are(path: Path) -> None:
     saved, state = training(frozen=True), training(frozen=True)
     before = state["model"].get_parameter("0.weight").clone()
-    dc.save(saved, path, frozen=False)
+    dc.save(saved, path, include_frozen=False)
     assert "model.0.weight" not in names(path)
-    left_out = r"lacks 2 names: model\.0\.weight.* which require no gradient: .*frozen=False if"
+    left_out = (
+        r"lacks 2 names: model\.0\.weight.* which require no gradient: .*include_frozen=False if"
+    )
     with pytest.raises(dc.IncompatibleError, match=left_out):
         dc.load(state, path)
     both = {**state, "more": torch.ones(1)}
     with pytest.raises(dc.IncompatibleError, match=r"lacks 3 names: (?!.*frozen)"):
         dc.load(both, path)
-    dc.load(state, path, frozen=False)
+    dc.load(state, path, include_frozen=False)
     assert torch.equal(state["model"].get_parameter("0.weight"), before)
     assert torch.equal(*(one["model"].get_parameter("1.weight") for one in (saved, state)))
     # Of a checkpoint that has them they are not taken either.
     dc.save(saved, path, overwrite=True)
-    dc.load(state, path, frozen=False)
+    dc.load(state, path, include_frozen=False)
     assert torch.equal(state["model"].get_parameter("0.weight"), before)
 
 
 def test_a_frozen_parameter_that_stands_alone_is_left_out_too(path: Path) -> None:
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    dc.save({"a": frozen, "b": torch.ones(2)}, path, frozen=False)
+    dc.save({"a": frozen, "b": torch.ones(2)}, path, include_frozen=False)
     assert names(path) == {"b"}
 
 
@@ -96,7 +98,7 @@ def test_a_frozen_name_of_a_trained_parameter_leaves_it_in(path: Path) -> None:
     state = {"a": frozen, "b": nn.Parameter(frozen.data)}
     dc.save(state, path)
     assert dc.open(path).num_trainable == 4
-    dc.save(state, path, frozen=False, overwrite=True)
+    dc.save(state, path, include_frozen=False, overwrite=True)
     assert names(path) == {"b"}
 
 
@@ -114,8 +116,10 @@ def test_a_state_of_an_optimizer_may_be_left_out_before_there_is_any(
 def test_a_load_without_frozen_parameters_has_to_know_them(path: Path) -> None:
     dc.save({"model": nn.Linear(1, 1)}, path)
     state = {"model": nn.Linear(1, 1).state_dict()}
-    with pytest.raises(dc.IncompatibleError, match="frozen=False: the state has no parameters"):
-        dc.load(state, path, frozen=False)
+    with pytest.raises(
+        dc.IncompatibleError, match="include_frozen=False: the state has no parameters"
+    ):
+        dc.load(state, path, include_frozen=False)
 
 
 def test_what_is_left_out_may_change_from_save_to_save(tmp_path: Path) -> None:
@@ -163,12 +167,18 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]]
         "nothing of the state is left to save",
     ),
     "what is not known to be frozen": (
-        *(lambda: {"m": nn.Linear(1, 1).requires_grad_(False).state_dict()}, {"frozen": False}),
-        *(ValueError, "frozen=False: the state has no parameters, of which alone it is known"),
+        *(
+            lambda: {"m": nn.Linear(1, 1).requires_grad_(False).state_dict()},
+            {"include_frozen": False},
+        ),
+        *(
+            ValueError,
+            "include_frozen=False: the state has no parameters, of which alone it is known",
+        ),
     ),
     "a number": (training, {"include": 3}, TypeError, "give names or patterns"),
     "nothing": (training, {"include": []}, ValueError, "selects nothing"),
-    "frozen as text": (training, {"frozen": "no"}, TypeError, "frozen='no'"),
+    "frozen as text": (training, {"include_frozen": "no"}, TypeError, "include_frozen='no'"),
 }
 
 
@@ -219,8 +229,8 @@ def test_a_background_save_without_frozen_parameters_comes_back(tmp_path: Path) 
     saved, state = training(frozen=True), training(frozen=True)
     before = state["model"].get_parameter("0.weight").clone()
     with dc.AsyncSaver(tmp_path) as saver:
-        saver.save(saved, tmp_path / "1", step=1, frozen=False).result()
-        assert saver.restore(state, frozen=False) == 1
+        saver.save(saved, tmp_path / "1", step=1, include_frozen=False).result()
+        assert saver.restore(state, include_frozen=False) == 1
     assert torch.equal(state["model"].get_parameter("0.weight"), before)
     assert torch.equal(*(one["model"].get_parameter("1.weight") for one in (saved, state)))
 
@@ -229,7 +239,7 @@ def test_a_background_save_without_frozen_parameters_comes_back(tmp_path: Path) 
 def test_a_run_leaves_out_the_same_when_it_goes_on(tmp_path: Path, background: bool) -> None:
     def run(until: int) -> tuple[Any, int | None]:
         state = training(frozen=True)
-        options: Any = {"save": dc.every(steps=1), "exclude": "step", "frozen": False}
+        options: Any = {"save": dc.every(steps=1), "exclude": "step", "include_frozen": False}
         with dc.Checkpointer(tmp_path / "run", background=background, **options) as ck:
             restored = ck.restore(state)
             ck.save(until)

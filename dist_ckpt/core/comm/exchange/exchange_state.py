@@ -54,7 +54,10 @@ class PollInterval:
         self._rarest_s = max(0.02, world_size / MAX_POLLS_PER_S)
         self._least_s = max(0.0003, self._rarest_s / 100)
         self._look_s = min(
-            1.0, config.heartbeat_timeout_s / 10, config.warn_s / 2, config.join_timeout_s / 4
+            1.0,
+            config.heartbeat_timeout_s / 10,
+            config.join_warning_s / 2,
+            config.join_timeout_s / 4,
         )
         self._began_at = time.monotonic()
         self._look_at = self._began_at + self._look_s
@@ -240,7 +243,7 @@ class ExchangeState:
     def missing_ranks(self, ranks: Sequence[int], pace: PollInterval) -> dict[int, Failure]:
         """Return a failure if some of these ranks have not entered within `join_timeout_s`.
 
-        Before that, after `warn_s`, one warning is logged that names them.
+        Before that, after `join_warning_s`, one warning is logged that names them.
         """
         absent = [rank for rank in ranks if not self.peers.has_entered(rank, self.number)]
         if self.token or not absent:
@@ -258,7 +261,7 @@ class ExchangeState:
             for rank in absent:
                 if not self.peers.is_known(rank):
                     return {rank: Failure("RankError", message, rank, self.phase)}
-        if pace.waited_s >= self.config.warn_s and not pace.has_warned:
+        if pace.waited_s >= self.config.join_warning_s and not pace.has_warned:
             pace.has_warned = True
             _log.warning("%s", message)
         return {}

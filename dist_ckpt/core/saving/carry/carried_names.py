@@ -190,8 +190,8 @@ def _merged(live: Node, carried: Node | None) -> Node:
     if is_mapping(live.kind) != is_mapping(carried.kind):
         one = join(live.fqn, carried.keys[0])
         raise ValueError(
-            f"carry: {live.fqn} is a {live.kind} in the state, and was saved as a {carried.kind}: "
-            f"leave out what would be carried on in it (exclude={one!r})"
+            f"carry_over: {live.fqn} is a {live.kind} in the state, and was saved as a "
+            f"{carried.kind}: leave out what would be carried on in it (exclude={one!r})"
         )
     held = {str(key) for key in live.keys}
     return Node(live.fqn, live.kind, (*live.keys, *(k for k in carried.keys if str(k) not in held)))
@@ -202,7 +202,7 @@ def _check_list(node: Node) -> None:
     if not is_mapping(node.kind) and node.keys != (*range(len(node.keys)),):
         lacking = next(number for number, key in enumerate(node.keys) if number != key)
         raise ValueError(
-            f"carry: {node.fqn} would be a {node.kind} without its item {lacking}, and the others "
-            f"would move: leave out what would be carried on of it (exclude={node.fqn!r}), or load "
-            f"all of it"
+            f"carry_over: {node.fqn} would be a {node.kind} without its item {lacking}, and the "
+            f"others would move: leave out what would be carried on of it (exclude={node.fqn!r}), "
+            f"or load all of it"
         )

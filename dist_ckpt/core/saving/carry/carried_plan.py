@@ -76,8 +76,8 @@ def _check_mesh(live: Catalog, source: Catalog, names: CarriedNames) -> None:
     ]
     if of_ranks and live.world_size == source.world_size and now and then and now != then:
         raise ValueError(
-            f"carry: {listed(of_ranks)} belongs to the ranks of the mesh {then}, and this one is "
-            f"{now}: exclude it (exclude={of_ranks[0]!r})"
+            f"carry_over: {listed(of_ranks)} belongs to the ranks of the mesh {then}, and this one "
+            f"is {now}: exclude it (exclude={of_ranks[0]!r})"
         )
 
 

@@ -50,7 +50,7 @@ WINDOW_NBYTES = 16 * BLOCK_NBYTES
 class CarryRequest(Message, frozen=True):
     """What a rank wants carried on, the same on all but `bulk`, the number of its connections."""
 
-    carry: str
+    carry_over: str
     attempt: str
     bulk: int
 
@@ -118,7 +118,7 @@ def open_source(
         loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
         asked = CarryRequest(loaded.path, loaded.attempt, ranks.bulk.epoch)
         if told := opening.gather(asked):
-            check_equal_on_all_ranks("save", told, ("carry", "attempt"))
+            check_equal_on_all_ranks("save", told, ("carry_over", "attempt"))
             counting = CountingStorage(storage or open_storage(loaded.path)[0])
             encoded, reads = index_json.encode(_find(counting, loaded)), counting.reads
             opening.decide(CarrySourceInfo(max(one.bulk for one in told)))
@@ -139,36 +139,37 @@ def open_source(
 def _checked(report: object, world_size: int) -> LoadReport:
     if not isinstance(report, LoadReport):
         raise TypeError(
-            f"carry is a {type(report).__name__}: give the report that dc.load has returned"
+            f"carry_over is a {type(report).__name__}: give the report that dc.load has returned"
         )
     if len(report.sources) > 1:
         raise ValueError(
-            f"carry: {' and '.join(one.path for one in report.sources)} were loaded together: load "
-            f"from one after the other, and give the report of that whose rest is to come along"
+            f"carry_over: {' and '.join(one.path for one in report.sources)} were loaded together: "
+            f"load from one after the other, and give the report of that whose rest is to come "
+            f"along"
         )
     if not report.as_saved:
         raise ValueError(
-            f"carry: {report.path} was loaded with a rename, so that what is left of it has other "
-            f"names than the state: load and save it once under the new names, then load that"
+            f"carry_over: {report.path} was loaded with a rename, so that what is left of it has "
+            f"other names than the state: load and save it once under the new names, then load that"
         )
     if report.world_size != world_size:
         raise ValueError(
-            f"carry: {report.world_size} ranks have loaded {report.path}, and {world_size} save: "
-            f"give the same group to both"
+            f"carry_over: {report.world_size} ranks have loaded {report.path}, and {world_size} "
+            f"save: give the same group to both"
         )
     return report
 
 
 def _find(storage: Storage, loaded: LoadReport) -> Index:
-    remedy = "load again, and give carry= the report of that"
+    remedy = "load again, and give carry_over= the report of that"
     try:
         attempt, index = find(storage, loaded.path)
     except NotFoundError as error:
-        raise NotFoundError(f"carry: {error}; {remedy}") from error
+        raise NotFoundError(f"carry_over: {error}; {remedy}") from error
     if attempt.name != loaded.attempt:
         raise NotFoundError(
-            f"carry: {loaded.path} was replaced: {loaded.attempt} was loaded, and {attempt} is "
-            f"there now; {remedy}"
+            f"carry_over: {loaded.path} was replaced: {loaded.attempt} was loaded, and {attempt} "
+            f"is there now; {remedy}"
         )
     return index
 

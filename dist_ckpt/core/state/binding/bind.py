@@ -192,7 +192,7 @@ def missing_problem(
     told = _counted(names)
     if are_frozen:
         told += f", which require{'s' * (len(names) == 1)} no gradient"
-        remedy += ", load with frozen=False if it was saved with that"
+        remedy += ", load with include_frozen=False if it was saved with that"
     if looked_in == ():
         who, remedy = "no source is given for", f"give {_them(names)} one, {remedy}"
     return f"{who} {told}: {remedy}, or load with strict=False"

@@ -123,7 +123,7 @@ def walk(tree: Tree, fqn: str = "", *, tensors: bool = True) -> Iterator[tuple[s
 
 def without_frozen(selection: Selection, root: Tree) -> Selection:
     """Return a selection that knows which parameters of a state require no gradient, if it asks."""
-    if selection.frozen:
+    if selection.include_frozen:
         return selection
     knows = bool(_trained(root))
     return replace(selection, without=frozen_names(root), knows_parameters=knows)

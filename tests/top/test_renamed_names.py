@@ -1,0 +1,61 @@
+"""Public names that 0.2.0 has changed are refused, each with its new name in the message."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch")
+
+import dist_ckpt as dc
+from dist_ckpt.config import Config
+from dist_ckpt.interop import dcp
+
+FUNCTIONS: list[tuple[Callable[..., object], str, str]] = [
+    (dc.save, "frozen", "include_frozen"),
+    (dc.save, "reuse", "link_unchanged"),
+    (dc.save, "carry", "carry_over"),
+    (dc.load, "frozen", "include_frozen"),
+    (dcp.load, "frozen", "include_frozen"),
+    (dc.AsyncSaver, "settle_s", "drain_timeout_s"),
+    (dc.AsyncSaver.save, "frozen", "include_frozen"),
+    (dc.AsyncSaver.save, "reuse", "link_unchanged"),
+    (dc.AsyncSaver.restore, "frozen", "include_frozen"),
+    (dc.Checkpointer, "frozen", "include_frozen"),
+    (dc.Checkpointer, "reuse", "link_unchanged"),
+    (dc.Checkpointer, "same", "config_must_match"),
+    (Config, "silence_s", "heartbeat_timeout_s"),
+    (Config, "arrive_s", "join_timeout_s"),
+    (Config, "warn_s", "join_warning_s"),
+    (Config, "appear_s", "visibility_timeout_s"),
+]
+VARIABLES = [
+    ("DIST_CKPT_SILENCE_S", "DIST_CKPT_HEARTBEAT_TIMEOUT_S"),
+    ("DIST_CKPT_ARRIVE_S", "DIST_CKPT_JOIN_TIMEOUT_S"),
+    ("DIST_CKPT_WARN_S", "DIST_CKPT_JOIN_WARNING_S"),
+    ("DIST_CKPT_APPEAR_S", "DIST_CKPT_VISIBILITY_TIMEOUT_S"),
+]
+
+
+@pytest.mark.parametrize(("function", "old", "new"), FUNCTIONS)
+def test_an_old_parameter_is_refused(function: Callable[..., object], old: str, new: str) -> None:
+    parameters = inspect.signature(function).parameters
+    assert new in parameters
+    assert old not in parameters
+    with pytest.raises(TypeError, match=f"^{old}= is called {new}= since dist_ckpt 0.2.0"):
+        function(**{old: 1})
+
+
+@pytest.mark.parametrize(("old", "new"), VARIABLES)
+def test_an_old_variable_is_refused_also_next_to_the_new_one(old: str, new: str) -> None:
+    for others in ({}, {new: "61"}):
+        with pytest.raises(ValueError, match=f"^{old} is called {new} since .* unset {old}$"):
+            Config.from_environment({old: "61", **others})
+    assert Config.from_environment({new: "61"}) != Config.from_environment({})
+
+
+def test_an_old_method_is_refused() -> None:
+    with dc.AsyncSaver() as saver, pytest.raises(AttributeError, match=r"write AsyncSaver\.detach"):
+        saver.leave()  # type: ignore[attr-defined]
